@@ -3,3 +3,370 @@
 Each entry says why there is no public way, names the upstream thread if there is one, and the condition under which the
 entry can go. `tests/contract/test_architecture.py` proves that no other file uses a private name.
 """
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# --- torch: foreach and amp kernels ----------------------------------------------------------------------------------
+# The multi-tensor kernels that `GradScaler` and `torch.optim` run on are private; their public wrappers
+# (`GradScaler.unscale_`, `clip_grad_norm_`) cannot express complex gradients, two steps in a batch, or a check alone.
+# Can go when torch makes `torch._foreach_*` public.
+
+
+def amp_unscale_(grads: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
+    """Multiply by `factor` [] in place and set `found_inf` [] to 1.0 if a value was not finite before. One device."""
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+
+
+def foreach_mul_(grads: list[Tensor], factor: Tensor | float) -> None:
+    """Multiply all tensors by `factor` in place."""
+    torch._foreach_mul_(grads, factor)
+
+
+def foreach_norm(grads: list[Tensor], order: float) -> list[Tensor]:
+    """The vector norm of each tensor, each of shape []."""
+    return list(torch._foreach_norm(grads, order))
+
+
+def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy `sources` into `targets` with one launch per dtype."""
+    torch._foreach_copy_(targets, sources)
+
+
+def sparse_values(grad: Tensor) -> Tensor:
+    """The values of a sparse gradient without coalescing it first, as `GradScaler` takes them."""
+    return grad._values()
+
+
+# --- torch: GradScaler -----------------------------------------------------------------------------------------------
+# `GradScaler` has no public way to read or set its scale without waiting for the device (`get_scale` is an `.item()`),
+# nor to be told a found_inf flag from outside. Can go when torch offers an asynchronous getter and setter.
+
+
+def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = None) -> Tensor:
+    """The scale, shape [], made on `device` if the scaler has not been used yet."""
+    scale = scaler._scale
+    if scale is None:
+        scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
+        scale = scaler._scale
+    assert scale is not None
+    return scale
+
+
+def growth_tracker(scaler: torch.amp.GradScaler) -> Tensor:
+    """Clean steps in a row, int32, shape []."""
+    tracker = scaler._growth_tracker
+    assert tracker is not None  # made together with the scale
+    return tracker
+
+
+def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor | None = None) -> None:
+    """Put new tensors in place of the scale (and the growth tracker)."""
+    scaler._scale = scale
+    if tracker is not None:
+        scaler._growth_tracker = tracker
+
+
+def reset_scale(scaler: torch.amp.GradScaler, scale: float, tracker: int = 0) -> None:
+    """Back to the state before first use, with this scale."""
+    scaler._init_scale, scaler._init_growth_tracker = scale, tracker
+    scaler._scale = scaler._growth_tracker = None
+    scaler._per_optimizer_states = _no_optimizer_states()
+
+
+def set_scaler_device(scaler: torch.amp.GradScaler, device_type: str) -> None:
+    """`GradScaler` takes its device type only at construction, before a Trainer knows it."""
+    scaler._device = device_type
+
+
+def take_found_infs(scaler: torch.amp.GradScaler) -> list[Tensor]:
+    """The flags recorded since the last update; forgets them, as `GradScaler.update` does."""
+    states = scaler._per_optimizer_states
+    scaler._per_optimizer_states = _no_optimizer_states()
+    return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+
+
+def give_found_inf(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
+    """Tell somebody else's scaler what we found, so that its own `update` can be called."""
+    scaler._per_optimizer_states = _no_optimizer_states()
+    scaler._per_optimizer_states[0]["found_inf_per_device"] = {found_inf.device: found_inf}
+
+
+def _no_optimizer_states() -> Any:
+    return defaultdict(torch.amp.grad_scaler._refresh_per_optimizer_state)
+
+
+def amp_update_scale(
+    scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """Torch's own update kernel, so that the default policy equals torch's to the bit. In place; private in torch."""
+    torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
+
+
+# --- torch: autocast -------------------------------------------------------------------------------------------------
+
+AUTOCAST_CACHE_IS_RIGHT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
+"""Before torch 2.11 a weight cast under `no_grad` was reused with gradients on, and lost them (PL#21611)."""
+
+
+# --- torch: optimizers -----------------------------------------------------------------------------------------------
+# Fused optimizers skip inside their kernel, told by two attributes. This is the protocol that `GradScaler.step` uses;
+# it has no public form. Can go when torch gives `Optimizer.step` arguments for them.
+
+_FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` of this optimizer reads `found_inf` and `grad_scale` on the device, after its closure.
+
+    Only torch's own classes are taken at their word: somebody else's fused optimizer may read them before.
+    """
+    return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def set_amp_attributes(optimizer: Any, found_inf: Tensor, grad_scale: Tensor | None) -> None:
+    """Hand flag and scale to a fused optimizer. The kernels test `found_inf == 1`: any other value steps."""
+    optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale
+
+
+def clear_amp_attributes(optimizer: Any) -> None:
+    """Undo :func:`set_amp_attributes`."""
+    for name in ("found_inf", "grad_scale"):
+        if name in vars(optimizer):
+            delattr(optimizer, name)
+
+
+def momentum_is_uninitialised(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a skipped first step would leave garbage in a fused SGD's momentum.
+
+    torch 2.13 allocates `momentum_buffer` with `empty_like` and fills it inside the kernel, which does not run on a
+    skip (`torch/optim/sgd.py`, `_fused_sgd`). Found by this project; can go when torch fills it before.
+    """
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    )
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anybody registered a hook around `step`, on this optimizer or on all."""
+    import torch.optim.optimizer as base
+
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or base._global_optimizer_pre_hooks
+        or base._global_optimizer_post_hooks
+    )
+
+
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The user's optimizer behind a `LightningOptimizer` (its `.optimizer` property is public)."""
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+# --- Lightning: the precision plugin -----------------------------------------------------------------------------------
+
+
+def run_step_hooks(plugin: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
+    """`on_before_optimizer_step` of callbacks and module, then clipping: Lightning's own order, in `Precision`.
+
+    Private, but the one place where this order is written; can go when Lightning makes it public.
+    """
+    plugin._after_closure(module, optimizer)
+
+
+def run_hook(module: Any, name: str, *args: Any) -> None:
+    """Call a hook of all callbacks, then of the module, under the profiler, as Lightning's `Precision` does."""
+    from lightning.pytorch.trainer import call
+
+    call._call_callback_hooks(module.trainer, name, *args)
+    call._call_lightning_module_hook(module.trainer, name, *args)
+
+
+# --- Lightning: evaluation ---
+# Lightning evaluates a module inside one loop that owns the results, and has no public way to evaluate a second module on
+# the same batches and let `self.log` name, weight and reduce its values. Upstream thread: none known. All entries of this
+# section can go when Lightning offers a result collection that a callback may create and read.
+
+
+def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:
+    """Give a view of the trainer its own result collection and logger connector.
+
+    `LightningModule.log` writes to `trainer._results` and `trainer._logger_connector`. With its own pair, a copy of a
+    module logs with Lightning's naming, batch-size weighting and reduction, and the trainer never hears of it.
+
+    Args:
+        view: stands in for the trainer; gets the attributes.
+        trainer: the real one. What it has collected in this evaluation so far is copied.
+        memo: of the deep copy of the module, so that the metric objects in the results are the copy's own.
+    """
+    from copy import deepcopy
+
+    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+
+    real = trainer._results
+    results = _ResultCollection(training=False)
+    if real is not None:
+        results.dataloader_idx = real.dataloader_idx
+        for key, item in real.items():
+            if item.has_reset:  # left over from an earlier evaluation
+                continue
+            if item.meta.sync.group is not None:
+                memo[id(item.meta.sync.group)] = item.meta.sync.group
+            memo[id(item.meta.sync.fn)] = view.strategy.reduce
+            results[key] = copied = deepcopy(item, memo)
+            sync = item.meta.sync
+            copied.meta.sync = type(sync)(view.strategy.reduce, sync.should, sync.rank_zero_only, sync.op, sync.group)
+    connector = _LoggerConnector(view)
+    theirs = trainer._logger_connector
+    connector._callback_metrics = dict(theirs._callback_metrics)
+    connector._logged_metrics = dict(theirs._logged_metrics)
+    connector._progress_bar_metrics = dict(theirs._progress_bar_metrics)
+    connector._current_fx = theirs._current_fx
+    view._results = results
+    view._logger_connector = connector
+
+
+def connector_metrics(view: Any, name: str) -> dict[str, Any]:
+    """`callback_metrics`, `logged_metrics` or `progress_bar_metrics` of the view's own connector.
+
+    `Trainer.callback_metrics` and its siblings are properties over `_logger_connector`.
+    """
+    return getattr(view._logger_connector, name)
+
+
+def start_evaluation_batch(view: Any, batch: Any, dataloader_idx: int | None) -> None:
+    """Tell the view's results which batch is next, as the evaluation loop does before its batch hooks."""
+    view._logger_connector.on_batch_start(batch, dataloader_idx)
+
+
+def finish_evaluation_batch(view: Any) -> None:
+    """Drop the reference to the batch. Step values are never read, so they are not collected here."""
+    view._results.batch = None
+    view._results.batch_size = None
+
+
+def finish_evaluation_loader(view: Any) -> dict[str, Tensor]:
+    """Reduce what was logged for the current loader, as `_EvaluationLoop._store_dataloader_outputs` does."""
+    connector = view._logger_connector
+    connector.epoch_end_reached()
+    connector.update_eval_epoch_metrics()
+    return dict(connector.metrics["callback"])
+
+
+def start_evaluation_epoch_end(view: Any) -> None:
+    """What the evaluation loop does between the last loader and `on_*_epoch_end`."""
+    view._logger_connector.epoch_end_reached()
+    view._logger_connector._evaluation_epoch_end()
+
+
+def finish_evaluation_epoch_end(view: Any) -> dict[str, Tensor]:
+    """What the evaluation loop does after `on_*_epoch_end`; returns the values logged there."""
+    connector = view._logger_connector
+    connector.on_epoch_end()
+    connector.update_eval_epoch_metrics()
+    return dict(connector.metrics["callback"])
+
+
+def evaluation_loader_idx(trainer: Any) -> int | None:
+    """Index of the loader of the current batch; `None` with one loader, where hooks do not get the argument."""
+    results = trainer._results
+    return None if results is None else results.dataloader_idx
+
+
+def evaluation_metrics(trainer: Any) -> dict[str, Tensor]:
+    """Epoch values that the current evaluation has logged and already reduced, by their name in `callback_metrics`.
+
+    `trainer.callback_metrics` also holds what training logged and what earlier evaluations left.
+    """
+    results = trainer._results
+    if results is None:
+        return {}
+    metrics: dict[str, Tensor] = {}
+    for item in results.values():
+        if item.has_reset or not item.meta.on_epoch or not isinstance(item._computed, Tensor):
+            continue
+        for name in results._forked_name(item, on_step=False):
+            metrics[name] = item._computed.detach()
+    return metrics
+
+
+def add_callback_metrics(trainer: Any, metrics: dict[str, Tensor]) -> None:
+    """Add values to `trainer.callback_metrics` where `self.log` is not allowed (`on_validation_end`)."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float | None) -> int:
+    """Send values to all loggers as Lightning sends those of an evaluation, and return the step that they got.
+
+    The step is not `global_step`, but a `step` that the user logged, else the private counter of batches after which an
+    optimizer stepped.
+    """
+    number = trainer.fit_loop.epoch_loop._batches_that_stepped if step is None else int(step)
+    connector = trainer._logger_connector
+    # As in `log_metrics`, which adds the epoch only where there is no `step`.
+    connector.log_metrics(metrics if step is None else {**metrics, "step": torch.tensor(float(number))})
+    return number
+
+
+def call_module_hook(module: Any, name: str, *args: Any) -> Any:
+    """Call a hook so that `self.log` works in it: it looks up `_current_fx_name`, which only the Trainer sets."""
+    previous = module._current_fx_name
+    module._current_fx_name = name
+    try:
+        return getattr(module, name)(*args)
+    finally:
+        module._current_fx_name = previous
+
+
+def forget_metric_names(module: Any) -> None:
+    """Drop the cache of metric names by `id`: in a copied module the ids are those of the original's metrics."""
+    from lightning.pytorch import LightningModule
+
+    for child in module.modules():
+        if isinstance(child, LightningModule):
+            child._metric_attributes = None
+
+
+def uncompiled_module(module: Any) -> Any:
+    """The module inside one that `torch.compile` returned, else `None`. Torch has no public way to ask."""
+    from torch._dynamo import OptimizedModule
+
+    return module._orig_mod if isinstance(module, OptimizedModule) else None
+
+
+def uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Undo what `torch.compile(LightningModule)` put among the attributes of a module.
+
+    Lightning stores compiled functions, bound to the original module, as attributes over the methods.
+    """
+    context = state.get("_compiler_ctx")
+    if not context:
+        return state
+    state = dict(state, _compiler_ctx=None)
+    for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
+        state[name] = context[f"original_{name}"]
+    return state
+
+
+def logging_step(trainer: Any) -> int:
+    """The step that Lightning itself logs training metrics at; its own callbacks read this private counter too."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def is_rank_zero() -> bool:
+    """Whether this process writes files (`rank_zero_only.rank` is public, but unset before a Trainer exists)."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    return getattr(rank_zero_only, "rank", 0) == 0

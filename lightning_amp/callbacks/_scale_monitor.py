@@ -1,0 +1,228 @@
+"""`ScaleMonitor`: the loss scale and the skipped steps, logged and kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_amp import _compat
+from lightning_amp.callbacks._trainers import require_lightning_trainer
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.scaling import RecordLog, ScaleHistory, StepRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LOSS_SCALE = "amp/loss_scale"
+SKIPPED_STEPS = "amp/skipped_steps"
+SKIP_RATE = "amp/skip_rate"
+FILE_NAME = "scale_history.csv"
+
+
+class ScaleMonitor(Callback):
+    """Shows what the loss scaler did.
+
+    ==================== ===============================================================================
+    key                  value, at every log point
+    ==================== ===============================================================================
+    `amp/loss_scale`     the scale that the next step will use; 1.0 without scaling
+    `amp/skipped_steps`  optimizer steps skipped so far in this run
+    `amp/skip_rate`      that, divided by the steps attempted so far; from 0 to 1
+    ==================== ===============================================================================
+
+    At the end of fit one line sums up: `12 of 4,000 steps skipped, 11 in the first 20; scale 65536 -> 1024`.
+
+    With :class:`~lightning_amp.AmpPrecision` it reads the plugin's records, which are exact, in every precision. With
+    Lightning's own `MixedPrecision` or `FSDPPrecision` it watches their `GradScaler`: a fall of the scale is all there
+    is to go by, so a skip that does not lower the scale cannot be seen. Without either it says so and does nothing.
+
+    Args:
+        log_every_n_steps: Optimizer steps between two log points; `None` takes the Trainer's `log_every_n_steps`.
+        warn_below: Warns once when the scale falls below. `None` never. The default, 1.0, is where scaling begins to
+            make gradients smaller instead of larger.
+        dirpath: Folder for `scale_history.csv`, written at the end of fit. `None` writes no file. If it cannot be
+            written, one warning says so and training goes on.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Cost: between two log points nothing waits for the device; a log point is one transfer. A million steps with a
+    hundred changes is a hundred rows.
+
+    """
+
+    def __init__(
+        self,
+        log_every_n_steps: int | None = None,
+        *,
+        warn_below: float | None = 1.0,
+        dirpath: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if log_every_n_steps is not None and (
+            isinstance(log_every_n_steps, bool) or not isinstance(log_every_n_steps, int) or log_every_n_steps < 1
+        ):
+            raise ValueError(
+                f"`log_every_n_steps` must be an integer of 1 or more, or `None`; got {log_every_n_steps!r}."
+            )
+        if warn_below is not None and (
+            isinstance(warn_below, bool) or not isinstance(warn_below, (int, float)) or not warn_below >= 0
+        ):
+            raise ValueError(f"`warn_below` must be a number of 0 or more, or `None`; got {warn_below!r}.")
+        self.log_every_n_steps = log_every_n_steps
+        self.warn_below = warn_below
+        self.dirpath = None if dirpath is None else Path(dirpath)
+        self._history = ScaleHistory()
+        self._log: RecordLog | None = None
+        self._watch: _ScalerWatch | None = None
+        self._steps_seen = 0
+        self._warned = False
+
+    @property
+    def history(self) -> ScaleHistory:
+        """All steps up to the last log point, or to the end of fit. Survives a resume; a new fit starts a new one."""
+        return self._history
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Picture of the history; see :meth:`ScaleHistory.plot`."""
+        return self._history.plot(path)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        require_lightning_trainer(self, trainer)
+        if stage == "fit":  # before a checkpoint is restored
+            self._history = ScaleHistory()
+            self._warned = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        plugin = trainer.strategy.precision_plugin
+        scaler = getattr(plugin, "scaler", None)
+        self._steps_seen = trainer.global_step
+        if isinstance(plugin, AmpPrecision):
+            self._log = plugin.records
+            self._log.listeners.append(self._history.extend)
+        elif isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+            self._watch = _ScalerWatch(scaler, self._history)
+        else:
+            rank_zero_info(
+                f"`ScaleMonitor` has nothing to show: the precision plugin {type(plugin).__name__} has no loss scaler."
+                " With `plugins=[AmpPrecision(...)]` it shows skipped steps in every precision."
+            )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._log is None and self._watch is None:
+            return
+        steps = trainer.global_step
+        if steps == self._steps_seen:
+            return
+        every = self.log_every_n_steps or trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+        due = every > 0 and steps // every != self._steps_seen // every
+        self._steps_seen = steps
+        if self._watch is not None:
+            self._watch.note()
+        if due:
+            self._report(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._log is None and self._watch is None:
+            return
+        self._read()
+        self._save()
+        rank_zero_info(f"ScaleMonitor: {self._history.summary()}.")
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, FloatingPointError):  # that one was raised while reading
+            self._read()
+        self._save()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._log is not None and self._history.extend in self._log.listeners:
+            self._log.listeners.remove(self._history.extend)
+        self._log = self._watch = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        self._read()
+        return self._history.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._history.load_state_dict(state_dict)
+
+    # -- work ----------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        if self._log is not None:
+            self._log.flush()
+        elif self._watch is not None:
+            self._watch.read()
+
+    def _report(self, trainer: Trainer) -> None:
+        self._read()
+        last = self._history.last
+        if last is None:
+            return
+        skipped = self._history.num_skipped
+        metrics = {
+            LOSS_SCALE: last.next_scale,
+            SKIPPED_STEPS: float(skipped),
+            SKIP_RATE: skipped / self._history.num_attempted,
+        }
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=_compat.logging_step(trainer))
+        if self.warn_below is not None and last.next_scale < self.warn_below and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"The loss scale fell to {last.next_scale:g}, below {self.warn_below:g}"
+                f" ({self._history.summary()}): the gradients overflow however small it gets. Look for a module whose"
+                " gradients are unusually large, or use 'bf16', whose range is that of fp32."
+            )
+
+    def _save(self) -> None:
+        if self.dirpath is None or not _compat.is_rank_zero():
+            return
+        try:
+            self._history.to_csv(self.dirpath / FILE_NAME)
+        except OSError as error:
+            rank_zero_warn(f"`ScaleMonitor` could not write to `{self.dirpath}`: {error}. Training is not affected.")
+
+
+class _ScalerWatch:
+    """Somebody else's scaler: notes its scale after each step without waiting, and reads the notes in blocks."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, history: ScaleHistory) -> None:
+        self._scaler = scaler
+        self._history = history
+        self._scale = scaler.get_scale()
+        self._index = 0 if history.last is None else history.last.index + 1
+        self._pending: list[Tensor] = []
+
+    def note(self) -> None:
+        self._pending.append(_compat.scale_tensor(self._scaler).clone())
+
+    def read(self) -> None:
+        if not self._pending:
+            return
+        records: list[StepRecord] = []
+        for scale in torch.stack(self._pending).tolist():
+            fell = scale < self._scale
+            records.append(StepRecord(self._index, 0, self._scale, scale, fell, "gradient" if fell else "none"))
+            self._scale, self._index = scale, self._index + 1
+        self._pending.clear()
+        self._history.extend(records)

@@ -1,0 +1,407 @@
+"""`AmpPrecision`: mixed precision in which only rounding, speed and memory differ from fp32.
+
+One optimizer step, for every precision and for automatic and manual optimization:
+
+    training_step                    under autocast; automatic: the closure; manual: user code, closures included
+    on_before_backward               gets the loss that `training_step` returned
+    scale the loss                   gradients that are still there from before are carried to the same scale
+    backward                         autocast off
+    on_after_backward                gradients are still scaled here
+    unscale, once                    or when `clip_gradients` or `unscale_` asks for true gradients before
+    check finite                     one flag per optimizer, on the device
+    on_before_optimizer_step         callbacks, then module: true gradients, fused optimizers included
+    clip                             `configure_gradient_clipping`
+    step or skip                     `optimizer.step` runs with a closure that did all of the above, as in fp32
+    record                           references to the device's scalars, read back in blocks
+    [end of batch] update the scale  once, for all optimizers: after the step, in manual mode after `training_step`
+
+Where nobody looks in between and the optimizer is fused, unscale, check, clip and step touch each gradient twice
+instead of four times; the result is the same within rounding (`scaling/_steps.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_amp import _compat
+from lightning_amp.precision import _choice, _state
+from lightning_amp.precision._fold import FoldGate
+from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
+
+
+class AmpPrecision(MixedPrecision):
+    r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
+
+    .. code-block:: python
+
+        trainer = L.Trainer(plugins=[AmpPrecision("fp16")])
+
+    It is a `lightning.pytorch.plugins.MixedPrecision` that owns the whole optimizer step; the order of events is
+    written at the top of `lightning_amp/precision/_amp.py`. A skipped step did not happen: neither for the parameters
+    and the optimizer, nor for the scale's growth, and :attr:`num_steps` does not count it.
+
+    Args:
+        precision: `"auto"`, `"bf16"`, `"fp16"` or `"fp32"`, or what you have in your hands: `"bf16-mixed"`,
+            `"16-mixed"`, `"32-true"`, `16`, `32`, `torch.bfloat16`, `torch.float16`, `torch.float32`. `"fp32"` runs the
+            same pipeline without autocast: one word turns mixed precision off. `"auto"` picks by the device and says in
+            one log line what and why. A precision that the device cannot run raises before the first batch.
+        scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, any
+            `torch.amp.GradScaler`, or a float for a scale that never moves. You would *not* pass one with bf16 or fp32,
+            whose range needs no scaling: that is an error.
+        skip_nonfinite: Skip a step with non-finite gradients in bf16 and fp32 too, where no scaler does. 64 in a row
+            stop the run. `False` gives plain fp32 behaviour: the NaN reaches the weights.
+
+    Raises:
+        ValueError: For an unknown precision, or a scaler where none is used; when the Trainer attaches, for a precision
+            that the device cannot run.
+        FloatingPointError: During training, after so many skipped steps in a row that the run is stuck.
+
+    Cost: no synchronisation is added. An optimizer that is not fused costs one read of the flag per step, as in torch.
+    Reading :attr:`last_step`, :attr:`num_steps` or :attr:`num_skipped` waits for the device.
+
+    """
+
+    def __init__(
+        self,
+        precision: str | int | torch.dtype = "auto",
+        *,
+        scaler: torch.amp.GradScaler | float | None = None,
+        skip_nonfinite: bool = True,
+    ) -> None:
+        self._requested = _choice.parse(precision)
+        self._choice = None if self._requested == "auto" else _choice.choice(self._requested)
+        self._user_scaler = scaler is not None
+        if isinstance(scaler, (int, float)):
+            scaler = DynamicLossScaler.static(scaler)
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise ValueError(
+                "`scaler` must be a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static"
+                f" scale, or `None`; got {scaler!r}."
+            )
+        if not isinstance(skip_nonfinite, bool):
+            raise ValueError(f"`skip_nonfinite` must be `True` or `False`, got {skip_nonfinite!r}.")
+        self.skip_nonfinite = skip_nonfinite
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"  # until the strategy says which
+        self.scaler: torch.amp.GradScaler | None = scaler
+        self._first_scaler_state = None if scaler is None else scaler.state_dict()
+        if self._choice is not None:
+            self._settle_scaler()
+        self._start_run()
+
+    def _settle_scaler(self) -> None:
+        assert self._choice is not None
+        if self._choice.name == "fp16":
+            if self.scaler is None:
+                self.scaler = DynamicLossScaler()
+                self._first_scaler_state = self.scaler.state_dict()
+        elif self.scaler is not None:
+            raise ValueError(
+                f"`precision={self._choice.name!r}` does not use a loss scaler, got `scaler={self.scaler!r}`. Its range"
+                " is that of fp32, so nothing underflows: leave `scaler` out, or use precision 'fp16'."
+            )
+
+    def _start_run(self) -> None:
+        limit = self.scaler.max_consecutive_skips if isinstance(self.scaler, DynamicLossScaler) else 64
+        self._log = RecordLog(limit)
+        self._steps = OptimizerSteps(self.scaler, self.skip_nonfinite, self._log)
+        self._module: LightningModule | None = None
+        self._fold_gate: FoldGate | None = None
+
+    # -- what the outside reads ----------------------------------------------------------------------------------------
+
+    @property
+    def precision(self) -> _choice.Canonical:  # type: ignore[override]
+        """Lightning's name: `"16-mixed"`, `"bf16-mixed"` or `"32-true"`."""
+        return self._settled().canonical
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What autocast computes in; `torch.float32` for `"fp32"`."""
+        return self._settled().dtype
+
+    def _settled(self) -> _choice.Choice:
+        # "auto" before a Trainer attached: what it would be on the device that Lightning chooses by default
+        return self._choice or _choice.pick(torch.device(self.device))[0]
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The last attempted optimizer step. Waits for the device."""
+        self._log.flush()
+        return self._log.last
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that were applied in this run. Waits for the device."""
+        self._log.flush()
+        return self._log.num_steps
+
+    @property
+    def num_skipped(self) -> int:
+        """Optimizer steps that were skipped in this run. Waits for the device."""
+        self._log.flush()
+        return self._log.num_skipped
+
+    @property
+    def records(self) -> RecordLog:
+        """The log that callbacks listen to."""
+        return self._log
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._requested!r})"
+
+    def __str__(self) -> str:
+        import sys
+
+        if "pytorch_lightning" in sys.modules:  # its Trainer refuses us with "invalid type for plugin {plugin}"
+            return (
+                f"{self!r} (a plugin for `lightning.pytorch`: use `import lightning as L; L.Trainer(...)`, not"
+                " `pytorch_lightning.Trainer`, and derive the module from `L.LightningModule`)"
+            )
+        return repr(self)
+
+    # -- the Trainer attaches ------------------------------------------------------------------------------------------
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        if isinstance(module, LightningModule):
+            self._attach(module)
+        return module
+
+    def _attach(self, module: LightningModule) -> None:
+        strategy = module.trainer.strategy
+        device = strategy.root_device
+        self.device = device.type
+        if self._requested == "auto":
+            self._choice, why = _choice.pick(device)
+            self._settle_scaler()
+            rank_zero_info(f"lightning_amp: precision 'auto' is {self._choice.name!r} here: {why}.")
+        assert self._choice is not None
+        _choice.require(self._choice, device)
+        if self.scaler is not None:
+            _compat.set_scaler_device(self.scaler, self.device)
+        if module.trainer.state.fn == TrainerFn.FITTING:  # a fresh fit starts fresh; a checkpoint is restored later
+            if isinstance(self.scaler, DynamicLossScaler):
+                self.scaler.reset()
+            elif self.scaler is not None and self._first_scaler_state:
+                _compat.reset_scale(self.scaler, self._first_scaler_state["scale"])
+            self._start_run()
+            self._log.describe_skips = self._describe_skips
+        self._module = module
+
+    @override
+    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+        self._steps.attach([_compat.unwrap_optimizer(o) for o in optimizers])
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def teardown(self) -> None:
+        try:
+            self._log.flush()
+        finally:
+            self._module = self._fold_gate = None
+            self._steps.attach([])
+            super().teardown()
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    @override
+    def autocast_context_manager(self) -> torch.autocast:
+        settled = self._settled()
+        dtype = settled.dtype if settled.mixed else torch.get_autocast_dtype(self.device)
+        # the weight cache lost gradients across grad modes before torch 2.11
+        cache = _compat.AUTOCAST_CACHE_IS_RIGHT
+        return torch.autocast(self.device, dtype=dtype, enabled=settled.mixed, cache_enabled=cache)
+
+    @override
+    @contextlib.contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        with self.autocast_context_manager():
+            yield
+
+    @override
+    @contextlib.contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        module = self._module
+        manual = module is not None and not module.automatic_optimization
+        if manual:
+            self._steps.finish_batch()  # steps that hooks took since the last batch
+        with self.forward_context():
+            yield
+        if manual:
+            self._steps.finish_batch()
+
+    def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
+        if torch.is_autocast_enabled(self.device):
+            return torch.autocast(self.device, enabled=False)
+        return contextlib.nullcontext()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        with self._autocast_off():
+            _compat.run_hook(module, "on_before_backward", tensor)
+            return self._steps.scale_loss(tensor)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        with self._autocast_off():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        with self._autocast_off():
+            out = super().post_backward(tensor, module)
+        self._weights_may_change()
+        return out
+
+    def _weights_may_change(self) -> None:
+        if torch.is_autocast_enabled(self.device):  # manual optimization: a forward may follow in the same step
+            torch.clear_autocast_cache()
+
+    # -- step ----------------------------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        optimizer = _compat.unwrap_optimizer(optimizer)
+        automatic = model.automatic_optimization
+        if self._fold_gate is None:
+            self._fold_gate = FoldGate(self, model)
+        fold, max_norm = self._fold_gate(optimizer)
+
+        def user_closure() -> Any:
+            if automatic:  # Lightning's closure enters the forward context around `training_step` itself
+                return closure()
+            with self.forward_context():
+                return closure()
+
+        with self._autocast_off():
+            output = self._steps.step(
+                optimizer,
+                user_closure,
+                lambda: _compat.run_step_hooks(self, model, optimizer),
+                fold=fold,
+                max_norm=max_norm,
+                closure_runs_backward=isinstance(closure, Closure),
+                **kwargs,
+            )
+        self._weights_may_change()
+        if automatic:
+            self._steps.finish_batch()
+        return output
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        optimizer = _compat.unwrap_optimizer(optimizer)
+        self._steps.unscale_(optimizer)
+        if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self.clip_grad_by_value(optimizer, clip_val)
+        elif clip_val > 0:
+            self.clip_grad_by_norm(optimizer, clip_val)
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Make the gradients of `optimizer` true ones, for a manual training loop that wants to look or to clip itself.
+
+        Idempotent within a step; does nothing without loss scaling. A backward that follows carries the gradients back
+        to the scale, so accumulating after looking is fine.
+
+        Args:
+            optimizer: From `self.optimizers()`, or the user's own.
+
+        """
+        self._steps.unscale_(_compat.unwrap_optimizer(optimizer))
+
+    def scaled_grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """`torch.autograd.grad` through the loss scale, so that small gradients do not become zero in fp16.
+
+        For gradient penalties: call it inside `training_step` with `create_graph=True`; what comes back are true
+        gradients in float32.
+
+        Args:
+            outputs: Tensor of any shape, or a sequence of them.
+            inputs: What to differentiate by.
+            kwargs: Go to `torch.autograd.grad`; `grad_outputs` too.
+
+        Returns:
+            One gradient per input, of its shape; `None` where `allow_unused`.
+
+        """
+        single = isinstance(outputs, Tensor)
+        outputs = [outputs] if single else list(outputs)
+        scaler = self._steps.scaler
+        with self._autocast_off():
+            if scaler is None:
+                return torch.autograd.grad(outputs, inputs, **kwargs)
+            scale = _compat.scale_tensor(scaler, outputs[0].device)
+            grads = torch.autograd.grad([o * scale.to(o.device) for o in outputs], inputs, **kwargs)
+            return tuple(None if g is None else g.float() / scale.to(g.device) for g in grads)
+
+    def _describe_skips(self) -> str:
+        """Names of the first parameters whose gradients are not finite, where gradients are still there."""
+        if self._module is None:
+            return ""
+        names = [
+            name
+            for name, p in self._module.named_parameters()
+            if p.grad is not None
+            and not bool(torch.isfinite(p.grad.coalesce().values() if p.grad.is_sparse else p.grad).all())
+        ]
+        if not names:
+            return ""
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"The first parameters with non-finite gradients are {', '.join(f'`{n}`' for n in names[:3])}{more}"
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        self._steps.finish_batch()
+        self._log.flush()
+        return _state.dump(self.scaler, self._log)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        _state.load(state_dict, self.scaler, self._log)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            checkpoint[_state.STOCK_KEY] = self.scaler.state_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if type(self).__qualname__ not in checkpoint:  # else Lightning itself calls `load_state_dict`
+            foreign = _state.find(checkpoint)
+            if foreign:
+                self.load_state_dict(foreign)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a deep copy takes along: the settings and the scaler, not the run."""
+        run = ("_log", "_steps", "_module", "_fold_gate")
+        return {k: v for k, v in vars(self).items() if k not in run}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start_run()

@@ -1,0 +1,59 @@
+"""The plugin's entry in a checkpoint, and those of other plugins that it reads."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_amp.scaling import DynamicLossScaler, RecordLog
+
+STOCK_KEY = "MixedPrecision"
+"""Where stock Lightning keeps its scaler: ours is written there too, so that a run can go back."""
+
+_KEYS = ("AmpPrecision", "FSDPAmpPrecision", STOCK_KEY, "FSDPPrecision", "native_amp_scaling_state")
+
+
+def dump(scaler: torch.amp.GradScaler | None, log: RecordLog) -> dict[str, Any]:
+    """Plain numbers and strings only, so that a checkpoint loads with `weights_only=True`."""
+    last = log.last
+    return {
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "num_steps": log.num_steps,
+        "num_skipped": log.num_skipped,
+        "consecutive_skips": list(log.streak),
+        "last_step": None if last is None else list(astuple(last)),
+    }
+
+
+def load(state: dict[str, Any], scaler: torch.amp.GradScaler | None, log: RecordLog) -> None:
+    """Continue from `state`: ours, or a bare `GradScaler` state."""
+    ours = "num_steps" in state
+    if ours:
+        log.restore(state["num_steps"], state["num_skipped"], state["consecutive_skips"], state["last_step"])
+    scaler_state = state["scaler"] if ours else state
+    if scaler is None or not scaler_state:
+        return  # bf16 and fp32 have nothing to restore; fp16 from a bf16 checkpoint starts its scale afresh
+    if isinstance(scaler, DynamicLossScaler):
+        for name, (mine, theirs) in scaler.overridden(scaler_state).items():
+            rank_zero_info(f"lightning_amp: `{name}={mine!r}`, as passed, is used; the checkpoint had {theirs!r}.")
+    else:
+        scaler_state = {**scaler_state, **_passed(scaler, scaler_state)}
+    scaler.load_state_dict(scaler_state)
+
+
+def find(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """The first entry that holds a scaler's state, whoever wrote it."""
+    return next((checkpoint[key] for key in _KEYS if checkpoint.get(key)), None)
+
+
+def _passed(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> dict[str, Any]:
+    """Settings of somebody else's scaler that differ from torch's defaults: the user must have passed them."""
+    defaults = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    mine = {name: getattr(scaler, f"get_{name}")() for name in defaults}
+    passed = {n: v for n, v in mine.items() if v != defaults[n] and state.get(n, v) != v}
+    for name, value in passed.items():
+        rank_zero_info(f"lightning_amp: `{name}={value!r}`, as passed, is used; the checkpoint had {state[name]!r}.")
+    return passed

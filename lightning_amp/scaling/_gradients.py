@@ -1,0 +1,104 @@
+"""The gradients of an optimizer as flat lists that the multi-tensor kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_amp import _compat
+
+
+class Gradients:
+    """Real, dense views of the gradients of one optimizer, grouped by device and dtype.
+
+    Complex gradients are seen as pairs of reals, sparse ones through their values, sharded ones (DTensor) through the
+    local shard: whatever is written into a view is written into the gradient.
+
+    Args:
+        optimizer: Whose parameters.
+        leave_out: Ids of parameters that are not wanted.
+
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, leave_out: Collection[int] = ()) -> None:
+        self.plain = True  # dense, real and unsharded
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in parameters(optimizer):
+            grad = param.grad
+            if grad is None or id(param) in leave_out:
+                continue
+            if grad.layout is not torch.strided or grad.is_complex() or hasattr(grad, "to_local"):
+                grad = self._view(param, grad)
+            groups.setdefault((grad.device, grad.dtype), []).append(grad)
+        self.groups = groups
+
+    def _view(self, param: Any, grad: Any) -> Tensor:
+        self.plain = False
+        if hasattr(grad, "to_local"):
+            grad = grad.to_local()
+        if grad.layout is torch.sparse_coo:
+            if grad.dtype is torch.float16:  # duplicates may overflow when they are added, so add them before checking
+                param.grad = grad = grad.coalesce()
+            grad = _compat.sparse_values(grad)
+        elif grad.layout is not torch.strided:
+            grad = grad.values()
+        if grad.is_complex():
+            if grad.is_conj():
+                param.grad = grad = grad.resolve_conj()
+            grad = torch.view_as_real(grad)
+        return grad
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The one device that all gradients are on, else `None`."""
+        devices = {device for device, _ in self.groups}
+        return devices.pop() if len(devices) == 1 else None
+
+    def multiply_(self, factor: Tensor) -> None:
+        """Multiply all by `factor` []."""
+        for (device, _), grads in self.groups.items():
+            _compat.foreach_mul_(grads, factor.to(device))
+
+    def unscale_(self, inverse: Tensor, found_inf: Tensor) -> Tensor:
+        """Multiply all by `inverse` []; returns a flag [], 1.0 if `found_inf` was or any value was not finite."""
+        for device, flag, grads in self._on_each_device(found_inf):
+            _compat.amp_unscale_(grads, flag, inverse.to(device))
+        return self._agreed(found_inf)
+
+    def check(self, found_inf: Tensor) -> Tensor:
+        """As :meth:`unscale_` with an inverse of 1, reading only where that is faster."""
+        for device, flag, grads in self._on_each_device(found_inf):
+            if device.type == "cpu":  # `_foreach_norm` has no fast infinity norm there
+                _compat.amp_unscale_(grads, flag, torch.ones((), device=device))
+            else:
+                norms = torch.stack(_compat.foreach_norm([g for g in grads if g.numel()], torch.inf))
+                torch.maximum(flag, torch.isfinite(norms).all().logical_not().to(flag.dtype), out=flag)
+        return self._agreed(found_inf)
+
+    def norm(self) -> Tensor:
+        """The 2-norm over all gradients of one device, shape []; inf from values above 1.8e19 on."""
+        norms = [n for grads in self.groups.values() for n in _compat.foreach_norm(grads, 2.0)]
+        return torch.linalg.vector_norm(torch.stack([n.to(torch.float32) for n in norms]))
+
+    def _on_each_device(self, found_inf: Tensor) -> Iterator[tuple[torch.device, Tensor, list[Tensor]]]:
+        self._flags: dict[torch.device, Tensor] = {found_inf.device: found_inf}
+        for (device, _), grads in self.groups.items():
+            yield device, self._flags.setdefault(device, torch.zeros((), device=device)), grads
+
+    def _agreed(self, found_inf: Tensor) -> Tensor:
+        for flag in self._flags.values():
+            if flag is not found_inf:
+                torch.maximum(found_inf, flag.to(found_inf.device), out=found_inf)
+        return found_inf
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    """All parameters of an optimizer, in order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]

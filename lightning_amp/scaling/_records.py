@@ -1,0 +1,177 @@
+"""What happened to each optimizer step, written on the device and read back in blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Reason = Literal["none", "loss", "gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One attempted optimizer step. Immutable.
+
+    Attributes:
+        index: Optimizer steps attempted before this one, over all optimizers of the run.
+        optimizer_idx: Which optimizer, in the order of `configure_optimizers`.
+        scale: Loss scale used for this step; 1.0 without scaling.
+        next_scale: Loss scale after the update that followed, at the end of the batch.
+        skipped: Whether the step was dropped.
+        reason: `"none"`; `"loss"` if the loss itself was not finite; `"gradient"` if only gradients were.
+
+    """
+
+    index: int
+    optimizer_idx: int
+    scale: float
+    next_scale: float
+    skipped: bool
+    reason: Reason
+
+
+class _Pending(NamedTuple):
+    optimizer_idx: int
+    scale: Tensor | None
+    next_scale: Tensor | None
+    found_inf: Tensor | bool
+    loss: Tensor | None
+
+
+class RecordLog:
+    """Keeps references to the device's own scalars and turns them into `StepRecord`s one block at a time.
+
+    Appending launches nothing and waits for nothing, since scale tensors are never changed in place. Reading a block is
+    one transfer.
+
+    Args:
+        max_consecutive_skips: So many skips in a row raise `FloatingPointError` when they are read; `None` never.
+        block: Records that are kept before they are read back.
+
+    """
+
+    def __init__(self, max_consecutive_skips: int | None = 64, *, block: int = 64) -> None:
+        self.max_consecutive_skips = max_consecutive_skips
+        self.block = block
+        self.num_steps = 0
+        self.num_skipped = 0
+        self.last: StepRecord | None = None
+        self.listeners: list[Callable[[list[StepRecord]], None]] = []
+        self.describe_skips: Callable[[], str] = str
+        self._pending: list[_Pending] = []
+        self._open: list[_Pending] = []  # of this batch: their next scale is not known yet
+        self._streak: list[Reason] = []
+        self._known_streak = 0  # the same, as far as the host knows without reading
+
+    @property
+    def streak(self) -> tuple[Reason, ...]:
+        """Why each of the skips in a row happened, up to the last record that was read."""
+        return tuple(self._streak)
+
+    def restore(self, num_steps: int, num_skipped: int, streak: list[Reason], last: list[Any] | None) -> None:
+        """Continue the counters of a checkpoint; forgets what was not read yet."""
+        self._pending.clear()
+        self._open.clear()
+        self.num_steps, self.num_skipped, self._streak = num_steps, num_skipped, list(streak)
+        self.last = None if last is None else StepRecord(*last)
+
+    @property
+    def num_pending(self) -> int:
+        """Records that were not read yet."""
+        return len(self._pending) + len(self._open)
+
+    def append(self, optimizer_idx: int, scale: Tensor | None, found_inf: Tensor | bool, loss: Tensor | None) -> None:
+        """Note an attempted step.
+
+        Args:
+            optimizer_idx: Which optimizer.
+            scale: The scale used, shape []; `None` without scaling.
+            found_inf: 1.0 for a skip, shape []; or a bool where the host knows.
+            loss: Shape []; finite exactly if the losses of this step were.
+
+        """
+        self._open.append(_Pending(optimizer_idx, scale, None, found_inf, loss))
+        self._known_streak = self._known_streak + 1 if found_inf is True else 0
+
+    def close_batch(self, next_scale: Tensor | None) -> None:
+        """Complete this batch's records with the scale that follows; reads a full block back."""
+        if not self._open:
+            return
+        self._pending += [record._replace(next_scale=next_scale) for record in self._open]
+        self._open.clear()
+        stuck = self.max_consecutive_skips is not None and self._known_streak >= self.max_consecutive_skips
+        if stuck or len(self._pending) >= self.block:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read everything back. Waits for the device.
+
+        Raises:
+            FloatingPointError: If `max_consecutive_skips` steps in a row were skipped.
+
+        """
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        values = _read([v for p in pending for v in (p.scale, p.next_scale, p.found_inf, p.loss)])
+        records: list[StepRecord] = []
+        stuck = False
+        for i, p in enumerate(pending):
+            scale, next_scale, found_inf, loss = values[4 * i : 4 * i + 4]
+            skipped = bool(found_inf)
+            reason: Reason = "none" if not skipped else "loss" if not math.isfinite(loss) else "gradient"
+            records.append(
+                StepRecord(self.num_steps + self.num_skipped, p.optimizer_idx, scale, next_scale, skipped, reason)
+            )
+            if skipped:
+                self.num_skipped += 1
+                self._streak.append(reason)
+                stuck |= len(self._streak) == self.max_consecutive_skips
+            else:
+                self.num_steps += 1
+                if not stuck:
+                    self._streak.clear()
+        self.last = records[-1]
+        for listener in self.listeners:
+            listener(records)
+        if stuck:
+            self._raise_stuck()
+
+    def _raise_stuck(self) -> None:
+        streak, self._streak, self._known_streak = self._streak, [], 0
+        num_loss = streak.count("loss")
+        assert self.last is not None
+        details = self.describe_skips()
+        advice = (
+            "The forward pass itself is broken: look at the data and at the learning rate, or run the module with"
+            " precision 'fp32' to see whether it happens there too"
+            if num_loss > len(streak) // 2
+            else "The gradients overflow although the loss is finite: look for a module whose gradients are unusually"
+            " large, keep it in fp32, clip its inputs, or use 'bf16', whose range is that of fp32"
+        )
+        raise FloatingPointError(
+            f"{len(streak)} optimizer steps in a row were skipped (the limit is {self.max_consecutive_skips}), the last"
+            f" at loss scale {self.last.scale:g}: {num_loss} with a non-finite loss, {len(streak) - num_loss} with"
+            f" non-finite gradients under a finite loss. {details}{'. ' if details else ''}{advice}."
+        )
+
+
+def _read(values: list[Tensor | bool | None]) -> list[float]:
+    """Scalars to the host with one transfer per device; `None` reads as 1.0 (no scaling)."""
+    out = [1.0 if v is None else float(v) if isinstance(v, bool) else 0.0 for v in values]
+    by_device: dict[torch.device, list[int]] = {}
+    for i, v in enumerate(values):
+        if isinstance(v, Tensor):
+            by_device.setdefault(v.device, []).append(i)
+    for indices in by_device.values():
+        unique = {id(values[i]): values[i] for i in indices}
+        tensors = [t.detach().reshape(()).to(torch.float32) for t in unique.values() if isinstance(t, Tensor)]
+        read = dict(zip(unique, torch.stack(tensors).tolist(), strict=True))
+        for i in indices:
+            out[i] = read[id(values[i])]
+    return out

@@ -1,0 +1,347 @@
+"""Dynamic loss scaling with limits and hysteresis, on torch's own `GradScaler`."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_amp import _compat
+from lightning_amp.scaling._records import RecordLog
+
+HALF_LOSS_CEILING = 2.0**15
+"""Largest power of two that float16 can hold: the gradient that enters a float16 loss *is* the scale."""
+
+_POLICY = ("growth_factor", "backoff_factor", "growth_interval")
+_LIMITS = ("hysteresis", "min_scale", "max_scale", "max_consecutive_skips")
+
+
+class DynamicLossScaler(torch.amp.GradScaler):
+    r"""A `torch.amp.GradScaler` that cannot destroy a model.
+
+    The loss is multiplied by a scale :math:`S`, so that small float16 gradients do not become zero. When the gradients
+    overflow, the step is skipped and :math:`S` is lowered; after `growth_interval` clean steps in a row it is raised.
+    With the defaults the sequence of scales equals torch's wherever the loss is finite and not half precision and the
+    scale stays inside the limits. What torch's scaler lacks:
+
+    * limits. Torch's scale can fall to 0, and the next healthy batch is then multiplied by an infinite inverse.
+    * a non-finite *loss* skips the step but leaves the scale alone: scaling acts on gradients, so lowering it
+      cannot help.
+    * hysteresis after Megatron-LM: tolerate some overflows before the scale falls.
+    * an end: `max_consecutive_skips` skipped steps in a row raise an error that says why.
+
+    It works wherever a `GradScaler` does, in a plain torch loop too. In a Trainer it belongs to
+    :class:`~lightning_amp.AmpPrecision`, which decides about steps; this class decides about the scale.
+
+    Args:
+        init_scale: The first scale. The default is torch's.
+        growth_factor: What the scale is multiplied with after `growth_interval` clean steps in a row; above 1.
+        backoff_factor: What the scale is multiplied with after an overflow; between 0 and 1.
+        growth_interval: Clean steps in a row before the scale grows.
+        hysteresis: How many overflows are tolerated before the scale is lowered. The allowance is refilled only when
+            the scale grows (Megatron-LM, `megatron/core/optimizer/grad_scaler.py`); 1 is torch's behaviour, 2 is
+            Megatron's default.
+        min_scale: The scale never falls below. At the default, :math:`2^{-14}`, a scaled gradient is *smaller* than
+            the true one by the range of normal float16 numbers; a run that gets there has another problem.
+        max_scale: The scale never grows above. The default is Apex's :math:`2^{24}`.
+        max_consecutive_skips: So many skipped steps in a row raise :class:`FloatingPointError`.
+        device: Device type (`"cuda"`, `"cpu"`, ...). `None` takes the device of the first loss; in a Trainer the
+            plugin sets it.
+        enabled: `False` makes every method a no-op, as in torch.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Cost: no method waits for the device, but `get_scale`, `state_dict` and pickling, and one read-back in
+    `max_consecutive_skips` calls of :meth:`update`.
+
+    """
+
+    _explicit: frozenset[str] = frozenset()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DynamicLossScaler:
+        # Remembers which settings the user wrote down: on a resume these win over the checkpoint, defaults do not.
+        self = super().__new__(cls)
+        try:
+            bound = inspect.signature(cls.__init__).bind(self, *args, **kwargs)
+        except TypeError:
+            return self  # unpickling calls `__new__` alone; a wrong call gets Python's own error from `__init__`
+        self._explicit = frozenset(bound.arguments) - {"self"}
+        return self
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        min_scale: float = 2.0**-14,
+        max_scale: float = 2.0**24,
+        max_consecutive_skips: int = 64,
+        device: str | torch.device | None = None,
+        enabled: bool = True,
+    ) -> None:
+        _require_number("init_scale", init_scale)
+        _require_number("growth_factor", growth_factor)
+        _require_number("backoff_factor", backoff_factor)
+        _require_number("min_scale", min_scale)
+        _require_number("max_scale", max_scale)
+        _require_count("growth_interval", growth_interval)
+        _require_count("hysteresis", hysteresis)
+        _require_count("max_consecutive_skips", max_consecutive_skips)
+        if growth_factor <= 1:
+            raise ValueError(f"`growth_factor` must be above 1, got {growth_factor!r}. Torch's default is 2.0.")
+        if not 0 < backoff_factor < 1:
+            raise ValueError(
+                f"`backoff_factor` must lie between 0 and 1 (both excluded), got {backoff_factor!r}."
+                " Torch's default is 0.5."
+            )
+        if min_scale <= 0:
+            raise ValueError(
+                f"`min_scale` must be above 0, got {min_scale!r}: gradients are divided by the scale."
+                " The default is 2**-14."
+            )
+        if max_scale > torch.finfo(torch.float32).max:
+            raise ValueError(f"`max_scale` must be representable in float32, got {max_scale!r}. The default is 2**24.")
+        if not min_scale <= init_scale <= max_scale:
+            raise ValueError(
+                f"`init_scale` must lie between `min_scale` and `max_scale`, got {init_scale!r} outside"
+                f" [{min_scale!r}, {max_scale!r}]. Move the limit, or start inside."
+            )
+        device_type = "cpu" if device is None else torch.device(device).type
+        super().__init__(
+            device=device_type,
+            init_scale=float(init_scale),
+            growth_factor=float(growth_factor),
+            backoff_factor=float(backoff_factor),
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.hysteresis = hysteresis
+        self.min_scale = float(min_scale)
+        self.max_scale = float(max_scale)
+        self.max_consecutive_skips = max_consecutive_skips
+        self._start = (float(init_scale), self.min_scale, self.max_scale)
+        self._allowance: Tensor | int = hysteresis  # a tensor once the scale lives on a device
+        self._loss: Tensor | None = None  # finite while every loss scaled since the last update was
+        self._log = RecordLog(max_consecutive_skips)  # only for loops without the plugin
+
+    @classmethod
+    def static(cls, scale: float) -> DynamicLossScaler:
+        """A scaler whose scale never moves; non-finite steps are still skipped and counted.
+
+        Raises:
+            ValueError: If `scale` is not a finite number above 0.
+
+        """
+        _require_number("scaler", scale)
+        if scale <= 0:
+            raise ValueError(f"A static scale must be above 0, got {scale!r}. A usual value is 2.0**10.")
+        return cls(scale, min_scale=scale, max_scale=scale)
+
+    # -- scaling -------------------------------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss (or an iterable of them) by the scale.
+
+        The first float16 loss lowers `max_scale` to 2**15, with one warning: the gradient that enters a float16 tensor
+        is the scale itself, and float16 ends at 65504.
+
+        Args:
+            outputs: Tensor of any shape, or nested iterables of them.
+
+        """
+        if not self.is_enabled():
+            return outputs
+        if not isinstance(outputs, Tensor):
+            outputs = list(outputs) if isinstance(outputs, Iterable) else outputs
+            tensors = [t for t in outputs if isinstance(t, Tensor)] if isinstance(outputs, list) else []
+        else:
+            tensors = [outputs]
+        for tensor in tensors:
+            self._notice(tensor)
+        return super().scale(outputs)
+
+    def _notice(self, loss: Tensor) -> None:
+        _compat.scale_tensor(self, loss.device)
+        if loss.dtype == torch.float16 and self.max_scale > HALF_LOSS_CEILING:
+            self._lower_ceiling()
+        self._loss = merge_losses(self._loss, loss)
+
+    def _lower_ceiling(self) -> None:
+        self.max_scale = HALF_LOSS_CEILING
+        self.min_scale = min(self.min_scale, HALF_LOSS_CEILING)
+        _compat.set_scale_tensor(self, self.scale_tensor.clamp(max=HALF_LOSS_CEILING))
+        warnings.warn(
+            "The loss is float16. Its gradient is the loss scale itself, and float16 ends at 65504, so every step at a"
+            f" scale of 65536 or more would be lost: `max_scale` is now {HALF_LOSS_CEILING:.0f}. A float32 loss"
+            " (for example `loss.float()` before the mean) lifts this ceiling.",
+            UserWarning,
+            stacklevel=5,
+        )
+
+    @property
+    def scale_tensor(self) -> Tensor:
+        """The scale on its device, shape []. Never changed in place: an update puts a new tensor here."""
+        return _compat.scale_tensor(self)
+
+    # -- the policy ----------------------------------------------------------------------------------------------------
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale after the step(s) of one batch; see `torch.amp.GradScaler.update`.
+
+        Args:
+            new_scale: Sets the scale to this value instead, clamped to the limits.
+
+        Raises:
+            FloatingPointError: After `max_consecutive_skips` skipped steps in a row (at most one read-back later).
+
+        """
+        if not self.is_enabled():
+            return
+        if new_scale is not None:
+            value = torch.as_tensor(new_scale, dtype=torch.float32, device=self.scale_tensor.device).detach()
+            _compat.set_scale_tensor(self, value.reshape(()).clamp(self.min_scale, self.max_scale))
+            _compat.take_found_infs(self)
+            return
+        found_infs = _compat.take_found_infs(self)
+        if not found_infs:
+            raise AssertionError("No inf checks were recorded prior to update.")  # torch's own words and type
+        used = self.scale_tensor
+        found_inf = found_infs[0].to(used.device)
+        for other in found_infs[1:]:
+            found_inf = torch.maximum(found_inf, other.to(used.device))
+        loss = self._loss
+        held = None if loss is None else nonfinite_flag(loss).to(used.device)
+        self.advance(found_inf, held)
+        self._log.append(0, used, torch.maximum(found_inf, held) if held is not None else found_inf, loss)
+        self._log.close_batch(self.scale_tensor)
+
+    def advance(self, found_inf: Tensor, held: Tensor | None = None) -> None:
+        """Apply the policy once, on the device.
+
+        Args:
+            found_inf: Float tensor, shape [], 1.0 if gradients of this batch overflowed.
+            held: Float tensor, shape [], 1.0 if the loss itself was not finite. The batch then says nothing about the
+                scale: scale, growth tracker and allowance stay as they are.
+
+        """
+        self._loss = None
+        scale, tracker = self.scale_tensor, _compat.growth_tracker(self)
+        new_scale, new_tracker = scale.clone(), tracker.clone()
+        _compat.amp_update_scale(
+            new_scale,
+            new_tracker,
+            found_inf,
+            self.get_growth_factor(),
+            self.get_backoff_factor(),
+            self.get_growth_interval(),
+        )
+        if self.hysteresis > 1:
+            overflow = found_inf > 0
+            allowance = torch.as_tensor(self._allowance, dtype=torch.int32, device=scale.device)
+            new_allowance = allowance - overflow.to(torch.int32)
+            new_scale = torch.where(overflow & (new_allowance > 0), scale, new_scale)
+            grew = ~overflow & (new_tracker == 0)
+            new_allowance = torch.where(grew, self.hysteresis, new_allowance)
+            if held is not None:
+                new_allowance = torch.where(held > 0, allowance, new_allowance)
+            self._allowance = new_allowance
+        new_scale.clamp_(self.min_scale, self.max_scale)
+        if held is not None:
+            new_scale = torch.where(held > 0, scale, new_scale)
+            new_tracker = torch.where(held > 0, tracker, new_tracker)
+        _compat.set_scale_tensor(self, new_scale, new_tracker)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Start afresh: first scale, original limits, no history."""
+        init_scale, self.min_scale, self.max_scale = self._start
+        _compat.reset_scale(self, init_scale)
+        self._allowance = self.hysteresis
+        self._loss = None
+        self._log = RecordLog(self.max_consecutive_skips)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's five entries and ours; a stock `GradScaler` ignores the rest. Waits for the device."""
+        state = super().state_dict()
+        if state:
+            state |= {name: getattr(self, name) for name in _LIMITS}
+            state["_hysteresis_tracker"] = int(self._allowance)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of a stock `GradScaler`.
+
+        What the user passed to the constructor wins over the state, except for the scale itself, which continues; see
+        :meth:`overridden` for what differed.
+
+        Raises:
+            RuntimeError: If the state comes from a disabled scaler, as in torch.
+
+        """
+        if not self.is_enabled():
+            return
+        keep = self.overridden(state_dict)
+        super().load_state_dict({**state_dict, **{k: v for k, (v, _) in keep.items() if k in _POLICY}})
+        for name in _LIMITS:
+            if name in state_dict and name not in self._explicit:
+                setattr(self, name, state_dict[name])
+        self._allowance = min(int(state_dict.get("_hysteresis_tracker", self.hysteresis)), self.hysteresis)
+        scale = min(max(float(state_dict["scale"]), self.min_scale), self.max_scale)
+        _compat.reset_scale(self, scale, int(state_dict["_growth_tracker"]))
+        self._loss = None
+        self._log = RecordLog(self.max_consecutive_skips)
+
+    def overridden(self, state_dict: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Settings that the user passed and that differ from `state_dict`: name -> (the user's, the state's)."""
+        mine = {name: getattr(self, f"get_{name}")() for name in _POLICY} | {n: getattr(self, n) for n in _LIMITS}
+        return {
+            name: (value, state_dict[name])
+            for name, value in mine.items()
+            if name in self._explicit and name in state_dict and state_dict[name] != value
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_allowance"] = int(self._allowance)
+        state["_loss"] = None
+        state["_log"] = RecordLog(self.max_consecutive_skips)
+        return state
+
+    def __repr__(self) -> str:
+        settings = {name: getattr(self, f"get_{name}")() for name in _POLICY} | {n: getattr(self, n) for n in _LIMITS}
+        return f"{type(self).__name__}({', '.join(f'{name}={value:g}' for name, value in settings.items())})"
+
+
+def merge_losses(merged: Tensor | None, loss: Tensor) -> Tensor:
+    """One tensor, shape [], that is finite exactly while all losses were; the first loss costs nothing."""
+    loss = loss.detach()
+    if loss.numel() != 1:
+        loss = (loss.float() * 0).sum()
+    if merged is None:
+        return loss.reshape(())
+    return merged.float() * 0 + loss.reshape(()).to(merged.device).float() * 0
+
+
+def nonfinite_flag(tensor: Tensor) -> Tensor:
+    """Float tensor, shape []: exactly 1.0 if `tensor` [] is inf or NaN, else 0.0 (fused optimizers test for 1.0)."""
+    return torch.isfinite(tensor).logical_not().to(torch.float32)
+
+
+def _require_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"`{name}` must be a finite number, got {value!r}.")
+
+
+def _require_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` must be an integer of 1 or more, got {value!r}.")
