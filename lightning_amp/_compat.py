@@ -65,6 +65,11 @@ def growth_tracker(scaler: torch.amp.GradScaler) -> Tensor:
     return tracker
 
 
+def saved_growth_tracker(state: dict[str, Any]) -> int:
+    """Clean steps in a row, from a `GradScaler.state_dict`; the key has no public name."""
+    return int(state["_growth_tracker"])
+
+
 def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor | None = None) -> None:
     """Put new tensors in place of the scale (and the growth tracker)."""
     scaler._scale = scale
@@ -194,9 +199,9 @@ def run_hook(module: Any, name: str, *args: Any) -> None:
 
 
 # --- Lightning: evaluation ---
-# Lightning evaluates a module inside one loop that owns the results, and has no public way to evaluate a second module on
-# the same batches and let `self.log` name, weight and reduce its values. Upstream thread: none known. All entries of this
-# section can go when Lightning offers a result collection that a callback may create and read.
+# Lightning evaluates a module inside one loop that owns the results, and has no public way to evaluate a second module
+# on the same batches and let `self.log` name, weight and reduce its values. Upstream thread: none known. All entries of
+# this section can go when Lightning offers a result collection that a callback may create and read.
 
 
 def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:

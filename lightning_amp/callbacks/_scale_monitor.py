@@ -209,7 +209,7 @@ class _ScalerWatch:
     def __init__(self, scaler: torch.amp.GradScaler, history: ScaleHistory) -> None:
         self._scaler = scaler
         self._history = history
-        self._scale = scaler.get_scale()
+        self._last_scale = scaler.get_scale()
         self._index = 0 if history.last is None else history.last.index + 1
         self._pending: list[Tensor] = []
 
@@ -221,8 +221,8 @@ class _ScalerWatch:
             return
         records: list[StepRecord] = []
         for scale in torch.stack(self._pending).tolist():
-            fell = scale < self._scale
-            records.append(StepRecord(self._index, 0, self._scale, scale, fell, "gradient" if fell else "none"))
-            self._scale, self._index = scale, self._index + 1
+            fell = scale < self._last_scale
+            records.append(StepRecord(self._index, 0, self._last_scale, scale, fell, "gradient" if fell else "none"))
+            self._last_scale, self._index = scale, self._index + 1
         self._pending.clear()
         self._history.extend(records)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +20,18 @@ HALF_LOSS_CEILING = 2.0**15
 
 _POLICY = ("growth_factor", "backoff_factor", "growth_interval")
 _LIMITS = ("hysteresis", "min_scale", "max_scale", "max_consecutive_skips")
+
+
+def _remembers_its_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    """Note in `_explicit` what the caller wrote down: on a resume this wins over the checkpoint, defaults do not."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self._explicit = frozenset(signature.bind(self, *args, **kwargs).arguments) - {"self"}
+
+    return wrapper
 
 
 class DynamicLossScaler(torch.amp.GradScaler):
@@ -64,16 +77,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     _explicit: frozenset[str] = frozenset()
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> DynamicLossScaler:
-        # Remembers which settings the user wrote down: on a resume these win over the checkpoint, defaults do not.
-        self = super().__new__(cls)
-        try:
-            bound = inspect.signature(cls.__init__).bind(self, *args, **kwargs)
-        except TypeError:
-            return self  # unpickling calls `__new__` alone; a wrong call gets Python's own error from `__init__`
-        self._explicit = frozenset(bound.arguments) - {"self"}
-        return self
-
+    @_remembers_its_arguments
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -131,7 +135,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self._start = (float(init_scale), self.min_scale, self.max_scale)
         self._allowance: Tensor | int = hysteresis  # a tensor once the scale lives on a device
         self._loss: Tensor | None = None  # finite while every loss scaled since the last update was
-        self._log = RecordLog(max_consecutive_skips)  # only for loops without the plugin
+        self._log = RecordLog(max_consecutive_skips, block=max_consecutive_skips)  # only for loops without the plugin
 
     @classmethod
     def static(cls, scale: float) -> DynamicLossScaler:
@@ -268,7 +272,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         _compat.reset_scale(self, init_scale)
         self._allowance = self.hysteresis
         self._loss = None
-        self._log = RecordLog(self.max_consecutive_skips)
+        self._log = RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's five entries and ours; a stock `GradScaler` ignores the rest. Waits for the device."""
@@ -297,9 +301,9 @@ class DynamicLossScaler(torch.amp.GradScaler):
                 setattr(self, name, state_dict[name])
         self._allowance = min(int(state_dict.get("_hysteresis_tracker", self.hysteresis)), self.hysteresis)
         scale = min(max(float(state_dict["scale"]), self.min_scale), self.max_scale)
-        _compat.reset_scale(self, scale, int(state_dict["_growth_tracker"]))
+        _compat.reset_scale(self, scale, _compat.saved_growth_tracker(state_dict))
         self._loss = None
-        self._log = RecordLog(self.max_consecutive_skips)
+        self._log = RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
 
     def overridden(self, state_dict: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Settings that the user passed and that differ from `state_dict`: name -> (the user's, the state's)."""
@@ -314,7 +318,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         state["_allowance"] = int(self._allowance)
         state["_loss"] = None
-        state["_log"] = RecordLog(self.max_consecutive_skips)
+        state["_log"] = RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
         return state
 
     def __repr__(self) -> str:

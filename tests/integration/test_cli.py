@@ -1,0 +1,66 @@
+"""The plugin and its scaler from a LightningCLI YAML file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import Toy, batches
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_amp import AmpPrecision, ScaleMonitor
+
+CONFIG = """
+seed_everything: 0
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  plugins:
+    - class_path: lightning_amp.AmpPrecision
+      init_args:
+        precision: {precision}
+{scaler}
+  callbacks:
+    - class_path: lightning_amp.ScaleMonitor
+      init_args:
+        log_every_n_steps: 2
+"""
+SCALER = """
+        scaler:
+          class_path: lightning_amp.DynamicLossScaler
+          init_args:
+            init_scale: 1024.0
+            growth_interval: 3
+"""
+
+
+class CliToy(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+
+    def train_dataloader(self) -> object:
+        return batches()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.parametrize(
+    ("precision", "scaler"), [("bf16-mixed", ""), ("fp16", SCALER), ("fp16", "        scaler: 256.0"), ("16", "")]
+)
+def test_from_yaml(precision: str, scaler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(precision=precision, scaler=scaler.strip("\n")))
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
+    monkeypatch.chdir(tmp_path)
+    cli = LightningCLI(CliToy, save_config_callback=None)
+    plugin = cli.trainer.strategy.precision_plugin
+    assert type(plugin) is AmpPrecision
+    assert plugin.num_steps + plugin.num_skipped == 8
+    assert plugin.precision == {"bf16-mixed": "bf16-mixed", "fp16": "16-mixed", "16": "16-mixed"}[precision]
+    if scaler:
+        assert plugin.last_step.scale in {1024.0, 2048.0, 4096.0, 256.0, 512.0}
+    assert any(isinstance(c, ScaleMonitor) and c.history.num_attempted == 8 for c in cli.trainer.callbacks)

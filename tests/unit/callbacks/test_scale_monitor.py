@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from helpers import Poison, Toy, batches, fit, stock
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
+from lightning_amp.callbacks import _scale_monitor
+from lightning_amp.scaling import ScaleHistory
+
+KEYS = {_scale_monitor.LOSS_SCALE, _scale_monitor.SKIPPED_STEPS, _scale_monitor.SKIP_RATE}
+
+
+class Recorder(Logger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    name = version = "recorder"  # type: ignore[assignment]
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def fp16(**kwargs: Any) -> AmpPrecision:
+    return AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, **kwargs))
+
+
+def test_keys_are_those_of_the_docstring() -> None:
+    recorder = Recorder()
+    trainer = fit(Toy, fp16(), batches(2), logger=recorder, callbacks=[ScaleMonitor()])
+    rows = [set(row) for _, row in recorder.rows if "amp/loss_scale" in row]
+    assert rows == [KEYS, KEYS]
+    assert {k for k in trainer.callback_metrics if k.startswith("amp/")} == KEYS
+    assert all(f"`{key}`" in ScaleMonitor.__doc__ for key in KEYS)
+
+
+@pytest.mark.parametrize("plugin", ["ours", "lightning"])
+def test_what_it_logs(plugin: str) -> None:
+    recorder = Recorder()
+    monitor = ScaleMonitor(2)
+    fit(
+        Toy,
+        fp16() if plugin == "ours" else stock("fp16", init_scale=64.0),
+        batches(7),
+        logger=recorder,
+        callbacks=[Poison(gradient=[1, 2]), monitor],
+    )
+    rows = [(step, *row.values()) for step, row in recorder.rows if "amp/loss_scale" in row]
+    # the steps are those of Lightning's own rows for these batches, which count from 0
+    assert rows == [(1, 32.0, 1.0, 0.5), (3, 16.0, 2.0, 0.5), (5, 16.0, 2.0, 2 / 6)]
+    assert monitor.history.summary() == "2 of 7 steps skipped; scale 64 -> 16"
+    assert [r.index for r in monitor.history if r.skipped] == [1, 2]
+
+
+def test_nonfinite_losses_are_seen_only_with_our_plugin() -> None:
+    for plugin, seen in ((fp16(), 1), (AmpPrecision("bf16"), 1)):
+        monitor = ScaleMonitor()
+        fit(Toy, plugin, batches(4), callbacks=[Poison(loss=[1]), monitor])
+        assert [r.reason for r in monitor.history if r.skipped] == ["loss"] * seen
+
+
+def test_says_that_there_is_nothing_to_show(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = ScaleMonitor()
+    with caplog.at_level("INFO"):
+        fit(Toy, stock("bf16"), batches(2), callbacks=[monitor])
+    assert "nothing to show" in caplog.text
+    assert len(monitor.history) == 0
+
+
+def test_the_line_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        fit(Toy, fp16(), batches(4), callbacks=[Poison(gradient=[1]), ScaleMonitor()])
+    assert "ScaleMonitor: 1 of 4 steps skipped; scale 64 -> 32." in caplog.text
+
+
+def test_warns_below() -> None:
+    with pytest.warns(UserWarning, match="fell to 16, below 20") as caught:
+        fit(Toy, fp16(), callbacks=[Poison(gradient=[1, 2, 3]), ScaleMonitor(warn_below=20.0)])
+    assert sum("fell to" in str(w.message) for w in caught) == 1
+
+
+def test_writes_its_file_and_survives_when_it_cannot(tmp_path: Path) -> None:
+    monitor = ScaleMonitor(dirpath=tmp_path / "out")
+    fit(Toy, fp16(), callbacks=[Poison(gradient=[1]), monitor])
+    assert list(ScaleHistory.from_csv(tmp_path / "out" / "scale_history.csv")) == list(monitor.history)
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="could not write"):
+        trainer = fit(Toy, fp16(), callbacks=[ScaleMonitor(dirpath=tmp_path / "file" / "out")])
+    assert trainer.global_step == 8
+
+
+def test_writes_its_file_when_the_run_crashes(tmp_path: Path) -> None:
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, max_consecutive_skips=3))
+    with pytest.raises(FloatingPointError):
+        fit(Toy, plugin, callbacks=[Poison(gradient=range(8)), ScaleMonitor(dirpath=tmp_path)])
+    assert ScaleHistory.from_csv(tmp_path / "scale_history.csv").num_skipped == 3
+
+
+def test_real_loggers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "tb")]
+    fit(Toy, fp16(), logger=loggers, callbacks=[Poison(gradient=[1]), ScaleMonitor(4)])
+    with (Path(loggers[0].log_dir) / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(r["step"]), float(r["amp/loss_scale"])) for r in rows if r["amp/loss_scale"]] == [(3, 32.0), (7, 32.0)]
+    events = EventAccumulator(loggers[1].log_dir).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("amp/skipped_steps")] == [(3, 1.0), (7, 1.0)]
+
+
+@pytest.mark.parametrize("plugin", ["ours", "lightning"])
+def test_history_continues_after_a_resume(plugin: str, tmp_path: Path) -> None:
+    def make() -> Any:
+        return fp16() if plugin == "ours" else stock("fp16", init_scale=64.0)
+
+    def run(*, max_epochs: int, poison: list[int], ckpt: Path | None = None) -> tuple[ScaleMonitor, L.Trainer]:
+        monitor = ScaleMonitor(3)
+        kwargs: dict[str, Any] = {"max_epochs": max_epochs, "callbacks": [Poison(gradient=poison), monitor]}
+        return monitor, fit(Toy, make(), batches(4), ckpt_path=ckpt, **kwargs)
+
+    whole, _ = run(max_epochs=2, poison=[1, 5])
+    _, trainer = run(max_epochs=1, poison=[1])
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = run(max_epochs=2, poison=[1], ckpt=tmp_path / "half.ckpt")
+    assert [r for r in resumed.history if r.skipped] == [r for r in whole.history if r.skipped]
+    assert resumed.history.summary() == whole.history.summary() == "2 of 8 steps skipped; scale 64 -> 16"
+
+
+def test_plot(tmp_path: Path) -> None:
+    monitor = ScaleMonitor()
+    fit(Toy, fp16(), callbacks=[Poison(gradient=[1]), monitor])
+    monitor.plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_amp.scaling import ScaleHistory, StepRecord
+
+
+def run(overflows: dict[int, str], steps: int, first: int = 0, scale: float = 1024.0) -> list[StepRecord]:
+    records: list[StepRecord] = []
+    for index in range(first, first + steps):
+        reason = overflows.get(index, "none")
+        next_scale = scale / 2 if reason == "gradient" else scale
+        records.append(StepRecord(index, 0, scale, next_scale, reason != "none", reason))  # type: ignore[arg-type]
+        scale = next_scale
+    return records
+
+
+def test_keeps_only_what_changed() -> None:
+    history = ScaleHistory()
+    history.extend(run({3: "gradient", 5: "loss"}, 100))
+    assert [r.index for r in history] == [0, 3, 5, 99]
+    assert (history.num_attempted, history.num_skipped, history.num_steps) == (100, 2, 98)
+    assert history.summary() == (
+        "2 of 100 steps skipped, 2 in the first 20, 1 of them with a non-finite loss; scale 1024 -> 512"
+    )
+
+
+def test_a_million_steps_are_small() -> None:
+    history = ScaleHistory()
+    for block in range(100):
+        first = block * 10_000
+        history.extend([StepRecord(first + i, 0, 1.0, 1.0, i % 1000 == 0, "gradient") for i in range(10_000)])
+    assert history.num_attempted == 1_000_000
+    assert history.num_skipped == 1000
+    assert len(pickle.dumps(history)) < 200_000
+    assert len(pickle.dumps(history.state_dict())) < 200_000
+
+
+def test_csv_round_trip(tmp_path: Path) -> None:
+    history = ScaleHistory()
+    history.extend(run({3: "gradient", 5: "loss"}, 50))
+    history.to_csv(tmp_path / "new" / "history.csv")
+    assert list(ScaleHistory.from_csv(tmp_path / "new" / "history.csv")) == list(history)
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["history.csv"]
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "index,optimizer_idx,scale,next_scale,skipped,reason\n0,0,1"])
+def test_a_broken_csv_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"broken\.csv"):
+        ScaleHistory.from_csv(path)
+
+
+def test_continues_from_a_checkpoint(tmp_path: Path) -> None:
+    whole, head, tail = ScaleHistory(), ScaleHistory(), ScaleHistory()
+    records = run({3: "gradient", 25: "gradient"}, 40)
+    whole.extend(records)
+    head.extend(records[:20])
+    torch.save(head.state_dict(), tmp_path / "state.pt")
+    tail.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    tail.extend(records[20:])
+    assert list(tail) == list(whole)
+
+
+def test_an_empty_history() -> None:
+    history = ScaleHistory()
+    assert (len(history), list(history), history.num_attempted, history.last) == (0, [], 0, None)
+    assert history.summary() == "no optimizer step was taken"
+
+
+@pytest.mark.parametrize("steps", [0, 50])
+def test_plot(tmp_path: Path, steps: int) -> None:
+    history = ScaleHistory()
+    history.extend(run({3: "gradient", 5: "loss"}, steps))
+    figure = history.plot(tmp_path / "scale.png")
+    assert (tmp_path / "scale.png").stat().st_size > 5000
+    labels = {line.get_label() for line in figure.axes[0].lines}
+    assert ("skipped: gradients overflowed (1)" in labels) == bool(steps)

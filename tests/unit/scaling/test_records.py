@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_amp.scaling import RecordLog, StepRecord
+
+
+class CountReads(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value)
+
+
+def test_records_are_immutable() -> None:
+    record = StepRecord(0, 0, 1.0, 1.0, False, "none")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.scale = 2.0  # type: ignore[misc]
+
+
+def test_reads_back_in_blocks() -> None:
+    log = RecordLog(block=4)
+    blocks: list[list[StepRecord]] = []
+    log.listeners.append(blocks.append)
+    with CountReads() as reads:
+        for i in range(9):
+            log.append(0, scalar(8.0), scalar(float(i == 2)), scalar(1.0))
+            log.close_batch(scalar(4.0))
+    assert reads.count == 0  # a block is one transfer, not an `.item()` per record
+    assert [len(block) for block in blocks] == [4, 4]
+    assert (log.num_steps, log.num_skipped) == (7, 1)
+    log.flush()
+    assert [r.index for block in blocks for r in block] == list(range(9))
+    assert blocks[0][2] == StepRecord(2, 0, 8.0, 4.0, True, "gradient")
+    assert log.last == StepRecord(8, 0, 8.0, 4.0, False, "none")
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
+def test_reason_is_the_loss_only_if_the_loss_was_not_finite(loss: float) -> None:
+    log = RecordLog()
+    for value in (loss, 1.0):
+        log.append(1, None, True, scalar(value))
+        log.close_batch(None)
+        log.flush()
+        assert log.last.reason == ("gradient" if value == 1.0 else "loss")
+    assert log.last == StepRecord(1, 1, 1.0, 1.0, True, "gradient")
+
+
+def test_known_skips_stop_at_once() -> None:
+    log = RecordLog(3)
+    log.describe_skips = lambda: "Parameter `x` is bad"
+    with pytest.raises(FloatingPointError, match=r"3 optimizer steps in a row.*1 with a non-finite loss, 2 with.*`x`"):
+        for i in range(4):
+            log.append(0, None, True, scalar(float("nan") if i == 1 else 1.0))
+            log.close_batch(None)
+    assert log.num_skipped == 3
+    log.append(0, None, False, None)  # and the log can be used again
+    log.close_batch(None)
+    log.flush()
+    assert log.num_steps == 1
+
+
+def test_skips_on_the_device_stop_one_read_back_later() -> None:
+    log = RecordLog(3, block=8)
+    for _ in range(7):
+        log.append(0, None, scalar(1.0), None)
+        log.close_batch(None)
+    with pytest.raises(FloatingPointError, match="in a row"):
+        log.flush()
+
+
+def test_a_step_in_between_breaks_the_row() -> None:
+    log = RecordLog(3, block=100)
+    for i in range(20):
+        log.append(0, None, scalar(float(i % 3 != 0)), None)
+        log.close_batch(None)
+    log.flush()
+    assert log.streak == ("gradient",)
