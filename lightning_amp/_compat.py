@@ -6,6 +6,7 @@ entry can go. `tests/contract/test_architecture.py` proves that no other file us
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from typing import Any
 
@@ -179,6 +180,57 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
+# --- torch: modules and tensors --------------------------------------------------------------------------------------
+
+
+def norm_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """All normalisation layers that keep running statistics; their common base class is private."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor was changed in place; autograd's counter, which has no public name."""
+    return tensor._version
+
+
+def reduce_as(instance: Any, base: type, protocol: Any) -> Any:
+    """Pickle (and copy) an instance whose class we swapped as one of its own class: what `object.__reduce_ex__` does."""
+    import copyreg
+
+    return (
+        getattr(copyreg, "__newobj__"),
+        (base,),
+        instance.__getstate__() if hasattr(instance, "__getstate__") else vars(instance),
+    )
+
+
+class CompiledBackwardWithoutAutocast:
+    """Context in which `torch.compile` traces backwards outside autocast, as eager runs them. Reentrant, 5 us.
+
+    By default the compiled backward runs under the forward's autocast, so gradients of fp32 regions are half precision
+    (pytorch/pytorch#153044). The switch is private; can go when its default changes.
+    """
+
+    def __init__(self) -> None:
+        from torch._functorch import config
+
+        supported = hasattr(config, "backward_pass_autocast")
+        self._patch = config.patch(backward_pass_autocast="off") if supported else contextlib.nullcontext()
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._patch.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._patch.__exit__(*exc)
+
+
 # --- Lightning: the precision plugin -----------------------------------------------------------------------------------
 
 
@@ -221,7 +273,7 @@ def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
     real = trainer._results
-    results = _ResultCollection(training=False)
+    results = _ResultCollection(training=real is not None and real.training)
     if real is not None:
         results.dataloader_idx = real.dataloader_idx
         for key, item in real.items():

@@ -37,9 +37,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp import _compat
-from lightning_amp.precision import _choice, _state
+from lightning_amp.precision import _checks, _choice, _inputs, _state
+from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._fold import FoldGate
-from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
+from lightning_amp.precision._guards import FitGuards
+from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord, all_finite
 
 
 class AmpPrecision(MixedPrecision):
@@ -119,6 +121,9 @@ class AmpPrecision(MixedPrecision):
         self._steps = OptimizerSteps(self.scaler, self.skip_nonfinite, self._log)
         self._module: LightningModule | None = None
         self._fold_gate: FoldGate | None = None
+        self._guards: FitGuards | None = None
+        self._anomaly: AnomalyCheck | None = None
+        self._compiling = _compat.CompiledBackwardWithoutAutocast()
 
     # -- what the outside reads ----------------------------------------------------------------------------------------
 
@@ -204,14 +209,22 @@ class AmpPrecision(MixedPrecision):
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         self._steps.attach([_compat.unwrap_optimizer(o) for o in optimizers])
+        module = self._module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            _checks.check(module, self._settled(), module.trainer.strategy.root_device)
+            if self._steps.guarded:  # the schedulers are not in the strategy yet; `enter_step` finds them
+                self._guards = FitGuards(module, self._steps)
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
     def teardown(self) -> None:
         try:
+            self._steps.finish_batch()
             self._log.flush()
         finally:
-            self._module = self._fold_gate = None
+            if self._guards is not None:
+                self._guards.detach()
+            self._module = self._fold_gate = self._guards = None
             self._steps.attach([])
             super().teardown()
 
@@ -226,6 +239,14 @@ class AmpPrecision(MixedPrecision):
         return torch.autocast(self.device, dtype=dtype, enabled=settled.mixed, cache_enabled=cache)
 
     @override
+    def convert_input(self, data: Any) -> Any:
+        """Float64 tensors of a batch become float32: autocast leaves float64 alone, and no layer takes a mixture."""
+        module = self._module
+        if module is None or not self._settled().mixed:
+            return data
+        return _inputs.downcast(data, module)
+
+    @override
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         with self.autocast_context_manager():
@@ -238,10 +259,22 @@ class AmpPrecision(MixedPrecision):
         manual = module is not None and not module.automatic_optimization
         if manual:
             self._steps.finish_batch()  # steps that hooks took since the last batch
-        with self.forward_context():
+        if self._guards is not None:
+            self._guards.enter_step(manual)
+        with self._compiling, self.forward_context():
             yield
+        if self._guards is not None:
+            self._guards.leave_step()
         if manual:
             self._steps.finish_batch()
+
+    @override
+    @contextlib.contextmanager
+    def val_step_context(self) -> Generator[None, None, None]:
+        if self._guards is not None:
+            self._guards.settle()
+        with self.forward_context():
+            yield
 
     def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
         if torch.is_autocast_enabled(self.device):
@@ -254,14 +287,25 @@ class AmpPrecision(MixedPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         with self._autocast_off():
             _compat.run_hook(module, "on_before_backward", tensor)
-            return self._steps.scale_loss(tensor)
+            if self._guards is not None:
+                self._guards.note_backward()
+            scaled = self._steps.scale_loss(tensor)
+            if self._steps.scaler is not None and torch.is_anomaly_check_nan_enabled():
+                self._anomaly = AnomalyCheck(tensor)
+            return scaled
 
     @override
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
+        anomaly, self._anomaly = self._anomaly, None
         with self._autocast_off():
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+            if anomaly is None:
+                super().backward(tensor, model, optimizer, *args, **kwargs)
+            else:
+                with anomaly:
+                    super().backward(tensor, model, optimizer, *args, **{**kwargs, "retain_graph": True})
+                anomaly.check(model)
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
@@ -289,7 +333,7 @@ class AmpPrecision(MixedPrecision):
         def user_closure() -> Any:
             if automatic:  # Lightning's closure enters the forward context around `training_step` itself
                 return closure()
-            with self.forward_context():
+            with self._compiling, self.forward_context():
                 return closure()
 
         with self._autocast_off():
@@ -362,12 +406,7 @@ class AmpPrecision(MixedPrecision):
         """Names of the first parameters whose gradients are not finite, where gradients are still there."""
         if self._module is None:
             return ""
-        names = [
-            name
-            for name, p in self._module.named_parameters()
-            if p.grad is not None
-            and not bool(torch.isfinite(p.grad.coalesce().values() if p.grad.is_sparse else p.grad).all())
-        ]
+        names = [n for n, p in self._module.named_parameters() if p.grad is not None and not all_finite(p.grad)]
         if not names:
             return ""
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -377,6 +416,8 @@ class AmpPrecision(MixedPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        if self._guards is not None:
+            self._guards.settle()
         self._steps.finish_batch()
         self._log.flush()
         return _state.dump(self.scaler, self._log)
@@ -399,7 +440,7 @@ class AmpPrecision(MixedPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the scaler, not the run."""
-        run = ("_log", "_steps", "_module", "_fold_gate")
+        run = ("_log", "_steps", "_module", "_fold_gate", "_guards", "_anomaly", "_compiling")
         return {k: v for k, v in vars(self).items() if k not in run}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

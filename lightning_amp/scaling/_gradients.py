@@ -102,3 +102,10 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]
     """All parameters of an optimizer, in order."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def all_finite(grad: Tensor) -> bool:
+    """Whether a gradient of any layout is finite. Waits for the device; for messages, not for the step."""
+    if grad.layout is torch.sparse_coo:
+        grad = grad.coalesce().values()
+    return bool(torch.isfinite(grad).all())

@@ -86,6 +86,7 @@ class OptimizerSteps:
         self.log = log
         self.windows: dict[int, Window] = {}
         self.host_must_know: Callable[[Optimizer], bool] = lambda optimizer: False
+        self.before_step: Callable[[Optimizer], None] = lambda optimizer: None
         self.observers: list[Callable[[Outcome], None]] = []
         self._attempts: list[Outcome] = []
 
@@ -221,6 +222,7 @@ class OptimizerSteps:
             nonlocal result, found_inf, on_host
             result = closure()
             window.closure_calls += 1
+            self.before_step(optimizer)
             if not self.guarded:
                 look()
                 return result

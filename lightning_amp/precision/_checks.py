@@ -1,0 +1,112 @@
+"""What can be known to be wrong before the first batch: one report that names modules and parameters, and the fix."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_amp.precision._choice import Choice, cpu_has_bf16
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def check(module: LightningModule, choice: Choice, device: torch.device) -> None:
+    """Look at what the Trainer attached.
+
+    Raises:
+        ValueError: For what cannot work, all of it in one message. What may work is one warning.
+
+    """
+    if not choice.mixed:
+        return
+    errors = [*_half_parameters(module, choice)]
+    if errors:
+        raise ValueError(_report(f"precision {choice.name!r} cannot train this module", errors))
+    warnings = [*_own_scaling(module), *_unsafe_losses(module, device), *_slow(choice, device)]
+    if warnings:
+        rank_zero_warn(_report(f"precision {choice.name!r} found something to look at", warnings))
+
+
+def _report(title: str, findings: list[str]) -> str:
+    return "\n".join([f"lightning_amp: {title}:", *(f"  - {finding}" for finding in findings)])
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"`{name}`" for name in names[:3]) + more
+
+
+def _half_parameters(module: LightningModule, choice: Choice) -> list[str]:
+    names = [n for n, p in module.named_parameters() if p.requires_grad and p.dtype in _HALF]
+    if not names:
+        return []
+    dtype = str(next(p.dtype for p in module.parameters() if p.requires_grad and p.dtype in _HALF)).removeprefix(
+        "torch."
+    )
+    return [
+        f"trainable parameters are {dtype}: {_names(names)}. Mixed precision keeps float32 parameters and casts them for"
+        " each forward; in half precision most small updates are rounded away. Call `.float()` on the module (or load"
+        " it with `dtype=torch.float32`), or freeze these parameters with `requires_grad_(False)`"
+    ]
+
+
+def _own_scaling(module: LightningModule) -> list[str]:
+    findings: list[str] = []
+    for name, submodule in module.named_modules():
+        for attribute, value in vars(submodule).items():
+            where = f"`{name}.{attribute}`" if name else f"`self.{attribute}`"
+            if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+                findings.append(
+                    f"the module has its own `GradScaler` ({where}): this plugin scales, unscales and skips already, and"
+                    " twice is wrong. Remove it, and call `self.manual_backward(loss)` and `optimizer.step()`"
+                )
+            elif isinstance(value, torch.autocast):
+                findings.append(
+                    f"the module has its own `torch.autocast` ({where}), which overrides the plugin's inside it. Remove"
+                    " it, or use precision 'fp32'"
+                )
+    steps = [n for n in ("training_step", "forward") if "autocast(" in _source(getattr(module, n))]
+    if steps:
+        findings.append(
+            f"{_names(steps)} uses `torch.autocast` itself, which overrides the plugin's inside it. If that is meant to"
+            " choose the precision, remove it; to keep a region in fp32 it is fine"
+        )
+    return findings
+
+
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+
+
+def _unsafe_losses(module: LightningModule, device: torch.device) -> list[str]:
+    names = [name for name, submodule in module.named_modules() if isinstance(submodule, nn.BCELoss)]
+    if not names:
+        return []
+    raises = "raises under autocast on this device" if device.type == "cuda" else "raises under autocast on CUDA"
+    return [
+        f"`nn.BCELoss` ({_names(names)}) {raises}, since sigmoid outputs cannot be told apart in half precision. Use"
+        " `nn.BCEWithLogitsLoss` on the logits"
+    ]
+
+
+def _slow(choice: Choice, device: torch.device) -> list[str]:
+    if choice.name != "bf16":
+        return []
+    emulated = (
+        not torch.cuda.is_bf16_supported(including_emulation=False)
+        if device.type == "cuda"
+        else device.type == "cpu" and not cpu_has_bf16()
+    )
+    return (
+        ["this device emulates bfloat16, which is slower than float32; precision 'auto' picks another"]
+        if emulated
+        else []
+    )

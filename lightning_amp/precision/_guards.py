@@ -1,0 +1,72 @@
+"""Everything outside the optimizer that must not notice a skipped step, for the length of one fit."""
+
+from __future__ import annotations
+
+from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
+
+from lightning_amp.precision._averaging import AveragingGate
+from lightning_amp.precision._buffers import BufferGuard
+from lightning_amp.precision._schedules import ScheduleGate
+from lightning_amp.scaling import OptimizerSteps, Outcome
+
+
+class FitGuards:
+    """Schedules, averaged weights and normalisation buffers, told of each outcome.
+
+    Args:
+        module: The user's.
+        steps: Whose outcomes.
+
+    """
+
+    def __init__(self, module: LightningModule, steps: OptimizerSteps) -> None:
+        self._steps = steps
+        self._inside_manual_step = False
+        self.schedules = ScheduleGate(module)
+        self.averaging = AveragingGate(module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        self.buffers = BufferGuard(module)
+        self.schedules.attach()
+        steps.observers.append(self._observe)
+        steps.before_step = self.schedules.before_step
+        steps.host_must_know = self._host_must_know
+
+    def _host_must_know(self, optimizer: Optimizer) -> bool:
+        return bool(self.averaging) or self.schedules.host_must_know(optimizer)
+
+    def _observe(self, outcome: Outcome) -> None:
+        self.schedules.observe(outcome)
+        if self.averaging:
+            self.averaging.observe(outcome)
+        if self.buffers:
+            self.buffers.observe(outcome, self._inside_manual_step)
+        self.schedules.hold_other_verbs()
+
+    def enter_step(self, manual: bool) -> None:
+        """A training step begins."""
+        self._inside_manual_step = manual
+        self.schedules.release_other_verbs()
+        self.schedules.attach()
+        if self.buffers:
+            self.buffers.enter_step()
+
+    def leave_step(self) -> None:
+        """The training step is over (in automatic optimization its backward and optimizer step are still to come)."""
+        self._inside_manual_step = False
+
+    def note_backward(self) -> None:
+        """A backward ran."""
+        self.buffers.note_backward()
+
+    def settle(self) -> None:
+        """Somebody is about to look: validation, or a checkpoint."""
+        self.schedules.release_other_verbs()
+        if self.buffers:
+            self.buffers.settle()
+
+    def detach(self) -> None:
+        """The user's objects are as they were."""
+        self.settle()
+        self.schedules.detach()
+        self.averaging.detach()
+        self._steps.observers.clear()
