@@ -195,15 +195,11 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
-def reduce_as(instance: Any, base: type, protocol: Any) -> Any:
-    """Pickle (and copy) an instance whose class we swapped as one of its own class: what `object.__reduce_ex__` does."""
+def reduce_as(instance: Any, base: type) -> Any:
+    """Pickle (and copy) an instance whose class we swapped as one of its own class, so that no pickle needs us."""
     import copyreg
 
-    return (
-        getattr(copyreg, "__newobj__"),
-        (base,),
-        instance.__getstate__() if hasattr(instance, "__getstate__") else vars(instance),
-    )
+    return copyreg._reconstructor, (base, object, None), dict(vars(instance))
 
 
 class CompiledBackwardWithoutAutocast:

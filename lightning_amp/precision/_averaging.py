@@ -48,7 +48,7 @@ class AveragingGate:
             return base.should_update(this, step_idx=step_idx, epoch_idx=epoch_idx)
 
         def __reduce_ex__(this: Any, protocol: Any) -> Any:  # noqa: N807
-            return _compat.reduce_as(this, base, protocol)
+            return _compat.reduce_as(this, base)
 
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         members = {"should_update": should_update, "__reduce_ex__": __reduce_ex__}

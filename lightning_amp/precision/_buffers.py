@@ -68,6 +68,8 @@ class BufferGuard:
             inside_step: Manual optimization: more forwards may follow in this training step.
 
         """
+        if outcome.skipped is not True:
+            self.settle()  # a step without a new backward: its flag says nothing about the forward
         buffers = self._buffers()
         version = _version(buffers)
         basis = self._snapshot

@@ -34,7 +34,7 @@ class ScheduleGate:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._automatic = module.automatic_optimization
-        self._gates: dict[int, _Gate] = {}
+        self._gates: dict[int, _Tally] = {}
         self._undo: Callable[[], None] | None = None
         self._own_verb = _overrides(module, "lr_scheduler_step", LightningModule)
         callbacks: list[Callback] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -52,6 +52,9 @@ class ScheduleGate:
                 continue
             if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
                 self._gates[id(scheduler)] = _Gate(scheduler)
+            elif self._own_verb and not config.reduce_on_plateau:
+                optimizer = getattr(scheduler, "optimizer", self._module.trainer.optimizers[0])
+                self._gates[id(scheduler)] = _Tally(scheduler, optimizer)
 
     def observe(self, outcome: Outcome) -> None:
         """A step was attempted."""
@@ -66,27 +69,18 @@ class ScheduleGate:
                 gate.resolve()
 
     def hold_other_verbs(self) -> None:
-        """For modules whose `lr_scheduler_step` does not call `step()` (timm's `step_update`): hold the hook itself.
+        """For modules whose `lr_scheduler_step` does not call `step()` (timm's `step_update`): gate the hook itself.
 
-        Only after a skip and only until the next batch, so that copies of the module never carry it.
+        Only from the optimizer step to the next batch, so that copies of the module do not carry it.
         """
-        if not (self._automatic and self._own_verb):
-            return
-        held = {key for key, gate in self._gates.items() if gate.outcomes and all(o is True for o in gate.outcomes)}
-        held |= {
-            id(config.scheduler)
-            for config in self._module.trainer.strategy.lr_scheduler_configs
-            if held and config.interval == "step" and not isinstance(config.scheduler, LRScheduler)
-        }
-        if not held or self._undo is not None:
+        if not (self._automatic and self._own_verb) or self._undo is not None:
             return
         module, original = self._module, self._module.lr_scheduler_step
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            if id(scheduler) not in held:
+            gate = self._gates.get(id(scheduler))
+            if gate is None or not gate.take_held():
                 original(scheduler, metric)
-            elif id(scheduler) in self._gates:
-                self._gates[id(scheduler)].outcomes.clear()
 
         previous = vars(module).get("lr_scheduler_step")
         module.lr_scheduler_step = lr_scheduler_step
@@ -118,7 +112,27 @@ class ScheduleGate:
         self._gates.clear()
 
 
-class _Gate:
+class _Tally:
+    """What became of the steps of one optimizer since its schedule last moved."""
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
+        self.scheduler = scheduler
+        self.optimizer = optimizer
+        self.outcomes: list[Tensor | bool] = []
+
+    def take_held(self) -> bool:
+        """Whether all of them were skipped; begins anew. Waits for the device."""
+        outcomes, self.outcomes = self.outcomes, []
+        return bool(outcomes) and all(bool(o) for o in outcomes)
+
+    def resolve(self) -> None:
+        """Decide what was noted."""
+
+    def close(self) -> None:
+        """The scheduler is as it was."""
+
+
+class _Gate(_Tally):
     """One gated scheduler.
 
     Its class is a subclass that differs in `step`. State lives here, not in the scheduler, whose `state_dict` is all of
@@ -126,9 +140,7 @@ class _Gate:
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
-        self.scheduler = scheduler
-        self.optimizer = scheduler.optimizer
-        self.outcomes: list[Tensor | bool] = []
+        super().__init__(scheduler, scheduler.optimizer)
         self._noted: tuple[list[Tensor | bool], tuple[Any, ...], dict[str, Any]] | None = None
         self._base = base = type(scheduler)
         gate = self
@@ -145,7 +157,7 @@ class _Gate:
 
         def __reduce_ex__(this: Any, protocol: Any) -> Any:  # noqa: N807
             gate.resolve()
-            return _compat.reduce_as(this, base, protocol)
+            return _compat.reduce_as(this, base)
 
         members = {name: resolved(name) for name in ("state_dict", "load_state_dict", "get_last_lr")}
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
