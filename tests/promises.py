@@ -1,4 +1,4 @@
-"""A promise is tested twice: with our plugin it holds; with Lightning's own it fails, for the reason that is written."""
+"""A promise is tested twice: with our plugin it holds; with Lightning's own it fails, for the reason written here."""
 
 from __future__ import annotations
 
