@@ -199,7 +199,7 @@ def reduce_as(instance: Any, base: type) -> Any:
     """Pickle (and copy) an instance whose class we swapped as one of its own class, so that no pickle needs us."""
     import copyreg
 
-    return copyreg._reconstructor, (base, object, None), dict(vars(instance))
+    return copyreg._reconstructor, (base, object, None), dict(vars(instance))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class CompiledBackwardWithoutAutocast:
@@ -227,7 +227,7 @@ class CompiledBackwardWithoutAutocast:
             self._patch.__exit__(*exc)
 
 
-# --- Lightning: the precision plugin -----------------------------------------------------------------------------------
+# --- Lightning: the precision plugin ----------------------------------------------------------------------------------
 
 
 def run_step_hooks(plugin: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:

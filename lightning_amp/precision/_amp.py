@@ -290,7 +290,7 @@ class AmpPrecision(MixedPrecision):
             if self._guards is not None:
                 self._guards.note_backward()
             scaled = self._steps.scale_loss(tensor)
-            if self._steps.scaler is not None and torch.is_anomaly_check_nan_enabled():
+            if self._steps.scaler is not None and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
                 self._anomaly = AnomalyCheck(tensor)
             return scaled
 
@@ -425,6 +425,8 @@ class AmpPrecision(MixedPrecision):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         _state.load(state_dict, self.scaler, self._log)
+        if self.scaler is not None:
+            self._steps.first_scale = self.scaler.get_scale()
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

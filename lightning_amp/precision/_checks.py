@@ -45,11 +45,9 @@ def _half_parameters(module: LightningModule, choice: Choice) -> list[str]:
     names = [n for n, p in module.named_parameters() if p.requires_grad and p.dtype in _HALF]
     if not names:
         return []
-    dtype = str(next(p.dtype for p in module.parameters() if p.requires_grad and p.dtype in _HALF)).removeprefix(
-        "torch."
-    )
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
     return [
-        f"trainable parameters are {dtype}: {_names(names)}. Mixed precision keeps float32 parameters and casts them for"
+        f"trainable parameters are {' and '.join(sorted(dtypes))}: {_names(names)}. Mixed precision keeps float32 parameters and casts them for"
         " each forward; in half precision most small updates are rounded away. Call `.float()` on the module (or load"
         " it with `dtype=torch.float32`), or freeze these parameters with `requires_grad_(False)`"
     ]
@@ -62,8 +60,8 @@ def _own_scaling(module: LightningModule) -> list[str]:
             where = f"`{name}.{attribute}`" if name else f"`self.{attribute}`"
             if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
                 findings.append(
-                    f"the module has its own `GradScaler` ({where}): this plugin scales, unscales and skips already, and"
-                    " twice is wrong. Remove it, and call `self.manual_backward(loss)` and `optimizer.step()`"
+                    f"the module has its own `GradScaler` ({where}): this plugin scales, unscales and skips already,"
+                    " and twice is wrong. Remove it, and call `self.manual_backward(loss)` and `optimizer.step()`"
                 )
             elif isinstance(value, torch.autocast):
                 findings.append(

@@ -66,6 +66,7 @@ class RecordLog:
         self._pending: list[_Pending] = []
         self._open: list[_Pending] = []  # of this batch: their next scale is not known yet
         self._streak: list[Reason] = []
+        self._known_skips = 0
         self._known_streak = 0  # the same, as far as the host knows without reading
 
     @property
@@ -77,13 +78,14 @@ class RecordLog:
         """Continue the counters of a checkpoint; forgets what was not read yet."""
         self._pending.clear()
         self._open.clear()
+        self._known_skips = 0
         self.num_steps, self.num_skipped, self._streak = num_steps, num_skipped, list(streak)
         self.last = None if last is None else StepRecord(*last)
 
     @property
-    def num_pending(self) -> int:
-        """Records that were not read yet."""
-        return len(self._pending) + len(self._open)
+    def num_known_skips(self) -> int:
+        """Skips that the host decided and that were not read back yet."""
+        return self._known_skips
 
     def append(self, optimizer_idx: int, scale: Tensor | None, found_inf: Tensor | bool, loss: Tensor | None) -> None:
         """Note an attempted step.
@@ -97,6 +99,7 @@ class RecordLog:
         """
         self._open.append(_Pending(optimizer_idx, scale, None, found_inf, loss))
         self._known_streak = self._known_streak + 1 if found_inf is True else 0
+        self._known_skips += found_inf is True
 
     def close_batch(self, next_scale: Tensor | None) -> None:
         """Complete this batch's records with the scale that follows; reads a full block back."""
@@ -116,6 +119,7 @@ class RecordLog:
 
         """
         pending, self._pending = self._pending, []
+        self._known_skips = sum(p.found_inf is True for p in self._open)
         if not pending:
             return
         values = _read([v for p in pending for v in (p.scale, p.next_scale, p.found_inf, p.loss)])

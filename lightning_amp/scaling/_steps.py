@@ -86,6 +86,7 @@ class OptimizerSteps:
         self.log = log
         self.windows: dict[int, Window] = {}
         self.host_must_know: Callable[[Optimizer], bool] = lambda optimizer: False
+        self.first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         self.before_step: Callable[[Optimizer], None] = lambda optimizer: None
         self.observers: list[Callable[[Outcome], None]] = []
         self._attempts: list[Outcome] = []
@@ -174,10 +175,9 @@ class OptimizerSteps:
     def _scale_may_be_below_one(self) -> bool:
         if not isinstance(self.scaler, DynamicLossScaler):
             return True
-        last = self.log.last
-        pending = self.log.num_pending
-        known = self.scaler.min_scale if last is None and pending else 2.0 if last is None else last.next_scale
-        return self.scaler.min_scale < 1 and known * self.scaler.get_backoff_factor() ** pending < 1
+        # as far as the host knows: exact where it reads the flag of each step, else at most one read-back old
+        scale = self.first_scale if self.log.last is None else self.log.last.next_scale
+        return scale * self.scaler.get_backoff_factor() ** self.log.num_known_skips < 1
 
     # -- step ----------------------------------------------------------------------------------------------------------
 
