@@ -47,8 +47,8 @@ def _half_parameters(module: LightningModule, choice: Choice) -> list[str]:
         return []
     dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
     return [
-        f"trainable parameters are {' and '.join(sorted(dtypes))}: {_names(names)}. Mixed precision keeps float32 parameters and casts them for"
-        " each forward; in half precision most small updates are rounded away. Call `.float()` on the module (or load"
+        f"trainable parameters are {' and '.join(sorted(dtypes))}: {_names(names)}. Mixed precision keeps float32"
+        " parameters and casts them for each forward; in half precision most small updates are rounded away. Call `.float()` on the module (or load"
         " it with `dtype=torch.float32`), or freeze these parameters with `requires_grad_(False)`"
     ]
 

@@ -1,0 +1,302 @@
+"""Deep copies that share parameters, for running user code twice without the user noticing.
+
+`copy.deepcopy` of a real LightningModule fails on the first lock, open file or generator that it meets, and copies
+what must not be copied: the trainer, data sets, the parameters. The copies here take what can be taken, piece by piece.
+What cannot be copied is replaced by an object that raises when it is used: sharing it would let the copy change the
+original.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, cast
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_amp import _compat
+
+_LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
+
+# Read by a step, if at all, and large or meaningless as copies.
+_SHARED: tuple[type, ...] = (
+    *_LOCKS,
+    Callback,
+    DataLoader,
+    Dataset,
+    LightningDataModule,
+    LRScheduler,
+    Sampler,
+    torch.optim.Optimizer,
+    torch.cuda.Event,
+    torch.cuda.Stream,
+)
+
+_ATOMS: tuple[type, ...] = (bool, int, float, str, type(None))
+_CONTAINERS: tuple[type, ...] = (list, tuple, set, deque)
+_MAPPINGS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
+
+
+class NotCopiedError(RuntimeError):
+    """A copy of a module used something that could not be copied."""
+
+
+class NotCopied:
+    """Stands in a copy for an object that could not be copied, and says so when it is used."""
+
+    def __init__(self, path: str, kind: type) -> None:
+        vars(self)["message"] = (
+            f"`{path}` cannot be copied (`{kind.__module__}.{kind.__qualname__}`), so a copy of the module must not use"
+            " it. If sharing it is harmless, give it a `__deepcopy__` method that returns `self`"
+        )
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise NotCopiedError(vars(self)["message"])
+
+    __getattr__ = __setattr__ = __call__ = __iter__ = __next__ = __len__ = __enter__ = __exit__ = _refuse
+    __getitem__ = __setitem__ = __contains__ = __bool__ = _refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NotCopied:
+        return self
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that a device, or the host, has no memory left."""
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    )
+
+
+def copy_module(module: LightningModule, memo: dict[int, Any]) -> LightningModule:
+    """Copy a module: its parameters are shared, everything else is its own.
+
+    Buffers, metric states, lists and other attributes are copied as deep as they go. Compiled parts come back
+    uncompiled. Bound methods and closures that refer to the module (a forward hook that appends to `self.features`)
+    refer to the copy. Data sets, loaders, optimizers and callbacks that the module holds are shared.
+
+    Args:
+        module: what to copy. Unchanged.
+        memo: of `copy.deepcopy`: what to put in the place of which object, by `id` (the trainer, for example).
+    """
+    copier = _Copier(memo)
+    # Outside of inference mode, so that buffers of the copy are as ordinary as those of the original: a step may turn
+    # inference mode off to take gradients.
+    with torch.inference_mode(False), torch.no_grad():
+        copier.share(module)
+        result = copier.module(module, type(module).__name__)
+        copier.rebind_closures()
+    _compat.forget_metric_names(result)
+    return cast(LightningModule, result)
+
+
+def copy_batch(batch: Any) -> Any:
+    """Copy a batch so that in-place edits of the copy stay there. Costs the memory of one batch."""
+    return _Copier({}).batch(batch)
+
+
+class _Copier:
+    """One deep copy in progress."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self.memo = memo
+        self.modules: list[nn.Module] = []
+        self.searched: set[int] = set()
+        self.shared = (*_SHARED, *_process_group_types())
+
+    def share(self, module: nn.Module) -> None:
+        """Enter into the memo what is not to be copied of a module."""
+        self.memo.update({id(parameter): parameter for parameter in module.parameters()})
+        submodules = list(module.modules())
+        self.searched.update(id(submodule) for submodule in submodules)
+        for submodule in submodules:
+            for value in vars(submodule).values():
+                self._share(value, depth=0)
+
+    def _share(self, value: Any, depth: int) -> None:
+        cls = type(value)
+        if cls in _ATOMS or cls is nn.Parameter or id(value) in self.searched:
+            return
+        if cls in _MAPPINGS or cls in _CONTAINERS:
+            if depth < 3:
+                for item in value.values() if cls in _MAPPINGS else value:
+                    self._share(item, depth + 1)
+        elif isinstance(value, nn.Module):
+            # A module in a plain list, the usual way to keep a large frozen teacher out of `parameters()`.
+            self.share(value)
+        elif isinstance(value, self.shared):
+            self.memo.setdefault(id(value), value)
+
+    def module(self, module: nn.Module, path: str) -> nn.Module:
+        """Copy one module attribute by attribute, its children first."""
+        if id(module) in self.memo:
+            return self.memo[id(module)]
+        if (inner := _compat.uncompiled_module(module)) is not None:
+            result = self.memo[id(module)] = self.module(inner, path)
+            return result
+        cls = type(module)
+        if hasattr(cls, "__deepcopy__") or _reduces(cls):
+            for name, child in module.named_children():
+                self.module(child, f"{path}.{name}")
+            result = copy.deepcopy(module, self.memo)
+        else:
+            result = self.memo[id(module)] = cls.__new__(cls)  # before the children, which may point back
+            for name, child in module.named_children():
+                self.module(child, f"{path}.{name}")
+            state = _compat.uncompiled_state(_state_of(module))
+            result.__setstate__({name: self.value(item, f"{path}.{name}") for name, item in state.items()})
+        self.modules.append(result)
+        return result
+
+    def value(self, value: Any, path: str) -> Any:
+        """Deep copy; where that fails, copy what can be copied."""
+        cls = type(value)
+        if cls in _ATOMS:
+            return value
+        if cls in (dict, OrderedDict) and not value and id(value) not in self.memo:
+            # A module has ten of these, for hooks; the way through `copy.deepcopy` takes three times as long.
+            self.memo[id(value)] = result = cls()
+            return result
+        known = len(self.memo)
+        try:
+            return copy.deepcopy(value, self.memo)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+        # A failed copy leaves half-filled objects in the memo, where a second reference would find them.
+        for key in list(self.memo)[known:]:
+            del self.memo[key]
+        return self.piecewise(value, path)
+
+    def piecewise(self, value: Any, path: str) -> Any:
+        """Copy the parts of a thing that cannot be copied as a whole."""
+        cls = type(value)
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        if isinstance(value, Tensor):  # with a graph behind it
+            result = value.detach().clone()
+        elif isinstance(value, nn.Module):
+            return self.module(value, path)
+        elif isinstance(value, _LOCKS):
+            result = value
+        elif cls in _MAPPINGS:
+            result = self.memo[id(value)] = copy.copy(value)
+            for key, item in value.items():
+                result[key] = self.value(item, f"{path}[{key!r}]")
+        elif cls in (list, deque):
+            result = self.memo[id(value)] = copy.copy(value)
+            for i, item in enumerate(value):
+                result[i] = self.value(item, f"{path}[{i}]")
+        elif cls in (tuple, set):
+            result = cls(self.value(item, f"{path}[...]") for item in value)
+        elif isinstance(value, types.MethodType):
+            result = types.MethodType(value.__func__, self.value(value.__self__, path))
+        elif hasattr(value, "__dict__") and not _from_stdlib(cls) and not _reduces(cls):
+            result = self.memo[id(value)] = object.__new__(cls)
+            for name, item in _state_of(value).items():
+                vars(result)[name] = self.value(item, f"{path}.{name}")
+        else:
+            result = NotCopied(path, cls)
+        self.memo[id(value)] = result
+        return result
+
+    def batch(self, value: Any) -> Any:
+        """Copy containers and tensors; a tensor alone, not the whole storage that it may be a small view of."""
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        if isinstance(value, Tensor):
+            result: Any = value.detach().clone().requires_grad_(value.requires_grad)
+        elif type(value) in (list, tuple):
+            result = type(value)(self.batch(item) for item in value)
+        elif type(value) in (dict, OrderedDict):
+            result = type(value)((key, self.batch(item)) for key, item in value.items())
+        elif isinstance(value, tuple) and hasattr(value, "_fields"):
+            try:
+                result = type(value)(*(self.batch(item) for item in value))
+            except TypeError:  # a named tuple with its own constructor
+                result = self.value(value, "batch")
+        else:
+            result = self.value(value, "batch")
+        self.memo[id(value)] = result
+        return result
+
+    def rebind_closures(self) -> None:
+        """Point functions that modules keep (hooks above all) and that close over the original at the copy.
+
+        `copy.deepcopy` returns functions as they are, so a hook `lambda *_: self.seen.append(1)` would write to the
+        original.
+        """
+        for module in self.modules:
+            attributes = vars(module)
+            for name, item in list(attributes.items()):
+                if isinstance(item, types.FunctionType):
+                    attributes[name] = self._rebound(item)
+                elif type(item) in _MAPPINGS:
+                    for key, function in list(item.items()):
+                        if isinstance(function, types.FunctionType):
+                            item[key] = self._rebound(function)
+
+    def _rebound(self, function: types.FunctionType) -> types.FunctionType:
+        cells = function.__closure__ or ()
+        contents = [_cell_contents(cell) for cell in cells]
+        if not any(self.memo.get(id(item), item) is not item for item in contents):
+            return function
+        closure = tuple(
+            cell if (new := self.memo.get(id(item), item)) is item else types.CellType(new)
+            for cell, item in zip(cells, contents, strict=True)
+        )
+        code, name, defaults = function.__code__, function.__name__, function.__defaults__
+        result = types.FunctionType(code, function.__globals__, name, defaults, closure)
+        result.__kwdefaults__ = function.__kwdefaults__
+        vars(result).update(vars(function))
+        return result
+
+
+_EMPTY = object()
+
+
+def _cell_contents(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is assigned later, or never
+        return _EMPTY
+
+
+def _state_of(value: object) -> dict[str, Any]:
+    # `object.__getstate__` exists from Python 3.11 on, and returns other things than a dictionary.
+    get_state: Callable[[], Any] | None = getattr(value, "__getstate__", None)
+    state = get_state() if get_state is not None else None
+    return dict(cast(Mapping[str, Any], state)) if isinstance(state, dict) else dict(vars(value))
+
+
+def _reduces(cls: type) -> bool:
+    """Whether a class has its own rule for being taken apart."""
+    return cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__
+
+
+def _from_stdlib(cls: type) -> bool:
+    """Whether a class is, or derives from, one of the standard library (thread, queue, file, ...).
+
+    A copied queue without the thread that empties it blocks its writer sooner or later.
+    """
+    bases = [base for base in cls.__mro__ if base is not object]
+    return issubclass(cls, Iterator) or any(
+        base.__module__.partition(".")[0] in sys.stdlib_module_names and base.__module__ not in ("abc", "typing")
+        for base in bases
+    )
+
+
+def _process_group_types() -> tuple[type, ...]:
+    if not torch.distributed.is_available():
+        return ()
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return (torch.distributed.ProcessGroup, DeviceMesh)

@@ -1,0 +1,143 @@
+"""Two sides, interleaved in one process, so that a shared and noisy machine slows both alike; medians of pairs.
+
+Each side is a whole `trainer.fit` in a thread of its own that runs only when it is its turn: a block of steps here, a
+block of steps there. What is reported is the ratio pair by pair.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+
+
+class Turns(L.Callback):
+    """Times blocks of steps of one fit, and hands over to the other side after each block."""
+
+    def __init__(self, steps: int, blocks: int, warmup: int) -> None:
+        self.steps, self.blocks, self.warmup = steps, blocks, warmup
+        self.go, self.done = threading.Event(), threading.Event()
+        self.times: list[float] = []
+        self.seen = 0
+        self.failure: BaseException | None = None
+
+    @property
+    def total(self) -> int:
+        return self.warmup + self.steps * self.blocks
+
+    def wait(self) -> None:
+        self.done.set()
+        self.go.wait()
+        self.go.clear()
+
+    def take(self) -> None:
+        """Let this side run one block."""
+        self.done.clear()
+        self.go.set()
+        self.done.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if self.seen == 0:
+            self.wait()
+        if (self.seen - self.warmup) % self.steps == 0 and self.seen >= self.warmup:
+            self.started = time.perf_counter()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen += 1
+        if self.seen >= self.warmup and (self.seen - self.warmup) % self.steps == 0:
+            if self.seen > self.warmup:
+                self.times.append((time.perf_counter() - self.started) / self.steps)
+            self.wait()
+
+
+def fit(module: L.LightningModule, plugin: Any, turns: Turns, batch: torch.Tensor, **kwargs: Any) -> None:
+    """A bare Trainer, for `turns.total` steps on the same batch."""
+    loader = torch.utils.data.DataLoader([batch] * turns.total, batch_size=None)  # type: ignore[arg-type]
+    trainer = L.Trainer(
+        accelerator="cpu", plugins=[plugin], max_steps=turns.total, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[turns, *kwargs.pop("callbacks", [])], **kwargs,
+    )  # fmt: skip
+    trainer.fit(module, loader)
+
+
+def pair(
+    a: Callable[[Turns], None], b: Callable[[Turns], None], *, steps: int = 5, blocks: int = 11, warmup: int = 5
+) -> tuple[list[float], list[float]]:
+    """Seconds per step of each block of both sides."""
+    sides = [Turns(steps, blocks, warmup) for _ in range(2)]
+
+    def run(turns: Turns, target: Callable[[Turns], None]) -> None:
+        try:
+            target(turns)
+        except BaseException as error:  # noqa: BLE001
+            turns.failure = error
+        finally:
+            turns.done.set()
+
+    threads = [threading.Thread(target=run, args=(t, f), daemon=True) for t, f in zip(sides, (a, b), strict=True)]
+    for thread, turns in zip(threads, sides, strict=True):
+        thread.start()
+        turns.done.wait()  # built, and at its first batch
+    for block in range(blocks + 1):  # the first is the warm-up
+        for turns in sides if block % 2 else reversed(sides):
+            turns.take()
+    for turns in sides:
+        turns.go.set()
+    for thread in threads:
+        thread.join(30)
+    return sides[0].times, sides[1].times
+
+
+def time_pairs(a: Callable[[], Any], b: Callable[[], Any], *, pairs: int = 15) -> tuple[list[float], list[float]]:
+    """The same for two plain functions."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for i in range(pairs + 2):
+        for side, function in ((0, a), (1, b)) if i % 2 else ((1, b), (0, a)):
+            started = time.perf_counter()
+            function()
+            if i >= 2:
+                times[side].append(time.perf_counter() - started)
+    return times
+
+
+def report(name: str, ours: list[float], theirs: list[float], target: str = "") -> float:
+    """Print how many times as fast `ours` is: the median of the pairs and the middle half."""
+    ratios = sorted(t / o for o, t in zip(ours, theirs, strict=True))
+    quarter = len(ratios) // 4
+    median = statistics.median(ratios)
+    print(
+        f"{name:<58} {median:6.3f}x  [{ratios[quarter]:.3f}, {ratios[-1 - quarter]:.3f}]"
+        f"   {statistics.median(ours) * 1e3:9.3f} ms against {statistics.median(theirs) * 1e3:9.3f} ms   {target}",
+        flush=True,
+    )
+    return median
+
+
+def start(title: str) -> None:
+    """Say what machine this is, and keep Lightning quiet."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            model = next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    print(
+        f"\n{title}\n{model}, {torch.get_num_threads()} threads, Python {sys.version.split()[0]}, torch"
+        f" {torch.__version__}, lightning {L.__version__}; times are per step, x is how many times as fast, with the"
+        " middle half of the pairs",
+        flush=True,
+    )
