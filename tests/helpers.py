@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_amp import AmpPrecision, DynamicLossScaler
 
 FEATURES = 8
+DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 
 
 class Toy(L.LightningModule):
@@ -53,7 +55,7 @@ def batches(count: int = 8, size: int = 4, seed: int = 0) -> DataLoader[Tensor]:
 
 def quiet_trainer(**kwargs: Any) -> L.Trainer:
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": DEVICE,
         "devices": 1,
         "max_epochs": 1,
         "logger": False,
@@ -112,13 +114,13 @@ def scaled_fp32(**scaler: Any) -> AmpPrecision:
 
 
 def stock_fp32(**scaler: Any) -> MixedPrecision:
-    return StockWithoutAutocast("16-mixed", "cpu", torch.amp.GradScaler("cpu", **scaler))
+    return StockWithoutAutocast("16-mixed", DEVICE, torch.amp.GradScaler(DEVICE, **scaler))
 
 
 def stock(precision: str, **scaler: Any) -> MixedPrecision:
     if precision == "bf16":
-        return MixedPrecision("bf16-mixed", "cpu")
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **scaler))
+        return MixedPrecision("bf16-mixed", DEVICE)
+    return MixedPrecision("16-mixed", DEVICE, torch.amp.GradScaler(DEVICE, **scaler))
 
 
 class Poison(L.Callback):

@@ -279,7 +279,7 @@ def test_every_order_survives_an_overflow(order: Callable[[Two, Tensor], None], 
     assert plugin.num_skipped >= 1
 
 
-# -- autocast in manual optimization (row 7) ---------------------------------------------------------------
+# -- autocast in manual optimization (row 7) -----------------------------------------------------
 
 
 class Modes(Toy):
@@ -365,7 +365,7 @@ def test_no_stale_weights() -> None:
     fit(UsesWeightsTwice, AmpPrecision("bf16"))
 
 
-# -- batches that give nothing (rows 9, 10), exceptions (row 16) ---------------------------------------------------------------
+# -- batches that give nothing (rows 9, 10), exceptions (row 16) --------------------------------
 
 
 class Nothing(Toy):
@@ -475,7 +475,7 @@ def test_an_exception_in_the_middle(plugins: Plugins, optimizer: str) -> None:
     copy.deepcopy(plugin)
 
 
-# -- clipping in automatic optimization (row 3) ---------------------------------------------------------------
+# -- clipping in automatic optimization (row 3) ---------------------------------------------------
 
 
 class SeesNorms(Toy):
