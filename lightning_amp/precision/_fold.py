@@ -39,7 +39,7 @@ class FoldGate:
 
     def __call__(self, optimizer: Optimizer) -> tuple[bool, float | None]:
         """Whether to fold, and the norm to clip to."""
-        if self._somebody_looks or not _compat.decides_on_device(optimizer) or _compat.has_step_hooks(optimizer):
+        if self._somebody_looks or not _compat.decides_on_device(optimizer):
             return False, None
         if not self._automatic:
             return True, None  # Lightning does not clip in manual optimization; the user's clipping unscales first

@@ -18,6 +18,8 @@ def downcast(data: Any, module: LightningModule) -> Any:
 
     Autocast leaves float64 tensors alone, so a linear layer would meet a float64 input and a half-precision weight.
     """
+    if isinstance(data, Tensor) and data.dtype != torch.float64:
+        return data
     found = False
 
     def cast(tensor: Tensor) -> Tensor:

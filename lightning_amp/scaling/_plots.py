@@ -23,11 +23,10 @@ def plot_history(history: ScaleHistory, path: str | os.PathLike[str] | None = No
     figure = Figure(figsize=(8, 3.2), layout="constrained")  # no pyplot: its global state is the user's
     axes = figure.add_subplot()
     records = list(history)
-    steps = [float(r.index) for r in records]
-    axes.step(
-        [*steps, steps[-1] + 1] if steps else [],
-        [*(r.scale for r in records), records[-1].next_scale] if records else [],
-        where="post",
+    # Steps at which nothing changed are not stored; each record tells the scale before and after its own step.
+    axes.plot(
+        [step for r in records for step in (r.index, r.index + 1, r.index + 1)],
+        [scale for r in records for scale in (r.scale, r.scale, r.next_scale)],
         color="tab:blue",
         label="loss scale",
     )

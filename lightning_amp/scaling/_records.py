@@ -49,6 +49,9 @@ class RecordLog:
     Appending launches nothing and waits for nothing, since scale tensors are never changed in place. Reading a block is
     one transfer.
 
+    Who appends to `listeners` gets the records in blocks, for free. As long as anybody is in `listeners_at_once`, every
+    batch is read back at its end: one wait for the device per batch, for those who must act on a skip at once.
+
     Args:
         max_consecutive_skips: So many skips in a row raise `FloatingPointError` when they are read; `None` never.
         block: Records that are kept before they are read back.
@@ -62,9 +65,10 @@ class RecordLog:
         self.num_skipped = 0
         self.last: StepRecord | None = None
         self.listeners: list[Callable[[list[StepRecord]], None]] = []
+        self.listeners_at_once: list[Callable[[list[StepRecord]], None]] = []
         self.describe_skips: Callable[[], str] = str
         self._pending: list[_Pending] = []
-        self._open: list[_Pending] = []  # of this batch: their next scale is not known yet
+        self._open: list[tuple[int, Tensor | None, Tensor | bool, Tensor | None]] = []  # next scale not known yet
         self._streak: list[Reason] = []
         self._known_skips = 0
         self._known_streak = 0  # the same, as far as the host knows without reading
@@ -97,7 +101,7 @@ class RecordLog:
             loss: Shape []; finite exactly if the losses of this step were.
 
         """
-        self._open.append(_Pending(optimizer_idx, scale, None, found_inf, loss))
+        self._open.append((optimizer_idx, scale, found_inf, loss))
         self._known_streak = self._known_streak + 1 if found_inf is True else 0
         self._known_skips += found_inf is True
 
@@ -105,10 +109,11 @@ class RecordLog:
         """Complete this batch's records with the scale that follows; reads a full block back."""
         if not self._open:
             return
-        self._pending += [record._replace(next_scale=next_scale) for record in self._open]
+        for optimizer_idx, scale, found_inf, loss in self._open:
+            self._pending.append(_Pending(optimizer_idx, scale, next_scale, found_inf, loss))
         self._open.clear()
         stuck = self.max_consecutive_skips is not None and self._known_streak >= self.max_consecutive_skips
-        if stuck or len(self._pending) >= self.block:
+        if stuck or self.listeners_at_once or len(self._pending) >= self.block:
             self.flush()
 
     def flush(self) -> None:
@@ -119,16 +124,20 @@ class RecordLog:
 
         """
         pending, self._pending = self._pending, []
-        self._known_skips = sum(p.found_inf is True for p in self._open)
+        self._known_skips = sum(found_inf is True for _, _, found_inf, _ in self._open)
         if not pending:
             return
-        values = _read([v for p in pending for v in (p.scale, p.next_scale, p.found_inf, p.loss)])
+        values = _read([v for p in pending for v in (p.scale, p.next_scale, p.found_inf)])
+        skips = [i for i in range(len(pending)) if values[3 * i + 2]]
+        losses = dict(zip(skips, _read([pending[i].loss for i in skips]), strict=True))  # of the others nobody asks
         records: list[StepRecord] = []
         stuck = False
         for i, p in enumerate(pending):
-            scale, next_scale, found_inf, loss = values[4 * i : 4 * i + 4]
+            scale, next_scale, found_inf = values[3 * i : 3 * i + 3]
             skipped = bool(found_inf)
-            reason: Reason = "none" if not skipped else "loss" if not math.isfinite(loss) else "gradient"
+            reason: Reason = "none"
+            if skipped:
+                reason = "gradient" if math.isfinite(losses[i]) else "loss"
             records.append(
                 StepRecord(self.num_steps + self.num_skipped, p.optimizer_idx, scale, next_scale, skipped, reason)
             )
@@ -141,7 +150,7 @@ class RecordLog:
                 if not stuck:
                     self._streak.clear()
         self.last = records[-1]
-        for listener in self.listeners:
+        for listener in (*self.listeners, *self.listeners_at_once):
             listener(records)
         if stuck:
             self._raise_stuck()
@@ -168,14 +177,12 @@ class RecordLog:
 def _read(values: list[Tensor | bool | None]) -> list[float]:
     """Scalars to the host with one transfer per device; `None` reads as 1.0 (no scaling)."""
     out = [1.0 if v is None else float(v) if isinstance(v, bool) else 0.0 for v in values]
-    by_device: dict[torch.device, list[int]] = {}
-    for i, v in enumerate(values):
+    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    for v in values:
         if isinstance(v, Tensor):
-            by_device.setdefault(v.device, []).append(i)
-    for indices in by_device.values():
-        unique = {id(values[i]): values[i] for i in indices}
-        tensors = [t.detach().reshape(()).to(torch.float32) for t in unique.values() if isinstance(t, Tensor)]
-        read = dict(zip(unique, torch.stack(tensors).tolist(), strict=True))
-        for i in indices:
-            out[i] = read[id(values[i])]
-    return out
+            by_device.setdefault(v.device, {})[id(v)] = v
+    read: dict[int, float] = {}
+    for unique in by_device.values():
+        tensors = [t if t.dtype == torch.float32 and t.dim() == 0 else t.reshape(()).float() for t in unique.values()]
+        read.update(zip(unique, torch.stack(tensors).tolist(), strict=True))
+    return [read[id(v)] if isinstance(v, Tensor) else o for v, o in zip(values, out, strict=True)]

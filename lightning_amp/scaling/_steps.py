@@ -37,7 +37,6 @@ class Window:
         self.to_true: Tensor | None = None  # left over by a folded step: true gradients if applied, scaled if skipped
         self.loss: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self.held: Tensor | None = None
         self.used_scale: Tensor | None = None
         self.has_gradients = False
         self.closure_calls = 0  # of its last step
@@ -50,7 +49,7 @@ class Outcome:
     def __init__(self, window: Window, skipped: Tensor | bool) -> None:
         self.window = window
         self.skipped = skipped
-        self.held = window.held
+        self.loss = window.loss
         self.counts_for_scale = window.has_gradients
 
     def flag(self, like: Tensor) -> Tensor:
@@ -145,8 +144,9 @@ class OptimizerSteps:
             return
         gradients = Gradients(window.optimizer, self._true_elsewhere(window))
         window.has_gradients = bool(gradients)
-        found_inf = self._new_flag(window, scale.device)
+        found_inf = torch.zeros((), device=scale.device)
         if gradients:
+            _include_loss(gradients, window.loss, gradients.device or scale.device)
             found_inf = gradients.unscale_(_inverse(scale), found_inf)
             if self._scale_may_be_below_one():  # then a finite value can leave the range when it is divided
                 found_inf = gradients.check(found_inf)
@@ -157,12 +157,11 @@ class OptimizerSteps:
         gradients = Gradients(window.optimizer)
         window.has_gradients = bool(gradients)
         device = gradients.device or (window.loss.device if window.loss is not None else torch.device("cpu"))
-        found_inf = self._new_flag(window, device)
-        window.found_inf = gradients.check(found_inf) if gradients else found_inf
-
-    def _new_flag(self, window: Window, device: torch.device) -> Tensor:
-        window.held = None if window.loss is None else nonfinite_flag(window.loss).to(device)
-        return torch.zeros((), device=device) if window.held is None else window.held.clone()
+        found_inf = torch.zeros((), device=device)
+        if gradients:
+            _include_loss(gradients, window.loss, device)
+            found_inf = gradients.check(found_inf)
+        window.found_inf = found_inf
 
     def _true_elsewhere(self, window: Window) -> set[int]:
         """Parameters that `window` shares with an optimizer whose gradients were unscaled since the last backward."""
@@ -211,7 +210,6 @@ class OptimizerSteps:
         window = self.window(optimizer)
         if not closure_runs_backward and not _always_calls_closure(optimizer):
             self._unscale(window)
-        window.held = None
         undo = self._snapshot(window)
         window.closure_calls = 0
         on_host = False
@@ -270,17 +268,17 @@ class OptimizerSteps:
             return False
         window.has_gradients = True
         scale = window.scale
-        found_inf = self._new_flag(window, device)
         grad_scale = None if scale is None else scale.to(device)
         if max_norm is None:
             if scale is not None and self._scale_may_be_below_one():
                 return False
-            found_inf = gradients.check(found_inf)
+            _include_loss(gradients, window.loss, device)
+            found_inf = gradients.check(torch.zeros((), device=device))
         else:
             norm = gradients.norm()
             if grad_scale is not None:
                 norm = norm / grad_scale
-            torch.maximum(found_inf, nonfinite_flag(norm), out=found_inf)
+            found_inf = nonfinite_flag(norm if window.loss is None else norm + window.loss.to(norm) * 0)
             divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # 1 / clip_coef of `clip_grad_norm_`
             grad_scale = divisor if grad_scale is None else grad_scale * divisor
         _compat.set_amp_attributes(window.optimizer, found_inf, grad_scale)
@@ -305,7 +303,7 @@ class OptimizerSteps:
         self.log.append(window.index, scale, skipped, window.loss)
         for observer in self.observers:
             observer(outcome)
-        window.loss = window.found_inf = window.held = window.used_scale = None
+        window.loss = window.found_inf = window.used_scale = None
 
     def _snapshot(self, window: Window) -> Callable[[], None] | None:
         """For optimizers that call their closure after they moved: undoes everything since now."""
@@ -340,10 +338,10 @@ class OptimizerSteps:
             if attempt.skipped is False:
                 continue
             flag = attempt.flag(scale)
-            if attempt.held is not None:
-                loss_flag = attempt.held.to(scale.device)
+            if attempt.loss is not None and isinstance(scaler, DynamicLossScaler):
+                loss_flag = nonfinite_flag(attempt.loss).to(scale.device)
                 held = loss_flag if held is None else torch.maximum(held, loss_flag)
-                flag = flag * (1 - loss_flag) if isinstance(scaler, DynamicLossScaler) else flag
+                flag = flag * (1 - loss_flag)
             found_inf = torch.maximum(found_inf, flag)
         if isinstance(scaler, DynamicLossScaler):
             scaler.advance(found_inf, None if held is None else held * (1 - found_inf))
@@ -351,6 +349,13 @@ class OptimizerSteps:
             _compat.set_scale_tensor(scaler, scale.clone())  # its update works in place; records keep the old tensor
             _compat.give_found_inf(scaler, found_inf)
             scaler.update()
+
+
+def _include_loss(gradients: Gradients, loss: Tensor | None, device: torch.device) -> None:
+    """A step whose loss was not finite is not taken, whatever its gradients are."""
+    if loss is not None:
+        same = loss.dtype == torch.float32 and loss.device == device
+        gradients.include(loss.clone() if same else (loss * 0).to(device, torch.float32))
 
 
 def snapshot(optimizer: Optimizer) -> Callable[[], None]:

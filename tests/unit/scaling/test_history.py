@@ -79,5 +79,10 @@ def test_plot(tmp_path: Path, steps: int) -> None:
     history.extend(run({3: "gradient", 5: "loss"}, steps))
     figure = history.plot(tmp_path / "scale.png")
     assert (tmp_path / "scale.png").stat().st_size > 5000
+    if steps:  # flat between the changes, and a fall where one was
+        x, y = figure.axes[0].lines[0].get_data()
+        assert [(a, b) for a, b in zip(x, y, strict=True)][:6] == [
+            (0, 1024.0), (1, 1024.0), (1, 1024.0), (3, 1024.0), (4, 1024.0), (4, 512.0),
+        ]  # fmt: skip
     labels = {line.get_label() for line in figure.axes[0].lines}
     assert ("skipped: gradients overflowed (1)" in labels) == bool(steps)

@@ -1,0 +1,59 @@
+# make demo, make test, make lint, make bench, make clean. Everything lives in .venv; nothing is installed twice.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_OUT ?= demo_results
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+DEPENDS := pyproject.toml constraints.txt
+
+# Idle threads sleep instead of spinning. On a machine that is busy with other things that is several times as fast.
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	@$(BIN)/python examples/digits.py --demo --out $(DEMO_OUT) $(DEMO_ARGS)
+
+test: $(VENV)/.test
+	@$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(VENV)/.test
+	@set -e; files=$$(find tests/benchmarks -name '[!_]*.py' 2>/dev/null | sort); \
+	if [ -z "$$files" ]; then echo "There are no benchmarks yet (tests/benchmarks is empty)."; fi; \
+	for file in $$files; do $(BIN)/python -m $$(echo "$${file%.py}" | tr / .); done
+
+clean:
+	rm -rf $(VENV) demo_results build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "lightning_amp needs Python 3.10 or later, and $(PYTHON) is " + sys.version.split()[0] + ". Next step: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps are what makes a second call start at once; they are older than a changed pyproject.toml.
+$(VENV)/.demo: $(DEPENDS) | $(VENV)/bin/python
+	@echo "Installing the package, torch and Lightning into $(VENV): about a minute, longer where torch is downloaded."
+	@$(PIP) -c constraints.txt -e '.[plot,examples]'
+	@touch $@
+
+# `--group` needs pip 25.1. The tests need all that the demo needs.
+$(VENV)/.test: $(DEPENDS) | $(VENV)/bin/python
+	@echo "Installing the package and what its tests need into $(VENV): about a minute, longer where torch is downloaded."
+	@$(PIP) 'pip>=25.1'
+	@$(PIP) -c constraints.txt -e '.[plot,cli,examples]' --group test
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.lint: $(VENV)/.test
+	@echo "Installing ruff and pyright into $(VENV)."
+	@$(PIP) -c constraints.txt --group lint
+	@touch $@

@@ -1,0 +1,246 @@
+"""Train a small vision transformer on handwritten digits, in one precision or in three.
+
+python examples/digits.py --precision fp16      one run
+python examples/digits.py --demo                fp32, bf16 and fp16 from the same seed, side by side
+
+What mixed precision adds to an ordinary Lightning script is in `train`: one plugin and two callbacks. The digits are
+scikit-learn's, which ship inside that package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_amp import AmpPrecision, DynamicLossScaler, MetricComparison, ScaleMonitor
+
+SIZE = 32  # pixels
+PATCH = 8  # pixels
+HEAD = 64  # width of one attention head
+BATCH_SIZE = 64
+
+
+class Digits(L.LightningDataModule):
+    """1,797 handwritten digits, scaled up from 8 x 8 to 32 x 32 pixels; every fifth is kept for validation."""
+
+    def setup(self, stage: str) -> None:
+        pixels, labels = load_digits(return_X_y=True)
+        images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8)
+        images = F.interpolate(images, size=(SIZE, SIZE), mode="bilinear")
+        images = (images - images.mean()) / images.std()
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+        data = TensorDataset(images[order], torch.tensor(labels)[order])
+        held_out = len(data) // 5
+        self.val = torch.utils.data.Subset(data, range(held_out))
+        self.train = torch.utils.data.Subset(data, range(held_out, len(data)))
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, batch_size=BATCH_SIZE, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.val, batch_size=120)
+
+
+class Attention(nn.Module):
+    """Self-attention, spelled out: the fused kernel has no fast half-precision backward on a CPU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.mT / HEAD**0.5).softmax(dim=-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attend = nn.Sequential(nn.LayerNorm(width), Attention(width))
+        self.think = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(x)
+        return x + self.think(x)
+
+
+class DigitTransformer(L.LightningModule):
+    """A vision transformer on 4 x 4 patches. Patches are unfolded: fp16 convolutions crawl on a CPU."""
+
+    def __init__(self, width: int = 256, depth: int = 3, lr: float = 1e-3) -> None:
+        super().__init__()
+        self.lr = lr
+        tokens = (SIZE // PATCH) ** 2
+        self.patches = nn.Unfold(PATCH, stride=PATCH)
+        self.embed = nn.Linear(PATCH**2, width)
+        self.position = nn.Parameter(0.02 * torch.randn(tokens, width))
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Flatten(), nn.Linear(tokens * width, 10))
+        self.val_acc = MulticlassAccuracy(num_classes=10, average="micro")
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(self.patches(images).mT) + self.position))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self(images), labels)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        logits = self(images)
+        self.val_acc(logits, labels)
+        self.log("val_acc", self.val_acc, prog_bar=True)
+        self.log("val_loss", F.cross_entropy(logits, labels))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, fused=True)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=steps, pct_start=0.2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Stopwatch(L.Callback):
+    """Median speed of the training batches, so that neither warm-up nor validation nor a busy machine counts."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.started)
+
+    @property
+    def samples_per_s(self) -> float:
+        return BATCH_SIZE / median(self.seconds[5:])
+
+
+def train(precision: str, out: Path, *, width: int = 256, epochs: int = 4, **trainer_kwargs: Any) -> dict[str, Any]:
+    """Train once, leave CSV files and a picture in `out`, and return what the table shows."""
+    # 2^24 is far too high for this model: the first steps overflow, are skipped, and the scale comes down. It tries a
+    # higher one every 30 good steps. With `scaler=None` it would start at 2^16 and try after 2,000.
+    scaler = DynamicLossScaler(init_scale=2.0**24, growth_interval=30) if precision == "fp16" else None
+    plugin = AmpPrecision(precision, scaler=scaler)
+    monitor, comparison, stopwatch = ScaleMonitor(), MetricComparison(), Stopwatch()
+
+    L.seed_everything(0, verbose=False)
+    trainer = L.Trainer(
+        plugins=[plugin],
+        callbacks=[monitor, comparison, stopwatch],
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        **trainer_kwargs,
+    )
+    trainer.fit(DigitTransformer(width), datamodule=Digits())
+
+    out.mkdir(parents=True, exist_ok=True)
+    monitor.history.to_csv(out / f"{precision}_scale_history.csv")
+    comparison.to_csv(out / f"{precision}_comparison.csv")
+    if scaler is not None:
+        monitor.plot(out / f"{precision}_scale_history.png")
+    last = {row.metric: row for row in comparison.table}
+    accuracy, loss = last["val_acc"], last["val_loss"]
+    return {
+        "precision": precision,
+        "val_acc": f"{accuracy.amp:.2%}",
+        "same weights in fp32": f"{accuracy.fp32:.2%}",
+        "difference": f"{100 * accuracy.diff:+.2f} pt",
+        "in val_loss": f"{loss.diff:+.1e}",
+        "steps": plugin.num_steps,
+        "skipped": plugin.num_skipped,
+        "final scale": f"{scaler.get_scale():,.0f}" if scaler is not None else "-",
+        "samples/s": stopwatch.samples_per_s,
+    }
+
+
+def demo(out: Path, *, fast: bool) -> list[dict[str, Any]]:
+    """Train in three precisions, one after the other, from the same seed."""
+    for advice in (".*does not have many workers", ".*treespec, LeafSpec"):
+        warnings.filterwarnings("ignore", advice)
+    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    width, epochs = (64, 2) if fast else (256, 4)
+    if not fast and not has_fast_half_precision():
+        print("This CPU has no fast bf16 and fp16 arithmetic: the model is smaller, and no speed is gained.")
+        width, epochs = 64, 6
+    rows: list[dict[str, Any]] = []
+    for precision in ("fp32", "bf16", "fp16"):
+        print(f"training in {precision} ...", file=sys.stderr, flush=True)
+        rows.append(
+            train(precision, out, width=width, epochs=epochs, enable_progress_bar=False, enable_model_summary=False)
+        )
+    return rows
+
+
+def has_fast_half_precision() -> bool:
+    """Without instructions for it, a CPU needs some forty times as long for a half-precision matmul."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that `thread_time` sees all of it, and nothing else that runs on this machine
+    cost_s: dict[torch.dtype, float] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        matrix = torch.ones(256, 256, dtype=dtype)
+        times_s: list[float] = []
+        for _ in range(10):
+            started = time.thread_time()
+            matrix @ matrix
+            times_s.append(time.thread_time() - started)
+        cost_s[dtype] = min(times_s)
+    torch.set_num_threads(threads)
+    return max(cost_s.values()) < 8 * cost_s[torch.float32]
+
+
+def as_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows side by side, with the speed against the first one's where there are several."""
+    lines = [{**row, "samples/s": f"{row['samples/s']:,.0f}"} for row in rows]
+    if len(rows) > 1:
+        lines = [
+            {**line, f"speed vs {rows[0]['precision']}": f"{row['samples/s'] / rows[0]['samples/s']:.2f}x"}
+            for line, row in zip(lines, rows, strict=True)
+        ]
+    grid = [list(lines[0]), *([str(value) for value in line.values()] for line in lines)]
+    widths = [max(len(row[column]) for row in grid) for column in range(len(grid[0]))]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in grid]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", default="fp16", help="what AmpPrecision takes: fp32, bf16, fp16 (default), auto")
+    parser.add_argument("--demo", action="store_true", help="fp32, bf16 and fp16 side by side")
+    parser.add_argument("--fast", action="store_true", help="a small model and two epochs: does it run?")
+    parser.add_argument("--out", type=Path, default=Path("demo_results"), help="folder for CSV files and the picture")
+    args = parser.parse_args()
+    if args.demo:
+        rows = demo(args.out, fast=args.fast)
+    else:
+        rows = [train(args.precision, args.out, **({"width": 64, "epochs": 2} if args.fast else {}))]
+    print(f"\n{as_table(rows)}\n")
+    print(f"The history of the loss scale (CSV; PNG for fp16) and the comparisons (CSV) are in {args.out}/.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What every test gets: quiet threads, a fixed seed, and the device to run on.
+
+`LIGHTNING_AMP_TEST_DEVICE=cuda pytest` runs the tests that take `device` or `accelerator` on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+# Before torch is imported, and inherited by subprocesses: idle OpenMP threads sleep, so that tests stay fast on a
+# machine that is busy with something else.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("KMP_BLOCKTIME", "0")
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
+if torch.device(DEVICE).type not in {"cpu", "cuda"}:
+    raise ValueError(f"`LIGHTNING_AMP_TEST_DEVICE` must be 'cpu' or 'cuda'; got {DEVICE!r}.")
+
+torch.set_num_threads(1)  # the models are tiny: a second thread only adds the cost of waking it
+
+
+def pytest_runtest_setup() -> None:
+    """Seed each test, so that its outcome does not depend on which ran before. (A hook, because hypothesis objects to
+    function-scoped fixtures.)"""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where tensors of the test live."""
+    return torch.device(DEVICE)
+
+
+@pytest.fixture(scope="session")
+def accelerator() -> str:
+    """The `accelerator` argument of the Trainer."""
+    return torch.device(DEVICE).type
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory, for code that writes where it stands."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -1,0 +1,62 @@
+"""Every example runs, in its fast form, in a process of its own."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run_example(path: Path, *arguments: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, path, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_there_are_examples() -> None:
+    assert ROOT / "examples" / "digits.py" in EXAMPLES
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path: Path, tmp_path: Path) -> None:
+    run_example(path, "--fast", "--out", tmp_path)
+
+
+def test_digits_demo_prints_one_table_and_leaves_files(tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    printed = run_example(ROOT / "examples" / "digits.py", "--demo", "--fast", "--out", out).strip().splitlines()
+
+    header, rule, *rows, empty, where = printed
+    assert set(rule) == {"-"}
+    assert empty == ""
+    assert str(out) in where
+    columns = ["precision", "val_acc", "same weights in fp32", "difference", "steps", "skipped", "final scale"]
+    positions = [header.index(name) for name in [*columns, "samples/s", "speed vs fp32"]]
+    assert positions == sorted(positions)
+    cells = {row.split()[0]: row.replace(" pt", "").split() for row in rows}
+    assert list(cells) == ["fp32", "bf16", "fp16"]
+    for name, row in cells.items():
+        accuracy, in_fp32, difference = (float(cell.rstrip("%")) for cell in row[1:4])
+        assert accuracy > 60  # two epochs of a small model; chance is 10 %
+        assert accuracy - in_fp32 == pytest.approx(difference, abs=0.011)  # each is rounded to 0.01
+        if name == "fp32":
+            assert difference == 0.0
+    steps, skipped = ({name: int(row[at]) for name, row in cells.items()} for at in (5, 6))
+    assert skipped["fp32"] == skipped["bf16"] == 0
+    assert skipped["fp16"] > 0, "the demo starts from a scale that must first come down"
+    assert steps["fp16"] + skipped["fp16"] == steps["fp32"] == steps["bf16"]
+
+    expected = {f"{name}_{kind}.csv" for name in cells for kind in ("scale_history", "comparison")}
+    assert {path.name for path in out.iterdir()} == expected | {"fp16_scale_history.png"}
+    assert (out / "fp16_scale_history.png").read_bytes().startswith(b"\x89PNG")
+    for name in expected:
+        with open(out / name, newline="", encoding="utf-8") as file:
+            assert list(csv.DictReader(file)), name
