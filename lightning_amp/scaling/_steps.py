@@ -87,6 +87,7 @@ class OptimizerSteps:
         self.host_must_know: Callable[[Optimizer], bool] = lambda optimizer: False
         self.first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         self.before_step: Callable[[Optimizer], None] = lambda optimizer: None
+        self.all_reduce_max: Callable[[Tensor], Any] | None = None  # in place over all ranks; `None` for one process
         self.observers: list[Callable[[Outcome], None]] = []
         self._attempts: list[Outcome] = []
 
@@ -232,10 +233,10 @@ class OptimizerSteps:
                 self._unscale(window)
             elif window.found_inf is None:
                 self._check(window)
-            found_inf = window.found_inf
+            found_inf = window.found_inf = self._agreed(window)
             look()
-            if found_inf is None or not window.has_gradients:
-                found_inf = None
+            if not window.has_gradients and self.all_reduce_max is None:
+                found_inf = None  # nothing to do; with other ranks the flag still counts: theirs may have gradients
             elif not on_host:
                 _compat.set_amp_attributes(optimizer, found_inf, None)
             elif found_inf.item():
@@ -281,13 +282,30 @@ class OptimizerSteps:
             found_inf = nonfinite_flag(norm if window.loss is None else norm + window.loss.to(norm) * 0)
             divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # 1 / clip_coef of `clip_grad_norm_`
             grad_scale = divisor if grad_scale is None else grad_scale * divisor
-        _compat.set_amp_attributes(window.optimizer, found_inf, grad_scale)
         window.found_inf = found_inf
+        window.found_inf = found_inf = self._agreed(window)
+        _compat.set_amp_attributes(window.optimizer, found_inf, grad_scale)
         if scale is not None:
             # the kernel writes the true gradient back when it steps and nothing when it skips
             window.to_true = torch.where(found_inf > 0, _inverse(scale), 1.0)
             window.used_scale, window.scale = scale, None
         return True
+
+    def _agreed(self, window: Window) -> Tensor:
+        """The flag that all ranks act on: 1.0, shape [], if it is anywhere.
+
+        Reduced gradients agree by themselves, but a shard's overflow or a non-finite loss may be on one rank only, and
+        who steps, and what it does to the scale, must be the same everywhere.
+        """
+        found_inf = window.found_inf
+        assert found_inf is not None
+        if self.all_reduce_max is None:
+            return found_inf
+        loss = torch.zeros_like(found_inf) if window.loss is None else nonfinite_flag(window.loss).to(found_inf.device)
+        both = torch.stack([found_inf, loss])
+        self.all_reduce_max(both)
+        window.loss = torch.where(both[1] > 0, torch.nan, 0.0)
+        return both[0]
 
     def _host_must_know(self, optimizer: Optimizer) -> bool:
         return (
