@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.optim.optimizer as _optimizer_module
 from torch import Tensor
 
 # --- torch: foreach and amp kernels ----------------------------------------------------------------------------------
@@ -163,13 +164,11 @@ def momentum_is_uninitialised(optimizer: torch.optim.Optimizer) -> bool:
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether anybody registered a hook around `step`, on this optimizer or on all."""
-    import torch.optim.optimizer as base
-
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or base._global_optimizer_pre_hooks
-        or base._global_optimizer_post_hooks
+        or _optimizer_module._global_optimizer_pre_hooks
+        or _optimizer_module._global_optimizer_post_hooks
     )
 
 
@@ -203,7 +202,7 @@ def reduce_as(instance: Any, base: type) -> Any:
 
 
 class CompiledBackwardWithoutAutocast:
-    """Context in which `torch.compile` traces backwards outside autocast, as eager runs them. Reentrant, 5 us.
+    """While it is on, `torch.compile` traces backwards outside autocast, as eager runs them. For the length of a fit.
 
     By default the compiled backward runs under the forward's autocast, so gradients of fp32 regions are half precision
     (pytorch/pytorch#153044). The switch is private; can go when its default changes.
@@ -214,17 +213,19 @@ class CompiledBackwardWithoutAutocast:
 
         supported = hasattr(config, "backward_pass_autocast")
         self._patch = config.patch(backward_pass_autocast="off") if supported else contextlib.nullcontext()
-        self._depth = 0
+        self._on = False
 
-    def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
+    def start(self) -> None:
+        """Switch it on."""
+        if not self._on:
             self._patch.__enter__()
+            self._on = True
 
-    def __exit__(self, *exc: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._patch.__exit__(*exc)
+    def stop(self) -> None:
+        """Put the switch back."""
+        if self._on:
+            self._patch.__exit__(None, None, None)
+            self._on = False
 
 
 # --- Lightning: the precision plugin ----------------------------------------------------------------------------------
@@ -392,6 +393,10 @@ def forget_metric_names(module: Any) -> None:
             child._metric_attributes = None
 
 
+COMPILED_CHILD = "_orig_mod"
+"""Name of the module inside one that `torch.compile` returned: a part of its qualified names in `named_modules`."""
+
+
 def uncompiled_module(module: Any) -> Any:
     """The module inside one that `torch.compile` returned, else `None`. Torch has no public way to ask."""
     from torch._dynamo import OptimizedModule
@@ -423,3 +428,27 @@ def is_rank_zero() -> bool:
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     return getattr(rank_zero_only, "rank", 0) == 0
+
+
+# --- Lightning: training steps of a shadow ---
+# A training step that runs twice reaches its optimizers through private attributes of the strategy; Lightning has no
+# public way to hand it others. Can go when `LightningModule.optimizers` asks the trainer for what it returns.
+
+
+def optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
+    """Attributes for a view of a strategy: what `LightningModule.optimizers()` returns, each through `stand_in`."""
+    wrapped = trainer.strategy._lightning_optimizers
+    return {
+        "_lightning_optimizers": [stand_in(optimizer) for optimizer in wrapped],
+        "optimizers": [stand_in(optimizer) for optimizer in trainer.strategy.optimizers],
+    }
+
+
+def start_training_batch(view: Any, batch: Any) -> None:
+    """Tell the view's results which batch is next, as the training loop does: `self.log` finds its batch size in it."""
+    view._logger_connector.on_batch_start(batch)
+
+
+def finish_training_batch(view: Any) -> None:
+    """Drop the reference to the batch."""
+    finish_evaluation_batch(view)

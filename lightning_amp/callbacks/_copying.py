@@ -76,7 +76,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def copy_module(module: LightningModule, memo: dict[int, Any]) -> LightningModule:
+def copy_module(module: LightningModule, memo: dict[int, Any], *, own_parameters: bool = False) -> LightningModule:
     """Copy a module: its parameters are shared, everything else is its own.
 
     Buffers, metric states, lists and other attributes are copied as deep as they go. Compiled parts come back
@@ -86,8 +86,9 @@ def copy_module(module: LightningModule, memo: dict[int, Any]) -> LightningModul
     Args:
         module: what to copy. Unchanged.
         memo: of `copy.deepcopy`: what to put in the place of which object, by `id` (the trainer, for example).
+        own_parameters: copy the parameters too, without gradients and hooks: for a copy that runs a training step.
     """
-    copier = _Copier(memo)
+    copier = _Copier(memo, own_parameters)
     # Outside of inference mode, so that buffers of the copy are as ordinary as those of the original: a step may turn
     # inference mode off to take gradients.
     with torch.inference_mode(False), torch.no_grad():
@@ -106,15 +107,21 @@ def copy_batch(batch: Any) -> Any:
 class _Copier:
     """One deep copy in progress."""
 
-    def __init__(self, memo: dict[int, Any]) -> None:
+    def __init__(self, memo: dict[int, Any], own_parameters: bool = False) -> None:
         self.memo = memo
+        self.own_parameters = own_parameters
         self.modules: list[nn.Module] = []
         self.searched: set[int] = set()
         self.shared = (*_SHARED, *_process_group_types())
 
     def share(self, module: nn.Module) -> None:
         """Enter into the memo what is not to be copied of a module."""
-        self.memo.update({id(parameter): parameter for parameter in module.parameters()})
+        for parameter in module.parameters():
+            if not self.own_parameters:
+                self.memo[id(parameter)] = parameter
+            elif id(parameter) not in self.memo:
+                self.memo[id(parameter)] = own = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                vars(own).update(vars(parameter))  # marks such as `no_weight_decay`
         submodules = list(module.modules())
         self.searched.update(id(submodule) for submodule in submodules)
         for submodule in submodules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_amp import _compat
 from lightning_amp.callbacks._copying import is_out_of_memory
 from lightning_amp.callbacks._shadow import RandomState, full_precision
 from lightning_amp.callbacks._validation_pass import ValidationPass, follow_ddp_buffers
+from lightning_amp.precision import AmpPrecision
 
 
 class PairedValidation:
@@ -105,9 +106,15 @@ class PairedValidation:
         # Not before the first batch: only now have all callbacks and the module had `on_validation_epoch_start`, in
         # which averaged weights are swapped in and per-epoch attributes made.
         self._started = True
-        fp32 = partial(full_precision, self._trainer.strategy.root_device.type)
+        device_type = self._trainer.strategy.root_device.type
         with self._observing():
-            self._fp32 = ValidationPass(self._trainer, self._module, hook_context=fp32, step_context=fp32)
+            self._fp32 = ValidationPass(
+                self._trainer,
+                self._module,
+                hook_context=lambda _: full_precision(device_type),
+                step_context=lambda _: full_precision(device_type),
+                epoch_end_context=_nothing,
+            )
         if isinstance(self._trainer.strategy, DDPStrategy) and self._agree():
             follow_ddp_buffers(self._trainer, self._fp32.module)
 
@@ -115,12 +122,17 @@ class PairedValidation:
         """From here on the real module sees more than it should: go on with a copy of it as the AMP side."""
         if self._amp is not None or self._failed:
             return
+        plugin = self._trainer.precision_plugin
+        ours = isinstance(plugin, AmpPrecision)  # which treats metrics, outputs and the hook at the end as well
         with self._observing():
             self._amp = ValidationPass(
                 self._trainer,
                 self._module,
-                hook_context=nullcontext,
-                step_context=self._trainer.precision_plugin.val_step_context,
+                hook_context=_nothing,
+                step_context=partial(plugin.evaluation_context, step="validation_step")
+                if ours
+                else lambda _: plugin.val_step_context(),
+                epoch_end_context=plugin.evaluation_context if ours else _nothing,
                 metrics=self._amp_metrics,
             )
 
@@ -157,6 +169,10 @@ class PairedValidation:
             self.failed_for_good = decide(self._fatal, all=False)
             self.close()
         return self.running
+
+
+def _nothing(_: LightningModule) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:

@@ -32,6 +32,7 @@ class Shadow:
         module: the real module. Neither is changed.
         trainer_attributes: further attributes of the trainer that the shadow is to see.
         strategy_attributes: the same for `trainer.strategy`.
+        own_parameters: copy the parameters too, so that a training step can neither change them nor their gradients.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Shadow:
         *,
         trainer_attributes: Mapping[str, Any] | None = None,
         strategy_attributes: Mapping[str, Any] | None = None,
+        own_parameters: bool = False,
     ) -> None:
         self.reduce = Reduce(trainer.strategy)
         view = View(trainer)
@@ -57,7 +59,7 @@ class Shadow:
         memo: dict[int, Any] = {id(trainer): view, id(trainer.strategy): strategy}
         memo.update({id(logger): silent for logger, silent in zip(trainer.loggers, loggers, strict=True)})
         self.view: Any = view
-        self.module = copy_module(module, memo)
+        self.module = copy_module(module, memo, own_parameters=own_parameters)
         _compat.own_results(view, trainer, memo)
         for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
             view.compute(name, lambda name=name: _compat.connector_metrics(view, name))

@@ -16,7 +16,7 @@ from lightning_amp import _compat
 from lightning_amp.callbacks._copying import copy_batch
 from lightning_amp.callbacks._shadow import RandomState, Shadow, paired_random
 
-Context = Callable[[], AbstractContextManager[Any]]
+Context = Callable[[LightningModule], AbstractContextManager[Any]]
 
 
 class ValidationPass:
@@ -28,8 +28,9 @@ class ValidationPass:
     Args:
         trainer: the trainer, inside its validation loop.
         module: the real module.
-        hook_context: entered around the hooks of the shadow.
+        hook_context: entered, for the shadow's module, around its hooks.
         step_context: entered around its `validation_step`.
+        epoch_end_context: entered around its `on_validation_epoch_end`, inside of `hook_context`.
         metrics: of loaders that the module is done with.
     """
 
@@ -40,11 +41,13 @@ class ValidationPass:
         *,
         hook_context: Context,
         step_context: Context,
+        epoch_end_context: Context,
         metrics: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._device_type = trainer.strategy.root_device.type
         self._hook_context = hook_context
         self._step_context = step_context
+        self._epoch_end_context = epoch_end_context
         self._shadow = Shadow(trainer, module)
         self._loader_idx = _compat.evaluation_loader_idx(trainer)
         self._metrics = {**(metrics or {}), **_compat.evaluation_metrics(self._shadow.view)}
@@ -71,11 +74,11 @@ class ValidationPass:
             # of memory before it gets there.
             shadow.reduce.enabled = False
             try:
-                with self._hook_context():
+                with self._hook_context(shadow.module):
                     shadow.call("on_validation_batch_start", *args)
-                with self._step_context():
+                with self._step_context(shadow.module):
                     outputs = shadow.call("validation_step", *step_args)
-                with self._hook_context():
+                with self._hook_context(shadow.module):
                     shadow.call("on_validation_batch_end", outputs, *args)
             finally:
                 shadow.reduce.enabled = True
@@ -88,10 +91,11 @@ class ValidationPass:
             random_state: what the random generators were when the real module's hook ran.
         """
         shadow = self._shadow
-        with paired_random(self._device_type, random_state), self._hook_context():
+        with paired_random(self._device_type, random_state), self._hook_context(shadow.module):
             self._finish_loader()
             _compat.start_evaluation_epoch_end(shadow.view)
-            shadow.call("on_validation_epoch_end")
+            with self._epoch_end_context(shadow.module):
+                shadow.call("on_validation_epoch_end")
             self._metrics.update(_compat.finish_evaluation_epoch_end(shadow.view))
         return self._metrics
 

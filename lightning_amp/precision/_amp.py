@@ -22,13 +22,13 @@ instead of four times; the result is the same within rounding (`scaling/_steps.p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -37,14 +37,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp import _compat
-from lightning_amp.precision import _checks, _choice, _inputs, _state
+from lightning_amp.precision import _checks, _choice, _islands, _state
 from lightning_amp.precision._anomaly import AnomalyCheck
-from lightning_amp.precision._fold import FoldGate
+from lightning_amp.precision._evaluation import Surroundings
+from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._guards import FitGuards
-from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord, all_finite
+from lightning_amp.precision._hooks import HookGate
+from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
 
 
-class AmpPrecision(MixedPrecision):
+class AmpPrecision(ForwardContexts):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -63,12 +65,16 @@ class AmpPrecision(MixedPrecision):
         scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, any
             `torch.amp.GradScaler`, or a float for a scale that never moves. You would *not* pass one with bf16 or fp32,
             whose range needs no scaling: that is an error.
+        fp32_modules: Rules for modules that compute in fp32, forward and backward, with their floating inputs upcast:
+            globs on qualified names (`"decoder.head"`, `"*.norm"`) or module classes. For what half precision breaks:
+            positional phases, large logits.
+        eval_precision: Validate, test and predict in another precision, any spelling of `precision`. `None`: the same.
         skip_nonfinite: Skip a step with non-finite gradients in bf16 and fp32 too, where no scaler does. 64 in a row
             stop the run. `False` gives plain fp32 behaviour: the NaN reaches the weights.
 
     Raises:
         ValueError: For an unknown precision, or a scaler where none is used; when the Trainer attaches, for a precision
-            that the device cannot run.
+            that the device cannot run, or a rule that matches no module.
         FloatingPointError: During training, after so many skipped steps in a row that the run is stuck.
 
     Cost: no synchronisation is added. An optimizer that is not fused costs one read of the flag per step, as in torch.
@@ -81,10 +87,17 @@ class AmpPrecision(MixedPrecision):
         precision: str | int | torch.dtype = "auto",
         *,
         scaler: torch.amp.GradScaler | float | None = None,
+        fp32_modules: Sequence[type[nn.Module] | str] = (),
+        eval_precision: str | int | torch.dtype | None = None,
         skip_nonfinite: bool = True,
     ) -> None:
         self._requested = _choice.parse(precision)
         self._choice = None if self._requested == "auto" else _choice.choice(self._requested)
+        self.fp32_modules = _islands.checked_rules(fp32_modules)
+        self._eval_requested: _choice.Precision | None = None
+        if eval_precision is not None:
+            self._eval_requested = _choice.parse(eval_precision, "eval_precision")
+        self._eval_choice: _choice.Choice | None = None  # when the Trainer attaches
         self._user_scaler = scaler is not None
         if isinstance(scaler, (int, float)):
             scaler = DynamicLossScaler.static(scaler)
@@ -120,9 +133,10 @@ class AmpPrecision(MixedPrecision):
         self._log = RecordLog(limit)
         self._steps = OptimizerSteps(self.scaler, self.skip_nonfinite, self._log)
         self._module: LightningModule | None = None
-        self._fold_gate: FoldGate | None = None
+        self._hook_gate: HookGate | None = None
         self._guards: FitGuards | None = None
         self._anomaly: AnomalyCheck | None = None
+        self._surroundings = Surroundings()
         self._compiling = _compat.CompiledBackwardWithoutAutocast()
 
     # -- what the outside reads ----------------------------------------------------------------------------------------
@@ -168,14 +182,7 @@ class AmpPrecision(MixedPrecision):
         return f"{type(self).__name__}({self._requested!r})"
 
     def __str__(self) -> str:
-        import sys
-
-        if "pytorch_lightning" in sys.modules:  # its Trainer refuses us with "invalid type for plugin {plugin}"
-            return (
-                f"{self!r} (a plugin for `lightning.pytorch`: use `import lightning as L; L.Trainer(...)`, not"
-                " `pytorch_lightning.Trainer`, and derive the module from `L.LightningModule`)"
-            )
-        return repr(self)
+        return _checks.as_text(repr(self))
 
     # -- the Trainer attaches ------------------------------------------------------------------------------------------
 
@@ -188,6 +195,7 @@ class AmpPrecision(MixedPrecision):
     def _attach(self, module: LightningModule) -> None:
         strategy = module.trainer.strategy
         device = strategy.root_device
+        self._surroundings.detach()
         self.device = device.type
         if self._requested == "auto":
             self._choice, why = _choice.pick(device)
@@ -195,6 +203,7 @@ class AmpPrecision(MixedPrecision):
             rank_zero_info(f"lightning_amp: precision 'auto' is {self._choice.name!r} here: {why}.")
         assert self._choice is not None
         _choice.require(self._choice, device)
+        self._eval_choice = _choice.for_evaluation(self._eval_requested, self._choice, device)
         if self.scaler is not None:
             _compat.set_scaler_device(self.scaler, self.device)
         if module.trainer.state.fn == TrainerFn.FITTING:  # a fresh fit starts fresh; a checkpoint is restored later
@@ -204,6 +213,8 @@ class AmpPrecision(MixedPrecision):
                 _compat.reset_scale(self.scaler, self._first_scaler_state["scale"])
             self._start_run()
             self._log.describe_skips = self._describe_skips
+        mixed = self._choice.mixed or self._eval_choice.mixed
+        self._surroundings.attach(module, self.device, self.fp32_modules, mixed=mixed)
         self._module = module
 
     @override
@@ -211,7 +222,11 @@ class AmpPrecision(MixedPrecision):
         self._steps.attach([_compat.unwrap_optimizer(o) for o in optimizers])
         module = self._module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            _checks.check(module, self._settled(), module.trainer.strategy.root_device)
+            in_fp32 = self._surroundings.fp32_modules
+            _checks.check(module, self._settled(), module.trainer.strategy.root_device, in_fp32)
+            if module.trainer.world_size > 1:
+                self._steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
+            self._compiling.start()
             if self._steps.guarded:  # the schedulers are not in the strategy yet; `enter_step` finds them
                 self._guards = FitGuards(module, self._steps)
         return super().connect(model, optimizers, lr_schedulers)
@@ -224,57 +239,35 @@ class AmpPrecision(MixedPrecision):
         finally:
             if self._guards is not None:
                 self._guards.detach()
-            self._module = self._fold_gate = self._guards = None
+            self._surroundings.detach()
+            self._compiling.stop()
+            self._module = self._hook_gate = self._guards = None
             self._steps.attach([])
             super().teardown()
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
     @override
-    def autocast_context_manager(self) -> torch.autocast:
-        settled = self._settled()
-        dtype = settled.dtype if settled.mixed else torch.get_autocast_dtype(self.device)
-        # the weight cache lost gradients across grad modes before torch 2.11
-        cache = _compat.AUTOCAST_CACHE_IS_RIGHT
-        return torch.autocast(self.device, dtype=dtype, enabled=settled.mixed, cache_enabled=cache)
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        """Float64 tensors of a batch become float32: autocast leaves float64 alone, and no layer takes a mixture."""
-        module = self._module
-        if module is None or not self._settled().mixed:
-            return data
-        return _inputs.downcast(data, module)
-
-    @override
-    @contextlib.contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
-        with self.autocast_context_manager():
-            yield
-
-    @override
-    @contextlib.contextmanager
-    def train_step_context(self) -> Generator[None, None, None]:
+    def enter_train_step(self) -> contextlib.AbstractContextManager[Any]:
         module = self._module
         manual = module is not None and not module.automatic_optimization
         if manual:
             self._steps.finish_batch()  # steps that hooks took since the last batch
         if self._guards is not None:
             self._guards.enter_step(manual)
-        with self._compiling, self.forward_context():
-            yield
+        return self._surroundings.training(self.forward_context)
+
+    @override
+    def leave_train_step(self) -> None:
         if self._guards is not None:
             self._guards.leave_step()
-        if manual:
+        if self._module is not None and not self._module.automatic_optimization:
             self._steps.finish_batch()
 
     @override
-    @contextlib.contextmanager
-    def val_step_context(self) -> Generator[None, None, None]:
+    def _before_evaluation(self) -> None:
         if self._guards is not None:
             self._guards.settle()
-        with self.forward_context():
-            yield
 
     def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
         if torch.is_autocast_enabled(self.device):
@@ -286,7 +279,8 @@ class AmpPrecision(MixedPrecision):
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         with self._autocast_off():
-            _compat.run_hook(module, "on_before_backward", tensor)
+            if self._gate(module).somebody_sees_backward:
+                _compat.run_hook(module, "on_before_backward", tensor)
             if self._guards is not None:
                 self._guards.note_backward()
             scaled = self._steps.scale_loss(tensor)
@@ -309,10 +303,16 @@ class AmpPrecision(MixedPrecision):
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        with self._autocast_off():
-            out = super().post_backward(tensor, module)
+        if self._gate(module).somebody_sees_backward:
+            with self._autocast_off():
+                super().post_backward(tensor, module)
         self._weights_may_change()
-        return out
+        return tensor.detach()
+
+    def _gate(self, module: LightningModule) -> HookGate:
+        if self._hook_gate is None:
+            self._hook_gate = HookGate(self, module)
+        return self._hook_gate
 
     def _weights_may_change(self) -> None:
         if torch.is_autocast_enabled(self.device):  # manual optimization: a forward may follow in the same step
@@ -326,14 +326,12 @@ class AmpPrecision(MixedPrecision):
     ) -> Any:
         optimizer = _compat.unwrap_optimizer(optimizer)
         automatic = model.automatic_optimization
-        if self._fold_gate is None:
-            self._fold_gate = FoldGate(self, model)
-        fold, max_norm = self._fold_gate(optimizer)
+        fold, max_norm = self._gate(model).fold()
 
         def user_closure() -> Any:
             if automatic:  # Lightning's closure enters the forward context around `training_step` itself
                 return closure()
-            with self._compiling, self.forward_context():
+            with self.forward_context():
                 return closure()
 
         with self._autocast_off():
@@ -403,14 +401,7 @@ class AmpPrecision(MixedPrecision):
             return tuple(None if g is None else g.float() / scale.to(g.device) for g in grads)
 
     def _describe_skips(self) -> str:
-        """Names of the first parameters whose gradients are not finite, where gradients are still there."""
-        if self._module is None:
-            return ""
-        names = [n for n, p in self._module.named_parameters() if p.grad is not None and not all_finite(p.grad)]
-        if not names:
-            return ""
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"The first parameters with non-finite gradients are {', '.join(f'`{n}`' for n in names[:3])}{more}"
+        return "" if self._module is None else _checks.nonfinite_gradients(self._module)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -442,7 +433,7 @@ class AmpPrecision(MixedPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the scaler, not the run."""
-        run = ("_log", "_steps", "_module", "_fold_gate", "_guards", "_anomaly", "_compiling")
+        run = ("_log", "_steps", "_module", "_hook_gate", "_guards", "_anomaly", "_compiling", "_surroundings")
         return {k: v for k, v in vars(self).items() if k not in run}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

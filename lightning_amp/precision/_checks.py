@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,12 +13,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_amp.precision._choice import Choice, cpu_has_bf16
+from lightning_amp.scaling import all_finite
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def check(module: LightningModule, choice: Choice, device: torch.device) -> None:
+def check(module: LightningModule, choice: Choice, device: torch.device, in_fp32: Collection[nn.Module] = ()) -> None:
     """Look at what the Trainer attached.
+
+    Args:
+        module: The user's.
+        choice: The precision.
+        device: Where.
+        in_fp32: Submodules that compute in fp32 whatever the precision.
 
     Raises:
         ValueError: For what cannot work, all of it in one message. What may work is one warning.
@@ -27,7 +36,7 @@ def check(module: LightningModule, choice: Choice, device: torch.device) -> None
     errors = [*_half_parameters(module, choice)]
     if errors:
         raise ValueError(_report(f"precision {choice.name!r} cannot train this module", errors))
-    warnings = [*_own_scaling(module), *_unsafe_losses(module, device), *_slow(choice, device)]
+    warnings = [*_own_scaling(module), *_unsafe_losses(module, device, in_fp32), *_slow(choice, device)]
     if warnings:
         rank_zero_warn(_report(f"precision {choice.name!r} found something to look at", warnings))
 
@@ -48,8 +57,9 @@ def _half_parameters(module: LightningModule, choice: Choice) -> list[str]:
     dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
     return [
         f"trainable parameters are {' and '.join(sorted(dtypes))}: {_names(names)}. Mixed precision keeps float32"
-        " parameters and casts them for each forward; in half precision most small updates are rounded away. Call `.float()` on the module (or load"
-        " it with `dtype=torch.float32`), or freeze these parameters with `requires_grad_(False)`"
+        " parameters and casts them for each forward; in half precision most small updates are rounded away. Call"
+        " `.float()` on the module (or load it with `dtype=torch.float32`), or freeze these parameters with"
+        " `requires_grad_(False)`"
     ]
 
 
@@ -84,8 +94,8 @@ def _source(function: Any) -> str:
         return ""
 
 
-def _unsafe_losses(module: LightningModule, device: torch.device) -> list[str]:
-    names = [name for name, submodule in module.named_modules() if isinstance(submodule, nn.BCELoss)]
+def _unsafe_losses(module: LightningModule, device: torch.device, in_fp32: Collection[nn.Module]) -> list[str]:
+    names = [n for n, m in module.named_modules() if isinstance(m, nn.BCELoss) and m not in in_fp32]
     if not names:
         return []
     raises = "raises under autocast on this device" if device.type == "cuda" else "raises under autocast on CUDA"
@@ -107,4 +117,20 @@ def _slow(choice: Choice, device: torch.device) -> list[str]:
         ["this device emulates bfloat16, which is slower than float32; precision 'auto' picks another"]
         if emulated
         else []
+    )
+
+
+def nonfinite_gradients(module: nn.Module) -> str:
+    """Names of the first parameters whose gradients are not finite, where gradients are still there."""
+    names = [n for n, p in module.named_parameters() if p.grad is not None and not all_finite(p.grad)]
+    return f"The first parameters with non-finite gradients are {_names(names)}" if names else ""
+
+
+def as_text(representation: str) -> str:
+    """A plugin as text, with a hint where the other package's Trainer shows it: "invalid type for plugin {plugin}"."""
+    if "pytorch_lightning" not in sys.modules:
+        return representation
+    return (
+        f"{representation} (a plugin for `lightning.pytorch`: use `import lightning as L; L.Trainer(...)`, not"
+        " `pytorch_lightning.Trainer`, and derive the module from `L.LightningModule`)"
     )

@@ -71,7 +71,7 @@ def runnable(device: torch.device) -> list[str]:
     return [name for name in ("bf16", "fp16") if _autocast_runs(device, _DTYPES[name])] + ["fp32"]
 
 
-def require(choice: Choice, device: torch.device) -> None:
+def require(choice: Choice, device: torch.device, argument: str = "precision") -> None:
     """Raise if the device cannot run this precision.
 
     Raises:
@@ -81,9 +81,23 @@ def require(choice: Choice, device: torch.device) -> None:
     names = runnable(device)
     if choice.name not in names:
         raise ValueError(
-            f"This device ({_describe(device)}) cannot run precision {choice.name!r}. It can run:"
+            f"This device ({_describe(device)}) cannot run {argument} {choice.name!r}. It can run:"
             f" {', '.join(repr(n) for n in names)}. lightning_amp never falls back in silence; choose one of these."
         )
+
+
+def for_evaluation(requested: Precision | None, training: Choice, device: torch.device) -> Choice:
+    """The precision of validation, test and prediction; `None` is that of training.
+
+    Raises:
+        ValueError: If the device cannot run it.
+
+    """
+    if requested is None:
+        return training
+    chosen = pick(device)[0] if requested == "auto" else choice(requested)
+    require(chosen, device, "eval_precision")
+    return chosen
 
 
 def pick(device: torch.device) -> tuple[Choice, str]:

@@ -13,13 +13,17 @@ from torch import Tensor
 _said = WarningCache()
 
 
+def obviously_fine(data: Any) -> bool:
+    """Whether the batch is a tensor, or a plain list or tuple of tensors, without float64; saves the full search."""
+    items = data if type(data) in (list, tuple) else (data,)
+    return all(isinstance(item, Tensor) and item.dtype != torch.float64 for item in items)
+
+
 def downcast(data: Any, module: LightningModule) -> Any:
     """Float64 tensors as float32, said once; nothing is done if the module computes in float64 somewhere.
 
     Autocast leaves float64 tensors alone, so a linear layer would meet a float64 input and a half-precision weight.
     """
-    if isinstance(data, Tensor) and data.dtype != torch.float64:
-        return data
     found = False
 
     def cast(tensor: Tensor) -> Tensor:

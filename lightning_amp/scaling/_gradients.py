@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ class Gradients:
             grad = param.grad
             if grad is None or id(param) in leave_out:
                 continue
-            if grad.layout is not torch.strided or grad.is_complex() or hasattr(grad, "to_local"):
+            if type(grad) is not Tensor or grad.layout is not torch.strided or grad.is_complex():
                 grad = self._view(param, grad)
             groups.setdefault((grad.device, grad.dtype), []).append(grad)
         self.groups = groups
@@ -57,6 +58,8 @@ class Gradients:
     @property
     def device(self) -> torch.device | None:
         """The one device that all gradients are on, else `None`."""
+        if len(self.groups) == 1:
+            return next(iter(self.groups))[0]
         devices = {device for device, _ in self.groups}
         return devices.pop() if len(devices) == 1 else None
 
@@ -71,41 +74,41 @@ class Gradients:
 
     def unscale_(self, inverse: Tensor, found_inf: Tensor) -> Tensor:
         """Multiply all by `inverse` []; returns a flag [], 1.0 if `found_inf` was or any value was not finite."""
-        for device, flag, grads in self._on_each_device(found_inf):
-            _compat.amp_unscale_(grads, flag, inverse.to(device))
-        return self._agreed(found_inf)
+        for (device, _), grads in self.groups.items():
+            if device == found_inf.device:
+                _compat.amp_unscale_(grads, found_inf, inverse.to(device))
+            else:
+                flag = torch.zeros((), device=device)
+                _compat.amp_unscale_(grads, flag, inverse.to(device))
+                torch.maximum(found_inf, flag.to(found_inf.device), out=found_inf)
+        return found_inf
 
     def check(self, found_inf: Tensor) -> Tensor:
         """As :meth:`unscale_` with an inverse of 1, reading only where that is faster."""
-        for device, flag, grads in self._on_each_device(found_inf):
-            if device.type == "cpu":  # `_foreach_norm` has no fast infinity norm there
-                _compat.amp_unscale_(grads, flag, torch.ones((), device=device))
-            else:
-                norms = torch.stack(_compat.foreach_norm([g for g in grads if g.numel()], torch.inf))
-                torch.maximum(flag, torch.isfinite(norms).all().logical_not().to(flag.dtype), out=flag)
-        return self._agreed(found_inf)
+        if all(device.type == "cpu" for device, _ in self.groups):  # `_foreach_norm` has no fast infinity norm there
+            return self.unscale_(constant(1.0, found_inf.device), found_inf)
+        for grads in self.groups.values():
+            norms = torch.stack(_compat.foreach_norm([g for g in grads if g.numel()], torch.inf))
+            flag = torch.isfinite(norms).all().logical_not().to(found_inf)
+            torch.maximum(found_inf, flag, out=found_inf)
+        return found_inf
 
     def norm(self) -> Tensor:
         """The 2-norm over all gradients of one device, shape []; inf from values above 1.8e19 on."""
         norms = [n for grads in self.groups.values() for n in _compat.foreach_norm(grads, 2.0)]
         return torch.linalg.vector_norm(torch.stack([n.to(torch.float32) for n in norms]))
 
-    def _on_each_device(self, found_inf: Tensor) -> Iterator[tuple[torch.device, Tensor, list[Tensor]]]:
-        self._flags: dict[torch.device, Tensor] = {found_inf.device: found_inf}
-        for (device, _), grads in self.groups.items():
-            yield device, self._flags.setdefault(device, torch.zeros((), device=device)), grads
-
-    def _agreed(self, found_inf: Tensor) -> Tensor:
-        for flag in self._flags.values():
-            if flag is not found_inf:
-                torch.maximum(found_inf, flag.to(found_inf.device), out=found_inf)
-        return found_inf
-
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
     """All parameters of an optimizer, in order."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+@functools.lru_cache(maxsize=32)
+def constant(value: float, device: torch.device) -> Tensor:
+    """A float32 scalar, shape [], that is made once; nobody writes into it."""
+    return torch.full((), value, device=device)
 
 
 def all_finite(grad: Tensor) -> bool:

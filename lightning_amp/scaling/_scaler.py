@@ -239,7 +239,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         """
         self._loss = None
         scale, tracker = self.scale_tensor, _compat.growth_tracker(self)
-        new_scale, new_tracker = scale.clone(), tracker.clone()
+        new_scale, new_tracker = scale.clone(), tracker if held is None else tracker.clone()
         _compat.amp_update_scale(
             new_scale,
             new_tracker,
@@ -260,8 +260,9 @@ class DynamicLossScaler(torch.amp.GradScaler):
             self._allowance = new_allowance
         new_scale.clamp_(self.min_scale, self.max_scale)
         if held is not None:
-            new_scale = torch.where(held > 0, scale, new_scale)
-            new_tracker = torch.where(held > 0, tracker, new_tracker)
+            stays = held > 0
+            new_scale = torch.where(stays, scale, new_scale)
+            new_tracker = torch.where(stays, tracker, new_tracker)
         _compat.set_scale_tensor(self, new_scale, new_tracker)
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -329,11 +330,11 @@ class DynamicLossScaler(torch.amp.GradScaler):
 def merge_losses(merged: Tensor | None, loss: Tensor) -> Tensor:
     """One tensor, shape [], that is finite exactly while all losses were; the first loss costs nothing."""
     loss = loss.detach()
-    if loss.numel() != 1:
+    if loss.dim() != 0:
         loss = (loss.float() * 0).sum()
     if merged is None:
-        return loss.reshape(())
-    return merged.float() * 0 + loss.reshape(()).to(merged.device).float() * 0
+        return loss
+    return merged.float() * 0 + loss.to(merged.device).float() * 0
 
 
 def nonfinite_flag(tensor: Tensor) -> Tensor:

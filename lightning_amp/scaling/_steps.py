@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp import _compat
-from lightning_amp.scaling._gradients import Gradients, parameters
+from lightning_amp.scaling._gradients import Gradients, constant, parameters
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite_flag
 
@@ -34,13 +34,21 @@ class Window:
         self.optimizer = optimizer
         self.index = index
         self.scale: Tensor | None = None
-        self.to_true: Tensor | None = None  # left over by a folded step: true gradients if applied, scaled if skipped
+        self.folded: tuple[Tensor, Tensor] | None = None  # flag and scale of a folded step, see `to_true`
         self.loss: Tensor | None = None
         self.found_inf: Tensor | None = None
         self.used_scale: Tensor | None = None
         self.has_gradients = False
         self.closure_calls = 0  # of its last step
         self.stepped = False
+        self.may_move_first = not _always_calls_closure(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
+
+    def to_true(self) -> Tensor | None:
+        """What makes the leftovers of a folded step true gradients: the kernel unscales them only when it steps."""
+        if self.folded is None:
+            return None
+        found_inf, scale = self.folded
+        return torch.where(found_inf > 0, _inverse(scale), 1.0)
 
 
 class Outcome:
@@ -123,12 +131,13 @@ class OptimizerSteps:
                     factor = scale
                     if window.scale is not None:
                         factor = factor * _inverse(window.scale)
-                    if window.to_true is not None:
-                        factor = factor * window.to_true
+                    to_true = window.to_true()
+                    if to_true is not None:
+                        factor = factor * to_true
                     gradients.multiply_(factor)
                 if several and window.scale is None:
                     done.update(id(p) for p in parameters(window.optimizer))
-            window.scale, window.to_true = scale, None
+            window.scale, window.folded = scale, None
 
     # -- unscale and check ---------------------------------------------------------------------------------------------
 
@@ -137,9 +146,10 @@ class OptimizerSteps:
         self._unscale(self.window(optimizer))
 
     def _unscale(self, window: Window) -> None:
-        if window.to_true is not None:
-            Gradients(window.optimizer).multiply_(window.to_true)
-            window.to_true = None
+        to_true = window.to_true()
+        if to_true is not None:
+            Gradients(window.optimizer).multiply_(to_true)
+            window.folded = None
         scale = window.scale
         if scale is None:
             return
@@ -198,9 +208,9 @@ class OptimizerSteps:
             optimizer: The user's optimizer.
             closure: Computes loss and gradients, or nothing if they are there.
             look: Everything that may look at, or change, the true gradients before the step.
-            fold: Nobody looks: unscaling, clipping and the update of a fused optimizer may be one pass. `look` is then
-                called only where that is impossible.
-            max_norm: What `look` would clip the total 2-norm to; used if folded.
+            fold: Nobody looks, and `look` would only clip: unscaling, clipping and the update of a fused optimizer may
+                be one pass.
+            max_norm: What `look` would clip the total 2-norm to; `None` if it does nothing at all.
             closure_runs_backward: Whether the optimizer is sure to call `closure` if gradients are still to come.
             kwargs: Go to `optimizer.step`.
 
@@ -223,7 +233,8 @@ class OptimizerSteps:
             window.closure_calls += 1
             self.before_step(optimizer)
             if not self.guarded:
-                look()
+                if not fold or max_norm is not None:
+                    look()
                 return result
             on_host = not _compat.decides_on_device(optimizer) or self._host_must_know(optimizer)
             if fold and not on_host and window.found_inf is None and self._fold(window, max_norm):
@@ -234,7 +245,8 @@ class OptimizerSteps:
             elif window.found_inf is None:
                 self._check(window)
             found_inf = window.found_inf = self._agreed(window)
-            look()
+            if not fold or max_norm is not None:
+                look()
             if not window.has_gradients and self.all_reduce_max is None:
                 found_inf = None  # nothing to do; with other ranks the flag still counts: theirs may have gradients
             elif not on_host:
@@ -265,7 +277,7 @@ class OptimizerSteps:
         leave_out = self._true_elsewhere(window) if window.scale is not None else ()
         gradients = Gradients(window.optimizer)
         device = gradients.device
-        if leave_out or not gradients.plain or device is None or window.to_true is not None:
+        if leave_out or not gradients.plain or device is None or window.folded is not None:
             return False
         window.has_gradients = True
         scale = window.scale
@@ -286,8 +298,7 @@ class OptimizerSteps:
         window.found_inf = found_inf = self._agreed(window)
         _compat.set_amp_attributes(window.optimizer, found_inf, grad_scale)
         if scale is not None:
-            # the kernel writes the true gradient back when it steps and nothing when it skips
-            window.to_true = torch.where(found_inf > 0, _inverse(scale), 1.0)
+            window.folded = found_inf, scale
             window.used_scale, window.scale = scale, None
         return True
 
@@ -325,11 +336,9 @@ class OptimizerSteps:
 
     def _snapshot(self, window: Window) -> Callable[[], None] | None:
         """For optimizers that call their closure after they moved: undoes everything since now."""
-        optimizer = window.optimizer
-        known = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
-        if not self.guarded or known or (window.stepped and window.closure_calls <= 1):
+        if not window.may_move_first or not self.guarded or (window.stepped and window.closure_calls <= 1):
             return None
-        return snapshot(optimizer)
+        return snapshot(window.optimizer)
 
     # -- end of batch --------------------------------------------------------------------------------------------------
 
@@ -351,18 +360,24 @@ class OptimizerSteps:
         if not attempts:
             return
         scale = _compat.scale_tensor(scaler)
-        found_inf, held = torch.zeros_like(scale), None
-        for attempt in attempts:
-            if attempt.skipped is False:
-                continue
+        ours = isinstance(scaler, DynamicLossScaler)
+        found_inf: Tensor | None = None
+        held: Tensor | None = None
+        uncertain = [a for a in attempts if a.skipped is not False]
+        for attempt in uncertain:
             flag = attempt.flag(scale)
-            if attempt.loss is not None and isinstance(scaler, DynamicLossScaler):
+            if attempt.loss is not None and ours:
                 loss_flag = nonfinite_flag(attempt.loss).to(scale.device)
                 held = loss_flag if held is None else torch.maximum(held, loss_flag)
-                flag = flag * (1 - loss_flag)
-            found_inf = torch.maximum(found_inf, flag)
-        if isinstance(scaler, DynamicLossScaler):
-            scaler.advance(found_inf, None if held is None else held * (1 - found_inf))
+                if len(uncertain) > 1:  # an overflow of another optimizer still counts
+                    flag = flag * (1 - loss_flag)
+            found_inf = flag if found_inf is None else torch.maximum(found_inf, flag)
+        if found_inf is None:
+            found_inf = constant(0.0, scale.device)
+        if ours:
+            if held is not None and len(uncertain) > 1:
+                held = held * (1 - found_inf)
+            scaler.advance(found_inf, held)
         else:
             _compat.set_scale_tensor(scaler, scale.clone())  # its update works in place; records keep the old tensor
             _compat.give_found_inf(scaler, found_inf)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import Toy, batches
 from lightning.pytorch.cli import LightningCLI
+from torch import nn
 
 from lightning_amp import AmpPrecision, ScaleMonitor
 
@@ -64,3 +65,34 @@ def test_from_yaml(precision: str, scaler: str, tmp_path: Path, monkeypatch: pyt
     if scaler:
         assert plugin.last_step.scale in {1024.0, 2048.0, 4096.0, 256.0, 512.0}
     assert any(isinstance(c, ScaleMonitor) and c.history.num_attempted == 8 for c in cli.trainer.callbacks)
+
+
+FORWARD = """
+        fp32_modules: {rules}
+        eval_precision: {evaluate}
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ('["net.0", "*.2"]', ("net.0", "*.2")),
+        ("[torch.nn.Linear, net.1]", (nn.Linear, "net.1")),
+        ("[]", ()),
+    ],
+)
+@pytest.mark.parametrize("evaluate", ["fp32", "32-true", "16", "auto", "null"])
+def test_fp32_modules_and_eval_precision_from_yaml(
+    rules: str, expected: tuple[object, ...], evaluate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    settings = FORWARD.format(rules=rules, evaluate=evaluate).strip("\n")
+    path.write_text(CONFIG.format(precision="bf16", scaler=settings))
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
+    monkeypatch.chdir(tmp_path)
+    cli = LightningCLI(CliToy, save_config_callback=None)
+    plugin = cli.trainer.strategy.precision_plugin
+    assert plugin.fp32_modules == expected
+    assert plugin.num_steps == 8
+    assert repr(plugin) == "AmpPrecision('bf16')"

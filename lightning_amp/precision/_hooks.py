@@ -1,4 +1,4 @@
-"""May unscaling, clipping and the fused update be one pass? Only if nobody looks at the gradients in between."""
+"""Who looks at what between backward and step. Where nobody does, less has to be done."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch.optim import Optimizer
-
-from lightning_amp import _compat
 
 if TYPE_CHECKING:
     from lightning_amp.precision._amp import AmpPrecision
 
 
-class FoldGate:
+class HookGate:
     """Answers for one fit, from what the module, the callbacks and the plugin override.
 
     Args:
@@ -27,25 +24,29 @@ class FoldGate:
     def __init__(self, plugin: AmpPrecision, module: LightningModule) -> None:
         self._trainer = module.trainer
         self._automatic = module.automatic_optimization
-        hook = "on_before_optimizer_step"
-        callbacks: list[Callback] = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        self._somebody_looks = not _is_default(module, hook, LightningModule) or not all(
-            _is_default(callback, hook, Callback) for callback in callbacks
-        )
+        self._module = module
+        self.somebody_sees_backward = self._overridden("on_before_backward") or self._overridden("on_after_backward")
+        self._somebody_looks = self._overridden("on_before_optimizer_step")
         self._own_clipping = not (
             _is_default(module, "configure_gradient_clipping", LightningModule)
             and _is_default(plugin, "clip_grad_by_norm", MixedPrecision)
         )
 
-    def __call__(self, optimizer: Optimizer) -> tuple[bool, float | None]:
-        """Whether to fold, and the norm to clip to."""
-        if self._somebody_looks or not _compat.decides_on_device(optimizer):
+    def _overridden(self, hook: str) -> bool:
+        callbacks: list[Callback] = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        return not (
+            _is_default(self._module, hook, LightningModule) and all(_is_default(c, hook, Callback) for c in callbacks)
+        )
+
+    def fold(self) -> tuple[bool, float | None]:
+        """Whether nobody looks at the gradients before the step, and the norm to clip them to."""
+        if self._somebody_looks:
             return False, None
         if not self._automatic:
             return True, None  # Lightning does not clip in manual optimization; the user's clipping unscales first
-        clip_val = self._trainer.gradient_clip_val
         if self._own_clipping:
             return False, None
+        clip_val = self._trainer.gradient_clip_val
         if not clip_val or clip_val <= 0:
             return True, None
         algorithm = self._trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM

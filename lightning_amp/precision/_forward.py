@@ -1,0 +1,127 @@
+"""The forward half of the plugin: which precision a step runs in, and what surrounds it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from abc import abstractmethod
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from typing_extensions import override
+
+from lightning_amp import _compat
+from lightning_amp.precision import _choice, _inputs
+from lightning_amp.precision._evaluation import Surroundings
+
+
+class ForwardContexts(MixedPrecision):
+    """Contexts of the four kinds of steps; the training step's is completed by the plugin."""
+
+    _module: LightningModule | None
+    _surroundings: Surroundings
+    _eval_choice: _choice.Choice | None  # known when the Trainer attaches
+    _evaluating = False
+
+    @abstractmethod
+    def _settled(self) -> _choice.Choice:
+        """The precision of training."""
+
+    def _before_evaluation(self) -> None:
+        """Somebody is about to look at what training left."""
+
+    def _forward_choice(self, evaluating: bool) -> _choice.Choice:
+        return (self._eval_choice if evaluating else None) or self._settled()
+
+    @override
+    def autocast_context_manager(self) -> torch.autocast:
+        choice = self._forward_choice(self._evaluating)
+        dtype = choice.dtype if choice.mixed else torch.get_autocast_dtype(self.device)
+        # the weight cache lost gradients across grad modes before torch 2.11
+        cache = _compat.AUTOCAST_CACHE_IS_RIGHT
+        return torch.autocast(self.device, dtype=dtype, enabled=choice.mixed, cache_enabled=cache)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        """Float64 tensors of a batch become float32: autocast leaves float64 alone, and no layer takes a mixture."""
+        module = self._module
+        if module is None or _inputs.obviously_fine(data):
+            return data
+        # what training takes evaluation takes too, also when it is in fp32
+        evaluating = not module.trainer.training
+        if not (self._settled().mixed or self._forward_choice(evaluating).mixed):
+            return data
+        return _inputs.downcast(data, module)
+
+    @override
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:  # type: ignore[override]
+        return self.autocast_context_manager()
+
+    @override
+    def train_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return _TrainingStep(self)
+
+    @abstractmethod
+    def enter_train_step(self) -> contextlib.AbstractContextManager[Any]:
+        """A training step begins; returns what surrounds it besides autocast."""
+
+    @abstractmethod
+    def leave_train_step(self) -> None:
+        """The training step is over; in automatic optimization its optimizer step is still to come."""
+
+    @override
+    def val_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return self.evaluation_context(self._module, "validation_step")
+
+    @override
+    def test_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return self.evaluation_context(self._module, "test_step")
+
+    @override
+    def predict_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return self.evaluation_context(self._module, "predict_step")
+
+    @contextlib.contextmanager
+    def evaluation_context(self, module: nn.Module | None, step: str | None = None) -> Generator[None, None, None]:
+        """What an evaluation step runs in: autocast in the evaluation precision; metrics and outputs in fp32.
+
+        Args:
+            module: The attached module, or a shadow of it whose metrics and step are to be treated alike.
+            step: Name of the step whose outputs become fp32; `None` where a hook runs instead.
+
+        """
+        self._before_evaluation()
+        before, self._evaluating = self._evaluating, True
+        try:
+            mixed = self._forward_choice(True).mixed
+            hook_context = functools.partial(self.evaluation_context, module)
+            around = self._surroundings.evaluating(module, step, hook_context) if mixed else contextlib.nullcontext()
+            with around, self.forward_context():
+                yield
+        finally:
+            self._evaluating = before
+
+
+class _TrainingStep:
+    """`train_step_context`, not as a generator: that would cost a tiny model a noticeable part of its step."""
+
+    def __init__(self, plugin: ForwardContexts) -> None:
+        self._plugin = plugin
+
+    def __enter__(self) -> None:
+        self._around = self._plugin.enter_train_step()
+        self._around.__enter__()
+        self._forward = self._plugin.forward_context()
+        self._forward.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            self._forward.__exit__(*exc)
+        finally:
+            self._around.__exit__(*exc)
+        if exc[0] is None:
+            self._plugin.leave_train_step()

@@ -1,0 +1,66 @@
+"""The one way in which this package puts something in the place of a user's method, and takes it away again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class Override:
+    """Stands in for one method of one object, as an attribute of that object, between `install` and `restore`.
+
+    An attribute that is bound to its owner is a trap in copies: a copied function would go on calling the original,
+    with the original's weights. So a copy gets what :meth:`for_copy` returns, bound to the copy, and a pickle gets the
+    plain method and does not need this package to load.
+
+    Args:
+        owner: Whose method; a module or a metric.
+        name: Of the method.
+        inner: What is replaced. Default: what `owner` has under that name now.
+
+    """
+
+    def __init__(self, owner: Any, name: str, inner: Callable[..., Any] | None = None) -> None:
+        self.owner = owner
+        self.name = name
+        self.was_attribute = name in vars(owner) if inner is None else True
+        self.inner: Callable[..., Any] = getattr(owner, name) if inner is None else inner
+        # Signature and `__wrapped__`, which Lightning follows to see whether a hook is overridden. Not the attributes:
+        # those of a compiled function mean something to torch.
+        functools.update_wrapper(self, self.inner, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def install(self) -> None:
+        """Stand in. Past `__setattr__`, which modules and metrics have opinions in."""
+        vars(self.owner)[self.name] = self
+
+    @property
+    def installed(self) -> bool:
+        """Whether nobody has put something else there since."""
+        return vars(self.owner).get(self.name) is self
+
+    def restore(self) -> None:
+        """Put back what was there. What somebody else put there in the meantime stays."""
+        if self.installed:
+            if self.was_attribute:
+                vars(self.owner)[self.name] = self.inner
+            else:
+                del vars(self.owner)[self.name]
+
+    def for_copy(self, owner: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """What a deep copy of the owner gets in this place: by default, the method as if it had not been replaced."""
+        return inner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        # `deepcopy` enters a new object in the memo before it copies the attributes, of which this is one
+        owner = copy.deepcopy(self.owner, memo)
+        inner = copy.deepcopy(self.inner, memo) if self.was_attribute else getattr(owner, self.name)
+        return self.for_copy(owner, inner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Likewise: when this is loaded, the owner exists and has no attributes yet, so `getattr` finds the method.
+        return (copy.copy, (self.inner,)) if self.was_attribute else (getattr, (self.owner, self.name))
