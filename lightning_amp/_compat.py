@@ -174,6 +174,8 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The user's optimizer behind a `LightningOptimizer` (its `.optimizer` property is public)."""
+    if not type(optimizer).__name__.startswith("Lightning"):  # saves an import on the step path
+        return optimizer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

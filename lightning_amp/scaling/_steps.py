@@ -106,7 +106,10 @@ class OptimizerSteps:
 
     def window(self, optimizer: Optimizer) -> Window:
         """The window of an optimizer; one that was made inside the training step gets the next index."""
-        return self.windows.setdefault(id(optimizer), Window(optimizer, len(self.windows)))
+        window = self.windows.get(id(optimizer))
+        if window is None:
+            window = self.windows[id(optimizer)] = Window(optimizer, len(self.windows))
+        return window
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
