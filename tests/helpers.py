@@ -95,6 +95,13 @@ def assert_same(a: Any, b: Any, **tolerance: float) -> None:
     torch.testing.assert_close(a, b, **(tolerance or {"rtol": 0.0, "atol": 0.0}), equal_nan=True)
 
 
+def attributes(module: nn.Module) -> dict[str, set[str]]:
+    """All there is on a module, except what Lightning itself adds to the root while it trains."""
+    own = {name: set(vars(m)) for name, m in module.named_modules()}
+    own[""] = {n for n in own[""] if n == "forward" or n.startswith("on_") or n.endswith("_step")}
+    return own
+
+
 class WithoutAutocast(AmpPrecision):
     """The whole fp16 machinery, scaling included, in full precision: with powers of two it must equal fp32 exactly."""
 

@@ -51,6 +51,7 @@ def matches(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Module]:
         ValueError: If a rule matches nothing, with the closest names.
 
     """
+    # A compiled child has the name of the module inside, which comes later and takes its place: it is the one to treat.
     names = {_plain(name): module for name, module in root.named_modules(remove_duplicate=False) if name}
     found: dict[int, tuple[str, nn.Module]] = {}
     for rule in rules:
@@ -58,7 +59,7 @@ def matches(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Module]:
         if not hits:
             raise ValueError(_nothing(rule, names))
         for hit, matched in hits.items():
-            for name, module in _computing(hit, _compat.uncompiled_module(matched) or matched):
+            for name, module in _computing(hit, matched):
                 found.setdefault(id(module), (name, module))
     return dict(found.values())
 

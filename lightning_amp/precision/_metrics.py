@@ -120,7 +120,7 @@ class _InFp32(Override):
 
 
 class MetricGuards:
-    """Context in which the metrics of a module compute in fp32. Reentrant; with no metrics it costs 0.2 us.
+    """Context in which the metrics of a module compute in fp32. Reentrant; costs 0.3 us, and 1 us per metric.
 
     Guards are made once and used again, since to `torch.compile` a new function is a reason to compile again.
 
@@ -137,7 +137,7 @@ class MetricGuards:
         self.find(module)
 
     def find(self, module: nn.Module) -> None:
-        """Look for metrics again: those made since, and those that went away. Host time of about 2 us per submodule."""
+        """Look for metrics again: those made since, and those that went away. Host time of about 4 us per submodule."""
         metrics = {id(metric): metric for metric in metrics_of(module)}
         self._guards = {key: guard for key, guard in self._guards.items() if key[0] in metrics}
         for key, metric in metrics.items():

@@ -84,7 +84,7 @@ class ScaleHistory:
         losses = sum(r.reason == "loss" for r in self)
         if losses:
             text += f", {losses:,} of them with a non-finite loss"
-        return f"{text}; scale {first.scale:g} -> {self._last.next_scale:g}"
+        return f"{text}; scale {first.scale:.10g} -> {self._last.next_scale:.10g}"
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

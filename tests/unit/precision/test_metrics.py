@@ -202,7 +202,9 @@ def test_guards_are_made_once() -> None:
     with guards:
         first = vars(metric)["update"]
     guards.find(module)
-    with guards, guards:
+    with guards:
+        with guards:
+            assert vars(metric)["update"] is first
         assert vars(metric)["update"] is first
     metric.__setstate__(metric.__getstate__())
     renewed = vars(metric)["update"]
