@@ -56,7 +56,8 @@ class DigitGAN(L.LightningModule):
         generator.step()
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(net.parameters(), lr=self.lr, betas=(0.5, 0.99)) for net in (self.generator, self.critic)]
+        nets = (self.generator, self.critic)
+        return [torch.optim.Adam(net.parameters(), lr=self.lr, betas=(0.5, 0.99)) for net in nets]
 
     @torch.no_grad()
     def distance(self, real: Tensor) -> float:

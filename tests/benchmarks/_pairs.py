@@ -64,9 +64,10 @@ class Turns(L.Callback):
 def fit(module: L.LightningModule, plugin: Any, turns: Turns, batch: torch.Tensor, **kwargs: Any) -> None:
     """A bare Trainer, for `turns.total` steps on the same batch."""
     loader = torch.utils.data.DataLoader([batch] * turns.total, batch_size=None)  # type: ignore[arg-type]
+    callbacks = [turns, *kwargs.pop("callbacks", [])]
     trainer = L.Trainer(
         accelerator="cpu", plugins=[plugin], max_steps=turns.total, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[turns, *kwargs.pop("callbacks", [])], **kwargs,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, **kwargs,
     )  # fmt: skip
     trainer.fit(module, loader)
 
@@ -80,7 +81,7 @@ def pair(
     def run(turns: Turns, target: Callable[[Turns], None]) -> None:
         try:
             target(turns)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             turns.failure = error
         finally:
             turns.done.set()

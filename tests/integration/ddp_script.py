@@ -1,4 +1,4 @@
-"""Run by `test_ddp.py` in two gloo processes: trains with trouble on one rank only, and writes down what each rank saw."""
+"""Run by `test_ddp.py` in two gloo processes: trouble on one rank only; writes down what each rank saw."""
 
 from __future__ import annotations
 
