@@ -444,13 +444,3 @@ def optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
         "_lightning_optimizers": [stand_in(optimizer) for optimizer in wrapped],
         "optimizers": [stand_in(optimizer) for optimizer in trainer.strategy.optimizers],
     }
-
-
-def start_training_batch(view: Any, batch: Any) -> None:
-    """Tell the view's results which batch is next, as the training loop does: `self.log` finds its batch size in it."""
-    view._logger_connector.on_batch_start(batch)
-
-
-def finish_training_batch(view: Any) -> None:
-    """Drop the reference to the batch."""
-    finish_evaluation_batch(view)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 LOSS_SCALE = "amp/loss_scale"
 SKIPPED_STEPS = "amp/skipped_steps"
 SKIP_RATE = "amp/skip_rate"
+RECENT_STEPS = 100
 FILE_NAME = "scale_history.csv"
 
 
@@ -47,6 +50,8 @@ class ScaleMonitor(Callback):
         log_every_n_steps: Optimizer steps between two log points; `None` takes the Trainer's `log_every_n_steps`.
         warn_below: Warns once when the scale falls below. `None` never. The default, 1.0, is where scaling begins to
             make gradients smaller instead of larger.
+        warn_skip_rate: Warns once when a larger share of the latest 100 steps was skipped, from 0 to 1. `None` never.
+            In a healthy run some steps are skipped until the scale has settled, later one in thousands.
         dirpath: Folder for `scale_history.csv`, written at the end of fit. `None` writes no file. If it cannot be
             written, one warning says so and training goes on.
 
@@ -63,6 +68,7 @@ class ScaleMonitor(Callback):
         log_every_n_steps: int | None = None,
         *,
         warn_below: float | None = 1.0,
+        warn_skip_rate: float | None = 0.25,
         dirpath: str | os.PathLike[str] | None = None,
     ) -> None:
         if log_every_n_steps is not None and (
@@ -75,14 +81,22 @@ class ScaleMonitor(Callback):
             isinstance(warn_below, bool) or not isinstance(warn_below, (int, float)) or not warn_below >= 0
         ):
             raise ValueError(f"`warn_below` must be a number of 0 or more, or `None`; got {warn_below!r}.")
+        if warn_skip_rate is not None and (
+            isinstance(warn_skip_rate, bool)
+            or not isinstance(warn_skip_rate, (int, float))
+            or not 0 <= warn_skip_rate <= 1
+        ):
+            raise ValueError(f"`warn_skip_rate` must be a number from 0 to 1, or `None`; got {warn_skip_rate!r}.")
         self.log_every_n_steps = log_every_n_steps
         self.warn_below = warn_below
+        self.warn_skip_rate = warn_skip_rate
         self.dirpath = None if dirpath is None else Path(dirpath)
         self._history = ScaleHistory()
         self._log: RecordLog | None = None
         self._watch: _ScalerWatch | None = None
         self._steps_seen = 0
-        self._warned = False
+        self._warned = self._warned_of_skips = False
+        self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
 
     @property
     def history(self) -> ScaleHistory:
@@ -100,7 +114,8 @@ class ScaleMonitor(Callback):
         require_lightning_trainer(self, trainer)
         if stage == "fit":  # before a checkpoint is restored
             self._history = ScaleHistory()
-            self._warned = False
+            self._warned = self._warned_of_skips = False
+            self._recent.clear()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -109,9 +124,9 @@ class ScaleMonitor(Callback):
         self._steps_seen = trainer.global_step
         if isinstance(plugin, AmpPrecision):
             self._log = plugin.records
-            self._log.listeners.append(self._history.extend)
+            self._log.listeners.append(self._extend)
         elif isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-            self._watch = _ScalerWatch(scaler, self._history)
+            self._watch = _ScalerWatch(scaler, self._history.last, self._extend)
         else:
             rank_zero_info(
                 f"`ScaleMonitor` has nothing to show: the precision plugin {type(plugin).__name__} has no loss scaler."
@@ -151,8 +166,8 @@ class ScaleMonitor(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._log is not None and self._history.extend in self._log.listeners:
-            self._log.listeners.remove(self._history.extend)
+        if self._log is not None and self._extend in self._log.listeners:
+            self._log.listeners.remove(self._extend)
         self._log = self._watch = None
 
     @override
@@ -165,6 +180,10 @@ class ScaleMonitor(Callback):
         self._history.load_state_dict(state_dict)
 
     # -- work ----------------------------------------------------------------------------------------------------------
+
+    def _extend(self, records: list[StepRecord]) -> None:
+        self._history.extend(records)
+        self._recent.extend(record.skipped for record in records)
 
     def _read(self) -> None:
         if self._log is not None:
@@ -194,6 +213,20 @@ class ScaleMonitor(Callback):
                 " gradients are unusually large, or use 'bf16', whose range is that of fp32."
             )
 
+        skips = sum(self._recent)
+        if (
+            self.warn_skip_rate is not None
+            and len(self._recent) == RECENT_STEPS
+            and skips > self.warn_skip_rate * RECENT_STEPS
+            and not self._warned_of_skips
+        ):
+            self._warned_of_skips = True
+            rank_zero_warn(
+                f"{skips} of the latest {RECENT_STEPS} optimizer steps were skipped, at a loss scale of"
+                f" {last.next_scale:g} now ({self._history.summary()}). `OverflowLocator` finds out which module and"
+                " which batch it is."
+            )
+
     def _save(self) -> None:
         if self.dirpath is None or not _compat.is_rank_zero():
             return
@@ -206,11 +239,13 @@ class ScaleMonitor(Callback):
 class _ScalerWatch:
     """Somebody else's scaler: notes its scale after each step without waiting, and reads the notes in blocks."""
 
-    def __init__(self, scaler: torch.amp.GradScaler, history: ScaleHistory) -> None:
+    def __init__(
+        self, scaler: torch.amp.GradScaler, last: StepRecord | None, extend: Callable[[list[StepRecord]], None]
+    ) -> None:
         self._scaler = scaler
-        self._history = history
+        self._extend = extend
         self._last_scale = scaler.get_scale()
-        self._index = 0 if history.last is None else history.last.index + 1
+        self._index = 0 if last is None else last.index + 1
         self._pending: list[Tensor] = []
 
     def note(self) -> None:
@@ -225,4 +260,4 @@ class _ScalerWatch:
             records.append(StepRecord(self._index, 0, self._last_scale, scale, fell, "gradient" if fell else "none"))
             self._last_scale, self._index = scale, self._index + 1
         self._pending.clear()
-        self._history.extend(records)
+        self._extend(records)

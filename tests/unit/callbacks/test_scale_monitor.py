@@ -87,6 +87,29 @@ def test_warns_below() -> None:
     assert sum("fell to" in str(w.message) for w in caught) == 1
 
 
+@pytest.mark.parametrize("plugin", ["ours", "lightning"])
+def test_warns_of_many_skips_among_the_latest(plugin: str) -> None:
+    make = fp16 if plugin == "ours" else lambda: stock("fp16", init_scale=64.0)
+
+    def run(skips: int, **kwargs: Any) -> None:
+        # among the first steps there may be many: only the latest 100 count, and only when there are so many
+        poison = Poison(gradient=range(20, 20 + 2 * skips, 2))
+        fit(Toy, make(), batches(120), callbacks=[poison, ScaleMonitor(10, warn_below=None, **kwargs)])
+
+    with pytest.warns(UserWarning, match=r"11 of the latest 100 optimizer steps were skipped") as caught:
+        run(11, warn_skip_rate=0.1)
+    assert sum("latest 100" in str(w.message) for w in caught) == 1
+    run(10, warn_skip_rate=0.1)  # no more than the share: warnings are errors here
+    run(25)
+    run(30, warn_skip_rate=None)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, True, "0.5"])
+def test_the_share_of_skips_is_checked(value: Any) -> None:
+    with pytest.raises(ValueError, match="`warn_skip_rate` must be a number from 0 to 1, or `None`; got"):
+        ScaleMonitor(warn_skip_rate=value)
+
+
 def test_writes_its_file_and_survives_when_it_cannot(tmp_path: Path) -> None:
     monitor = ScaleMonitor(dirpath=tmp_path / "out")
     fit(Toy, fp16(), callbacks=[Poison(gradient=[1]), monitor])

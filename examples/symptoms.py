@@ -1,0 +1,235 @@
+"""Six models that have something, and what the callbacks say about it: the guide by symptom, docs/guide/symptoms.md.
+
+python examples/symptoms.py                     all of them
+python examples/symptoms.py nan-loss            one: nan-loss, falling-scale, many-skips, accuracy, speed, memory
+
+Each prints what the callbacks print for the sick model, and then for the same model with the advice taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_amp import (
+    AmpPrecision,
+    DynamicLossScaler,
+    GradientMonitor,
+    MetricComparison,
+    OverflowLocator,
+    ScaleMonitor,
+)
+
+
+class Regression(L.LightningModule):
+    """A small network. `loss_factor` and `middle` make it ill."""
+
+    def __init__(self, middle: nn.Module | None = None, loss_factor: float = 1.0, offset: float = 0.0) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 32), nn.Tanh())
+        self.middle = middle or nn.Identity()
+        self.head = nn.Linear(32, 1)
+        self.loss_factor, self.offset = loss_factor, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.encoder(x)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self(x).float(), y) * self.loss_factor
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, y = batch
+        # The output in half precision, and a large number in it: most digits of what matters are gone.
+        prediction = self(x) + self.offset
+        self.log("val_loss", nn.functional.mse_loss(prediction.float() - self.offset, y))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+class Energy(nn.Module):
+    """An activation beyond 65504, the largest number that fp16 has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1e5
+
+
+def data(bad_batches: tuple[int, ...] = (), batches: int = 120) -> DataLoader[Any]:
+    x = torch.randn(16 * batches, 8, generator=torch.Generator().manual_seed(0))
+    y = x.sum(1, keepdim=True)
+    for index in bad_batches:
+        x[16 * index, 0] = float("nan")
+    return DataLoader(TensorDataset(x, y), batch_size=16)
+
+
+def fit(module: L.LightningModule, plugin: AmpPrecision, *callbacks: L.Callback, loader: Any = None) -> L.Trainer:
+    torch.manual_seed(0)
+    for parameter in module.modules():
+        if isinstance(parameter, nn.Linear):
+            parameter.reset_parameters()
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, plugins=[plugin], callbacks=list(callbacks), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, loader or data(), data(batches=8))
+    return trainer
+
+
+def fp16(scale: float = 2.0**10) -> AmpPrecision:
+    # By default 64 skips in a row stop the run.
+    return AmpPrecision("fp16", scaler=DynamicLossScaler(scale, max_consecutive_skips=1000))
+
+
+def nan_loss() -> None:
+    """The loss is NaN."""
+    fit(Regression(Energy()), fp16(), OverflowLocator(max_reports=1))
+    print("\nwith 'bf16':")
+    fit(Regression(Energy()), AmpPrecision("bf16"), OverflowLocator(), ScaleMonitor())
+    print("\nwith what makes and takes the large number in fp32:")
+    scaler = DynamicLossScaler(2.0**10)
+    plugin = AmpPrecision("fp16", scaler=scaler, fp32_modules=["middle", "head"])
+    fit(Regression(Energy()), plugin, OverflowLocator(), ScaleMonitor())
+
+
+def falling_scale() -> None:
+    """The scale keeps falling."""
+    fit(Regression(loss_factor=1e8), fp16(), ScaleMonitor(10), OverflowLocator(max_reports=1), GradientMonitor())
+    print("\nwith the loss divided:")
+    fit(Regression(loss_factor=1.0), fp16(), ScaleMonitor(10), OverflowLocator())
+
+
+def many_skips() -> None:
+    """Many steps are skipped."""
+    bad = tuple(range(0, 120, 3))
+    fit(Regression(), fp16(), ScaleMonitor(10), OverflowLocator(max_reports=1), loader=data(bad))
+    print("\nwithout the bad rows:")
+    fit(Regression(), fp16(), ScaleMonitor(10), OverflowLocator())
+
+
+def accuracy() -> None:
+    """The accuracy dropped."""
+    print("in training: gradients that become zero")
+    fit(Regression(loss_factor=1e-7), AmpPrecision("fp16", scaler=1.0), GradientMonitor(50), MetricComparison())
+    print("\nwith the recommended scale:")
+    fit(Regression(loss_factor=1e-7), fp16(2.0**24), GradientMonitor(50), MetricComparison())
+    print("\nin validation: the same weights are better in fp32")
+    fit(Regression(offset=1000.0), AmpPrecision("bf16"), MetricComparison())
+    print("\nwith eval_precision='fp32':")
+    fit(Regression(offset=1000.0), AmpPrecision("bf16", eval_precision="fp32"), MetricComparison())
+
+
+def speed() -> None:
+    """It is not faster."""
+    for width in (8, 1024):
+        for precision in ("fp32", "bf16"):
+            net = nn.Sequential(
+                nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 32)
+            )
+            clock = Clock()
+            fit(Regression(net), AmpPrecision(precision), clock)
+            print(f"width {width:>4}, {precision}: {clock.per_step_ms:.2f} ms per step")
+
+
+class Clock(L.Callback):
+    """Times the whole fit."""
+
+    def on_train_start(self, *_: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.per_step_ms = 1e3 * (time.perf_counter() - self.started) / max(1, trainer.global_step)
+
+
+def memory() -> None:
+    """The memory did not fall."""
+    for rows in (16, 4096):
+        for precision in ("fp32", "bf16"):
+            held = Memory(rows)
+            fit(Regression(nn.Linear(32, 32)), AmpPrecision(precision), held, loader=data(batches=1))
+            print(
+                f"batch of {rows:>4}, {precision}: parameters, gradients and optimizer state"
+                f" {held.state_kib:.1f} KiB, saved for the backward {held.saved_kib:.1f} KiB"
+            )
+
+
+class Memory(L.Callback):
+    """Counts what training holds: the state, and what one forward saves for its backward."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        state = [t for s in trainer.optimizers[0].state.values() for t in s.values() if isinstance(t, Tensor)]
+        tensors = [*module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None), *state]
+        self.state_kib = sum(t.numel() * t.element_size() for t in tensors) / 1024
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            trainer.precision_plugin.forward_context(),
+        ):
+            kept = module(torch.randn(self.rows, 8))
+        self.saved_kib = sum(saved.values()) / 1024
+        del kept
+
+
+SYMPTOMS: dict[str, Callable[[], None]] = {
+    "nan-loss": nan_loss,
+    "falling-scale": falling_scale,
+    "many-skips": many_skips,
+    "accuracy": accuracy,
+    "speed": speed,
+    "memory": memory,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("symptom", nargs="?", choices=SYMPTOMS, help="default: all")
+    parser.add_argument("--fast", action="store_true", help="accepted by every example; this one is fast anyway")
+    parser.add_argument("--out", type=Path, help="accepted by every example; this one writes no files")
+    args = parser.parse_args()
+    show_only_the_callbacks()
+    for name in [args.symptom] if args.symptom else SYMPTOMS:
+        print(f"--- {name}: {SYMPTOMS[name].__doc__}")
+        SYMPTOMS[name]()
+        print()
+
+
+def show_only_the_callbacks() -> None:
+    """Everything on standard output, without what Lightning says about hardware."""
+    ours = ("ScaleMonitor", "GradientMonitor", "MetricComparison")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.addFilter(lambda record: record.name.startswith("lightning_amp") or record.getMessage().startswith(ours))
+    for name in ("lightning.pytorch", "lightning_amp"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message).startswith(
+            ("The loss scale fell", "`OverflowLocator", "`GradientMonitor")
+        ) or "optimizer steps were skipped" in str(message):
+            print(f"warning: {message}")
+
+    warnings.showwarning = show
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""`OverflowLocator`: which layer, which batch, and what to change."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_amp import _compat
+from lightning_amp._files import write_atomically
+from lightning_amp.callbacks._overflow_replay import BatchWindow, Finding, find, saved_step
+from lightning_amp.callbacks._overflow_report import OverflowReport
+from lightning_amp.callbacks._trainers import require_lightning_trainer
+from lightning_amp.callbacks._training_pass import why_not_twice
+from lightning_amp.numerics import nonfinite_gradients
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.scaling import RecordLog, StepRecord
+
+OVERFLOWS = "amp/overflows"
+
+_log = logging.getLogger(__name__)
+
+
+class OverflowLocator(Callback):
+    """Finds out why a step was skipped: which module, which parameters, which batch.
+
+    ================ =====================================================================
+    key              value, at every log point
+    ================ =====================================================================
+    `amp/overflows`  optimizer steps skipped since the fit began, those without a report too
+    ================ =====================================================================
+
+    After a skipped step it runs the batch again, on a copy of the module: same weights, batch, random numbers and
+    scale. It then knows whether the batch, a weight, the forward of a module, the loss, or only the scaled backward was
+    not finite, and says so in the log of the rank where it happened:
+
+    .. code-block:: text
+
+        OverflowLocator: step 7 was skipped: epoch 0, batch 7, loss scale 65536
+          cause: the forward: the output of `net.2` (Linear, ...), float16 [4, 16], is not finite; ...
+          non-finite gradients: `net.0.weight`, `net.0.bias`, `net.2.weight` and 1 more
+          try: 'bf16', whose range is that of fp32; or ...
+
+    :attr:`reports` has the same as data. The run is bit-identical to one without: the copy has its own parameters,
+    buffers, metrics, lists, logger and random generators, and it is gone after the replay. What user code does outside
+    of the module (prints, files, global variables) happens twice for a skipped batch.
+
+    With accumulation all batches since the last step are run again until one is not finite (as many of them as fit into
+    256 MiB). In DDP each rank looks at its own batches and makes its own report: the others say that it was not theirs.
+
+    What may differ in a replay: attributes of the module that its step changed (a counter, a schedule of its own); a
+    batch that is edited in place (it is copied before each step, as soon as that was noticed once); weights that
+    another optimizer changed in the same manual step. Callbacks that draw random numbers or edit the batch in
+    `on_train_batch_start` should stand before this one in the list. Only skips of
+    :class:`~lightning_amp.AmpPrecision` can be seen; with another plugin it says so and does nothing.
+
+    Args:
+        max_reports: After so many it is silent and free, until the next fit.
+        dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`. `None` writes none.
+        save_bundles: Also saves `overflow_step00007_rank0.pt` there: weights, batch, random state and scale, for
+            :func:`lightning_amp.numerics.replay`. As large as the model. Needs `dirpath`.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Cost: it needs to know of a skip at once, so that it reads the flag of each step: the host waits for the device once
+    per batch. Random states and a reference to the batch are kept (some 60 us). A report costs one or more steps and,
+    for as long as it takes, the memory of one more set of parameters, gradients and activations; if there is not enough
+    it says so and training goes on. You do not want it in a run that must not wait, once the model is known to be
+    sound.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        max_reports: int = 10,
+        dirpath: str | os.PathLike[str] | None = None,
+        save_bundles: bool = False,
+    ) -> None:
+        if isinstance(max_reports, bool) or not isinstance(max_reports, int) or max_reports < 0:
+            raise ValueError(f"`max_reports` must be an integer of 0 or more, got {max_reports!r}.")
+        if save_bundles and dirpath is None:
+            raise ValueError("`save_bundles=True` needs a folder to save them in: pass `dirpath`.")
+        self.max_reports = max_reports
+        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.save_bundles = bool(save_bundles)
+        self._reports: list[OverflowReport] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self._num_overflows = 0
+        self._records: RecordLog | None = None
+        self._window = BatchWindow()
+        self._fresh: list[StepRecord] = []
+        self._steps_seen = 0
+        self._warned = False
+
+    @property
+    def reports(self) -> list[OverflowReport]:
+        """The reports of this fit, on this rank; at most `max_reports`."""
+        return list(self._reports)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        require_lightning_trainer(self, trainer)
+        if stage == "fit":  # before a checkpoint is restored
+            self._reports = []
+            self._reset()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        plugin = trainer.strategy.precision_plugin
+        self._steps_seen = trainer.global_step
+        if not isinstance(plugin, AmpPrecision):
+            rank_zero_info(
+                f"`OverflowLocator` has nothing to look at: the precision plugin {type(plugin).__name__} does not say"
+                " which steps it skips. Use `plugins=[AmpPrecision(...)]`."
+            )
+            return
+        self._records = plugin.records
+        self._records.listeners.append(self._count)
+        reason = why_not_twice(trainer, pl_module)
+        if reason is not None:
+            rank_zero_info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
+        elif self.max_reports:
+            self._records.listeners_at_once.append(self._notice)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._is_looking:
+            self._window.add(batch, batch_idx, trainer.strategy.root_device.type)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._records is None:
+            return
+        if self._is_looking:
+            self._look(trainer, pl_module)
+        steps = trainer.global_step
+        every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+        if steps != self._steps_seen and every > 0 and steps // every != self._steps_seen // every:
+            self._log_count(trainer)
+        self._steps_seen = steps
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # The skip that was one too many: the plugin raised before the batch was over.
+        if isinstance(exception, FloatingPointError) and self._is_looking:
+            self._look(trainer, pl_module)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._records is not None and self._count in self._records.listeners:
+            self._records.listeners.remove(self._count)
+        self._stop_looking()
+        self._records = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_overflows": self._num_overflows}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._num_overflows = state_dict["num_overflows"]
+
+    # -- work ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_looking(self) -> bool:
+        return self._records is not None and self._notice in self._records.listeners_at_once
+
+    def _stop_looking(self) -> None:
+        if self._records is not None and self._notice in self._records.listeners_at_once:
+            self._records.listeners_at_once.remove(self._notice)
+        self._window.clear()
+        self._fresh.clear()
+
+    def _count(self, records: list[StepRecord]) -> None:
+        self._num_overflows += sum(record.skipped for record in records)
+
+    def _notice(self, records: list[StepRecord]) -> None:
+        self._fresh += records
+
+    def _log_count(self, trainer: Trainer) -> None:
+        value = float(self._num_overflows)
+        trainer.callback_metrics[OVERFLOWS] = torch.tensor(value)
+        for logger in trainer.loggers:
+            logger.log_metrics({OVERFLOWS: value}, step=_compat.logging_step(trainer))
+
+    def _look(self, trainer: Trainer, module: LightningModule) -> None:
+        self._window.note_edits()
+        fresh, self._fresh = self._fresh, []
+        skipped = [record for record in fresh if record.skipped]
+        if skipped and self._window:
+            finding: Finding | None = None
+            for record in skipped[: self.max_reports - len(self._reports)]:
+                finding = finding or find(trainer, module, self._window, record.scale)
+                self._report(trainer, module, record, finding)
+        if fresh:  # a step was attempted: the next window begins
+            self._window.clear()
+        if len(self._reports) >= self.max_reports:
+            self._stop_looking()
+
+    def _report(self, trainer: Trainer, module: LightningModule, record: StepRecord, finding: Finding) -> None:
+        parameters = dict(module.named_parameters())
+        report = OverflowReport(
+            record=record,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            epoch=trainer.current_epoch,
+            batch_idx=finding.batch_idx,
+            window=self._window.span,
+            num_replayed=finding.num_replayed,
+            cause="not reproduced" if finding.diagnosis.cause == "none" else finding.diagnosis.cause,
+            diagnosis=finding.diagnosis,
+            parameters=nonfinite_gradients(parameters) or finding.parameters,
+            largest_gradient=finding.largest_gradient,
+            note=finding.note,
+        )
+        self._reports.append(report)
+        # Not only on rank 0: the bad batch may be on another.
+        _log.warning(f"OverflowLocator: {report}")
+        if len(self._reports) == self.max_reports:
+            reports = "1 report" if self.max_reports == 1 else f"{self.max_reports} reports"
+            _log.warning(f"OverflowLocator: {reports} made; no more in this fit.")
+        if self.dirpath is not None:
+            self._save(trainer, module, report, finding)
+
+    def _save(self, trainer: Trainer, module: LightningModule, report: OverflowReport, finding: Finding) -> None:
+        assert self.dirpath is not None
+        stem = self.dirpath / f"overflow_step{report.record.index:05d}_rank{report.rank}"
+        try:
+            write_atomically(f"{stem}.json", lambda file: file.write(report.to_json()))
+            if self.save_bundles and finding.step is not None:
+                bundle = saved_step(trainer, module, finding.step, report.record.scale, report.as_dict())
+                torch.save(bundle, f"{stem}.pt")
+        except Exception as error:  # a full disk, or a batch that cannot be pickled
+            if not self._warned:
+                self._warned = True
+                text = f"`OverflowLocator` could not write to `{self.dirpath}`: {error}. Training is not affected."
+                warnings.warn(text, stacklevel=2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a deep copy takes along: the settings and the reports, not the run."""
+        return {**vars(self), "_records": None, "_window": BatchWindow(), "_fresh": []}

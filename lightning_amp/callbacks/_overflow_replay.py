@@ -1,0 +1,194 @@
+"""The batches that a failed step was made of, and their replay."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_amp import _compat
+from lightning_amp.callbacks._copying import copy_batch, is_out_of_memory
+from lightning_amp.callbacks._shadow import RandomState, full_precision
+from lightning_amp.callbacks._training_pass import TrainingPass
+from lightning_amp.numerics import Diagnosis, Trace, diagnose, make_bundle, nonfinite_gradients, pack_random_state
+
+_WINDOW_BYTES = 2**28
+"""What the batches of an accumulation window may take in memory; of a larger one the first are forgotten."""
+
+
+@dataclass(slots=True)
+class KeptBatch:
+    """A batch, and the random generators before its step."""
+
+    batch: Any
+    batch_idx: int
+    random_state: RandomState
+    versions: list[tuple[Tensor, int]]
+    num_bytes: int
+    edited: bool = False
+
+
+class BatchWindow:
+    """The batches since the last attempted step.
+
+    Keeps references. Once a batch was found to be edited in place by its step, copies.
+    """
+
+    def __init__(self) -> None:
+        self.kept: deque[KeptBatch] = deque()
+        self._first: int | None = None
+        self._num_bytes = 0
+        self._must_copy = False
+
+    def __bool__(self) -> bool:
+        return bool(self.kept)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Indices of the first and the last batch, kept or not."""
+        last = self.kept[-1].batch_idx
+        return (last if self._first is None else self._first), last
+
+    def add(self, batch: Any, batch_idx: int, device_type: str) -> None:
+        """A step on this batch is about to run."""
+        tensors = list(_all_tensors(batch))
+        num_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        versions = [(t, _compat.version(t)) for t in tensors if not t.is_inference()]
+        kept = copy_batch(batch) if self._must_copy else batch
+        if self._first is None:
+            self._first = batch_idx
+        self.kept.append(KeptBatch(kept, batch_idx, RandomState.capture(device_type), versions, num_bytes))
+        self._num_bytes += num_bytes
+        while self._num_bytes > _WINDOW_BYTES and len(self.kept) > 1:
+            self._num_bytes -= self.kept.popleft().num_bytes
+
+    def note_edits(self) -> None:
+        """The step on the last batch has run: did it change it in place?"""
+        if not self.kept:
+            return
+        last = self.kept[-1]
+        if any(_compat.version(tensor) != version for tensor, version in last.versions):
+            last.edited = not self._must_copy
+            self._must_copy = True
+        last.versions = []
+
+    def clear(self) -> None:
+        """A step was attempted."""
+        self.kept.clear()
+        self._first, self._num_bytes = None, 0
+
+
+@dataclass(slots=True)
+class Finding:
+    """What the replay of a window showed."""
+
+    diagnosis: Diagnosis
+    batch_idx: int
+    num_replayed: int
+    parameters: tuple[str, ...] = ()
+    note: str = ""
+    step: KeptBatch | None = None
+    largest_gradient: float | None = None
+
+
+def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: float) -> Finding:
+    """Run the batches of the window again, until one is not finite. Never raises, changes nothing."""
+    steps = list(window.kept)
+    number = 0
+    try:
+        replay = TrainingPass(trainer, module)
+        try:
+            for number, step in enumerate(steps, start=1):
+                found, parameters = _run(trainer, replay, step, scale)
+                replay.forget_gradients()
+                if found.cause != "none":
+                    true = _largest_true_gradient(trainer, replay, step) if found.cause == "backward" else None
+                    return Finding(found, step.batch_idx, number, parameters, _edited(step), step, true)
+        finally:
+            replay.close()
+    except Exception as error:
+        note = _excuse(error)
+        # The frames of the traceback would keep the memory that there may not be enough of.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        return Finding(Diagnosis("none"), steps[-1].batch_idx, number, note=note, step=steps[-1])
+    return Finding(Diagnosis("none"), steps[-1].batch_idx, number, note=_edited(steps[-1]), step=steps[-1])
+
+
+def _run(trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float) -> tuple[Diagnosis, tuple[str, ...]]:
+    with Trace(replay.module) as trace:
+        loss = replay.run(
+            step.batch,
+            step.batch_idx,
+            context=trainer.precision_plugin.forward_context(),
+            random_state=step.random_state,
+            scale=scale,
+            trace=trace,
+        )
+    found = diagnose(trace, loss, step.batch)
+    return found, nonfinite_gradients(dict(replay.module.named_parameters())) if found.cause != "none" else ()
+
+
+def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBatch) -> float:
+    """In fp32, of parameters and of outputs of modules: which scale would have been low enough?"""
+    context = full_precision(trainer.strategy.root_device.type)
+    with Trace(replay.module, values=False) as trace:
+        replay.run(step.batch, step.batch_idx, context=context, random_state=step.random_state, trace=trace)
+    return float(torch.stack([arrival.largest for arrival in trace.arrivals]).max())
+
+
+def saved_step(
+    trainer: Trainer, module: LightningModule, step: KeptBatch, scale: float, report: dict[str, Any]
+) -> dict[str, Any]:
+    """The bundle for `lightning_amp.numerics.replay`."""
+    return make_bundle(
+        module_state=module.state_dict(),
+        batch=step.batch,
+        batch_idx=step.batch_idx,
+        random_state=pack_random_state(*step.random_state),
+        scale=scale,
+        loss_divisor=float(trainer.accumulate_grad_batches) if module.automatic_optimization else 1.0,
+        report=_plain(report),
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _edited(step: KeptBatch) -> str:
+    if not step.edited:
+        return ""
+    return (
+        "the step edited its batch in place, so that the replay saw an edited one; from the next batch on it is copied"
+    )
+
+
+def _excuse(error: Exception) -> str:
+    if is_out_of_memory(error):
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return "out of memory in the replay: there is no cause to report. A smaller batch needs less"
+    last_line = (str(error).strip().splitlines() or [""])[-1]
+    return f"the training step could not be run a second time ({type(error).__name__}: {last_line})"
+
+
+def _all_tensors(value: Any) -> Any:
+    """Every tensor of a batch, whatever its dtype."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _all_tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _all_tensors(item)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            if isinstance(item, Tensor):
+                yield item

@@ -1,0 +1,75 @@
+"""How close values come to what they should be. Every result is a tensor on the device: nothing waits for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sqnr_db(reference: Tensor, values: Tensor) -> Tensor:
+    """Signal to quantization noise: 20 log10(||reference|| / ||values - reference||), in decibels, shape [].
+
+    6.02 dB are one correct bit. Infinite if both are equal (two zero or two empty tensors, too); minus infinity if only
+    the reference is zero; NaN if a value is not finite. The usual measure of low-precision arithmetic.
+
+    Args:
+        reference: What the values should be.
+        values: Of the same shape; any real dtype.
+
+    Raises:
+        ValueError: If the shapes differ.
+
+    """
+    return fidelity(fidelity_sums(reference, values))[0]
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """The cosine of the angle between two tensors, shape []: 1 if they point the same way, whatever their lengths.
+
+    1 if both are zero (or empty), 0 if only one is, NaN if a value is not finite.
+
+    Args:
+        a: Any shape and real dtype.
+        b: The same shape.
+
+    Raises:
+        ValueError: If the shapes differ.
+
+    """
+    return fidelity(fidelity_sums(a, b))[1]
+
+
+def fidelity_sums(reference: Tensor, values: Tensor) -> Tensor:
+    """Sums of squares of `reference`, of `values` and of their difference, float64, shape [3].
+
+    Sums of several tensors add up; :func:`fidelity` turns them into a ratio. (float32 on devices without float64.)
+
+    Raises:
+        ValueError: If the shapes differ.
+
+    """
+    if reference.shape != values.shape:
+        raise ValueError(f"The shapes must be the same; got {tuple(reference.shape)} and {tuple(values.shape)}.")
+    # In float64 the squares of the smallest fp32 gradients do not underflow.
+    dtype = torch.float32 if reference.device.type == "mps" else torch.float64
+    reference, values = _at_least_fp32(reference.detach()), _at_least_fp32(values.detach())
+    norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in (reference, values, values - reference)]
+    return torch.stack(norms).square()
+
+
+def fidelity(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """SQNR in decibels and cosine from :func:`fidelity_sums`, each of shape []."""
+    signal, energy, noise = sums.unbind()
+    finite = torch.isfinite(sums).all()
+    decibels = 10 * (torch.log10(signal) - torch.log10(noise))
+    decibels = torch.where(noise == 0, torch.full_like(noise, torch.inf), decibels)
+    lengths = signal.sqrt() * energy.sqrt()
+    # The dot product from the three sums: no second pass over the values.
+    quotient = (signal + energy - noise) / 2 / torch.where(lengths == 0, torch.ones_like(lengths), lengths)
+    quotient = torch.where(lengths == 0, ((signal == 0) & (energy == 0)).to(quotient.dtype), quotient.clamp(-1, 1))
+    unknown = torch.full_like(decibels, torch.nan)
+    return torch.where(finite, decibels, unknown), torch.where(finite, quotient, unknown)
+
+
+def _at_least_fp32(values: Tensor) -> Tensor:
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()

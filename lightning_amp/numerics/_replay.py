@@ -1,0 +1,184 @@
+"""A step that overflowed, in a file, and run again: in fp32, or at another scale, without a Trainer."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.numerics._diagnosis import Diagnosis, diagnose, nonfinite_gradients
+from lightning_amp.numerics._limits import limits
+from lightning_amp.numerics._ranges import headroom_bits, largest
+from lightning_amp.numerics._trace import Trace
+
+Step = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a step did when it ran again. Immutable.
+
+    Attributes:
+        loss: The unscaled loss.
+        diagnosis: The first non-finite value, and why; its cause is `"none"` if all went well.
+        parameters: Names of the parameters whose gradients are not finite.
+        headroom_bits: How often the scale could be doubled before the largest scaled gradient of a parameter leaves
+            fp16; negative if it is outside. Meaningful where the gradients are finite, above all in fp32.
+
+    """
+
+    loss: float
+    diagnosis: Diagnosis
+    parameters: tuple[str, ...]
+    headroom_bits: float
+
+
+def replay(
+    bundle: str | os.PathLike[str] | Mapping[str, Any],
+    module_fn: Callable[[], nn.Module],
+    *,
+    step: Step | None = None,
+    precision: str | torch.dtype = "fp32",
+    scale: float | None = None,
+    device: str | torch.device = "cpu",
+    weights_only: bool = True,
+) -> Replay:
+    """Run the step of a bundle again, forward and backward, from the same weights, batch and random numbers.
+
+    Args:
+        bundle: What `OverflowLocator(save_bundles=True)` saved: its path, or the loaded dictionary.
+        module_fn: Makes a module that the saved state fits.
+        step: Gets the module and the batch, returns the loss. `None` calls `module.training_step(batch, batch_idx)`;
+            what that logs goes nowhere.
+        precision: What to compute in: `"fp32"`, `"fp16"`, `"bf16"` or their dtypes.
+        scale: What to multiply the loss with. `None` takes the scale of the failed step, in fp32 too: an fp32 replay
+            then shows how far outside of fp16 the gradients are.
+        device: Where to run.
+        weights_only: Passed to `torch.load`. `False` lets the file run code; needed if the batch is of a class of
+            yours.
+
+    Raises:
+        ValueError: If it is not a bundle, or the precision is none of these.
+
+    """
+    if not isinstance(bundle, Mapping):
+        bundle = cast(Mapping[str, Any], torch.load(bundle, map_location="cpu", weights_only=weights_only))
+    if bundle.get("format") != 1:
+        raise ValueError(
+            f"This is not a bundle of `OverflowLocator`, or one of a later version: it has {list(bundle)}."
+        )
+    dtype = limits(precision).dtype
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"`precision` must be 'fp32', 'fp16' or 'bf16'; got {precision!r}.")
+    device = torch.device(device)
+    found = _random_state(device)
+    try:
+        return _replay(bundle, module_fn, step, dtype, scale, device)
+    finally:
+        _set_random_state(found, device)
+
+
+def _replay(
+    bundle: Mapping[str, Any],
+    module_fn: Callable[[], nn.Module],
+    step: Step | None,
+    dtype: torch.dtype,
+    scale: float | None,
+    device: torch.device,
+) -> Replay:
+    module = module_fn().to(device)
+    module.load_state_dict(bundle["module_state"])
+    module.train()
+    batch = _to(bundle["batch"], device)
+    used_scale = float(bundle["scale"] if scale is None else scale)
+    run: Step = step or (lambda module, batch: cast(Any, module).training_step(batch, bundle["batch_idx"]))
+    _set_random_state(bundle["random_state"], device)
+    with Trace(module) as trace:
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
+            output = run(module, batch)
+        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+        trace.backward(loss.float() / bundle["loss_divisor"] * used_scale)
+    parameters = dict(module.named_parameters())
+    magnitudes = [largest(p.grad) for p in parameters.values() if p.grad is not None]
+    room = headroom_bits(torch.stack(magnitudes)) if magnitudes else torch.tensor(torch.inf)
+    return Replay(
+        float(loss.detach()), diagnose(trace, loss, batch), nonfinite_gradients(parameters), float(room)
+    )  # fmt: skip
+
+
+def make_bundle(
+    *, module_state: Mapping[str, Tensor], batch: Any, batch_idx: int, random_state: Mapping[str, Any], scale: float,
+    loss_divisor: float, report: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """What :func:`replay` takes, on the CPU. A plain dictionary that `torch.save` writes.
+
+    Args:
+        module_state: `state_dict` before the step.
+        batch: As the step got it.
+        batch_idx: Its second argument.
+        random_state: From :func:`pack_random_state`.
+        scale: Loss scale of the step.
+        loss_divisor: What the loss is divided by before: micro-batches per step.
+        report: Anything in plain types.
+
+    """
+    cpu = torch.device("cpu")
+    return {
+        "format": 1,
+        "module_state": {name: value.detach().to(cpu, copy=True) for name, value in module_state.items()},
+        "batch": _to(batch, cpu),
+        "batch_idx": batch_idx,
+        "random_state": dict(random_state),
+        "scale": scale,
+        "loss_divisor": loss_divisor,
+        "report": dict(report),
+    }
+
+
+def pack_random_state(python: Any, numpy: Any, cpu: Tensor, accelerator: Any) -> dict[str, Any]:
+    """States of the global generators as tensors and plain numbers, which load with `weights_only=True`."""
+    packed = None if numpy is None else [numpy[0], torch.tensor(numpy[1].tolist()), *numpy[2:]]
+    if isinstance(accelerator, Tensor):
+        accelerator = [accelerator]
+    return {"python": python, "numpy": packed, "cpu": cpu, "accelerator": accelerator}
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    numpy: Any = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    accelerator = torch.get_device_module(device).get_rng_state() if device.type != "cpu" else None
+    return pack_random_state(random.getstate(), state, torch.get_rng_state(), accelerator)
+
+
+def _set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    numpy: Any = sys.modules.get("numpy")
+    if state["numpy"] is not None and numpy is not None:
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys.tolist(), dtype="uint32"), *rest))
+    torch.set_rng_state(state["cpu"])
+    if device.type != "cpu" and state["accelerator"]:
+        index = device.index or 0
+        states = state["accelerator"]
+        torch.get_device_module(device).set_rng_state(states[min(index, len(states) - 1)].cpu())
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    """A copy on `device` of tensors in nested lists, tuples and dictionaries; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True)
+    if isinstance(value, Mapping):
+        items = {key: _to(item, device) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to(item, device) for item in value)
+    return value

@@ -1,0 +1,251 @@
+"""Watches one forward and backward pass of a module, and says where the first non-finite value arose.
+
+Everything is measured on the device; the host reads the answers once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.numerics._ranges import largest, largest_finite
+
+Where = Literal["output", "input", "parameter"]
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All floating-point tensors in nested lists, tuples, mappings and dataclass-like objects, with their paths."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex():
+            yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from tensors_in(item, f"{path}[{i}]")
+    elif not isinstance(value, nn.Module) and hasattr(value, "__dict__") and not isinstance(value, type):
+        for name, item in vars(value).items():
+            if isinstance(item, Tensor):
+                yield from tensors_in(item, f"{path}.{name}")
+
+
+def nonfinite(values: Any) -> Tensor | None:
+    """Whether any tensor in `values` has a value that is not finite: bool, shape []; `None` if there are none."""
+    flags = [(~torch.isfinite(_dense(t.detach()))).any() for _, t in tensors_in(values)]
+    return _any(flags)
+
+
+def _any(flags: list[Tensor]) -> Tensor | None:
+    if not flags:
+        return None
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+
+
+@dataclass(slots=True)
+class Call:
+    """One forward of one module.
+
+    Attributes:
+        name: Qualified; empty for the module that is traced itself.
+        module: Which.
+        outputs: Dtype and shape of each floating-point output.
+        bad_input: Whether an input was not finite, bool [].
+        bad_output: The same for the outputs.
+        overflowed: Whether an output has a NaN or a positive infinity: masks have negative ones on purpose.
+        largest_input: Largest finite magnitude of the inputs, [].
+        largest_output: The same of the outputs.
+
+    """
+
+    name: str
+    module: nn.Module
+    outputs: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)
+    bad_input: Tensor | None = None
+    bad_output: Tensor | None = None
+    overflowed: Tensor | None = None
+    largest_input: Tensor | None = None
+    largest_output: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A gradient that was computed.
+
+    Attributes:
+        where: Whether it is the gradient of an output or an input of `call`, or of a parameter.
+        call: The forward that it belongs to; `None` for a parameter.
+        parameter: Its qualified name.
+        bad: Whether it is not finite, bool [].
+        largest: Its largest magnitude, []; NaN if one is.
+        dtype: Of the gradient.
+        shape: Of the gradient.
+        key: The same for arrivals of one and the same gradient.
+
+    """
+
+    where: Where
+    call: Call | None
+    parameter: str
+    bad: Tensor
+    largest: Tensor
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    key: tuple[int, int]
+
+
+class Trace:
+    """Context in which forwards and backwards of `module` are watched. All its hooks come off at the end.
+
+    Args:
+        module: What is watched, with all its submodules. It must not be compiled.
+        values: Also measure the inputs and outputs of each forward. Without it only gradients are.
+
+    Attributes:
+        calls: Forwards, in the order in which they ended.
+        arrivals: Gradients, in the order in which they were computed.
+
+    Cost: one pass over every input, output and gradient. For looking into a failure, not for every step.
+
+    """
+
+    def __init__(self, module: nn.Module, *, values: bool = True) -> None:
+        self.module = module
+        self.values = values
+        self.calls: list[Call] = []
+        self.arrivals: list[Arrival] = []
+        self._handles: list[Any] = []
+        self._open: list[Call] = []
+        self._in_backward = False
+
+    def __enter__(self) -> Trace:
+        for name, module in self.module.named_modules():
+            self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(partial(self._arrived, "parameter", None, name)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._open.clear()
+
+    @torch.no_grad()
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._in_backward:  # activation checkpointing runs forwards again
+            return
+        inputs = [t for _, t in tensors_in([args, kwargs])]
+        call = Call(name, module)
+        if self.values:
+            call.bad_input, call.largest_input = nonfinite(inputs), _largest(inputs)
+        self._open.append(call)
+        for tensor in inputs:
+            self._watch("input", call, tensor)
+
+    @torch.no_grad()
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._in_backward or not self._open:
+            return
+        # A forward that raised, and whose exception the user caught, never got here.
+        while self._open and self._open[-1].module is not module:
+            self._open.pop()
+        if not self._open:
+            return
+        call = self._open.pop()
+        outputs = [t for _, t in tensors_in(output)]
+        call.outputs = [(t.dtype, tuple(t.shape)) for t in outputs]
+        if self.values:
+            call.bad_output, call.largest_output = nonfinite(outputs), _largest(outputs)
+            call.overflowed = _any([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in outputs])
+        self.calls.append(call)
+        for tensor in outputs:
+            self._watch("output", call, tensor)
+
+    def _watch(self, where: Where, call: Call, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            self._handles.append(tensor.register_hook(partial(self._arrived, where, call, "")))
+
+    @torch.no_grad()
+    def _arrived(self, where: Where, call: Call | None, parameter: str, gradient: Tensor) -> None:
+        magnitude = largest(_dense(gradient))  # one pass: infinity and NaN show in it
+        key = (gradient.data_ptr() if gradient.layout is torch.strided else id(gradient), gradient.numel())
+        self.arrivals.append(
+            Arrival(
+                where,
+                call,
+                parameter,
+                ~torch.isfinite(magnitude),
+                magnitude,
+                gradient.dtype,
+                tuple(gradient.shape),
+                key,
+            )
+        )
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run `loss.backward(...)`; forwards that it runs again (activation checkpointing) are not counted."""
+        self._in_backward = True
+        try:
+            loss.backward(*args, **kwargs)
+        finally:
+            self._in_backward = False
+
+    def first_bad_call(self, *, overflowed: bool = False) -> Call | None:
+        """The first forward with an output that is not finite, or that `overflowed`. Waits for the device."""
+        flags = [call.overflowed if overflowed else call.bad_output for call in self.calls]
+        index = _first(flags)
+        return None if index is None else self.calls[index]
+
+    def first_bad_arrival(self) -> Arrival | None:
+        """The first gradient that is not finite, seen from the module whose backward computed it.
+
+        A tensor that one module puts out and the next takes has one gradient. It is the next module's backward that
+        computed it, so that one is named; of a module and its submodules the innermost. Waits for the device.
+        """
+        index = _first([arrival.bad for arrival in self.arrivals])
+        if index is None:
+            return None
+        first = self.arrivals[index]
+        same = [first]
+        for arrival in self.arrivals[index + 1 :]:
+            if arrival.key != first.key or arrival.where == "parameter":
+                break
+            same.append(arrival)
+        consumers = [arrival for arrival in same if arrival.where == "input"]
+        return consumers[-1] if consumers else same[0]
+
+
+def _first(flags: list[Tensor | None]) -> int | None:
+    known = [i for i, flag in enumerate(flags) if flag is not None]
+    if not known:
+        return None
+    read = _stack([flags[i] for i in known]).tolist()
+    return next((i for i, bad in zip(known, read, strict=True) if bad), None)
+
+
+def _stack(scalars: list[Tensor | None]) -> Tensor:
+    present = [s for s in scalars if s is not None]
+    return torch.stack([s.to(present[0].device) for s in present])
+
+
+def _largest(tensors: list[Tensor]) -> Tensor | None:
+    if not tensors:
+        return None
+    return _stack([largest_finite(t) for t in tensors]).max()
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    if gradient.layout is torch.sparse_coo:
+        return gradient.coalesce().values()
+    return gradient

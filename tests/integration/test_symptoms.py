@@ -1,0 +1,46 @@
+"""The guide by symptom shows what the callbacks really print."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^<!-- ([\w-]+) -->\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+GUIDE = (ROOT / "docs" / "guide" / "symptoms.md").read_text(encoding="utf-8")
+
+
+def without_numbers(text: str) -> str:
+    """They may differ in their last digits from one CPU to the next."""
+    text = re.sub(r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?%?", "#", text)
+    return re.sub(r"[ \t]+", " ", text).replace("-#", "#")
+
+
+@pytest.mark.parametrize("symptom", sorted({name for name, _ in BLOCK.findall(GUIDE)}))
+def test_output_in_the_guide_is_real(symptom: str) -> None:
+    command = [sys.executable, ROOT / "examples" / "symptoms.py", symptom]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    printed = without_numbers(done.stdout)
+    shown = [block for name, block in BLOCK.findall(GUIDE) if name == symptom]
+    assert shown
+    for block in shown:
+        assert without_numbers(block) in printed, done.stdout
+
+
+def test_every_symptom_is_in_the_guide() -> None:
+    sections = re.findall(r"^## (.*)$", GUIDE, re.MULTILINE)
+    assert len(sections) == 6
+    assert {name for name, _ in BLOCK.findall(GUIDE)} == {
+        "nan-loss", "falling-scale", "many-skips", "accuracy", "speed", "memory",
+    }  # fmt: skip
+    assert GUIDE.count("```text") == len(BLOCK.findall(GUIDE))
+
+
+def test_a_wrong_block_would_be_found() -> None:
+    assert without_numbers("step 12 of 4,000: 1.5e-07") == without_numbers("step 7 of 12: 2.5")
+    assert without_numbers("cause: the loss 1") != without_numbers("cause: the batch 1")

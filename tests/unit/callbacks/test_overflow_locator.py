@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers import Poison, Toy, assert_same, batches, fit, stock
+from torch import Tensor, nn
+
+from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, StepRecord
+from lightning_amp.callbacks import _overflow_locator, _overflow_replay
+from lightning_amp.numerics import replay
+
+
+def fp16(scale: float = 64.0, **kwargs: Any) -> AmpPrecision:
+    return AmpPrecision("fp16", scaler=DynamicLossScaler(scale, **kwargs))
+
+
+class BadRow(Toy):
+    """The loss of the batches that hold a row of the value `marker` is not finite."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) * torch.where(batch.abs().max() > 1e3, torch.inf, 1.0)
+
+
+def with_bad(*indices: int, count: int = 8) -> Any:
+    data = torch.cat(list(batches(count)))
+    for index in indices:
+        data[4 * index] = 1e4
+    return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+class Recorder(L.pytorch.loggers.Logger):
+    name = version = "recorder"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append({"step": step, **metrics})
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def test_keys_are_those_of_the_docstring() -> None:
+    recorder = Recorder()
+    trainer = fit(BadRow, fp16(), with_bad(1, 2), logger=recorder, callbacks=[OverflowLocator(max_reports=1)])
+    rows = [row for row in recorder.rows if any(key.startswith("amp/") for key in row)]
+    assert {key for row in rows for key in row} == {"step", _overflow_locator.OVERFLOWS}
+    assert f"`{_overflow_locator.OVERFLOWS}`" in OverflowLocator.__doc__
+    # after the last report the count comes in blocks, as for everybody who does not wait
+    assert [row["amp/overflows"] for row in rows][:2] == [0, 1]
+    assert trainer.callback_metrics["amp/overflows"] == 1
+
+
+def test_healthy_runs_report_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    locator = OverflowLocator()
+    fit(Toy, fp16(), callbacks=[locator])
+    assert locator.reports == []
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_report_has_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    locator = OverflowLocator(dirpath=tmp_path / "out")
+    fit(BadRow, fp16(), with_bad(5), callbacks=[locator])
+    (report,) = locator.reports
+    assert report.record == StepRecord(5, 0, 64.0, 64.0, skipped=True, reason="loss")
+    assert (report.rank, report.world_size, report.epoch, report.batch_idx) == (0, 1, 0, 5)
+    assert (report.window, report.num_replayed, report.cause, report.note) == ((5, 5), 1, "loss", "")
+    assert report.parameters[0] == "net.0.weight"
+    (file,) = (tmp_path / "out").iterdir()
+    assert file.name == "overflow_step00005_rank0.json"
+    assert json.loads(file.read_text()) == json.loads(report.to_json())
+    assert str(report) in caplog.text
+    assert "step 5 was skipped: epoch 0, batch 5, loss scale 64\n  cause: the loss: every module's" in str(report)
+    with pytest.raises(AttributeError):
+        report.rank = 1
+
+
+def test_at_most_max_reports_then_silent_and_free(caplog: pytest.LogCaptureFixture) -> None:
+    locator, plugin = OverflowLocator(max_reports=2), fp16()
+    waits: list[tuple[int, bool]] = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            waits.append((args[-1], bool(plugin.records.listeners_at_once)))
+
+    fit(BadRow, plugin, with_bad(1, 2, 4), callbacks=[locator, Look()])
+    assert [r.batch_idx for r in locator.reports] == [1, 2]
+    assert waits == [(i, i < 2) for i in range(8)]
+    assert not locator._window
+    assert caplog.text.count("was skipped") == 2
+    assert "2 reports made; no more in this fit" in caplog.text
+    assert plugin.num_skipped == 3
+
+
+def test_none_is_none() -> None:
+    locator, plugin = OverflowLocator(max_reports=0), fp16()
+    fit(BadRow, plugin, with_bad(1), callbacks=[locator])
+    assert locator.reports == []
+    assert locator.state_dict() == {"num_overflows": 1}
+
+
+@pytest.mark.parametrize("index", [2, 3])
+def test_accumulation_names_the_batch_of_the_window(index: int) -> None:
+    locator = OverflowLocator()
+    fit(BadRow, fp16(), with_bad(index), accumulate_grad_batches=2, callbacks=[locator])
+    (report,) = locator.reports
+    assert (report.batch_idx, report.window, report.num_replayed) == (index, (2, 3), index - 1)
+    assert f"batch {index} (of batches 2 to 3, which make one step)" in str(report)
+
+
+def test_a_window_that_is_too_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_overflow_replay, "_WINDOW_BYTES", 300)  # two batches of 128 bytes
+    locator = OverflowLocator()
+    fit(BadRow, fp16(), with_bad(0, 7), accumulate_grad_batches=4, callbacks=[locator])
+    assert [(r.batch_idx, r.cause) for r in locator.reports] == [(3, "not reproduced"), (7, "loss")]
+    assert locator.reports[0].window == (0, 3)
+
+
+def test_accumulation_divides_the_loss() -> None:
+    """2 x 40,000 overflows in fp16, 40,000 does not: a replay without the division would find what was not there."""
+
+    class Big(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            return self.net(batch).float().mean() * 20_000
+
+    locator = OverflowLocator()
+    plugin = AmpPrecision("fp16", scaler=4.0)
+    fit(Big, plugin, batches(4), accumulate_grad_batches=2, callbacks=[locator, Poison(gradient=[1])])
+    assert [(r.batch_idx, r.cause) for r in locator.reports] == [(1, "not reproduced")]
+
+
+def test_what_only_a_callback_did_is_not_found_but_its_parameter_is() -> None:
+    locator = OverflowLocator()
+    fit(Toy, fp16(), callbacks=[locator, Poison(gradient=[3])])
+    (report,) = locator.reports
+    assert (report.cause, report.parameters) == ("not reproduced", ("net.0.weight",))
+    assert "look at what edits gradients" in str(report)
+
+
+def test_the_scale_that_would_fit() -> None:
+    locator = OverflowLocator()
+    fit(Toy, AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**24)), batches(2), callbacks=[locator])
+    report = locator.reports[0]
+    assert report.cause == "backward"
+    advised = float(str(report).split("fits at a scale of ")[1].split(",")[0])
+    plugin = AmpPrecision("fp16", scaler=advised)
+    fit(Toy, plugin, batches(1), callbacks=[locator])
+    assert plugin.num_skipped == 0
+    plugin = AmpPrecision("fp16", scaler=advised * 4)
+    fit(Toy, plugin, batches(1), callbacks=[locator])
+    assert plugin.num_skipped == 1
+
+
+class Drops(Toy):
+    def __init__(self) -> None:
+        super().__init__(net=nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        out = self.net(batch).float()
+        self.draws = [*getattr(self, "draws", []), float(out.detach().sum())]
+        return out.square().mean() * torch.where(batch.abs().max() > 1e3, torch.inf, 1.0)
+
+
+def test_the_replay_draws_the_same_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    original = _overflow_replay._run
+
+    def run(trainer: Any, replay: Any, step: Any, scale: float) -> Any:
+        out = original(trainer, replay, step, scale)
+        seen.append(replay.module.draws[-1])
+        return out
+
+    monkeypatch.setattr(_overflow_replay, "_run", run)
+    locator = OverflowLocator()
+    trainer = fit(Drops, fp16(), with_bad(4), callbacks=[locator])
+    assert seen == [trainer.lightning_module.draws[4]]
+    assert len(trainer.lightning_module.draws) == 8
+
+
+def test_edited_batches_are_copied_from_the_second_on() -> None:
+    class Edits(BadRow):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            batch.zero_()
+            return loss
+
+    locator = OverflowLocator()
+    fit(Edits, fp16(), with_bad(0, 3), callbacks=[locator])
+    first, second = locator.reports
+    assert (first.cause, "edited its batch in place" in first.note) == ("not reproduced", True)
+    assert (second.cause, second.note) == ("loss", "")
+
+
+def test_a_step_that_cannot_run_twice_is_excused() -> None:
+    class Once(BadRow):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            if type(self.trainer) is not L.Trainer:
+                raise ZeroDivisionError("only once")
+            return self.loss(batch)
+
+    locator, plugin = OverflowLocator(), fp16()
+    fit(Once, plugin, with_bad(1), callbacks=[locator])
+    (report,) = locator.reports
+    assert report.note == "the training step could not be run a second time (ZeroDivisionError: only once)"
+    assert report.parameters
+    assert plugin.num_steps == 7
+
+
+def test_the_last_of_too_many_skips_is_reported_too() -> None:
+    locator = OverflowLocator()
+    with pytest.raises(FloatingPointError):
+        fit(BadRow, fp16(max_consecutive_skips=3), with_bad(2, 3, 4), callbacks=[locator])
+    assert [r.batch_idx for r in locator.reports] == [2, 3, 4]
+
+
+def test_gan() -> None:
+    class Gan(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.other = nn.Linear(8, 1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            a, b = self.optimizers()
+            schedule = self.lr_schedulers()
+            for opt, net, factor in ((a, self.net, 1.0), (b, self.other, 1e9 if batch_idx == 2 else 1.0)):
+                with opt.toggle_model():
+                    opt.zero_grad()
+                    self.manual_backward(net(batch).float().square().mean() * factor)
+                    self.clip_gradients(opt, 1.0, "norm")
+                    opt.step()
+                    for p in net.parameters():
+                        p.data.clamp_(-2, 2)
+            schedule.step()
+
+        def configure_optimizers(self) -> Any:
+            a = torch.optim.SGD(self.net.parameters(), lr=0.01)
+            b = torch.optim.Adam(self.other.parameters(), lr=0.01)
+            return [a, b], [torch.optim.lr_scheduler.StepLR(a, 2)]
+
+    locator = OverflowLocator()
+    watched = fit(Gan, fp16(), callbacks=[locator])
+    (report,) = locator.reports
+    assert (report.record.optimizer_idx, report.batch_idx, report.cause) == (1, 2, "backward")
+    assert report.diagnosis.module == "other"
+    assert set(report.parameters) == {"other.weight", "other.bias"}
+    alone = fit(Gan, fp16())
+    assert_same(watched, alone)
+    for one, two in zip(watched.optimizers, alone.optimizers, strict=True):
+        assert_same(one.state_dict(), two.state_dict())
+    assert (
+        watched.lr_scheduler_configs[0].scheduler.state_dict() == alone.lr_scheduler_configs[0].scheduler.state_dict()
+    )
+
+
+def test_bundle(tmp_path: Path) -> None:
+    locator = OverflowLocator(dirpath=tmp_path, save_bundles=True)
+    net = lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))  # noqa: E731
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**24))
+    fit(lambda: Toy(net=net()), plugin, batches(1), callbacks=[locator])
+    path = tmp_path / "overflow_step00000_rank0.pt"
+    again = replay(path, lambda: Toy(net=net()), precision="fp16")
+    report = locator.reports[0]
+    assert (again.diagnosis, again.parameters) == (report.diagnosis, report.parameters)
+    fp32 = replay(path, lambda: Toy(net=net()))
+    assert fp32.diagnosis.cause == "none"
+    assert fp32.headroom_bits < 0
+    lower = 2.0**24 * 2.0 ** int(fp32.headroom_bits - 4)
+    assert replay(path, lambda: Toy(net=net()), precision="fp16", scale=lower).diagnosis.cause == "none"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    locator = OverflowLocator(dirpath=tmp_path / "file" / "out")
+    with pytest.warns(UserWarning, match="could not write to .* Training is not affected") as caught:
+        fit(BadRow, fp16(), with_bad(1, 2), callbacks=[locator])
+    assert sum("could not write" in str(w.message) for w in caught) == 1
+    assert len(locator.reports) == 2
+
+
+def test_without_our_plugin_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        fit(Toy, stock("fp16", init_scale=64.0), batches(2), callbacks=[OverflowLocator()])
+    assert "`OverflowLocator` has nothing to look at: the precision plugin MixedPrecision" in caplog.text
+
+
+@pytest.mark.filterwarnings(
+    "ignore:You are using the `dataloader_iter` step flavor", "ignore:Found `dataloader_iter` argument"
+)
+def test_dataloader_iter_is_counted_only(caplog: pytest.LogCaptureFixture) -> None:
+    class Iterates(Toy):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    locator = OverflowLocator()
+    with caplog.at_level("INFO"):
+        fit(Iterates, fp16(), callbacks=[locator, Poison(gradient=[1])])
+    assert "counts, but does not look for causes: a `training_step` that takes a `dataloader_iter`" in caplog.text
+    assert locator.reports == []
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, None])
+def test_max_reports_is_checked(value: Any) -> None:
+    with pytest.raises(ValueError, match="`max_reports` must be an integer of 0 or more, got"):
+        OverflowLocator(max_reports=value)
+
+
+def test_bundles_need_a_folder() -> None:
+    with pytest.raises(ValueError, match="pass `dirpath`"):
+        OverflowLocator(save_bundles=True)
+
+
+def test_count_continues_after_a_resume(tmp_path: Path) -> None:
+    trainer = fit(BadRow, fp16(), with_bad(1, 2), callbacks=[OverflowLocator()])
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    locator = OverflowLocator()
+    trainer = fit(BadRow, fp16(), with_bad(3), callbacks=[locator], max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
+    assert trainer.callback_metrics["amp/overflows"] == 3
+    assert [r.epoch for r in locator.reports] == [1]

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_amp.numerics import (
+    FORMATS,
+    count_nonfinite,
+    exponent_histogram,
+    fidelity_sums,
+    headroom_bits,
+    largest,
+    largest_finite,
+    limits,
+    overflow_fraction,
+    sqnr_db,
+    underflow,
+    underflow_counts,
+)
+
+INF, NAN = math.inf, math.nan
+NOTHING = {"empty": torch.empty(0), "zeros": torch.zeros(3), "scalar zero": torch.zeros(())}
+
+
+def tensor(*values: float) -> Tensor:
+    return torch.tensor(values)
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n != "fp32"])
+def test_underflow_is_what_a_conversion_does(name: str) -> None:
+    fits = limits(name)
+    low, high = math.log2(fits.smallest_subnormal) - 3, math.log2(fits.smallest_normal) + 3
+    magnitude = torch.exp2(torch.empty(10_000).uniform_(max(low, -140.0), high))
+    values = magnitude * torch.where(torch.rand(10_000) < 0.5, -1.0, 1.0)
+    converted = values.to(fits.dtype).float().abs()
+    zero, subnormal = underflow(values, name)
+    assert zero == (converted == 0).float().mean()
+    assert subnormal == ((converted > 0) & (converted < fits.smallest_normal)).float().mean()
+
+
+def test_named_edges_of_fp16() -> None:
+    def share(value: float) -> tuple[float, float, float]:
+        values = tensor(value)
+        return *(float(s) for s in underflow(values)), float(overflow_fraction(values))  # type: ignore[return-value]
+
+    smallest_subnormal, smallest_normal = 2.0**-24, 2.0**-14
+    assert share(smallest_subnormal / 2) == (1, 0, 0)
+    assert share(smallest_subnormal) == (0, 1, 0)
+    assert share(math.nextafter(smallest_normal, 0)) == (0, 0, 0)  # rounds up to the smallest normal
+    assert share(smallest_normal - smallest_subnormal) == (0, 1, 0)
+    assert share(smallest_normal) == (0, 0, 0)
+    assert share(math.nextafter(1, 0)) == share(1) == share(math.nextafter(1, 2)) == (0, 0, 0)
+    assert share(65504.0) == share(-65519.0) == (0, 0, 0)
+    assert share(65520.0) == share(-65520.0) == (0, 0, 1)
+    assert share(INF) == share(-INF) == share(NAN) == (0, 0, 1)
+
+
+def test_only_finite_values_other_than_zero_count() -> None:
+    zero, subnormal = underflow(tensor(0.0, 1e-9, 1e-6, 1.0, 1.0, INF, NAN, -0.0))
+    assert (float(zero), float(subnormal)) == (0.25, 0.25)
+    assert underflow_counts(tensor(0.0, 1e-9, 1.0, NAN)).tolist() == [1, 0, 2]
+
+
+@pytest.mark.parametrize("scale", [2.0**10, torch.tensor(2.0**10)])
+def test_scale(scale: float | Tensor) -> None:
+    values = tensor(1e-9, 1e-6, 1.0, 100.0)
+    assert underflow(values, "fp16", scale).to_subnormal == 0.25
+    assert underflow(values, "fp16", scale).to_zero == 0
+    assert overflow_fraction(values, "fp16", scale) == 0.25
+    assert headroom_bits(values, "fp16", scale) == pytest.approx(math.log2(65504 / 102400), abs=1e-5)
+
+
+@pytest.mark.parametrize("values", NOTHING.values(), ids=NOTHING)
+def test_nothing_to_measure(values: Tensor) -> None:
+    assert [float(s) for s in underflow(values)] == [0, 0]
+    assert overflow_fraction(values) == 0
+    assert headroom_bits(values) == INF
+    assert largest(values) == largest_finite(values) == 0
+    assert exponent_histogram(values).counts.sum() == 0
+    assert count_nonfinite(values) == 0
+
+
+def test_headroom() -> None:
+    assert headroom_bits(tensor(65504.0)) == pytest.approx(0, abs=1e-5)
+    assert headroom_bits(tensor(-65504.0 / 8, 1.0)) == pytest.approx(3, abs=1e-5)
+    assert headroom_bits(tensor(65504.0 * 4)) == pytest.approx(-2, abs=1e-5)
+    assert headroom_bits(tensor(1.0, INF)) == -INF
+    assert math.isnan(headroom_bits(tensor(1.0, NAN)))
+    assert headroom_bits(tensor(2.0**-149)) == pytest.approx(165, abs=1e-3)
+
+
+def test_largest() -> None:
+    values = tensor(-3.0, 2.0, INF, NAN)
+    assert largest_finite(values) == 3
+    assert math.isnan(largest(values))
+    assert largest(values[:3]) == INF
+    assert largest_finite(tensor(NAN)) == 0
+    assert largest_finite(torch.tensor([3 + 4j])) == 5
+    assert count_nonfinite(values) == 2
+    assert largest(torch.tensor([-2.0], dtype=torch.float16)).dtype is torch.float32
+
+
+def test_exponents() -> None:
+    values = tensor(1.0, math.nextafter(1, 0), -2.0, 3.0, 0.0, INF, NAN, 2.0**-149, 1e30)
+    counts, lowest, highest = exponent_histogram(values, -4, 4)
+    assert (lowest, highest) == (-4, 4)
+    assert counts.tolist() == [1, 0, 0, 0, 2, 2, 0, 0, 1]  # float32(nextafter(1, 0)) is 1
+    below = torch.nextafter(torch.tensor(1.0), torch.tensor(0.0))
+    assert exponent_histogram(below, -1, 0).counts.tolist() == [1, 0]
+    assert exponent_histogram(torch.ones(5, dtype=torch.bfloat16), 0, 0).counts.tolist() == [5]
+    with pytest.raises(ValueError, match="`lowest` must not be above `highest`; got 3 and 2"):
+        exponent_histogram(values, 3, 2)
+
+
+class NoReads(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        assert "_local_scalar_dense" not in str(func), "waited for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_from_the_device() -> None:
+    values, other = torch.randn(100), torch.randn(100)
+    scale = torch.tensor(8.0)
+    with NoReads():
+        for name in FORMATS:
+            underflow(values, name, scale)
+            overflow_fraction(values, name, scale)
+            headroom_bits(values, name, scale)
+        exponent_histogram(values)
+        largest_finite(values)
+        sqnr_db(values, other)
+        fidelity_sums(values, other)
+    with pytest.raises(AssertionError, match="waited"), NoReads():
+        bool(values.sum() > 0)

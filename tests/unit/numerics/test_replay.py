@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.numerics import make_bundle, pack_random_state, replay
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        noise = random.random() + float(np.random.rand())
+        return self.net(batch["x"]).float().sum() * (1 + noise) + 0 * batch_idx
+
+
+def bundle(module: nn.Module, scale: float = 64.0) -> dict[str, Any]:
+    return make_bundle(
+        module_state=module.state_dict(),
+        batch={"x": torch.randn(3, 4), "names": ["a"]},
+        batch_idx=2,
+        random_state=pack_random_state(random.getstate(), np.random.get_state(), torch.get_rng_state(), None),
+        scale=scale,
+        loss_divisor=2.0,
+        report={"why": "test"},
+    )
+
+
+def test_it_is_the_same_step(tmp_path: Path) -> None:
+    module = Net()
+    saved = bundle(module)
+    torch.save(saved, tmp_path / "a.pt")
+    loss = module.training_step(saved["batch"], 2)
+    found = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    result = replay(tmp_path / "a.pt", Net)
+    assert result.loss == float(loss.detach())
+    assert result.diagnosis.cause == "none"
+    assert result.parameters == ()
+    assert found == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+def test_precision_and_scale() -> None:
+    saved = bundle(Net(), scale=2.0**40)
+    assert replay(saved, Net).diagnosis.cause == "none"
+    assert replay(saved, Net).headroom_bits < 0
+    bad = replay(saved, Net, precision="fp16")
+    assert (bad.diagnosis.cause, bad.diagnosis.module) == ("backward", "net.2")
+    assert bad.parameters == ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias")
+    lower = replay(saved, Net, precision=torch.float16, scale=8.0)
+    assert lower.diagnosis.cause == "none"
+    assert lower.headroom_bits > 0
+    assert replay(saved, Net, scale=4.0).headroom_bits - replay(saved, Net, scale=8.0).headroom_bits == 1
+    half = replay(saved, Net, step=lambda module, batch: 0.5 * module.training_step(batch, 0), scale=8.0)  # type: ignore[operator]
+    assert half.headroom_bits - replay(saved, Net, scale=8.0).headroom_bits == 1
+
+
+def test_nothing_to_differentiate() -> None:
+    saved = bundle(Net())
+    result = replay(saved, Net, step=lambda module, batch: batch["x"].sum().requires_grad_())
+    assert result.headroom_bits == math.inf
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"This is not a bundle .* it has \['a'\]"):
+        replay({"a": 1}, Net)
+    with pytest.raises(ValueError, match="`precision` must be 'fp32', 'fp16' or 'bf16'; got 'e4m3'"):
+        replay(bundle(Net()), Net, precision="e4m3")
