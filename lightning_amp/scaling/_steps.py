@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_amp import _compat
 from lightning_amp.scaling._gradients import Gradients, constant, parameters
 from lightning_amp.scaling._records import RecordLog
-from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite_flag
+from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite, nonfinite_flag
 
 
 class Window:
@@ -367,20 +367,22 @@ class OptimizerSteps:
         found_inf: Tensor | None = None
         held: Tensor | None = None
         uncertain = [a for a in attempts if a.skipped is not False]
+        if len(uncertain) == 1 and ours:  # the usual case, in as few launches as possible
+            found_inf = uncertain[0].flag(scale)
+            loss = uncertain[0].loss
+            scaler.advance(found_inf, None if loss is None else nonfinite(loss).to(scale.device))
+            return
         for attempt in uncertain:
             flag = attempt.flag(scale)
             if attempt.loss is not None and ours:
                 loss_flag = nonfinite_flag(attempt.loss).to(scale.device)
                 held = loss_flag if held is None else torch.maximum(held, loss_flag)
-                if len(uncertain) > 1:  # an overflow of another optimizer still counts
-                    flag = flag * (1 - loss_flag)
+                flag = flag * (1 - loss_flag)  # an overflow of another optimizer still counts
             found_inf = flag if found_inf is None else torch.maximum(found_inf, flag)
         if found_inf is None:
             found_inf = constant(0.0, scale.device)
         if ours:
-            if held is not None and len(uncertain) > 1:
-                held = held * (1 - found_inf)
-            scaler.advance(found_inf, held)
+            scaler.advance(found_inf, None if held is None else held * (1 - found_inf))
         else:
             _compat.set_scale_tensor(scaler, scale.clone())  # its update works in place; records keep the old tensor
             _compat.give_found_inf(scaler, found_inf)
