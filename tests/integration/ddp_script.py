@@ -77,3 +77,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
+    torch.distributed.destroy_process_group()

@@ -320,3 +320,5 @@ def two_ranks(folder: Path) -> None:
 
 if __name__ == "__main__":
     two_ranks(Path(sys.argv[1]))
+    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
+    torch.distributed.destroy_process_group()

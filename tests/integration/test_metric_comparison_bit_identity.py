@@ -182,3 +182,5 @@ def main(tmp_path: Path, manual: bool) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), bool(int(sys.argv[2])))
+    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
+    torch.distributed.destroy_process_group()
