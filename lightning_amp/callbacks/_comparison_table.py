@@ -6,8 +6,9 @@ import csv
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+from lightning_amp._files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,17 +93,13 @@ class ComparisonTable(Sequence[ComparisonRow]):
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the table as CSV, with a header line. The file is replaced at once or not at all."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file)
-                writer.writerow(ComparisonRow._fields)
-                writer.writerows(self)
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+
+        def write(file: Any) -> None:
+            writer = csv.writer(file)
+            writer.writerow(ComparisonRow._fields)
+            writer.writerows(self)
+
+        write_atomically(path, write)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Plot the differences over epochs: one axis per metric, one line per loader, and the tolerance as a band.

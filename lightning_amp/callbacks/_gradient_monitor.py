@@ -16,8 +16,7 @@ from lightning_amp import _compat
 from lightning_amp.callbacks._copying import is_out_of_memory
 from lightning_amp.callbacks._gradient_sample import take_sample
 from lightning_amp.callbacks._gradient_table import TOTAL, GradientRow, GradientTable, Quantity, fitting_scale
-from lightning_amp.callbacks._trainers import require_lightning_trainer
-from lightning_amp.callbacks._training_pass import why_not_twice
+from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import ExponentHistogram
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class GradientMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        reason = why_not_twice(trainer, pl_module)
+        reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is None and trainer.precision_plugin.precision not in ("32-true", "16-mixed", "bf16-mixed"):
             reason = f"with precision {trainer.precision_plugin.precision!r} there is no fp32 to compare with"
         self._runs = reason is None

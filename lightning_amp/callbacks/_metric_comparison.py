@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_amp import _compat
 from lightning_amp.callbacks._comparison_settings import (
@@ -25,7 +23,7 @@ from lightning_amp.callbacks._comparison_settings import (
 from lightning_amp.callbacks._comparison_table import ComparisonRow, ComparisonTable
 from lightning_amp.callbacks._copying import is_out_of_memory
 from lightning_amp.callbacks._paired_validation import PairedValidation
-from lightning_amp.callbacks._trainers import require_lightning_trainer
+from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -300,13 +298,7 @@ class MetricComparison(Callback):
 
 
 def _why_not(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    strategy = trainer.strategy
-    if isinstance(strategy, DeepSpeedStrategy) or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
-        return f"it works on one device and in DDP, and the strategy is `{type(strategy).__name__}`"
-    if strategy.root_device.type == "xla":
-        return "the random generators of XLA devices cannot be paired"
-    if trainer.precision_plugin.precision not in _PRECISIONS:
-        return f"with precision {trainer.precision_plugin.precision!r} there is no fp32 to compare with"
-    if is_param_in_hook_signature(pl_module.validation_step, "dataloader_iter", explicit=True):
-        return "a `validation_step` that takes a `dataloader_iter` consumes its batches, so they cannot be run twice"
-    return None
+    reason = why_not_twice(trainer, pl_module, "validation_step")
+    if reason is None and trainer.precision_plugin.precision not in _PRECISIONS:
+        reason = f"with precision {trainer.precision_plugin.precision!r} there is no fp32 to compare with"
+    return reason

@@ -17,8 +17,7 @@ from lightning_amp import _compat
 from lightning_amp._files import write_atomically
 from lightning_amp.callbacks._overflow_replay import BatchWindow, Finding, find, saved_step
 from lightning_amp.callbacks._overflow_report import OverflowReport
-from lightning_amp.callbacks._trainers import require_lightning_trainer
-from lightning_amp.callbacks._training_pass import why_not_twice
+from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.scaling import RecordLog, StepRecord
@@ -129,7 +128,7 @@ class OverflowLocator(Callback):
             return
         self._records = plugin.records
         self._records.listeners.append(self._count)
-        reason = why_not_twice(trainer, pl_module)
+        reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
             rank_zero_info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
         elif self.max_reports:

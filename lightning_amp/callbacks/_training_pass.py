@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -168,18 +167,6 @@ class TrainingPass:
         self.module.toggle_optimizer(stand_in)
         yield
         self.module.untoggle_optimizer(stand_in)
-
-
-def why_not_twice(trainer: Trainer, module: LightningModule) -> str | None:
-    """Why a training step cannot be run a second time here; `None` if it can."""
-    strategy = trainer.strategy
-    if isinstance(strategy, DeepSpeedStrategy) or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
-        return f"it works on one device and in DDP, and the strategy is `{type(strategy).__name__}`"
-    if strategy.root_device.type == "xla":
-        return "the random generators of XLA devices cannot be paired"
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        return "a `training_step` that takes a `dataloader_iter` consumes its batches, so they cannot be run twice"
-    return None
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
