@@ -20,9 +20,9 @@ from torch import Tensor
 # Can go when torch makes `torch._foreach_*` public.
 
 
-def amp_unscale_(grads: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
-    """Multiply by `factor` [] in place and set `found_inf` [] to 1.0 if a value was not finite before. One device."""
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+# (grads, found_inf, factor): multiplies by `factor` [] in place and sets `found_inf` [] to 1.0 if a value was not
+# finite before; one device. Not a function of ours, since it is called in every step.
+amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def foreach_mul_(grads: list[Tensor], factor: Tensor | float) -> None:
@@ -136,25 +136,30 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def set_amp_attributes(optimizer: Any, found_inf: Tensor, grad_scale: Tensor | None) -> None:
-    """Hand flag and scale to a fused optimizer. The kernels test `found_inf == 1`: any other value steps."""
-    optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale
+def set_found_inf(optimizer: Any, found_inf: Tensor) -> None:
+    """Hand the flag to a fused optimizer. The kernels test `found_inf == 1`: any other value steps."""
+    optimizer.found_inf = found_inf
+
+
+def set_grad_scale(optimizer: Any, grad_scale: Tensor | None) -> None:
+    """Hand a fused optimizer what to divide gradients by."""
+    optimizer.grad_scale = grad_scale
 
 
 def clear_amp_attributes(optimizer: Any) -> None:
-    """Undo :func:`set_amp_attributes`."""
-    for name in ("found_inf", "grad_scale"):
-        if name in vars(optimizer):
-            delattr(optimizer, name)
+    """Undo both."""
+    attributes = vars(optimizer)
+    attributes.pop("found_inf", None)
+    attributes.pop("grad_scale", None)
 
 
-def momentum_is_uninitialised(optimizer: torch.optim.Optimizer) -> bool:
+def momentum_is_uninitialised(optimizer: torch.optim.SGD) -> bool:
     """Whether a skipped first step would leave garbage in a fused SGD's momentum.
 
     torch 2.13 allocates `momentum_buffer` with `empty_like` and fills it inside the kernel, which does not run on a
     skip (`torch/optim/sgd.py`, `_fused_sgd`). Found by this project; can go when torch fills it before.
     """
-    return isinstance(optimizer, torch.optim.SGD) and any(
+    return any(
         group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
         for p in group["params"]

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported, and inherited by subprocesses: idle OpenMP threads sleep, so that tests stay fast on a
@@ -17,6 +19,7 @@ os.environ.setdefault("KMP_BLOCKTIME", "0")
 import numpy as np
 import pytest
 import torch
+from helpers import flags_on_a_device
 
 DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 if torch.device(DEVICE).type not in {"cpu", "cuda"}:
@@ -50,3 +53,10 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current directory, for code that writes where it stands."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(params=[False, True], ids=["flags on the host", "flags on a device"])
+def where_flags_live(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways to decide about a step: at once, as on the CPU, and without ever asking, as on a GPU."""
+    with flags_on_a_device() if request.param else contextlib.nullcontext():
+        yield

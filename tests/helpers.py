@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -16,6 +18,15 @@ from lightning_amp import AmpPrecision, DynamicLossScaler
 
 FEATURES = 8
 DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
+
+
+@contextlib.contextmanager
+def flags_on_a_device() -> Generator[None, None, None]:
+    """The CPU takes a GPU's path: without this the host reads each flag, since on the CPU that costs nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("_steps", "_gradients"):
+            patch.setattr(f"lightning_amp.scaling.{module}.in_host_memory", lambda scalar: False)
+        yield
 
 
 class Toy(L.LightningModule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import scaled_fp32, stock, stock_fp32
+from helpers import flags_on_a_device, scaled_fp32, stock, stock_fp32
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 
@@ -20,6 +21,7 @@ class Plugins:
     """Where a promise's plugin comes from."""
 
     ours: bool
+    flags_on_a_device: bool = False
 
     def scaled(self, init_scale: float = 2.0**10, **kwargs: Any) -> Any:
         """Loss scaling with autocast off: by powers of two the run must equal fp32 to the bit."""
@@ -54,7 +56,8 @@ def promise(
         @functools.wraps(test)
         def wrapper(*args: Any, plugins: Plugins, **kwargs: Any) -> None:
             if plugins.ours or stock is None:
-                test(*args, plugins=plugins, **kwargs)
+                with flags_on_a_device() if plugins.flags_on_a_device else contextlib.nullcontext():
+                    test(*args, plugins=plugins, **kwargs)
                 return
             with pytest.raises(raises, match=stock):
                 test(*args, plugins=plugins, **kwargs)
@@ -62,6 +65,7 @@ def promise(
         wrapper.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
         params = [
             pytest.param(Plugins(True), id=f"row{row}-ours"),
+            pytest.param(Plugins(True, flags_on_a_device=True), id=f"row{row}-ours, flags on a device"),
             pytest.param(Plugins(False), id=f"row{row}-stock", marks=pytest.mark.stock),
         ]
         return pytest.mark.parametrize("plugins", params)(wrapper)

@@ -45,6 +45,8 @@ from lightning_amp.precision._guards import FitGuards
 from lightning_amp.precision._hooks import HookGate
 from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
 
+_NOTHING = contextlib.nullcontext()
+
 
 class AmpPrecision(ForwardContexts):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
@@ -196,6 +198,7 @@ class AmpPrecision(ForwardContexts):
         strategy = module.trainer.strategy
         device = strategy.root_device
         self._surroundings.detach()
+        self._training_step = None
         self.device = device.type
         if self._requested == "auto":
             self._choice, why = _choice.pick(device)
@@ -241,7 +244,7 @@ class AmpPrecision(ForwardContexts):
                 self._guards.detach()
             self._surroundings.detach()
             self._compiling.stop()
-            self._module = self._hook_gate = self._guards = None
+            self._module = self._hook_gate = self._guards = self._training_step = None
             self._steps.attach([])
             super().teardown()
 
@@ -272,7 +275,7 @@ class AmpPrecision(ForwardContexts):
     def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
         if torch.is_autocast_enabled(self.device):
             return torch.autocast(self.device, enabled=False)
-        return contextlib.nullcontext()
+        return _NOTHING
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -327,18 +330,12 @@ class AmpPrecision(ForwardContexts):
         optimizer = _compat.unwrap_optimizer(optimizer)
         automatic = model.automatic_optimization
         fold, max_norm = self._gate(model).fold()
-
-        def user_closure() -> Any:
-            if automatic:  # Lightning's closure enters the forward context around `training_step` itself
-                return closure()
-            with self.forward_context():
-                return closure()
-
         with self._autocast_off():
             output = self._steps.step(
                 optimizer,
-                user_closure,
-                lambda: _compat.run_step_hooks(self, model, optimizer),
+                # in automatic optimization Lightning's closure enters the forward context around `training_step` itself
+                closure if automatic else partial(self._in_forward_context, closure),
+                partial(_compat.run_step_hooks, self, model, optimizer),
                 fold=fold,
                 max_norm=max_norm,
                 closure_runs_backward=isinstance(closure, Closure),
@@ -348,6 +345,10 @@ class AmpPrecision(ForwardContexts):
         if automatic:
             self._steps.finish_batch()
         return output
+
+    def _in_forward_context(self, closure: Callable[[], Any]) -> Any:
+        with self.forward_context():
+            return closure()
 
     @override
     def clip_gradients(
@@ -434,6 +435,7 @@ class AmpPrecision(ForwardContexts):
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the scaler, not the run."""
         run = ("_log", "_steps", "_module", "_hook_gate", "_guards", "_anomaly", "_compiling", "_surroundings")
+        run += ("_training_step",)
         return {k: v for k, v in vars(self).items() if k not in run}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

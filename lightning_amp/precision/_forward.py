@@ -26,6 +26,7 @@ class ForwardContexts(MixedPrecision):
     _surroundings: Surroundings
     _eval_choice: _choice.Choice | None  # known when the Trainer attaches
     _evaluating = False
+    _training_step: _TrainingStep | None = None
 
     @abstractmethod
     def _settled(self) -> _choice.Choice:
@@ -63,7 +64,10 @@ class ForwardContexts(MixedPrecision):
 
     @override
     def train_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return _TrainingStep(self)
+        step = self._training_step
+        if step is None or step.active:
+            step = self._training_step = _TrainingStep(self)
+        return step
 
     @abstractmethod
     def enter_train_step(self) -> contextlib.AbstractContextManager[Any]:
@@ -107,18 +111,32 @@ class ForwardContexts(MixedPrecision):
 
 
 class _TrainingStep:
-    """`train_step_context`, not as a generator: that would cost a tiny model a noticeable part of its step."""
+    """`train_step_context`, made once and entered for each step: on a tiny model the making is a noticeable part of it.
+
+    A class, not a generator, for the same reason. The `torch.autocast` inside is used again too, unless a subclass of
+    the plugin has its own.
+    """
 
     def __init__(self, plugin: ForwardContexts) -> None:
         self._plugin = plugin
+        self._forward: contextlib.AbstractContextManager[Any] | None = None
+        self._forward_stays = all(
+            getattr(type(plugin), name) is getattr(ForwardContexts, name)
+            for name in ("forward_context", "autocast_context_manager")
+        )
+        self.active = False
 
     def __enter__(self) -> None:
         self._around = self._plugin.enter_train_step()
         self._around.__enter__()
-        self._forward = self._plugin.forward_context()
+        if self._forward is None or not self._forward_stays:
+            self._forward = self._plugin.forward_context()
         self._forward.__enter__()
+        self.active = True
 
     def __exit__(self, *exc: Any) -> None:
+        assert self._forward is not None
+        self.active = False
         try:
             self._forward.__exit__(*exc)
         finally:

@@ -26,15 +26,23 @@ class FitGuards:
         self.schedules = ScheduleGate(module)
         self.averaging = AveragingGate(module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
         self.buffers = BufferGuard(module)
-        self.schedules.attach()
-        steps.observers.append(self._observe)
-        steps.before_step = self.schedules.before_step
-        steps.host_must_know = self._host_must_know
+        self._listen()
 
-    def _host_must_know(self, optimizer: Optimizer) -> bool:
+    def _listen(self) -> None:
+        self.schedules.attach()
+        # who has nothing to protect is not asked in each step
+        self._steps.guards = self if self.schedules or self.averaging or self.buffers else None
+
+    def host_must_know(self, optimizer: Optimizer) -> bool:
+        """Whether the outcome of this optimizer's step is needed at once."""
         return bool(self.averaging) or self.schedules.host_must_know(optimizer)
 
-    def _observe(self, outcome: Outcome) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step."""
+        self.schedules.before_step(optimizer)
+
+    def observe(self, outcome: Outcome) -> None:
+        """A step was attempted."""
         self.schedules.observe(outcome)
         if self.averaging:
             self.averaging.observe(outcome)
@@ -46,7 +54,7 @@ class FitGuards:
         """A training step begins."""
         self._inside_manual_step = manual
         self.schedules.release_other_verbs()
-        self.schedules.attach()
+        self._listen()
         if self.buffers:
             self.buffers.enter_step()
 
@@ -69,4 +77,4 @@ class FitGuards:
         self.settle()
         self.schedules.detach()
         self.averaging.detach()
-        self._steps.observers.clear()
+        self._steps.guards = None

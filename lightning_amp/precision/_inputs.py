@@ -15,6 +15,8 @@ _said = WarningCache()
 
 def obviously_fine(data: Any) -> bool:
     """Whether the batch is a tensor, or a plain list or tuple of tensors, without float64; saves the full search."""
+    if type(data) is Tensor:
+        return data.dtype != torch.float64
     items = data if type(data) in (list, tuple) else (data,)
     return all(isinstance(item, Tensor) and item.dtype != torch.float64 for item in items)
 

@@ -33,6 +33,7 @@ class ScheduleGate:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
+        self._strategy = module.trainer.strategy
         self._automatic = module.automatic_optimization
         self._gates: dict[int, _Tally] = {}
         self._undo: Callable[[], None] | None = None
@@ -40,13 +41,16 @@ class ScheduleGate:
         callbacks: list[Callback] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         self.at_once = self._own_verb or any(_looks_at_rates(c) for c in (*callbacks, module))
 
+    def __bool__(self) -> bool:
+        return bool(self._gates)
+
     def host_must_know(self, optimizer: Optimizer) -> bool:
         """Whether the answer is needed right after the step of this optimizer."""
         return self.at_once and any(gate.optimizer is optimizer for gate in self._gates.values())
 
     def attach(self) -> None:
         """Gate what schedulers there are; the LR finder and `StochasticWeightAveraging` replace them during a fit."""
-        for config in self._module.trainer.strategy.lr_scheduler_configs:
+        for config in self._strategy.lr_scheduler_configs:
             scheduler = config.scheduler
             if id(scheduler) in self._gates or (self._automatic and config.interval != "step"):
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -26,15 +27,25 @@ class Gradients:
 
     def __init__(self, optimizer: torch.optim.Optimizer, leave_out: Collection[int] = ()) -> None:
         self.plain = True  # dense, real and unsharded
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for param in parameters(optimizer):
-            grad = param.grad
-            if grad is None or id(param) in leave_out:
-                continue
-            if type(grad) is not Tensor or grad.layout is not torch.strided or grad.is_complex():
-                grad = self._view(param, grad)
-            groups.setdefault((grad.device, grad.dtype), []).append(grad)
-        self.groups = groups
+        self.groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        device: torch.device | None = None
+        dtype: torch.dtype | None = None
+        group: list[Tensor] = []
+        for optimizer_group in optimizer.param_groups:
+            for param in optimizer_group["params"]:
+                grad = param.grad
+                if grad is None or (leave_out and id(param) in leave_out):
+                    continue
+                if type(grad) is not Tensor or grad.layout is not torch.strided:
+                    grad = self._view(param, grad)
+                if grad.dtype is dtype and grad.device == device:  # as a rule all are alike
+                    group.append(grad)
+                    continue
+                if grad.is_complex():
+                    grad = self._view(param, grad)
+                device, dtype = grad.device, grad.dtype
+                group = self.groups.setdefault((device, dtype), [])
+                group.append(grad)
 
     def _view(self, param: Any, grad: Any) -> Tensor:
         self.plain = False
@@ -85,12 +96,13 @@ class Gradients:
 
     def check(self, found_inf: Tensor) -> Tensor:
         """As :meth:`unscale_` with an inverse of 1, reading only where that is faster."""
-        if all(device.type == "cpu" for device, _ in self.groups):  # `_foreach_norm` has no fast infinity norm there
-            return self.unscale_(constant(1.0, found_inf.device), found_inf)
-        for grads in self.groups.values():
-            norms = torch.stack(_compat.foreach_norm([g for g in grads if g.numel()], torch.inf))
-            flag = torch.isfinite(norms).all().logical_not().to(found_inf)
-            torch.maximum(found_inf, flag, out=found_inf)
+        for (device, _), grads in self.groups.items():
+            if device.type != "cpu" or found_inf.device.type != "cpu":
+                norms = torch.stack(_compat.foreach_norm([g for g in grads if g.numel()], torch.inf))
+                flag = torch.isfinite(norms).all().logical_not().to(found_inf)
+                torch.maximum(found_inf, flag, out=found_inf)
+            elif not (in_host_memory(found_inf) and _is_large(grads) and _squares_are_finite(grads)):
+                _compat.amp_unscale_(grads, found_inf, constant(1.0, device))
         return found_inf
 
     def norm(self) -> Tensor:
@@ -99,13 +111,38 @@ class Gradients:
         return torch.linalg.vector_norm(torch.stack([n.to(torch.float32) for n in norms]))
 
 
+def in_host_memory(scalar: Tensor) -> bool:
+    """Whether reading it is free, since no device has to be waited for."""
+    return scalar.device.type == "cpu"
+
+
+def host_value(scalar: Tensor) -> float:
+    """The value of a scalar in host memory; not `item`, which is what waiting looks like to a profiler."""
+    value: Any = scalar.tolist()
+    return value
+
+
+def _is_large(grads: list[Tensor]) -> bool:
+    """Whether the cost is that of memory: they do not fit into a core's cache."""
+    return sum([g.numel() for g in grads]) > 2**20
+
+
+def _squares_are_finite(grads: list[Tensor]) -> bool:
+    """True proves that all is finite; false that something is above 1.8e19 or not finite. On the CPU.
+
+    A read at the speed of memory, where the check kernel writes too and the infinity norm is slow.
+    """
+    flat = [g.reshape(-1) for g in grads]
+    return all(math.isfinite(host_value(torch.dot(g, g))) for g in flat)
+
+
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
     """All parameters of an optimizer, in order."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-@functools.lru_cache(maxsize=32)
+@functools.cache
 def constant(value: float, device: torch.device) -> Tensor:
     """A float32 scalar, shape [], that is made once; nobody writes into it."""
     return torch.full((), value, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,12 +35,7 @@ class StepRecord:
     reason: Reason
 
 
-class _Pending(NamedTuple):
-    optimizer_idx: int
-    scale: Tensor | None
-    next_scale: Tensor | None
-    found_inf: Tensor | bool
-    loss: Tensor | None
+_Open: TypeAlias = "tuple[int, Tensor | None, Tensor | bool, Tensor | None]"  # optimizer_idx, scale, found_inf, loss
 
 
 class RecordLog:
@@ -67,8 +62,8 @@ class RecordLog:
         self.listeners: list[Callable[[list[StepRecord]], None]] = []
         self.listeners_at_once: list[Callable[[list[StepRecord]], None]] = []
         self.describe_skips: Callable[[], str] = str
-        self._pending: list[_Pending] = []
-        self._open: list[tuple[int, Tensor | None, Tensor | bool, Tensor | None]] = []  # next scale not known yet
+        self._pending: list[tuple[_Open, Tensor | None]] = []  # with the scale that followed
+        self._open: list[_Open] = []  # it is not known yet
         self._streak: list[Reason] = []
         self._known_skips = 0
         self._known_streak = 0  # the same, as far as the host knows without reading
@@ -102,15 +97,18 @@ class RecordLog:
 
         """
         self._open.append((optimizer_idx, scale, found_inf, loss))
-        self._known_streak = self._known_streak + 1 if found_inf is True else 0
-        self._known_skips += found_inf is True
+        if found_inf is True:
+            self._known_streak += 1
+            self._known_skips += 1
+        else:
+            self._known_streak = 0
 
     def close_batch(self, next_scale: Tensor | None) -> None:
         """Complete this batch's records with the scale that follows; reads a full block back."""
         if not self._open:
             return
-        for optimizer_idx, scale, found_inf, loss in self._open:
-            self._pending.append(_Pending(optimizer_idx, scale, next_scale, found_inf, loss))
+        for step in self._open:
+            self._pending.append((step, next_scale))
         self._open.clear()
         stuck = self.max_consecutive_skips is not None and self._known_streak >= self.max_consecutive_skips
         if stuck or self.listeners_at_once or len(self._pending) >= self.block:
@@ -127,19 +125,23 @@ class RecordLog:
         self._known_skips = sum(found_inf is True for _, _, found_inf, _ in self._open)
         if not pending:
             return
-        values = _read([v for p in pending for v in (p.scale, p.next_scale, p.found_inf)])
-        skips = [i for i in range(len(pending)) if values[3 * i + 2]]
-        losses = dict(zip(skips, _read([pending[i].loss for i in skips]), strict=True))  # of the others nobody asks
+        skips = _read([found_inf for (_, _, found_inf, _), _ in pending])
+        listeners = (*self.listeners, *self.listeners_at_once)
+        if not listeners and not any(skips):
+            self.num_steps += len(pending) - 1  # the last one is still to be written down
+            pending, skips = pending[-1:], skips[-1:]
+        scales = _read([scale for (_, used, _, _), next_scale in pending for scale in (used, next_scale)])
+        losses = _read([loss if skipped else None for ((*_, loss), _), skipped in zip(pending, skips, strict=True)])
         records: list[StepRecord] = []
         stuck = False
-        for i, p in enumerate(pending):
-            scale, next_scale, found_inf = values[3 * i : 3 * i + 3]
-            skipped = bool(found_inf)
+        for i, (((optimizer_idx, *_), _), skipped) in enumerate(zip(pending, map(bool, skips), strict=True)):
             reason: Reason = "none"
             if skipped:
                 reason = "gradient" if math.isfinite(losses[i]) else "loss"
             records.append(
-                StepRecord(self.num_steps + self.num_skipped, p.optimizer_idx, scale, next_scale, skipped, reason)
+                StepRecord(
+                    self.num_steps + self.num_skipped, optimizer_idx, scales[2 * i], scales[2 * i + 1], skipped, reason
+                )
             )
             if skipped:
                 self.num_skipped += 1
@@ -150,7 +152,7 @@ class RecordLog:
                 if not stuck:
                     self._streak.clear()
         self.last = records[-1]
-        for listener in (*self.listeners, *self.listeners_at_once):
+        for listener in listeners:
             listener(records)
         if stuck:
             self._raise_stuck()

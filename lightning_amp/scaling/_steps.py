@@ -6,15 +6,16 @@ Torch only. `precision/_amp.py` holds the order of events and calls in here.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp import _compat
-from lightning_amp.scaling._gradients import Gradients, constant, parameters
+from lightning_amp.scaling._gradients import Gradients, constant, host_value, in_host_memory, parameters
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite, nonfinite_flag
 
@@ -41,6 +42,7 @@ class Window:
         self.has_gradients = False
         self.closure_calls = 0  # of its last step
         self.stepped = False
+        self.decides_on_device = _compat.decides_on_device(optimizer)
         self.may_move_first = not _always_calls_closure(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
 
     def to_true(self) -> Tensor | None:
@@ -65,6 +67,20 @@ class Outcome:
         if isinstance(self.skipped, Tensor):
             return self.skipped.to(like.device)
         return torch.full((), float(self.skipped), device=like.device)
+
+
+class Guards(Protocol):
+    """What must not notice a skipped step."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step; its gradients are there."""
+
+    def host_must_know(self, optimizer: Optimizer) -> bool:
+        """Whether the outcome of this optimizer's step is needed on the host at once."""
+        ...
+
+    def observe(self, outcome: Outcome) -> None:
+        """A step was attempted."""
 
 
 class _Skip(BaseException):  # not an Exception: user code between us and the optimizer may catch those
@@ -92,11 +108,9 @@ class OptimizerSteps:
         self.guarded = self.scaler is not None or skip_nonfinite
         self.log = log
         self.windows: dict[int, Window] = {}
-        self.host_must_know: Callable[[Optimizer], bool] = lambda optimizer: False
+        self.guards: Guards | None = None
         self.first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-        self.before_step: Callable[[Optimizer], None] = lambda optimizer: None
         self.all_reduce_max: Callable[[Tensor], Any] | None = None  # in place over all ranks; `None` for one process
-        self.observers: list[Callable[[Outcome], None]] = []
         self._attempts: list[Outcome] = []
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
@@ -158,9 +172,8 @@ class OptimizerSteps:
             return
         gradients = Gradients(window.optimizer, self._true_elsewhere(window))
         window.has_gradients = bool(gradients)
-        found_inf = torch.zeros((), device=scale.device)
+        found_inf = _new_flag(window.loss, gradients, scale.device)
         if gradients:
-            _include_loss(gradients, window.loss, gradients.device or scale.device)
             found_inf = gradients.unscale_(_inverse(scale), found_inf)
             if self._scale_may_be_below_one():  # then a finite value can leave the range when it is divided
                 found_inf = gradients.check(found_inf)
@@ -171,11 +184,8 @@ class OptimizerSteps:
         gradients = Gradients(window.optimizer)
         window.has_gradients = bool(gradients)
         device = gradients.device or (window.loss.device if window.loss is not None else torch.device("cpu"))
-        found_inf = torch.zeros((), device=device)
-        if gradients:
-            _include_loss(gradients, window.loss, device)
-            found_inf = gradients.check(found_inf)
-        window.found_inf = found_inf
+        found_inf = _new_flag(window.loss, gradients, device)
+        window.found_inf = gradients.check(found_inf) if gradients else found_inf
 
     def _true_elsewhere(self, window: Window) -> set[int]:
         """Parameters that `window` shares with an optimizer whose gradients were unscaled since the last backward."""
@@ -224,45 +234,48 @@ class OptimizerSteps:
         window = self.window(optimizer)
         if not closure_runs_backward and not _always_calls_closure(optimizer):
             self._unscale(window)
-        undo = self._snapshot(window)
+        undo = self._snapshot(window) if window.may_move_first else None
         window.closure_calls = 0
-        on_host = False
         result: Any = None
-        found_inf: Tensor | None = None
+        skipped: Tensor | bool = False
 
         def amp_closure() -> Any:
-            nonlocal result, found_inf, on_host
+            nonlocal result, skipped
             result = closure()
             window.closure_calls += 1
-            self.before_step(optimizer)
+            if self.guards is not None:
+                self.guards.before_step(optimizer)
             if not self.guarded:
                 if not fold or max_norm is not None:
                     look()
                 return result
-            on_host = not _compat.decides_on_device(optimizer) or self._host_must_know(optimizer)
-            if fold and not on_host and window.found_inf is None and self._fold(window, max_norm):
-                found_inf = window.found_inf
-                return result
-            if window.scale is not None:
-                self._unscale(window)
-            elif window.found_inf is None:
-                self._check(window)
-            found_inf = window.found_inf = self._agreed(window)
-            if not fold or max_norm is not None:
-                look()
+            on_device = window.decides_on_device and not _compat.has_step_hooks(optimizer)
+            if not (fold and on_device and window.found_inf is None and self._fold(window, max_norm)):
+                if window.scale is not None:
+                    self._unscale(window)
+                elif window.found_inf is None:
+                    self._check(window)
+                self._agree(window)
+                if not fold or max_norm is not None:
+                    look()
             if not window.has_gradients and self.all_reduce_max is None:
-                found_inf = None  # nothing to do; with other ranks the flag still counts: theirs may have gradients
-            elif not on_host:
-                _compat.set_amp_attributes(optimizer, found_inf, None)
-            elif found_inf.item():
+                return result  # nothing to do; with other ranks the flag still counts: theirs may have gradients
+            found_inf = window.found_inf
+            assert found_inf is not None
+            if on_device and in_host_memory(found_inf):
+                skip = bool(host_value(found_inf))
+            elif not on_device or self._host_must_know(optimizer):
+                skip = bool(found_inf.item())
+            else:
+                skip = False
+                skipped = found_inf
+                _compat.set_found_inf(optimizer, found_inf)
+            if skip:
                 raise _Skip(window)
             return result
 
-        skipped: Tensor | bool = False
         try:
             output = optimizer.step(closure=amp_closure, **kwargs)
-            if found_inf is not None and not on_host:
-                skipped = found_inf
         except _Skip as skip:
             if skip.window is not window:
                 raise
@@ -270,76 +283,80 @@ class OptimizerSteps:
             if undo is not None and window.closure_calls > 1:
                 undo()
         finally:
-            _compat.clear_amp_attributes(optimizer)
+            if window.decides_on_device:
+                _compat.clear_amp_attributes(optimizer)
             window.stepped = True
         self._finish(window, skipped)
         return output
 
     def _fold(self, window: Window, max_norm: float | None) -> bool:
         """Leave unscaling and clipping to the fused optimizer; one read of the gradients decides. False: cannot."""
-        leave_out = self._true_elsewhere(window) if window.scale is not None else ()
+        scale = window.scale
+        if window.folded is not None or (scale is not None and self._true_elsewhere(window)):
+            return False
         gradients = Gradients(window.optimizer)
         device = gradients.device
-        if leave_out or not gradients.plain or device is None or window.folded is not None:
+        if device is None or not gradients.plain:
             return False
-        window.has_gradients = True
-        scale = window.scale
         grad_scale = None if scale is None else scale.to(device)
         if max_norm is None:
             if scale is not None and self._scale_may_be_below_one():
                 return False
-            _include_loss(gradients, window.loss, device)
-            found_inf = gradients.check(torch.zeros((), device=device))
+            found_inf = gradients.check(_new_flag(window.loss, gradients, device))
         else:
             norm = gradients.norm()
+            if in_host_memory(norm) and not math.isfinite(host_value(norm)):
+                return False  # each element may still be finite; the plain order tells
             if grad_scale is not None:
                 norm = norm / grad_scale
             found_inf = nonfinite_flag(norm if window.loss is None else norm + window.loss.to(norm) * 0)
             divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # 1 / clip_coef of `clip_grad_norm_`
             grad_scale = divisor if grad_scale is None else grad_scale * divisor
+        window.has_gradients = True
         window.found_inf = found_inf
-        window.found_inf = found_inf = self._agreed(window)
-        _compat.set_amp_attributes(window.optimizer, found_inf, grad_scale)
+        if self.all_reduce_max is not None:
+            found_inf = self._agree(window)
         if scale is not None:
             window.folded = found_inf, scale
             window.used_scale, window.scale = scale, None
+        _compat.set_grad_scale(window.optimizer, grad_scale)
         return True
 
-    def _agreed(self, window: Window) -> Tensor:
-        """The flag that all ranks act on: 1.0, shape [], if it is anywhere.
+    def _agree(self, window: Window) -> Tensor:
+        """Make flag and loss those that all ranks act on: not finite if they are not finite anywhere; the flag.
 
         Reduced gradients agree by themselves, but a shard's overflow or a non-finite loss may be on one rank only, and
         who steps, and what it does to the scale, must be the same everywhere.
         """
         found_inf = window.found_inf
         assert found_inf is not None
-        if self.all_reduce_max is None:
-            return found_inf
-        loss = torch.zeros_like(found_inf) if window.loss is None else nonfinite_flag(window.loss).to(found_inf.device)
-        both = torch.stack([found_inf, loss])
-        self.all_reduce_max(both)
-        window.loss = torch.where(both[1] > 0, torch.nan, 0.0)
-        return both[0]
+        if self.all_reduce_max is not None:
+            none = torch.zeros_like(found_inf)
+            loss = none if window.loss is None else nonfinite_flag(window.loss).to(found_inf.device)
+            both = torch.stack([found_inf, loss])
+            self.all_reduce_max(both)
+            window.found_inf = found_inf = both[0]
+            window.loss = torch.where(both[1] > 0, torch.nan, 0.0)
+        return found_inf
 
     def _host_must_know(self, optimizer: Optimizer) -> bool:
-        return (
-            _compat.has_step_hooks(optimizer)
-            or _compat.momentum_is_uninitialised(optimizer)
-            or self.host_must_know(optimizer)
-        )
+        if isinstance(optimizer, torch.optim.SGD) and _compat.momentum_is_uninitialised(optimizer):
+            return True
+        return self.guards is not None and self.guards.host_must_know(optimizer)
 
     def _finish(self, window: Window, skipped: Tensor | bool) -> None:
-        outcome = Outcome(window, skipped)
-        self._attempts.append(outcome)
         scale = None if self.scaler is None else window.used_scale
-        self.log.append(window.index, scale, skipped, window.loss)
-        for observer in self.observers:
-            observer(outcome)
+        self.log.append(window.index, scale, skipped, None if skipped is False else window.loss)
+        if self.scaler is not None or self.guards is not None:
+            outcome = Outcome(window, skipped)
+            self._attempts.append(outcome)
+            if self.guards is not None:
+                self.guards.observe(outcome)
         window.loss = window.found_inf = window.used_scale = None
 
     def _snapshot(self, window: Window) -> Callable[[], None] | None:
         """For optimizers that call their closure after they moved: undoes everything since now."""
-        if not window.may_move_first or not self.guarded or (window.stepped and window.closure_calls <= 1):
+        if not self.guarded or (window.stepped and window.closure_calls <= 1):
             return None
         return snapshot(window.optimizer)
 
@@ -352,11 +369,12 @@ class OptimizerSteps:
             FloatingPointError: If too many steps in a row were skipped.
 
         """
-        attempts, self._attempts = self._attempts, []
         scale: Tensor | None = None
-        if self.scaler is not None and attempts:
-            self._move_scale(self.scaler, [a for a in attempts if a.counts_for_scale])
-            scale = _compat.scale_tensor(self.scaler)
+        if self._attempts:
+            attempts, self._attempts = self._attempts, []
+            if self.scaler is not None:
+                self._move_scale(self.scaler, [a for a in attempts if a.counts_for_scale])
+                scale = _compat.scale_tensor(self.scaler)
         self.log.close_batch(scale)
 
     def _move_scale(self, scaler: torch.amp.GradScaler, attempts: list[Outcome]) -> None:
@@ -389,11 +407,14 @@ class OptimizerSteps:
             scaler.update()
 
 
-def _include_loss(gradients: Gradients, loss: Tensor | None, device: torch.device) -> None:
-    """A step whose loss was not finite is not taken, whatever its gradients are."""
-    if loss is not None:
+def _new_flag(loss: Tensor | None, gradients: Gradients, device: torch.device) -> Tensor:
+    """Flag [] for a check of `gradients`. A step whose loss was not finite is not taken, whatever its gradients are."""
+    if loss is not None and gradients:
+        if device.type == "cpu" and in_host_memory(loss):
+            return torch.full((), 0.0 if math.isfinite(host_value(loss)) else 1.0)
         same = loss.dtype == torch.float32 and loss.device == device
         gradients.include(loss.clone() if same else (loss * 0).to(device, torch.float32))
+    return torch.zeros((), device=device)
 
 
 def snapshot(optimizer: Optimizer) -> Callable[[], None]:

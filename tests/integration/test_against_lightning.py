@@ -27,6 +27,7 @@ def toy(optimizer: str) -> Toy:
     return Toy(OPTIMIZERS[optimizer])
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -50,6 +51,7 @@ def test_same_bits_as_lightning(precision: str, optimizer: str, clip: float | No
         assert ours.num_skipped > 0
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_somebody_elses_scaler(optimizer: str) -> None:
     module = functools.partial(toy, optimizer)
@@ -60,6 +62,7 @@ def test_somebody_elses_scaler(optimizer: str) -> None:
     assert ours.last_step.next_scale == theirs.scaler.get_scale()
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_fp32_is_fp32(optimizer: str) -> None:
     module = functools.partial(toy, optimizer)
@@ -113,6 +116,7 @@ def test_auto_says_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:
     assert {"bf16-mixed": "'bf16'", "32-true": "'fp32'"}[plugin.precision] in lines[0]
 
 
+@pytest.mark.usefixtures("where_flags_live")
 def test_a_skipped_step_changes_nothing_and_is_counted() -> None:
     plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0))
     module = toy("adamw")
@@ -131,6 +135,7 @@ def test_a_skipped_step_changes_nothing_and_is_counted() -> None:
     assert plugin.last_step.index == 3
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_skip_nonfinite(precision: str) -> None:
     plugin = AmpPrecision(precision)

@@ -181,6 +181,7 @@ ORDERS = [
 FAILS = f"{DIFFERS}|unscale_|already been called|inf checks|gradient clipping|closure|List"
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("growth_interval", [2, 1000])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -248,6 +249,7 @@ def user_looks(m: Two, batch: Tensor) -> None:
     two.step()
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_unscale(optimizer: str) -> None:
     first, second = pair(user_looks, optimizer)
@@ -259,6 +261,7 @@ class WithoutHook(Two):
     on_before_optimizer_step = L.LightningModule.on_before_optimizer_step
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("optimizer", ["fused adamw", "fused sgd"])
 def test_every_order_folded(order: Callable[[Two, Tensor], None], optimizer: str) -> None:
@@ -269,6 +272,7 @@ def test_every_order_folded(order: Callable[[Two, Tensor], None], optimizer: str
     assert_same(fit(second, Plugins(True).scaled(growth_interval=2)), fit(first))
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_order_survives_an_overflow(order: Callable[[Two, Tensor], None], optimizer: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import Toy, batches, fit
+from helpers import Toy, batches, fit, flags_on_a_device
 from promises import OPTIMIZERS, Plugins, fused_adamw, fused_sgd, plain_adamw
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
@@ -92,6 +92,7 @@ def events_of(module: Any, count: int = 2, **kwargs: Any) -> list[str]:
     return module.events.events
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_automatic(optimizer: str) -> None:
     step = [
@@ -108,6 +109,7 @@ def test_automatic(optimizer: str) -> None:
     assert events_of(Traced(OPTIMIZERS[optimizer])) == expected
 
 
+@pytest.mark.usefixtures("where_flags_live")
 def test_accumulation() -> None:
     micro = ["training_step", "zero_grad", "on_before_backward (true loss)", "on_after_backward (x4)",
              "batch end (next scale 8)"]  # fmt: skip
@@ -121,6 +123,7 @@ class Overflow(L.Callback):
         next(module.parameters()).grad.fill_(float("inf"))
 
 
+@pytest.mark.usefixtures("where_flags_live")
 def test_a_skip_goes_through_the_same_hooks() -> None:
     assert events_of(Traced(), 1, callbacks=[Overflow()]) == [
         "training_step", "zero_grad", "on_before_backward (true loss)", "on_after_backward (inf)",
@@ -142,6 +145,7 @@ class Manual(Traced):
         optimizer.step()
 
 
+@pytest.mark.usefixtures("where_flags_live")
 def test_manual() -> None:
     step = ["training_step", "on_before_backward (true loss)", "on_after_backward (x{s})", "clipped (x1)",
             "on_before_optimizer_step (x1)", "stepped (x1)", "batch end (next scale {n})"]  # fmt: skip
@@ -166,6 +170,7 @@ class ManualTwo(Traced):
         return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.SGD(self.net[2].parameters(), lr=0.1)]
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("reverse", [False, True])
 def test_two_optimizers(reverse: bool) -> None:
     """Each is unscaled just before its own step, and the scale moves once."""
@@ -212,7 +217,7 @@ def reads_per_step(plugin: AmpPrecision | None, module: Toy, **kwargs: Any) -> l
         counts.append(reads.count)
         return out
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, flags_on_a_device():
         patch.setattr(OptimizerSteps, "step", step)
         fit(module, plugin, batches(6), **kwargs)
     return counts

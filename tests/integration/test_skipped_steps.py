@@ -161,6 +161,7 @@ def test_manual_schedules_per_epoch(plugins: Plugins) -> None:
     assert rate(trainer) == [0.005]
 
 
+@pytest.mark.usefixtures("where_flags_live")
 def test_rates_that_somebody_watches_are_decided_at_once() -> None:
     seen: list[float] = []
 
@@ -173,6 +174,7 @@ def test_rates_that_somebody_watches_are_decided_at_once() -> None:
     assert seen == pytest.approx([0.005, 0.005, 0.0025, 0.00125])
 
 
+@pytest.mark.usefixtures("where_flags_live")
 def test_gated_schedulers_copy_and_pickle_as_themselves() -> None:
     class Copy(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
@@ -187,6 +189,7 @@ def test_gated_schedulers_copy_and_pickle_as_themselves() -> None:
     assert [c.last_epoch for c in callback.copies] == [2, 2]
 
 
+@pytest.mark.usefixtures("where_flags_live")
 def test_lr_monitor_shows_the_rate_that_is_used(tmp_path: Any) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
@@ -292,6 +295,7 @@ def test_one_bad_batch_in_bf16(plugins: Plugins) -> None:
     assert all(bool(value.isfinite().all()) for value in weights(trainer).values()) is True
 
 
+@pytest.mark.usefixtures("where_flags_live")
 def test_sixty_four_bad_batches_stop_bf16_too() -> None:
     with pytest.raises(FloatingPointError, match="64 optimizer steps in a row were skipped.*64 with a non-finite loss"):
         fit(Toy, Plugins(True).bf16(), data(70), callbacks=[Poison(loss=range(70))])
@@ -300,6 +304,7 @@ def test_sixty_four_bad_batches_stop_bf16_too() -> None:
 # -- counters and the LR finder ---------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_counters(optimizer: str) -> None:
     plugin = Plugins(True).scaled()

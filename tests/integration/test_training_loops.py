@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import FEATURES, Poison, Toy, WithoutAutocast, assert_same, batches, fit, weights
+from helpers import FEATURES, Poison, Toy, WithoutAutocast, assert_same, batches, fit, flags_on_a_device, weights
 from promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, fused_sgd, plain_adamw, plain_sgd, promise
 from torch import Tensor, nn
 
@@ -74,6 +74,7 @@ class ManualClosure(Toy):
         optimizer.step(closure=closure)
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", CLOSURES)
 def test_closure_optimizers_by_hand(optimizer: str) -> None:
     module = functools.partial(ManualClosure, CLOSURES[optimizer])
@@ -127,6 +128,7 @@ def test_a_scale_that_fell_to_zero(plugins: Plugins) -> None:
     assert all(bool(w.isfinite().all()) for w in weights(trainer).values()) is True
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_gradients_that_leave_the_range_when_divided(optimizer: str, clip: float | None) -> None:
@@ -145,6 +147,7 @@ def test_bad_batches_never_lower_the_scale(plugins: Plugins) -> None:
     torch.testing.assert_close(plugin.scaler.get_scale(), 2.0**10)
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_reasons(optimizer: str) -> None:
     records: list[Any] = []
@@ -160,6 +163,7 @@ def test_reasons(optimizer: str) -> None:
     assert [r.next_scale for r in records] == [1024.0] + [512.0] * 7
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("hysteresis", [1, 2])
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
 def test_hysteresis_in_the_trainer(hysteresis: int, optimizer: str) -> None:
@@ -389,9 +393,10 @@ def test_several_bad_devices_are_still_one_flag(fused: Any) -> None:
         return optimizer
 
     module = Toy(make)
-    fit(module, WithoutAutocast("fp16", scaler=DynamicLossScaler(1024.0)), batches(4), callbacks=[
-        Poison(gradient=[2]), PoisonAll(2)
-    ])  # fmt: skip
+    with flags_on_a_device():
+        fit(module, WithoutAutocast("fp16", scaler=DynamicLossScaler(1024.0)), batches(4), callbacks=[
+            Poison(gradient=[2]), PoisonAll(2)
+        ])  # fmt: skip
     assert set(seen) <= {0.0, 1.0}
     assert 1.0 in seen
 
@@ -406,6 +411,7 @@ class PoisonAll(L.Callback):
                 p.grad.fill_(float("nan"))
 
 
+@pytest.mark.usefixtures("where_flags_live")
 def test_adam_counts_applied_steps() -> None:
     plugin = Plugins(True).scaled()
     trainer = fit(lambda: Toy(fused_adamw), plugin, callbacks=[Poison(gradient=[0, 1, 5])])
