@@ -39,6 +39,7 @@ class Window:
         self.loss: Tensor | None = None
         self.found_inf: Tensor | None = None
         self.used_scale: Tensor | None = None
+        self.clear_flag: Tensor | None = None  # 0.0 for sure, to be used again
         self.has_gradients = False
         self.closure_calls = 0  # of its last step
         self.stepped = False
@@ -172,7 +173,7 @@ class OptimizerSteps:
             return
         gradients = Gradients(window.optimizer, self._true_elsewhere(window))
         window.has_gradients = bool(gradients)
-        found_inf = _new_flag(window.loss, gradients, scale.device)
+        found_inf = _new_flag(window, gradients, scale.device)
         if gradients:
             found_inf = gradients.unscale_(_inverse(scale), found_inf)
             if self._scale_may_be_below_one():  # then a finite value can leave the range when it is divided
@@ -184,7 +185,7 @@ class OptimizerSteps:
         gradients = Gradients(window.optimizer)
         window.has_gradients = bool(gradients)
         device = gradients.device or (window.loss.device if window.loss is not None else torch.device("cpu"))
-        found_inf = _new_flag(window.loss, gradients, device)
+        found_inf = _new_flag(window, gradients, device)
         window.found_inf = gradients.check(found_inf) if gradients else found_inf
 
     def _true_elsewhere(self, window: Window) -> set[int]:
@@ -262,16 +263,14 @@ class OptimizerSteps:
                 return result  # nothing to do; with other ranks the flag still counts: theirs may have gradients
             found_inf = window.found_inf
             assert found_inf is not None
-            if on_device and in_host_memory(found_inf):
-                skip = bool(host_value(found_inf))
-            elif not on_device or self._host_must_know(optimizer):
-                skip = bool(found_inf.item())
-            else:
-                skip = False
+            free = in_host_memory(found_inf)
+            if on_device and not free and not self._host_must_know(optimizer):
                 skipped = found_inf
                 _compat.set_found_inf(optimizer, found_inf)
-            if skip:
+            elif host_value(found_inf) if on_device and free else found_inf.item():
                 raise _Skip(window)
+            elif free:
+                window.clear_flag = found_inf
             return result
 
         try:
@@ -302,7 +301,7 @@ class OptimizerSteps:
         if max_norm is None:
             if scale is not None and self._scale_may_be_below_one():
                 return False
-            found_inf = gradients.check(_new_flag(window.loss, gradients, device))
+            found_inf = gradients.check(_new_flag(window, gradients, device))
         else:
             norm = gradients.norm()
             if in_host_memory(norm) and not math.isfinite(host_value(norm)):
@@ -407,11 +406,15 @@ class OptimizerSteps:
             scaler.update()
 
 
-def _new_flag(loss: Tensor | None, gradients: Gradients, device: torch.device) -> Tensor:
+def _new_flag(window: Window, gradients: Gradients, device: torch.device) -> Tensor:
     """Flag [] for a check of `gradients`. A step whose loss was not finite is not taken, whatever its gradients are."""
+    loss = window.loss
     if loss is not None and gradients:
         if device.type == "cpu" and in_host_memory(loss):
-            return torch.full((), 0.0 if math.isfinite(host_value(loss)) else 1.0)
+            if not math.isfinite(host_value(loss)):
+                return torch.ones(())
+            flag, window.clear_flag = window.clear_flag, None
+            return torch.zeros(()) if flag is None else flag
         same = loss.dtype == torch.float32 and loss.device == device
         gradients.include(loss.clone() if same else (loss * 0).to(device, torch.float32))
     return torch.zeros((), device=device)

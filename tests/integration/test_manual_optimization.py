@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import FEATURES, Poison, Toy, assert_same, fit, weights
+from helpers import FEATURES, Poison, Toy, WithoutAutocast, assert_same, fit, weights
 from promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, plain_adamw, plain_sgd, promise
 from torch import Tensor, nn
 
@@ -477,6 +477,16 @@ def test_an_exception_in_the_middle(plugins: Plugins, optimizer: str) -> None:
     trainer = fit(lambda: CatchesOutOfMemory(OPTIMIZERS[optimizer]), plugin)
     assert_same(trainer, fit(lambda: CatchesOutOfMemory(OPTIMIZERS[optimizer])))
     copy.deepcopy(plugin)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plugin", [WithoutAutocast, lambda: AmpPrecision("fp32")], ids=["scaled", "fp32"])
+def test_an_exception_after_an_overflow_skips_nothing_else(plugin: Any, optimizer: str) -> None:
+    plugin = plugin()
+    fit(lambda: CatchesOutOfMemory(OPTIMIZERS[optimizer]), plugin, callbacks=[Poison(gradient=[3])])
+    assert plugin.num_skipped == 0
+    assert plugin.num_steps == 7  # the eighth raised before it was decided
 
 
 # -- clipping in automatic optimization (row 3) ---------------------------------------------------
