@@ -5,12 +5,14 @@ Every scenario is trained twice, with the bad batches and from a dataset that ne
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_amp import AmpPrecision, DynamicLossScaler
+from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, OverflowLocator
+from lightning_amp.scaling import OptimizerSteps, RecordLog
 
 BATCHES, SIZE, FEATURES = 9, 4, 8
 Trouble = dict[tuple[int, int], str]
@@ -103,6 +106,13 @@ def scaled(precision: str = "fp16", scale: float = 1024.0) -> AmpPrecision:
     return WithoutAutocast(precision, scaler=scaler)
 
 
+def initialise(module: nn.Module) -> None:
+    torch.manual_seed(0)
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+
+
 def train(
     module: L.LightningModule,
     without: tuple[int, ...] = (),
@@ -112,15 +122,13 @@ def train(
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Train from a seed; everything that must be the same on all ranks, and the buffers, which need not be."""
-    torch.manual_seed(0)
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            layer.reset_parameters()
+    initialise(module)
     records, plugin = Records(), plugin or scaled()
     if world_size > 1:
         kwargs["strategy"] = DDPStrategy(timeout=timedelta(seconds=60), **(strategy or {}))
         kwargs |= {"devices": world_size, "use_distributed_sampler": False}
-    trainer = quiet_trainer(plugins=[plugin], callbacks=[records], **kwargs)
+    callbacks = [*kwargs.pop("callbacks", ()), records]
+    trainer = quiet_trainer(plugins=[plugin], callbacks=callbacks, **kwargs)
     trainer.fit(module, data(world_size, without))
     return report(trainer, plugin, records)
 
@@ -324,6 +332,111 @@ class SecondCall(Net):
 @scenario
 def lbfgs() -> Any:
     return both(SecondCall, EVERY_KIND, (1, 2, 4, 6))
+
+
+@scenario
+def no_gradients_on_one_rank() -> Any:
+    """An optimizer whose parameters only rank 0 has gradients of, in the third step nobody, in the fourth a NaN loss."""
+    log, scaler = RecordLog(), DynamicLossScaler(1024.0, growth_interval=2)
+    steps = OptimizerSteps(scaler, skip_nonfinite=True, log=log)
+    steps.device = torch.device("cpu")
+    steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
+    rank = torch.distributed.get_rank()
+    weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    steps.attach([optimizer])
+    scales: list[float] = []
+    for i in range(5):
+        used = weight if rank == 0 and i != 2 else other
+        loss = used.sum() + (torch.nan if i == 3 and rank == 1 else 0.0)
+
+        def closure(loss: Tensor = loss) -> None:
+            optimizer.zero_grad()
+            steps.scale_loss(loss).backward()
+
+        steps.step(optimizer, closure, lambda: None, fold=True)
+        steps.finish_batch()
+        scales.append(scaler.get_scale())
+    log.flush()
+    return {
+        "scales": scales,
+        "tracker": scaler.state_dict()["_growth_tracker"],
+        "counts": (log.num_steps, log.num_skipped),
+        "weight": weight.tolist(),
+    }
+
+
+class Replayed(Net):
+    """Overflows in its own forward, at batch 1 on rank 1, at batch 3 on both, and in an unsynchronised micro-batch."""
+
+    def __init__(self, unrepeatable: bool = False) -> None:
+        super().__init__(norm=False)
+        self.unrepeatable = unrepeatable
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, number = batch
+        n = int(number[0])
+        if self.unrepeatable and self.global_rank == 1 and type(self.trainer) is not L.Trainer:
+            raise RuntimeError("only once")
+        if (self.global_rank, n) in {(1, 1), (0, 3), (1, 3)}:
+            x = x * 1e38 * 1e38
+        return self.loss(x)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        batch[0].mul_(1 + 99 * self.global_rank)  # rank 1 has larger gradients
+
+
+def _with_callbacks(*callbacks: L.Callback, unrepeatable: bool = False, **kwargs: Any) -> dict[str, Any]:
+    return train(Replayed(unrepeatable), plugin=scaled(), callbacks=callbacks, **kwargs)
+
+
+@scenario
+def overflow_reports() -> Any:
+    """Rank 0 writes and logs for all; the run is that without callbacks."""
+    folder, printed = Path(sys.argv[1]) / "overflows", io.StringIO()
+    locator = OverflowLocator(dirpath=folder, save_bundles=True)
+    logger = logging.getLogger("lightning_amp.callbacks._overflow_locator")
+    handler = logging.StreamHandler(printed)
+    logger.addHandler(handler)
+    try:
+        seen = _with_callbacks(locator)
+    finally:
+        logger.removeHandler(handler)
+    return {
+        "with": seen,
+        "without": _with_callbacks(),
+        "reports": [(r.record.index, r.rank, r.cause, r.batch_idx) for r in locator.reports],
+        "said": printed.getvalue(),
+    }
+
+
+@scenario
+def gradient_figures() -> Any:
+    """Of both ranks together, and of each alone in one process; then with a rank that cannot run its step again."""
+    monitor, broken = GradientMonitor(100), GradientMonitor(100)
+    both_ranks = _with_callbacks(monitor)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _with_callbacks(broken, unrepeatable=True, max_steps=1)
+    alone = GradientMonitor(100)
+    rank = torch.distributed.get_rank()
+
+    class Alone(Replayed):
+        global_rank = rank
+
+    module = Alone()
+    initialise(module)
+    trainer = quiet_trainer(plugins=[scaled()], callbacks=[alone], max_steps=1)
+    trainer.fit(module, data(2))
+    return {
+        "with": both_ranks,
+        "without": _with_callbacks(),
+        "rows": [row._asdict() for row in monitor.table],
+        "alone": [row._asdict() for row in alone.table],
+        "broken": [row._asdict() for row in broken.table],
+        "largest": max(monitor.histograms["(all)"].counts.nonzero()).item(),
+        "warned": [str(w.message) for w in caught if "GradientMonitor" in str(w.message)],
+    }
 
 
 def main() -> None:
