@@ -38,7 +38,8 @@ class Classifier(L.LightningModule):
         super().__init__()
         self.lr = lr
         self.net = nn.Sequential(
-            nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+            nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(),
+            nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10),
         )  # fmt: skip
         self.val_acc = MulticlassAccuracy(num_classes=10, average="micro")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from helpers import WithoutAutocast, assert_same, quiet_trainer
+from helpers import DEVICE, WithoutAutocast, assert_same, quiet_trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
@@ -133,12 +133,18 @@ def train(
     return report(trainer, plugin, records)
 
 
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor if hasattr(tensor, "full_tensor") else tensor.cpu()  # sharded ones are gathered by who asks
+
+
 def report(trainer: L.Trainer, plugin: AmpPrecision, records: Records) -> dict[str, Any]:
-    state = [v for o in trainer.optimizers for p in o.state.values() for v in p.values() if isinstance(v, Tensor)]
+    state = [
+        _on_host(v) for o in trainer.optimizers for p in o.state.values() for v in p.values() if isinstance(v, Tensor)
+    ]
     scaler = plugin.scaler
     return {
-        "parameters": [p.detach().clone() for p in trainer.lightning_module.parameters()],
-        "buffers": [b.clone() for b in trainer.lightning_module.buffers()],
+        "parameters": [_on_host(p.detach()).clone() for p in trainer.lightning_module.parameters()],
+        "buffers": [b.cpu().clone() for b in trainer.lightning_module.buffers()],
         "optimizer": state,
         "lr": [o.param_groups[0]["lr"] for o in trainer.optimizers],
         "scale": None if scaler is None else scaler.get_scale(),
@@ -346,12 +352,12 @@ def lbfgs() -> Any:
 @scenario
 def no_gradients_on_one_rank() -> Any:
     """An optimizer whose parameters only rank 0 has gradients of, in the third step nobody, in the fourth a NaN loss."""
-    log, scaler = RecordLog(), DynamicLossScaler(1024.0, growth_interval=2)
+    log, scaler = RecordLog(), DynamicLossScaler(1024.0, growth_interval=2, device=DEVICE)
     steps = OptimizerSteps(scaler, skip_nonfinite=True, log=log)
-    steps.device = torch.device("cpu")
-    steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
     rank = torch.distributed.get_rank()
-    weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    steps.device = device = torch.device(DEVICE, rank if DEVICE == "cuda" else None)
+    steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
+    weight, other = (nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     steps.attach([optimizer])
     scales: list[float] = []
@@ -450,6 +456,43 @@ def gradient_figures() -> Any:
         "largest": max(monitor.histograms["(all)"].counts.nonzero()).item(),
         "warned": [str(w.message) for w in caught if "GradientMonitor" in str(w.message)],
     }
+
+
+def sync_batch_norm() -> Any:
+    """Statistics over both ranks; torch has it on CUDA only."""
+    return both(lambda t: Net(t, fused), EVERY_KIND, (1, 2, 4, 6), sync_batchnorm=True)
+
+
+class ForbidSync(L.Callback):
+    """Raises if the host waits for the device inside a batch, after the first ones, in which DDP builds its buckets."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= 4:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Silent(Net):
+    """Reads nothing of its batch on the host."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return fused(self.parameters())
+
+
+def never_waits() -> Any:
+    return {
+        "with": train(Silent(), callbacks=[ForbidSync()], gradient_clip_val=0.5),
+        "without": train(Silent(), gradient_clip_val=0.5),
+    }
+
+
+if DEVICE == "cuda":
+    SCENARIOS |= {"sync_batch_norm": sync_batch_norm, "never_waits": never_waits}
 
 
 def main() -> None:

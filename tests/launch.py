@@ -16,7 +16,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 
 
-def launch(script: Path, world_size: int, folder: Path, *arguments: str, timeout_s: float = 240) -> list[dict[str, Any]]:
+def launch(
+    script: Path, world_size: int, folder: Path, *arguments: str, timeout_s: float = 240
+) -> list[dict[str, Any]]:
     """Run `script FOLDER ARGUMENTS...` on every rank; returns what each of them saved as `rank{rank}.pt` in `folder`.
 
     Args:

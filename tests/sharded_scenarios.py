@@ -28,8 +28,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, MetricComparison, OverflowLocator
-from lightning_amp import ScaleMonitor
+from lightning_amp import (
+    AmpPrecision,
+    DynamicLossScaler,
+    GradientMonitor,
+    MetricComparison,
+    OverflowLocator,
+    ScaleMonitor,
+)
 
 BAD = (1, 2, 4, 6)
 FOLDER = Path(sys.argv[1])
@@ -94,7 +100,9 @@ class Regression(L.LightningModule):
         x, number = batch
         loss = nn.functional.mse_loss(self.model(x).float(), x.sum(1, keepdim=True))
         kind = self.trouble.get((self.global_rank, int(number[0])))
-        return Infinite.apply(loss) if kind == "gradient" else loss + {"nan": torch.nan, "inf": torch.inf, None: 0.0}[kind]
+        return (
+            Infinite.apply(loss) if kind == "gradient" else loss + {"nan": torch.nan, "inf": torch.inf, None: 0.0}[kind]
+        )
 
     def on_after_backward(self) -> None:
         if self.shard_trouble == self.trainer.fit_loop.epoch_loop.batch_idx and self.global_rank == 1:
@@ -120,7 +128,7 @@ def data(replicas: int, replica: int, without: tuple[int, ...] = ()) -> DataLoad
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 def train(
@@ -151,7 +159,9 @@ def train(
     result = report(trainer, plugin, records)
     result["optimizer"] = [whole(v) for v in result["optimizer"]]
     result["parameters"] = [whole(p) for p in module.parameters()]
-    result["kinds"] = [str(getattr(p, "device_mesh", None) and p.device_mesh.mesh_dim_names) for p in module.parameters()]
+    result["kinds"] = [
+        str(getattr(p, "device_mesh", None) and p.device_mesh.mesh_dim_names) for p in module.parameters()
+    ]
     return trainer, result
 
 
@@ -252,7 +262,10 @@ class Manual(Regression):
     def configure_optimizers(self) -> Any:
         down = list(self.model.down.parameters())
         ids = {id(p) for p in down}
-        optimizers = [self.make_optimizer(down), self.make_optimizer([p for p in self.parameters() if id(p) not in ids])]
+        optimizers = [
+            self.make_optimizer(down),
+            self.make_optimizer([p for p in self.parameters() if id(p) not in ids]),
+        ]
         return optimizers, [ExponentialLR(o, 0.9) for o in optimizers]
 
 

@@ -23,7 +23,6 @@ from lightning_amp.numerics import (
     underflow_counts,
 )
 
-
 _LOWEST, _HIGHEST = -50, 20  # exponents of gradients that the histograms tell apart
 _NUM_BINS = _HIGHEST - _LOWEST + 1
 

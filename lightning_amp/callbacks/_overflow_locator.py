@@ -249,9 +249,7 @@ class OverflowLocator(Callback):
         if self.dirpath is not None:
             self._save(trainer, module, reports, finding)
 
-    def _save(
-        self, trainer: Trainer, module: LightningModule, reports: list[OverflowReport], finding: Finding
-    ) -> None:
+    def _save(self, trainer: Trainer, module: LightningModule, reports: list[OverflowReport], finding: Finding) -> None:
         """Rank 0 writes; what another rank's file needs from there is sent."""
         assert self.dirpath is not None
         bundles: list[bytes | None] = []

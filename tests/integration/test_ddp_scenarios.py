@@ -84,7 +84,9 @@ def test_rank_zero_reports_for_all(ranks: list[dict[str, Any]], folder: Path) ->
     files = sorted((folder / "overflows").iterdir())
     assert [file.name for file in files] == [f"{stem}.{end}" for stem in stems for end in ("json", "pt")]
     assert json.loads(files[0].read_text())["rank"] == 1
-    again = replay(files[1], lambda: Net({}, norm=False), step=lambda module, batch: module.loss(batch[0] * 1e38 * 1e38))
+    again = replay(
+        files[1], lambda: Net({}, norm=False), step=lambda module, batch: module.loss(batch[0] * 1e38 * 1e38)
+    )
     assert again.diagnosis.cause == "forward"
     own, others = (torch.load(files[i], weights_only=True)["batch"][0] for i in (3, 5))
     assert not torch.equal(own, others), "each file has the batch of its rank"
