@@ -189,7 +189,7 @@ def fused(params: Any) -> torch.optim.Optimizer:
 
 @scenario
 def every_kind_unfused() -> Any:
-    return both(lambda t: Net(t), EVERY_KIND, (1, 2, 4, 6), gradient_clip_val=0.5)
+    return both(Net, EVERY_KIND, (1, 2, 4, 6), gradient_clip_val=0.5)
 
 
 @scenario
@@ -215,7 +215,7 @@ def accumulation() -> Any:
 @scenario
 def accumulation_unfused() -> Any:
     trouble: Trouble = {(1, 3): "inf", (0, 7): "gradient", (1, 8): "gradient"}
-    return both(lambda t: Net(t), trouble, (3, 4, 5, 6, 7, 8), accumulate_grad_batches=3, gradient_clip_val=0.5)
+    return both(Net, trouble, (3, 4, 5, 6, 7, 8), accumulate_grad_batches=3, gradient_clip_val=0.5)
 
 
 class Unused(Net):
@@ -247,7 +247,7 @@ def static_graph() -> Any:
 @scenario
 def bucket_views() -> Any:
     return both(
-        lambda t: Net(t), EVERY_KIND, (1, 2, 4, 6), strategy={"gradient_as_bucket_view": True},
+        Net, EVERY_KIND, (1, 2, 4, 6), strategy={"gradient_as_bucket_view": True},
         gradient_clip_val=0.5,
     )  # fmt: skip
 
@@ -291,7 +291,7 @@ class NeverSecond(Pair):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if int(batch[1][0]) not in (1, 2, 4, 6):
             return super().training_step(batch, batch_idx)
-        first, second = self.optimizers()
+        first = self.optimizers()[0]
         first.zero_grad()
         self.manual_backward(self.body(batch[0]).float().pow(2).mean())
         self.clip_gradients(first, 0.5, "norm")
@@ -351,7 +351,7 @@ def lbfgs() -> Any:
 
 @scenario
 def no_gradients_on_one_rank() -> Any:
-    """An optimizer whose parameters only rank 0 has gradients of, in the third step nobody, in the fourth a NaN loss."""
+    """Only rank 0 has gradients; in step 2 nobody has, in step 3 the loss of the other rank is NaN."""
     log, scaler = RecordLog(), DynamicLossScaler(1024.0, growth_interval=2, device=DEVICE)
     steps = OptimizerSteps(scaler, skip_nonfinite=True, log=log)
     rank = torch.distributed.get_rank()
@@ -441,7 +441,7 @@ def gradient_figures() -> Any:
     rank = torch.distributed.get_rank()
 
     class Alone(Replayed):
-        global_rank = rank
+        global_rank = rank  # pyright: ignore[reportAssignmentType]
 
     module = Alone()
     initialise(module)
@@ -492,7 +492,7 @@ def never_waits() -> Any:
 
 
 if DEVICE == "cuda":
-    SCENARIOS |= {"sync_batch_norm": sync_batch_norm, "never_waits": never_waits}
+    SCENARIOS.update(sync_batch_norm=sync_batch_norm, never_waits=never_waits)
 
 
 def main() -> None:

@@ -201,7 +201,7 @@ def fsdp_fused_norm() -> Any:
 @scenario(2)
 def fsdp_value_bf16() -> Any:
     return compared(
-        (2, 1), lambda lay, t: Regression(lay, t), "fsdp", plugin=lambda: scaled("bf16"),
+        (2, 1), Regression, "fsdp", plugin=lambda: scaled("bf16"),
         gradient_clip_val=0.1, gradient_clip_algorithm="value",
     )  # fmt: skip
 
@@ -217,14 +217,12 @@ def fsdp_accumulation() -> Any:
 @scenario(2)
 def tensor_parallel_norm() -> Any:
     """Sharded and plain parameters in one optimizer. Both ranks see the same batch: trouble on one is in its shard."""
-    return compared((1, 2), lambda lay, t: Regression(lay, t), "tp", gradient_clip_val=0.5)
+    return compared((1, 2), Regression, "tp", gradient_clip_val=0.5)
 
 
 @scenario(2)
 def tensor_parallel_value() -> Any:
-    return compared(
-        (1, 2), lambda lay, t: Regression(lay, t), "tp", gradient_clip_val=0.1, gradient_clip_algorithm="value"
-    )
+    return compared((1, 2), Regression, "tp", gradient_clip_val=0.1, gradient_clip_algorithm="value")
 
 
 @scenario(2)
@@ -352,7 +350,7 @@ def stuck() -> Any:
 @scenario(4)
 def three_meshes() -> Any:
     """2 x 2: `up` and `down` on both meshes, `head` on one, `gain` on none."""
-    return compared((2, 2), lambda lay, t: Regression(lay, t), "tp, fsdp head", gradient_clip_val=0.5)
+    return compared((2, 2), Regression, "tp, fsdp head", gradient_clip_val=0.5)
 
 
 @scenario(4)
