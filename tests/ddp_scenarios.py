@@ -458,6 +458,19 @@ def gradient_figures() -> Any:
     }
 
 
+@scenario
+def stuck() -> Any:
+    """The error comes on all ranks, and the last report with it."""
+    locator, plugin = OverflowLocator(), scaled()
+    plugin.scaler.max_consecutive_skips = 2
+    message = ""
+    try:
+        train(Net({(1, 1): "gradient", (0, 2): "nan"}), plugin=plugin, callbacks=[locator])
+    except FloatingPointError as error:
+        message = str(error)
+    return {"message": message, "reports": [(r.record.index, r.rank, r.cause) for r in locator.reports]}
+
+
 def sync_batch_norm() -> Any:
     """Statistics over both ranks; torch has it on CUDA only."""
     return both(lambda t: Net(t, fused), EVERY_KIND, (1, 2, 4, 6), sync_batchnorm=True)

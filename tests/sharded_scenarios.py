@@ -23,8 +23,8 @@ from helpers import quiet_trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -223,6 +223,31 @@ def tensor_parallel_norm() -> Any:
 @scenario(2)
 def tensor_parallel_value() -> Any:
     return compared((1, 2), Regression, "tp", gradient_clip_val=0.1, gradient_clip_algorithm="value")
+
+
+class Sequence(Regression):
+    """Sequence parallel: the gradients of the normalisation are left as sums that are still to be added up."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model.norm = nn.LayerNorm(16)
+
+    def configure_model(self) -> None:
+        if self.layout and not self.is_parallel:
+            self.is_parallel = True
+            up, down = ColwiseParallel(output_layouts=Shard(0)), RowwiseParallel(input_layouts=Shard(0))
+            plan = {"up": up, "norm": SequenceParallel(sequence_dim=0), "down": down}
+            parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)
+
+
+@scenario(2)
+def sequence_parallel_norm() -> Any:
+    return compared((1, 2), Sequence, "tp", gradient_clip_val=0.5)
+
+
+@scenario(2)
+def sequence_parallel_value() -> Any:
+    return compared((1, 2), Sequence, "tp", gradient_clip_val=0.1, gradient_clip_algorithm="value")
 
 
 @scenario(2)

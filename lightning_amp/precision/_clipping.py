@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -47,6 +48,8 @@ class Clipping(MixedPrecision):
 
         """
         for group in _by_mesh(self.main_params(optimizer)):
+            for parameter in group:
+                parameter.grad = _added_up(parameter.grad)
             torch.nn.utils.clip_grad_value_(group, clip_val)
 
 
@@ -57,6 +60,15 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         if parameter.grad is not None:
             groups.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
     return list(groups.values())
+
+
+def _added_up(grad: Any) -> Any:
+    """Sequence parallelism leaves sums that are still to be added over the ranks, whose elements cannot be clipped."""
+    if not any(placement.is_partial() for placement in getattr(grad, "placements", ())):
+        return grad
+    from torch.distributed.tensor import Replicate
+
+    return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
 
 
 def _whole(norm: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ for name in ("manual_bsbs_fused", "manual_bsbs_unfused"):
     REASONS[name] = [reason for second in ONE_PER_BATCH for reason in ("none", second)]
 for name in ("manual_bbss_fused", "manual_bbss_unfused"):
     REASONS[name] = [r for r in ("none", "loss", "loss", "none", "none", "none", "loss", "none", "none") for _ in "ab"]
-TRAINED = [name for name in SCENARIOS if name != "no_gradients_on_one_rank"]
+TRAINED = [name for name in SCENARIOS if name not in ("no_gradients_on_one_rank", "stuck")]
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +90,13 @@ def test_rank_zero_reports_for_all(ranks: list[dict[str, Any]], folder: Path) ->
     assert again.diagnosis.cause == "forward"
     own, others = (torch.load(files[i], weights_only=True)["batch"][0] for i in (3, 5))
     assert not torch.equal(own, others), "each file has the batch of its rank"
+
+
+def test_a_stuck_run_stops_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["stuck"] for rank in ranks)
+    assert one == other
+    assert "2 optimizer steps in a row were skipped" in one["message"]
+    assert one["reports"] == [(1, 1, "backward"), (2, 0, "loss")]
 
 
 def test_gradient_figures_are_those_of_all_ranks(ranks: list[dict[str, Any]]) -> None:

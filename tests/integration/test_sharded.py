@@ -51,7 +51,7 @@ def assert_equals_one_process(ranks: Ranks, name: str) -> None:
     "name",
     [
         "fsdp_fused_norm", "fsdp_value_bf16", "fsdp_accumulation", "tensor_parallel_norm", "tensor_parallel_value",
-        "one_shard_overflows", "manual",
+        "sequence_parallel_norm", "sequence_parallel_value", "one_shard_overflows", "manual",
     ],
 )  # fmt: skip
 def test_equals_one_process_without_the_bad_batches(name: str, two: Ranks) -> None:
