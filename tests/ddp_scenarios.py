@@ -1,4 +1,4 @@
-"""Run by `test_ddp_scenarios.py` on two gloo ranks: trouble on one rank, in every kind of loop that DDP allows.
+"""Run by `test_ddp.py` on two gloo ranks: trouble on one rank, in every kind of loop that DDP allows.
 
 Every scenario is trained twice, with the bad batches and from a dataset that never had them, and reports both.
 """
@@ -279,10 +279,13 @@ class Pair(Net):
             self.clip_gradients(first, 0.5, "norm")
             first.step()
         second.step()
+        for schedule in self.lr_schedulers():
+            schedule.step()
         return None
 
     def configure_optimizers(self) -> Any:
-        return [self.make_optimizer(self.body.parameters()), self.make_optimizer(self.head.parameters())]
+        optimizers = [self.make_optimizer(module.parameters()) for module in (self.body, self.head)]
+        return optimizers, [ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
 
 
 class NeverSecond(Pair):
@@ -296,6 +299,7 @@ class NeverSecond(Pair):
         self.manual_backward(self.body(batch[0]).float().pow(2).mean())
         self.clip_gradients(first, 0.5, "norm")
         first.step()
+        self.lr_schedulers()[0].step()
         return None
 
 
@@ -347,6 +351,17 @@ class SecondCall(Net):
 @scenario
 def lbfgs() -> Any:
     return both(SecondCall, EVERY_KIND, (1, 2, 4, 6))
+
+
+@scenario
+def autocast_fp16() -> Any:
+    """With half precision in it, so that runs without the bad batches need not be equal to the bit."""
+    return {"with": train(Net(EVERY_KIND), plugin=AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0)))}
+
+
+@scenario
+def autocast_bf16() -> Any:
+    return {"with": train(Net(EVERY_KIND, fused), plugin=AmpPrecision("bf16"), gradient_clip_val=0.5)}
 
 
 @scenario

@@ -1,4 +1,4 @@
-"""The scenarios of `tests/integration/test_ddp_scenarios.py` and `test_sharded.py` on GPUs, with NCCL.
+"""The scenarios of `tests/integration/test_ddp.py` and `test_sharded.py` on GPUs, with NCCL.
 
 And what only CUDA has: synchronised BatchNorm, and a host that must not wait.
 """
