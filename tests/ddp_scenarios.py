@@ -279,7 +279,7 @@ class Pair(Net):
             self.clip_gradients(first, 0.5, "norm")
             first.step()
         second.step()
-        for schedule in self.lr_schedulers():
+        for schedule in self.lr_schedulers() or ():
             schedule.step()
         return None
 
