@@ -39,6 +39,7 @@ from typing_extensions import override
 from lightning_amp import _compat
 from lightning_amp.precision import _checks, _choice, _islands, _state
 from lightning_amp.precision._anomaly import AnomalyCheck
+from lightning_amp.precision._clipping import Clipping
 from lightning_amp.precision._evaluation import Surroundings
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._guards import FitGuards
@@ -48,7 +49,7 @@ from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, 
 _NOTHING = contextlib.nullcontext()
 
 
-class AmpPrecision(ForwardContexts):
+class AmpPrecision(Clipping, ForwardContexts):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -227,7 +228,8 @@ class AmpPrecision(ForwardContexts):
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             in_fp32 = self._surroundings.fp32_modules
             _checks.check(module, self._settled(), module.trainer.strategy.root_device, in_fp32)
-            if module.trainer.world_size > 1:
+            if module.trainer.world_size > 1 and torch.distributed.is_initialized():
+                self._steps.device = module.trainer.strategy.root_device
                 self._steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
             self._compiling.start()
             if self._steps.guarded:  # the schedulers are not in the strategy yet; `enter_step` finds them

@@ -4,6 +4,7 @@ from lightning_amp.scaling._gradients import all_finite
 from lightning_amp.scaling._history import ScaleHistory
 from lightning_amp.scaling._records import RecordLog, StepRecord
 from lightning_amp.scaling._scaler import DynamicLossScaler
-from lightning_amp.scaling._steps import OptimizerSteps, Outcome
+from lightning_amp.scaling._steps import OptimizerSteps
+from lightning_amp.scaling._windows import Outcome
 
 __all__ = ["DynamicLossScaler", "OptimizerSteps", "Outcome", "RecordLog", "ScaleHistory", "StepRecord", "all_finite"]

@@ -5,83 +5,26 @@ Torch only. `precision/_amp.py` holds the order of events and calls in here.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp import _compat
-from lightning_amp.scaling._gradients import Gradients, constant, host_value, in_host_memory, parameters
+from lightning_amp.scaling._gradients import (
+    Gradients,
+    constant,
+    has_gradients,
+    host_value,
+    in_host_memory,
+    parameters,
+)
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite, nonfinite_flag
-
-
-class Window:
-    """What is known about the gradients of one optimizer since its last step.
-
-    Attributes:
-        scale: The factor that its gradients are multiplied with, shape []; `None` if they are true gradients.
-        loss: Finite, shape [], as long as every loss since the last step was.
-        found_inf: 1.0, shape [], if the gradients that are there now are not finite; `None` if that is not known.
-        used_scale: The scale that was divided out last.
-
-    """
-
-    def __init__(self, optimizer: Optimizer, index: int) -> None:
-        self.optimizer = optimizer
-        self.index = index
-        self.scale: Tensor | None = None
-        self.folded: tuple[Tensor, Tensor] | None = None  # flag and scale of a folded step, see `to_true`
-        self.loss: Tensor | None = None
-        self.found_inf: Tensor | None = None
-        self.used_scale: Tensor | None = None
-        self.clear_flag: Tensor | None = None  # 0.0 for sure, to be used again
-        self.has_gradients = False
-        self.closure_calls = 0  # of its last step
-        self.stepped = False
-        self.decides_on_device = _compat.decides_on_device(optimizer)
-        self.may_move_first = not _always_calls_closure(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
-
-    def to_true(self) -> Tensor | None:
-        """What makes the leftovers of a folded step true gradients: the kernel unscales them only when it steps."""
-        if self.folded is None:
-            return None
-        found_inf, scale = self.folded
-        return torch.where(found_inf > 0, _inverse(scale), 1.0)
-
-
-class Outcome:
-    """What became of one attempted step. `skipped` is a bool where the host knows, else a flag [] on the device."""
-
-    def __init__(self, window: Window, skipped: Tensor | bool) -> None:
-        self.window = window
-        self.skipped = skipped
-        self.loss = window.loss
-        self.counts_for_scale = window.has_gradients
-
-    def flag(self, like: Tensor) -> Tensor:
-        """1.0 for a skip, shape [], on the device of `like`."""
-        if isinstance(self.skipped, Tensor):
-            return self.skipped.to(like.device)
-        return torch.full((), float(self.skipped), device=like.device)
-
-
-class Guards(Protocol):
-    """What must not notice a skipped step."""
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step; its gradients are there."""
-
-    def host_must_know(self, optimizer: Optimizer) -> bool:
-        """Whether the outcome of this optimizer's step is needed on the host at once."""
-        ...
-
-    def observe(self, outcome: Outcome) -> None:
-        """A step was attempted."""
+from lightning_amp.scaling._windows import Guards, Outcome, Window, always_calls_closure, inverse, snapshot
 
 
 class _Skip(BaseException):  # not an Exception: user code between us and the optimizer may catch those
@@ -112,6 +55,7 @@ class OptimizerSteps:
         self.guards: Guards | None = None
         self.first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         self.all_reduce_max: Callable[[Tensor], Any] | None = None  # in place over all ranks; `None` for one process
+        self.device: torch.device | None = None  # that `all_reduce_max` works on; `None`: where the gradients are
         self._attempts: list[Outcome] = []
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
@@ -131,6 +75,8 @@ class OptimizerSteps:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Carry what gradients there are to the current scale; returns the loss, scaled."""
         for window in self.windows.values():
+            if window.loss is not None and not has_gradients(window.optimizer):
+                window.loss = None  # the gradients of earlier losses were dropped, so these say nothing about its step
             window.loss = merge_losses(window.loss, loss)
             window.found_inf = None
         if self.scaler is None:
@@ -148,7 +94,7 @@ class OptimizerSteps:
                 if gradients:
                     factor = scale
                     if window.scale is not None:
-                        factor = factor * _inverse(window.scale)
+                        factor = factor * inverse(window.scale)
                     to_true = window.to_true()
                     if to_true is not None:
                         factor = factor * to_true
@@ -175,7 +121,7 @@ class OptimizerSteps:
         window.has_gradients = bool(gradients)
         found_inf = _new_flag(window, gradients, scale.device)
         if gradients:
-            found_inf = gradients.unscale_(_inverse(scale), found_inf)
+            found_inf = gradients.unscale_(inverse(scale), found_inf)
             if self._scale_may_be_below_one():  # then a finite value can leave the range when it is divided
                 found_inf = gradients.check(found_inf)
         window.used_scale, window.scale, window.found_inf = scale, None, found_inf
@@ -233,7 +179,7 @@ class OptimizerSteps:
 
         """
         window = self.window(optimizer)
-        if not closure_runs_backward and not _always_calls_closure(optimizer):
+        if not closure_runs_backward and not always_calls_closure(optimizer):
             self._unscale(window)
         undo = self._snapshot(window) if window.may_move_first else None
         window.closure_calls = 0
@@ -259,8 +205,8 @@ class OptimizerSteps:
                 self._agree(window)
                 if not fold or max_norm is not None:
                     look()
-            if not window.has_gradients and self.all_reduce_max is None:
-                return result  # nothing to do; with other ranks the flag still counts: theirs may have gradients
+            if not window.has_gradients:
+                return result  # nothing to do, on any rank
             found_inf = window.found_inf
             assert found_inf is not None
             free = in_host_memory(found_inf)
@@ -325,17 +271,22 @@ class OptimizerSteps:
         """Make flag and loss those that all ranks act on: not finite if they are not finite anywhere; the flag.
 
         Reduced gradients agree by themselves, but a shard's overflow or a non-finite loss may be on one rank only, and
-        who steps, and what it does to the scale, must be the same everywhere.
+        who steps, and what it does to the scale, must be the same everywhere. One collective per closure call, on every
+        rank, whatever it has found: so nobody waits for ever as long as all ranks step the same optimizers.
         """
         found_inf = window.found_inf
         assert found_inf is not None
-        if self.all_reduce_max is not None:
-            none = torch.zeros_like(found_inf)
-            loss = none if window.loss is None else nonfinite_flag(window.loss).to(found_inf.device)
-            both = torch.stack([found_inf, loss])
-            self.all_reduce_max(both)
-            window.found_inf = found_inf = both[0]
-            window.loss = torch.where(both[1] > 0, torch.nan, 0.0)
+        if self.all_reduce_max is None:
+            return found_inf
+        device = found_inf.device if self.device is None else self.device
+        loss = constant(0.0, device) if window.loss is None else nonfinite_flag(window.loss).to(device)
+        everywhere = torch.stack([found_inf.to(device), loss, constant(float(window.has_gradients), device)])
+        self.all_reduce_max(everywhere)
+        found_inf, loss, anybody_has = everywhere.unbind()
+        window.loss = torch.where(loss > 0, torch.nan, 0.0)
+        if not window.has_gradients:  # others may: then this was a step, and the scale moves here too
+            window.has_gradients = bool(anybody_has)
+        window.found_inf = found_inf = torch.maximum(found_inf, loss)
         return found_inf
 
     def _host_must_know(self, optimizer: Optimizer) -> bool:
@@ -418,30 +369,3 @@ def _new_flag(window: Window, gradients: Gradients, device: torch.device) -> Ten
         same = loss.dtype == torch.float32 and loss.device == device
         gradients.include(loss.clone() if same else (loss * 0).to(device, torch.float32))
     return torch.zeros((), device=device)
-
-
-def snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """Remember parameters and optimizer state (of an optimizer inside the optimizer too); the result puts them back."""
-    optimizers = [optimizer, *(v for v in vars(optimizer).values() if isinstance(v, Optimizer))]
-    params = list({id(p): p for o in optimizers for p in parameters(o)}.values())
-    values = [p.detach().clone() for p in params]
-    memo = {id(p): p for p in params}
-    states = [copy.deepcopy(o.state, memo) for o in optimizers]
-
-    def restore() -> None:
-        with torch.no_grad():
-            for param, value in zip(params, values, strict=True):
-                param.copy_(value)
-        for o, state in zip(optimizers, states, strict=True):
-            o.state = state
-
-    return restore
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    """1 / scale, computed in float64 as `GradScaler.unscale_` does (MPS has none)."""
-    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
-
-
-def _always_calls_closure(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim")

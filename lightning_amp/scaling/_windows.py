@@ -1,0 +1,105 @@
+"""What is known between the backward and the step of one optimizer, and what became of the step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_amp import _compat
+from lightning_amp.scaling._gradients import parameters
+
+
+class Window:
+    """What is known about the gradients of one optimizer since its last step.
+
+    Attributes:
+        scale: The factor that its gradients are multiplied with, shape []; `None` if they are true gradients.
+        loss: Finite, shape [], as long as every loss since the last step was.
+        found_inf: 1.0, shape [], if the gradients that are there now are not finite; `None` if that is not known.
+        used_scale: The scale that was divided out last.
+
+    """
+
+    def __init__(self, optimizer: Optimizer, index: int) -> None:
+        self.optimizer = optimizer
+        self.index = index
+        self.scale: Tensor | None = None
+        self.folded: tuple[Tensor, Tensor] | None = None  # flag and scale of a folded step, see `to_true`
+        self.loss: Tensor | None = None
+        self.found_inf: Tensor | None = None
+        self.used_scale: Tensor | None = None
+        self.clear_flag: Tensor | None = None  # 0.0 for sure, to be used again
+        self.has_gradients = False
+        self.closure_calls = 0  # of its last step
+        self.stepped = False
+        self.decides_on_device = _compat.decides_on_device(optimizer)
+        self.may_move_first = not always_calls_closure(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
+
+    def to_true(self) -> Tensor | None:
+        """What makes the leftovers of a folded step true gradients: the kernel unscales them only when it steps."""
+        if self.folded is None:
+            return None
+        found_inf, scale = self.folded
+        return torch.where(found_inf > 0, inverse(scale), 1.0)
+
+
+class Outcome:
+    """What became of one attempted step. `skipped` is a bool where the host knows, else a flag [] on the device."""
+
+    def __init__(self, window: Window, skipped: Tensor | bool) -> None:
+        self.window = window
+        self.skipped = skipped
+        self.loss = window.loss
+        self.counts_for_scale = window.has_gradients
+
+    def flag(self, like: Tensor) -> Tensor:
+        """1.0 for a skip, shape [], on the device of `like`."""
+        if isinstance(self.skipped, Tensor):
+            return self.skipped.to(like.device)
+        return torch.full((), float(self.skipped), device=like.device)
+
+
+class Guards(Protocol):
+    """What must not notice a skipped step."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step; its gradients are there."""
+
+    def host_must_know(self, optimizer: Optimizer) -> bool:
+        """Whether the outcome of this optimizer's step is needed on the host at once."""
+        ...
+
+    def observe(self, outcome: Outcome) -> None:
+        """A step was attempted."""
+
+
+def snapshot(optimizer: Optimizer) -> Callable[[], None]:
+    """Remember parameters and optimizer state (of an optimizer inside the optimizer too); the result puts them back."""
+    optimizers = [optimizer, *(v for v in vars(optimizer).values() if isinstance(v, Optimizer))]
+    params = list({id(p): p for o in optimizers for p in parameters(o)}.values())
+    values = [p.detach().clone() for p in params]
+    memo = {id(p): p for p in params}
+    states = [copy.deepcopy(o.state, memo) for o in optimizers]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for param, value in zip(params, values, strict=True):
+                param.copy_(value)
+        for o, state in zip(optimizers, states, strict=True):
+            o.state = state
+
+    return restore
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """1 / scale, computed in float64 as `GradScaler.unscale_` does (MPS has none)."""
+    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+
+
+def always_calls_closure(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
