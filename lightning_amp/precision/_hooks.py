@@ -16,7 +16,7 @@ class HookGate:
     """Answers for one fit, from what the module, the callbacks and the plugin override.
 
     Args:
-        plugin: A subclass that overrides clipping closes the gate.
+        plugin: A subclass that overrides clipping by norm closes the gate where there is clipping.
         module: The user's.
 
     """
@@ -27,10 +27,8 @@ class HookGate:
         self._module = module
         self.somebody_sees_backward = self._overridden("on_before_backward") or self._overridden("on_after_backward")
         self._somebody_looks = self._overridden("on_before_optimizer_step")
-        self._own_clipping = not (
-            _is_default(module, "configure_gradient_clipping", LightningModule)
-            and _is_default(plugin, "clip_grad_by_norm", MixedPrecision)
-        )
+        self._own_clipping = not _is_default(module, "configure_gradient_clipping", LightningModule)
+        self._own_norm = not _is_default(plugin, "clip_grad_by_norm", MixedPrecision)
 
     def _overridden(self, hook: str) -> bool:
         callbacks: list[Callback] = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -50,7 +48,7 @@ class HookGate:
         if not clip_val or clip_val <= 0:
             return True, None
         algorithm = self._trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
-        return algorithm == GradClipAlgorithmType.NORM, float(clip_val)
+        return algorithm == GradClipAlgorithmType.NORM and not self._own_norm, float(clip_val)
 
 
 def _is_default(owner: object, name: str, base: type) -> bool:

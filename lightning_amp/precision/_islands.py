@@ -65,8 +65,8 @@ def matches(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Module]:
 
 
 def _plain(name: str) -> str:
-    """A name without what `torch.compile` puts in between, so that a rule holds for a compiled child too."""
-    return ".".join(part for part in name.split(".") if part != _compat.COMPILED_CHILD)
+    """A name without what wrappers put in between, so that a rule holds for a compiled or sharded child too."""
+    return ".".join(part for part in name.split(".") if part not in _compat.WRAPPED_CHILDREN)
 
 
 def _hit(rule: Rule, name: str, module: nn.Module) -> bool:

@@ -308,18 +308,22 @@ class OptimizerSteps:
     def _agreed(self, window: Window) -> Tensor:
         """The flag that all ranks act on: 1.0, shape [], if it is anywhere.
 
-        Reduced gradients agree by themselves, but a shard's overflow or a non-finite loss may be on one rank only, and
-        who steps, and what it does to the scale, must be the same everywhere.
+        Reduced gradients agree by themselves, but a shard's overflow or a non-finite loss may be on one rank only, a
+        rank may hold no shard at all, and who steps, and what it does to the scale, must be the same everywhere.
         """
         found_inf = window.found_inf
         assert found_inf is not None
         if self.all_reduce_max is None:
             return found_inf
         loss = torch.zeros_like(found_inf) if window.loss is None else nonfinite_flag(window.loss).to(found_inf.device)
-        both = torch.stack([found_inf, loss])
-        self.all_reduce_max(both)
-        window.loss = torch.where(both[1] > 0, torch.nan, 0.0)
-        return both[0]
+        flags = torch.stack([found_inf, loss, constant(float(window.has_gradients), found_inf.device)])
+        self.all_reduce_max(flags)
+        window.loss = torch.where(flags[1] > 0, torch.nan, 0.0)
+        if not window.has_gradients:  # a rank that has nothing to do may wait
+            window.has_gradients = bool(flags[2] > 0)
+            if not window.has_gradients:
+                return flags[0]
+        return flags[:2].amax()  # a rank without gradients has not looked at its loss
 
     def _host_must_know(self, optimizer: Optimizer) -> bool:
         return (
