@@ -40,8 +40,8 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
         trainer = L.Trainer(strategy="fsdp", plugins=[FSDPAmpPrecision("bf16")])
 
     Everything that :class:`AmpPrecision` says holds: any scaler, fused optimizers, manual optimization, clipping by
-    norm and by value, skipped steps that leave no trace. Whether a step is skipped is agreed by all ranks, also by those
-    that hold no shard of a parameter, and the norm that clips is that of the whole gradient.
+    norm and by value, skipped steps that leave no trace. Whether a step is skipped is agreed by all ranks, also by
+    those that hold no shard of a parameter, and the norm that clips is that of the whole gradient.
 
     It is a `MixedPrecision` and an `FSDPPrecision`: the first for what looks for the precision of a run
     (`ThroughputMonitor`), the second because the strategy takes nothing else.
@@ -118,8 +118,9 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
             for argument, fp32 in asks.items():
                 if fp32:
                     raise ValueError(
-                        f"`FSDPStrategy(mixed_precision=...)` gathers parameters in {theirs.param_dtype}, so nothing can"
-                        f" compute in fp32, which `{argument}` asks for. Leave `param_dtype` out there, or ask for none."
+                        f"`FSDPStrategy(mixed_precision=...)` gathers parameters in {theirs.param_dtype}, so nothing"
+                        f" can compute in fp32, which `{argument}` asks for. Leave `param_dtype` out there, or ask for"
+                        " none here."
                     )
         rank_zero_info(
             f"lightning_amp: `FSDPStrategy(mixed_precision=...)` decides how parameters, gradients (in"
