@@ -1,7 +1,8 @@
-"""What `test_fsdp.py` trains on one device and its script on two: the same modules on the same data."""
+"""What the FSDP tests train, on one device and on several: the same modules on the same data."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,47 @@ from helpers import FEATURES, Toy, batches
 from lightning.pytorch.strategies import FSDPStrategy
 from promises import OPTIMIZERS
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, OptimStateKeyType, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.optim.lr_scheduler import ExponentialLR
+
+
+class OnTheCPU(FSDPStrategy):
+    """FSDP1 on the CPU: real shards, real collectives.
+
+    torch shards there if it is told to (`device_id=torch.device("cpu")`), and only refuses to choose the CPU by itself.
+    Lightning refuses it for exactly the base of this class, and never tells torch.
+    """
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        if any(isinstance(module, FSDP) for module in model.modules()):
+            return super()._setup_model(model)
+        return FSDP(
+            model,
+            mixed_precision=self.mixed_precision_config,
+            sharding_strategy=self.sharding_strategy,
+            device_id=torch.device("cpu"),
+            **self.kwargs,
+        )
+
+    # With Lightning's `offload_to_cpu=True` torch does not copy what is on the CPU before it frees it.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._state_dict_type == "sharded":
+            return super().lightning_module_state_dict()
+        with self._full():
+            return self.model.state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if self._state_dict_type == "sharded":
+            return super().optimizer_state(optimizer)
+        with self._full():
+            state = FSDP.optim_state_dict(self.model, optimizer)
+            return FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model) if state else state
+
+    def _full(self) -> contextlib.AbstractContextManager[Any]:
+        configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False)
+        return FSDP.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, *configs)
 
 
 class Shared(Toy):

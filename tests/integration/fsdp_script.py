@@ -1,12 +1,7 @@
-"""Run by `test_fsdp.py` in two gloo processes: FSDP1 itself, on the CPU; writes down what each rank saw.
-
-torch shards on the CPU if it is told to (`device_id=torch.device("cpu")`); it only refuses to choose the CPU by itself.
-Lightning cannot tell it, hence the strategy below. Sharding, collectives, checkpoints and the rest are the real thing.
-"""
+"""Run by `fsdp_runs.launch` in as many processes as there are ranks: FSDP1 itself; writes down what each rank saw."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,57 +10,17 @@ from typing import Any
 
 import lightning as L
 import torch
-from fsdp_models import CASES, MODULES, Case, NamedToy, Overflow, TwoParts
+from fsdp_models import CASES, MODULES, Case, NamedToy, OnTheCPU, Overflow, TwoParts
 from helpers import batches, quiet_trainer
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    OptimStateKeyType,
-    StateDictType,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from lightning_amp import DynamicLossScaler, FSDPAmpPrecision, ScaleMonitor
 
-CPU = torch.device("cpu")
-
-
-class OnTheCPU(FSDPStrategy):
-    """Lightning refuses the CPU for exactly this class's base, and leaves the choice of the device to torch."""
-
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        if any(isinstance(module, FSDP) for module in model.modules()):
-            return super()._setup_model(model)
-        return FSDP(
-            model,
-            mixed_precision=self.mixed_precision_config,
-            sharding_strategy=self.sharding_strategy,
-            device_id=CPU,
-            **self.kwargs,
-        )
-
-    # With Lightning's `offload_to_cpu=True` torch does not copy what is on the CPU before it frees it.
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._state_dict_type == "sharded":
-            return super().lightning_module_state_dict()
-        with self._full():
-            return self.model.state_dict()
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if self._state_dict_type == "sharded":
-            return super().optimizer_state(optimizer)
-        with self._full():
-            state = FSDP.optim_state_dict(self.model, optimizer)
-            return FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model) if state else state
-
-    def _full(self) -> contextlib.AbstractContextManager[Any]:
-        configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(False, True)
-        return FSDP.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, *configs)
+ACCELERATOR, WORLD_SIZE = sys.argv[2], int(sys.argv[3])
 
 
 class WithoutAutocast(FSDPAmpPrecision):
@@ -73,9 +28,14 @@ class WithoutAutocast(FSDPAmpPrecision):
         return torch.autocast(self.device, enabled=False)
 
 
-def trainer_for(plugin: Any, strategy: FSDPStrategy | None = None, **kwargs: Any) -> L.Trainer:
+def trainer_for(plugin: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> L.Trainer:
     return quiet_trainer(
-        strategy=strategy or OnTheCPU(), devices=2, use_distributed_sampler=False, plugins=[plugin], **kwargs
+        accelerator=ACCELERATOR,
+        devices=WORLD_SIZE,
+        strategy=(OnTheCPU if ACCELERATOR == "cpu" else FSDPStrategy)(**(options or {})),
+        use_distributed_sampler=False,
+        plugins=[plugin],
+        **kwargs,
     )
 
 
@@ -84,7 +44,7 @@ def whole(trainer: L.Trainer) -> dict[str, torch.Tensor]:
     module = trainer.lightning_module
     with FSDP.summon_full_params(trainer.strategy.model):
         named = [*module.named_parameters(), *module.named_buffers()]
-        return {name.replace("_fsdp_wrapped_module.", ""): value.detach().clone() for name, value in named}
+        return {name.replace("_fsdp_wrapped_module.", ""): value.detach().cpu().clone() for name, value in named}
 
 
 def case(case: Case) -> dict[str, Any]:
@@ -95,8 +55,7 @@ def case(case: Case) -> dict[str, Any]:
     }
     torch.manual_seed(0)
     plugin, module = plugins[case.precision](), case.module()
-    strategy = OnTheCPU(**case.strategy)
-    trainer = trainer_for(plugin, strategy, callbacks=[Overflow(case.overflows, rank=1)], **case.trainer)
+    trainer = trainer_for(plugin, case.strategy, callbacks=[Overflow(case.overflows, rank=1)], **case.trainer)
     trainer.fit(module, case.data())
     scale = 0.0 if plugin.scaler is None else plugin.scaler.get_scale()
     return {"weights": whole(trainer), "steps": (plugin.num_steps, plugin.num_skipped), "scale": scale}
@@ -108,10 +67,10 @@ def autocast(precision: str) -> dict[str, Any]:
     scaler = DynamicLossScaler(256.0) if precision == "fp16" else None
     plugin = FSDPAmpPrecision(precision, scaler=scaler, fp32_modules=["net.3"], eval_precision="fp32")
     module, monitor = NamedToy(nan_at=(2,), rank=1), ScaleMonitor()
-    strategy = OnTheCPU(auto_wrap_policy={nn.Linear})
+    units = {"auto_wrap_policy": {nn.Linear}}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Both mixed precision and an auto_wrap_policy")
-        trainer = trainer_for(plugin, strategy, callbacks=[Overflow((4,), rank=0), monitor], gradient_clip_val=0.5)
+        trainer = trainer_for(plugin, units, callbacks=[Overflow((4,), rank=0), monitor], gradient_clip_val=0.5)
         trainer.fit(module, batches(6, 8), batches(2, 8, seed=1))
     return {
         "weights": whole(trainer),
@@ -141,8 +100,8 @@ def scalers() -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, scaler in {
         "dynamic": DynamicLossScaler(256.0, growth_interval=2, growth_factor=4.0),
-        "torch": torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, growth_factor=4.0),
-        "sharded": ShardedGradScaler("cpu", init_scale=256.0, growth_interval=2, growth_factor=4.0),
+        "torch": torch.amp.GradScaler(ACCELERATOR, init_scale=256.0, growth_interval=2, growth_factor=4.0),
+        "sharded": ShardedGradScaler(ACCELERATOR, init_scale=256.0, growth_interval=2, growth_factor=4.0),
         "static": 64.0,
     }.items():
         torch.manual_seed(0)
@@ -160,8 +119,8 @@ def checkpoints(folder: Path) -> dict[str, Any]:
     def go(ckpt_path: Path | None, overflows: tuple[int, ...], kind: Any, epochs: int) -> tuple[Any, L.Trainer]:
         torch.manual_seed(0)
         plugin = WithoutAutocast("fp16", scaler=DynamicLossScaler(256.0, growth_interval=3))
-        strategy = OnTheCPU(state_dict_type=kind, auto_wrap_policy={nn.Linear})
-        trainer = trainer_for(plugin, strategy, callbacks=[Overflow(overflows, rank=1)], max_epochs=epochs)
+        options = {"state_dict_type": kind, "auto_wrap_policy": {nn.Linear}}
+        trainer = trainer_for(plugin, options, callbacks=[Overflow(overflows, rank=1)], max_epochs=epochs)
         trainer.fit(MODULES["automatic"]("fused adamw"), batches(3, 8), ckpt_path=ckpt_path)
         return plugin, trainer
 
@@ -184,7 +143,7 @@ def half_parameters() -> dict[str, Any]:
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     torch.manual_seed(0)
     module = MODULES["automatic"]("fused adamw")
-    trainer = trainer_for(FSDPAmpPrecision("bf16"), OnTheCPU(mixed_precision=policy))
+    trainer = trainer_for(FSDPAmpPrecision("bf16"), {"mixed_precision": policy})
     trainer.fit(module, batches(6, 8))
     result: dict[str, Any] = {"weights": whole(trainer), "seen": module.seen}
     for name, plugin in {
@@ -193,7 +152,7 @@ def half_parameters() -> dict[str, Any]:
         "precision": FSDPAmpPrecision("fp32"),
     }.items():
         try:
-            trainer_for(plugin, OnTheCPU(mixed_precision=policy)).fit(MODULES["automatic"]("adamw"), batches(1, 8))
+            trainer_for(plugin, {"mixed_precision": policy}).fit(MODULES["automatic"]("adamw"), batches(1, 8))
         except ValueError as error:
             result[name] = str(error)
     return result
@@ -202,7 +161,7 @@ def half_parameters() -> dict[str, Any]:
 def main() -> None:
     out = Path(sys.argv[1])
     report: dict[str, Any] = {name: case(c) for name, c in CASES.items()}
-    report["fp16"], report["bf16"] = autocast("fp16"), autocast("bf16")
+    report |= {precision: autocast(precision) for precision in ("fp16", "bf16", "fp32")}
     report["empty shards"] = empty_shards()
     report["scalers"] = scalers()
     report["checkpoints"] = checkpoints(out)
