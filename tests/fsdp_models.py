@@ -152,7 +152,9 @@ class NamedToy(Shared):
     """BatchNorm, a schedule and validation; notes which dtypes its layers meet."""
 
     def __init__(self, nan_at: Iterable[int] = (), rank: int = 0) -> None:
-        net = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+        # no bias before BatchNorm: its gradient is zero but for rounding, which Adam makes as large as any other
+        first = nn.Linear(FEATURES, 16, bias=False)
+        net = nn.Sequential(first, nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
         super().__init__(OPTIMIZERS["fused adamw"], net, lambda optimizer: ExponentialLR(optimizer, 0.9))
         self.nan_at, self.rank = set(nan_at), rank
         self.dtypes: dict[str, tuple[str, ...]] = {}
