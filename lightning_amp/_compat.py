@@ -419,6 +419,11 @@ WRAPPED_CHILDREN = {COMPILED_CHILD, "_fsdp_wrapped_module", "_checkpoint_wrapped
 """The same for what FSDP1 and activation checkpointing wrap; no public constants."""
 
 
+def plain_name(name: str) -> str:
+    """A qualified name without what wrappers put in between: as it was before the module was compiled or sharded."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED_CHILDREN)
+
+
 def uncompiled_module(module: Any) -> Any:
     """The module inside one that `torch.compile` returned, else `None`. Torch has no public way to ask."""
     from torch._dynamo import OptimizedModule
