@@ -17,7 +17,6 @@ from helpers import assert_same, batches, quiet_trainer, scaled_fp32
 from lightning_amp import AmpPrecision, ScaleMonitor
 
 HERE = Path(__file__).parent
-WHAT_ROUNDS = {"rtol": 0.0, "atol": 2e-6}  # sums in another order
 
 
 class Runs:
@@ -25,6 +24,8 @@ class Runs:
 
     def __init__(self, folder: Path, accelerator: str, world_size: int) -> None:
         self.folder, self.accelerator, self.world_size = folder, accelerator, world_size
+        # sums in another order; on a GPU other kernels for other shapes, too
+        self.rounding = {"rtol": 0.0, "atol": 2e-6 if accelerator == "cpu" else 1e-4}
         plugin = scaled_fp32(init_scale=256.0, growth_interval=3)
         trainer = self.one_device(MODULES["automatic"], plugin, 3, Overflow((1,)), arguments=("fused adamw",))
         trainer.save_checkpoint(folder / "one_device.ckpt")
@@ -53,14 +54,14 @@ class Runs:
         trainer = self.one_device(case.module, plugin, 6, Overflow(case.overflows), **case.trainer)
         expected = parameters(trainer)
         rounded = case.reduce_dtype == torch.bfloat16
-        tolerance = {"rtol": 0.0, "atol": 1e-3} if rounded else WHAT_ROUNDS
+        tolerance = {"rtol": 0.0, "atol": 1e-3} if rounded else self.rounding
         for rank in self.ranks:
             assert_same(rank[name]["weights"], expected, **tolerance)
             assert rank[name]["steps"] == (plugin.num_steps, plugin.num_skipped)
             assert rank[name]["scale"] == (512.0 if case.precision == "fp16" else 0.0)
-        if rounded and self.world_size > 1:
+        if rounded and self.accelerator == "cpu":
             with pytest.raises(AssertionError, match="not close"):
-                assert_same(self.ranks[0][name]["weights"], expected, **WHAT_ROUNDS)
+                assert_same(self.ranks[0][name]["weights"], expected, **self.rounding)
 
     def computes_in(self, precision: str) -> None:
         half = {"fp16": "float16", "bf16": "bfloat16"}[precision]
@@ -84,7 +85,7 @@ class Runs:
         expected = [(r.optimizer_idx, r.scale, r.next_scale, r.reason) for r in monitor.history]
         assert [reason for *_, reason in expected if reason != "none"] == ["loss", "loss"]
         for rank in self.ranks:
-            assert_same(rank["empty shards"]["weights"], parameters(trainer), **WHAT_ROUNDS)
+            assert_same(rank["empty shards"]["weights"], parameters(trainer), **self.rounding)
             assert rank["empty shards"]["records"] == expected
 
     def use_the_users_scaler(self) -> None:
@@ -100,7 +101,7 @@ class Runs:
             for kind in ("full", "sharded"):
                 assert_same(checkpoints[kind][0], weights)
                 assert checkpoints[kind][1] == state
-            assert_same(checkpoints["one device"][0], weights, **WHAT_ROUNDS)
+            assert_same(checkpoints["one device"][0], weights, **self.rounding)
             assert checkpoints["one device"][1] == state
 
     def resume_on_one_device(self) -> None:
@@ -110,12 +111,12 @@ class Runs:
         plugin = scaled_fp32(init_scale=256.0, growth_interval=3)
         kwargs: dict[str, Any] = {"arguments": ("fused adamw",), "max_epochs": 2, "ckpt_path": path}
         trainer = self.one_device(MODULES["automatic"], plugin, 3, Overflow((2,)), **kwargs)
-        assert_same(parameters(trainer), weights, **WHAT_ROUNDS)
+        assert_same(parameters(trainer), weights, **self.rounding)
         assert plugin.state_dict() == state
 
     def may_gather_half_parameters(self) -> None:
         seen = self.ranks[0]["half parameters"]
-        assert seen["seen"][1] == "torch.bfloat16"
+        assert seen["seen"] == ("torch.float32", "torch.bfloat16")  # the batch, a weight
         assert {value.dtype for value in seen["weights"].values()} == {torch.float32}
         for argument in ("fp32_modules", "eval_precision", "precision"):
             assert f"which `{argument}` asks for" in seen[argument]
