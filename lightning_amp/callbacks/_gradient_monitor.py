@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -50,9 +51,10 @@ class GradientMonitor(Callback):
 
     :attr:`table` has the same per module, :meth:`plot` draws it as a heat map, :attr:`histograms` counts exponents and
     :attr:`recommended_scale` is what to start `DynamicLossScaler` with. It works in every precision: in bf16 and fp32
-    runs it tells whether fp16 would do, at the scale 1 that these use. In DDP each rank looks at its own gradients,
-    before they are averaged; rank 0 logs. The run is bit-identical to one without; what user code does outside of the
-    module (prints, files, global variables) happens again in a sampled step.
+    runs it tells whether fp16 would do, at the scale 1 that these use. In DDP each rank looks at the gradients of its
+    own batch, before they are averaged; the figures are over the values of all ranks, and the same on each. The run is
+    bit-identical to one without; what user code does outside of the module (prints, files, global variables) happens
+    again in a sampled step.
 
     Args:
         every_n_steps: Optimizer steps between two samples; the first step is sampled. With accumulation the first batch
@@ -141,10 +143,7 @@ class GradientMonitor(Callback):
             return
         # The next multiple: a resumed run samples the same steps.
         self._next_step = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
-        try:
-            self._sample(trainer, pl_module, batch, batch_idx)
-        except Exception as error:
-            self._excuse(trainer, error)
+        self._sample(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -168,7 +167,7 @@ class GradientMonitor(Callback):
     def _sample(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else 1.0
-        sample = take_sample(trainer, module, batch, batch_idx, self.by, scale)
+        sample = take_sample(trainer, module, batch, batch_idx, self.by, scale, partial(self._excuse, trainer))
         if sample is None:
             return
         self._table.add(sample.rows)
@@ -189,11 +188,11 @@ class GradientMonitor(Callback):
                 torch.cuda.empty_cache()
             text = f"out of memory in the sample of step {trainer.global_step}: it is left out, training goes on"
         else:
-            self._runs = False
+            self._runs = trainer.world_size > 1  # the others wait for this one's figures
             last_line = (str(error).strip().splitlines() or [""])[-1]
             text = (
-                f"the training step could not be run a second time ({type(error).__name__}: {last_line}). It is off for"
-                " the rest of this run, training goes on"
+                f"the training step could not be run a second time ({type(error).__name__}: {last_line})."
+                f" {'Its batch is left out' if self._runs else 'It is off for the rest of this run'}, training goes on"
             )
         # The frames of the traceback would keep the memory that there may not be enough of.
         error.__traceback__ = error.__context__ = error.__cause__ = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ from lightning_amp.numerics import (
     underflow_counts,
 )
 
+_LOWEST, _HIGHEST = -50, 20  # exponents of gradients that the histograms tell apart
+_NUM_BINS = _HIGHEST - _LOWEST + 1
+
 
 class Sample(NamedTuple):
     """One sampled step: its rows, one histogram of true gradients per row, on the host."""
@@ -37,24 +41,74 @@ class _Group:
         self.counts: list[Tensor] = []
         self.sums: list[Tensor] = []
         self.magnitudes: list[Tensor] = []
-        self.histograms: list[ExponentHistogram] = []
+        self.histograms: list[Tensor] = []
 
-    def measured(self, scale: float) -> Tensor:
-        """Counts [3], SQNR, cosine, headroom, largest: float64 [7]."""
-        top = torch.stack([m.double() for m in self.magnitudes]).max()
-        zero = top.new_zeros(3)
-        counts = torch.stack(self.counts).sum(0).double() if self.counts else zero
-        quality = fidelity(torch.stack(self.sums).sum(0).double() if self.sums else zero)
-        room = headroom_bits(top, "fp16", scale).double()
-        return torch.cat([counts, torch.stack([*quality, room, top])])
+    def add(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What adds up over parameters and ranks, float64 [8 + bins], and the largest magnitude, float64 []."""
+        top = torch.stack([m.double() for m in self.magnitudes]).max() if self.magnitudes else _zeros(device)
+        counts, sums, histogram = (
+            torch.stack(parts).sum(0).double() if parts else _zeros(device, size)
+            for parts, size in ((self.counts, 3), (self.sums, 3), (self.histograms, _NUM_BINS))
+        )
+        number = torch.full_like(counts[:1], len(self.counts))
+        # NaN has no place in a maximum over ranks, so it is counted.
+        return torch.cat([number, torch.isnan(top).double().reshape(1), counts, sums, histogram]), top.nan_to_num(0.0)
+
+
+def _zeros(device: torch.device, *size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.float64, device=device)
 
 
 def take_sample(
-    trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, by: str, scale: float
+    trainer: Trainer,
+    module: LightningModule,
+    batch: Any,
+    batch_idx: int,
+    by: str,
+    scale: float,
+    on_error: Callable[[Exception], None],
 ) -> Sample | None:
-    """Run the batch twice on copies of the module; `None` if it has no gradients. Waits for the device."""
+    """Run the batch twice on copies of the module; `None` if no rank has gradients. Waits for the device.
+
+    All ranks must call: figures are over the values of all of them. One that cannot run its batch, which goes to
+    `on_error`, has none to add.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    row_of = {name: name.rpartition(".")[0] if by == "module" else name for name in names}
+    groups = {row: _Group() for row in (*row_of.values(), TOTAL)}
+    try:
+        _measure(trainer, module, batch, batch_idx, by, scale, row_of, groups)
+    except Exception as error:
+        on_error(error)
+        groups = {row: _Group() for row in groups}
+    device = trainer.strategy.root_device
+    measured = [group.add(device) for group in groups.values()]
+    added, tops = (torch.stack(list(parts)) for parts in zip(*measured, strict=True))
+    if trainer.world_size > 1:
+        added, tops = trainer.strategy.reduce(added, reduce_op="sum"), trainer.strategy.reduce(tops, reduce_op="max")
+    added, tops = added.cpu(), tops.cpu()
+    root = {"": type(module).__name__}
+    found = [(root.get(n, n), a, t) for n, a, t in zip(groups, added, tops, strict=True) if a[0] > 0]
+    if not found:
+        return None
+    return Sample(
+        [_row(trainer.global_step, name, scale, sums, top) for name, sums, top in found],
+        {name: _histogram(sums) for name, sums, _ in found},
+    )
+
+
+def _measure(
+    trainer: Trainer,
+    module: LightningModule,
+    batch: Any,
+    batch_idx: int,
+    by: str,
+    scale: float,
+    row_of: dict[str, str],
+    groups: dict[str, _Group],
+) -> None:
     device_type = trainer.strategy.root_device.type
-    total = _Group()
+    total = groups[TOTAL]
     exact = TrainingPass(trainer, module)
     try:
         with Trace(exact.module, values=False) as trace:
@@ -63,20 +117,20 @@ def take_sample(
     finally:
         exact.close()
     if not reference:
-        return None
-    row_of = {name: name.rpartition(".")[0] if by == "module" else name for name in reference}
-    groups = {row: _Group() for row in row_of.values()}
+        return
+    rows = {row_of[name] for name in reference}
     for arrival in trace.arrivals:
         # What autocast computes in half precision: gradients of outputs, too, and they may be larger.
         total.magnitudes.append(arrival.largest)
-        if by == "module" and arrival.where == "output" and arrival.call is not None and arrival.call.name in groups:
+        if by == "module" and arrival.where == "output" and arrival.call is not None and arrival.call.name in rows:
             groups[arrival.call.name].magnitudes.append(arrival.largest)
     rounded = TrainingPass(trainer, module)
     try:
         rounded.run(batch, batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale)
         gradients = rounded.gradients()
         for name, true in reference.items():
-            counts, histogram = underflow_counts(true, "fp16", scale), exponent_histogram(true)
+            counts = underflow_counts(true, "fp16", scale)
+            histogram = exponent_histogram(true, _LOWEST, _HIGHEST).counts
             sums = fidelity_sums(true, gradients[name] / scale) if name in gradients else None
             for one in (groups[row_of[name]], total):
                 one.counts.append(counts)
@@ -86,21 +140,18 @@ def take_sample(
                     one.sums.append(sums)
     finally:
         rounded.close()
-    named = {name or type(module).__name__: group for name, group in groups.items()}
-    return _read({**named, TOTAL: total}, trainer.global_step, scale)
 
 
-def _read(groups: dict[str, _Group], step: int, scale: float) -> Sample:
-    """Everything to the host, in two transfers."""
-    measured = torch.stack([group.measured(scale) for group in groups.values()]).tolist()
-    counts = torch.stack([torch.stack([h.counts for h in g.histograms]).sum(0) for g in groups.values()]).cpu()
-    rows: list[GradientRow] = []
-    histograms: dict[str, ExponentHistogram] = {}
-    for i, (name, group) in enumerate(groups.items()):
-        zero, subnormal, counted, sqnr_db, cosine, room, top = measured[i]
-        number = max(counted, 1.0)
-        rows.append(
-            GradientRow(step, name, scale, int(counted), zero / number, subnormal / number, room, sqnr_db, cosine, top)
-        )
-        histograms[name] = ExponentHistogram(counts[i], group.histograms[0].lowest, group.histograms[0].highest)
-    return Sample(rows, histograms)
+def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor) -> GradientRow:
+    _, nans, zero, subnormal, counted = added[:5].tolist()
+    number = max(counted, 1.0)
+    top = torch.where(torch.tensor(nans > 0), torch.nan, top)
+    sqnr_db, cosine = (float(value) for value in fidelity(added[5:8]))
+    room = float(headroom_bits(top, "fp16", scale))
+    return GradientRow(
+        step, name, scale, int(counted), zero / number, subnormal / number, room, sqnr_db, cosine, float(top)
+    )
+
+
+def _histogram(added: Tensor) -> ExponentHistogram:
+    return ExponentHistogram(added[8:].long(), _LOWEST, _HIGHEST)

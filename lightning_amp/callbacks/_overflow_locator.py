@@ -15,8 +15,9 @@ from typing_extensions import override
 
 from lightning_amp import _compat
 from lightning_amp._files import write_atomically
-from lightning_amp.callbacks._overflow_replay import BatchWindow, Finding, find, saved_step
+from lightning_amp.callbacks._overflow_replay import BatchWindow, Finding, find, packed_step, unpacked_step
 from lightning_amp.callbacks._overflow_report import OverflowReport
+from lightning_amp.callbacks._ranks import gather, gather_on_zero
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
@@ -38,7 +39,7 @@ class OverflowLocator(Callback):
 
     After a skipped step it runs the batch again, on a copy of the module: same weights, batch, random numbers and
     scale. It then knows whether the batch, a weight, the forward of a module, the loss, or only the scaled backward was
-    not finite, and says so in the log of the rank where it happened:
+    not finite, and says so:
 
     .. code-block:: text
 
@@ -52,7 +53,8 @@ class OverflowLocator(Callback):
     of the module (prints, files, global variables) happens twice for a skipped batch.
 
     With accumulation all batches since the last step are run again until one is not finite (as many of them as fit into
-    256 MiB). In DDP each rank looks at its own batches and makes its own report: the others say that it was not theirs.
+    256 MiB). In DDP all ranks look, each at its own batches, and tell each other: every rank that finds a cause is
+    reported, with its number, and rank 0 logs and writes the files for all.
 
     What may differ in a replay: attributes of the module that its step changed (a counter, a schedule of its own); a
     batch that is edited in place (it is copied before each step, as soon as that was noticed once); weights that
@@ -61,7 +63,7 @@ class OverflowLocator(Callback):
     :class:`~lightning_amp.AmpPrecision` can be seen; with another plugin it says so and does nothing.
 
     Args:
-        max_reports: After so many it is silent and free, until the next fit.
+        max_reports: After so many skipped steps it is silent and free, until the next fit.
         dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`. `None` writes none.
         save_bundles: Also saves `overflow_step00007_rank0.pt` there: weights, batch, random state and scale, for
             :func:`lightning_amp.numerics.replay`. As large as the model. Needs `dirpath`.
@@ -96,6 +98,7 @@ class OverflowLocator(Callback):
 
     def _reset(self) -> None:
         self._num_overflows = 0
+        self._num_located = 0
         self._records: RecordLog | None = None
         self._window = BatchWindow()
         self._fresh: list[StepRecord] = []
@@ -104,7 +107,10 @@ class OverflowLocator(Callback):
 
     @property
     def reports(self) -> list[OverflowReport]:
-        """The reports of this fit, on this rank; at most `max_reports`."""
+        """The reports of this fit, on at most `max_reports` skipped steps.
+
+        The same on all ranks: one per step and rank that found a cause; of a step for which none did, that of rank 0.
+        """
         return list(self._reports)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -204,17 +210,18 @@ class OverflowLocator(Callback):
         skipped = [record for record in fresh if record.skipped]
         if skipped and self._window:
             finding: Finding | None = None
-            for record in skipped[: self.max_reports - len(self._reports)]:
+            for record in skipped[: self.max_reports - self._num_located]:
                 finding = finding or find(trainer, module, self._window, record.scale)
                 self._report(trainer, module, record, finding)
         if fresh:  # a step was attempted: the next window begins
             self._window.clear()
-        if len(self._reports) >= self.max_reports:
+        if self._num_located >= self.max_reports:
             self._stop_looking()
 
     def _report(self, trainer: Trainer, module: LightningModule, record: StepRecord, finding: Finding) -> None:
+        """Report to all ranks. All are here, for the same step: they agree on what is skipped."""
         parameters = dict(module.named_parameters())
-        report = OverflowReport(
+        mine = OverflowReport(
             record=record,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
@@ -228,28 +235,55 @@ class OverflowLocator(Callback):
             largest_gradient=finding.largest_gradient,
             note=finding.note,
         )
-        self._reports.append(report)
-        # Not only on rank 0: the bad batch may be on another.
-        _log.warning(f"OverflowLocator: {report}")
-        if len(self._reports) == self.max_reports:
-            reports = "1 report" if self.max_reports == 1 else f"{self.max_reports} reports"
-            _log.warning(f"OverflowLocator: {reports} made; no more in this fit.")
+        everybodys = gather(trainer, mine)
+        reports = [r for r in everybodys if r.cause != "not reproduced" or r.note] or everybodys[:1]
+        self._reports += reports
+        self._num_located += 1
+        done = self._num_located == self.max_reports
+        if trainer.global_rank == 0:
+            for report in reports:
+                _log.warning(f"OverflowLocator: {report}")
+            if done:
+                text = "1 report" if self.max_reports == 1 else f"{self.max_reports} reports"
+                _log.warning(f"OverflowLocator: {text} made; no more in this fit.")
         if self.dirpath is not None:
-            self._save(trainer, module, report, finding)
+            self._save(trainer, module, reports, finding)
 
-    def _save(self, trainer: Trainer, module: LightningModule, report: OverflowReport, finding: Finding) -> None:
+    def _save(self, trainer: Trainer, module: LightningModule, reports: list[OverflowReport], finding: Finding) -> None:
+        """Rank 0 writes; what another rank's file needs from there is sent."""
         assert self.dirpath is not None
-        stem = self.dirpath / f"overflow_step{report.record.index:05d}_rank{report.rank}"
+        bundles: list[bytes | None] = []
+        if self.save_bundles:
+            mine = next((r for r in reports if r.rank == trainer.global_rank), None)
+            bundles = gather_on_zero(trainer, None if mine is None else self._packed(trainer, module, mine, finding))
+        if trainer.global_rank != 0:
+            return
         try:
-            write_atomically(f"{stem}.json", lambda file: file.write(report.to_json()))
-            if self.save_bundles and finding.step is not None:
-                bundle = saved_step(trainer, module, finding.step, report.record.scale, report.as_dict())
-                torch.save(bundle, f"{stem}.pt")
-        except Exception as error:  # a full disk, or a batch that cannot be pickled
-            if not self._warned:
-                self._warned = True
-                text = f"`OverflowLocator` could not write to `{self.dirpath}`: {error}. Training is not affected."
-                warnings.warn(text, stacklevel=2)
+            for report in reports:
+                stem = self.dirpath / f"overflow_step{report.record.index:05d}_rank{report.rank}"
+                write_atomically(f"{stem}.json", lambda file, report=report: file.write(report.to_json()))
+                packed = bundles[report.rank] if bundles else None
+                if packed is not None:
+                    torch.save(unpacked_step(packed, module), f"{stem}.pt")
+        except Exception as error:  # a full disk
+            self._warn_of_files(error)
+
+    def _packed(
+        self, trainer: Trainer, module: LightningModule, report: OverflowReport, finding: Finding
+    ) -> bytes | None:
+        if finding.step is None:
+            return None
+        try:
+            return packed_step(trainer, module, finding.step, report.record.scale, report.as_dict())
+        except Exception as error:  # a batch that cannot be pickled
+            self._warn_of_files(error)
+            return None
+
+    def _warn_of_files(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            text = f"`OverflowLocator` could not write to `{self.dirpath}`: {error}. Training is not affected."
+            warnings.warn(text, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the reports, not the run."""

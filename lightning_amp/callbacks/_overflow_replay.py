@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -140,12 +141,13 @@ def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBat
     return float(torch.stack([arrival.largest for arrival in trace.arrivals]).max())
 
 
-def saved_step(
+def packed_step(
     trainer: Trainer, module: LightningModule, step: KeptBatch, scale: float, report: dict[str, Any]
-) -> dict[str, Any]:
-    """The bundle for `lightning_amp.numerics.replay`."""
-    return make_bundle(
-        module_state=module.state_dict(),
+) -> bytes:
+    """What rank 0 does not have of the bundle for `lightning_amp.numerics.replay`: all but the parameters."""
+    parameters = dict(module.named_parameters())
+    bundle = make_bundle(
+        module_state={name: value for name, value in module.state_dict().items() if name not in parameters},
         batch=step.batch,
         batch_idx=step.batch_idx,
         random_state=pack_random_state(*step.random_state),
@@ -153,6 +155,16 @@ def saved_step(
         loss_divisor=float(trainer.accumulate_grad_batches) if module.automatic_optimization else 1.0,
         report=_plain(report),
     )
+    file = io.BytesIO()
+    torch.save(bundle, file)
+    return file.getvalue()
+
+
+def unpacked_step(packed: bytes, module: LightningModule) -> dict[str, Any]:
+    """The whole bundle, with the parameters of this rank, which are those of all."""
+    bundle = torch.load(io.BytesIO(packed), weights_only=False)
+    state = {name: value.detach().cpu() for name, value in module.state_dict().items()}
+    return {**bundle, "module_state": {**state, **bundle["module_state"]}}
 
 
 def _plain(value: Any) -> Any:

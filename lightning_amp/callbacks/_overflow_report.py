@@ -20,7 +20,7 @@ class OverflowReport:
 
     Attributes:
         record: The skipped step: index, optimizer, scale, reason.
-        rank: Of the process that this report is about. Every rank makes its own, from its own batch.
+        rank: Of the process whose batch this report is about.
         world_size: How many there are.
         epoch: Where it happened.
         batch_idx: The batch whose replay failed; the last one of the window if none did.
@@ -110,9 +110,8 @@ class OverflowReport:
             return "the loss: every module's output is finite, what `training_step` computes from them is not"
         if self.cause == "backward":
             return f"the scaled backward alone, the loss is finite: {self._backward()}"
-        if self.world_size > 1:
-            return "not on this rank: its batch is finite, forward and backward; see the reports of the other ranks"
-        return "not found: every replay of the batch was finite, forward and backward"
+        where = f", on all of {self.world_size} ranks" if self.world_size > 1 else ""
+        return f"not found: every replay of the batch was finite, forward and backward{where}"
 
     def _backward(self) -> str:
         found = self.diagnosis
@@ -158,8 +157,6 @@ class OverflowReport:
             )
         if self.cause == "backward":
             return self._advice_on_scale()
-        if self.world_size > 1:
-            return "the report of the rank that has the bad batch"
         return (
             "look at what edits gradients between the backward and the step (hooks, callbacks), at non-deterministic"
             " operations, and at earlier batches of the window"

@@ -37,8 +37,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp import _compat
-from lightning_amp.precision import _checks, _choice, _islands, _ranks, _state, _strategies
+from lightning_amp.precision import _checks, _choice, _islands, _state, _strategies
 from lightning_amp.precision._anomaly import AnomalyCheck
+from lightning_amp.precision._clipping import Clipping
 from lightning_amp.precision._evaluation import Surroundings
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._guards import FitGuards
@@ -46,7 +47,7 @@ from lightning_amp.precision._hooks import HookGate
 from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
 
 
-class AmpPrecision(ForwardContexts):
+class AmpPrecision(Clipping, ForwardContexts):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -229,9 +230,9 @@ class AmpPrecision(ForwardContexts):
         self._steps.attach([_compat.unwrap_optimizer(o) for o in optimizers])
         module = self._module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            if module.trainer.world_size > 1:
-                device = module.trainer.strategy.root_device
-                self._steps.all_reduce_max = partial(_ranks.all_reduce_max, device=device)
+            if module.trainer.world_size > 1 and torch.distributed.is_initialized():
+                self._steps.device = module.trainer.strategy.root_device
+                self._steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
             self._compiling.start()
             if self._steps.guarded:  # the schedulers are not in the strategy yet; `enter_step` finds them
                 self._guards = FitGuards(module, self._steps)

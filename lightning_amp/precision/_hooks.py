@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+
+from lightning_amp.precision._clipping import Clipping
 
 if TYPE_CHECKING:
     from lightning_amp.precision._amp import AmpPrecision
@@ -28,7 +29,7 @@ class HookGate:
         self.somebody_sees_backward = self._overridden("on_before_backward") or self._overridden("on_after_backward")
         self._somebody_looks = self._overridden("on_before_optimizer_step")
         self._own_clipping = not _is_default(module, "configure_gradient_clipping", LightningModule)
-        self._own_norm = not _is_default(plugin, "clip_grad_by_norm", MixedPrecision)
+        self._own_norm = not _is_default(plugin, "clip_grad_by_norm", Clipping)
 
     def _overridden(self, hook: str) -> bool:
         callbacks: list[Callback] = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

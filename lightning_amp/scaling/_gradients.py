@@ -105,6 +105,11 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]
         yield from group["params"]
 
 
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there are any; looks no further than the first."""
+    return any(param.grad is not None for param in parameters(optimizer))
+
+
 @functools.lru_cache(maxsize=32)
 def constant(value: float, device: torch.device) -> Tensor:
     """A float32 scalar, shape [], that is made once; nobody writes into it."""
@@ -112,7 +117,12 @@ def constant(value: float, device: torch.device) -> Tensor:
 
 
 def all_finite(grad: Tensor) -> bool:
-    """Whether a gradient of any layout is finite. Waits for the device; for messages, not for the step."""
+    """Whether a gradient of any layout is finite, of a sharded one this rank's shard.
+
+    Waits for the device; for messages, not for the step.
+    """
+    if hasattr(grad, "to_local"):
+        grad = grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
     if grad.layout is torch.sparse_coo:
         grad = grad.coalesce().values()
     return bool(torch.isfinite(grad).all())

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp import _compat
-from lightning_amp.scaling._gradients import Gradients, constant, parameters
+from lightning_amp.scaling._gradients import Gradients, constant, has_gradients, parameters
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite, nonfinite_flag
 
@@ -96,6 +96,7 @@ class OptimizerSteps:
         self.first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         self.before_step: Callable[[Optimizer], None] = lambda optimizer: None
         self.all_reduce_max: Callable[[Tensor], Any] | None = None  # in place over all ranks; `None` for one process
+        self.device: torch.device | None = None  # that `all_reduce_max` works on; `None`: where the gradients are
         self.observers: list[Callable[[Outcome], None]] = []
         self._attempts: list[Outcome] = []
 
@@ -116,6 +117,8 @@ class OptimizerSteps:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Carry what gradients there are to the current scale; returns the loss, scaled."""
         for window in self.windows.values():
+            if window.loss is not None and not has_gradients(window.optimizer):
+                window.loss = None  # the gradients of earlier losses were dropped, so these say nothing about its step
             window.loss = merge_losses(window.loss, loss)
             window.found_inf = None
         if self.scaler is None:
@@ -250,8 +253,8 @@ class OptimizerSteps:
             found_inf = window.found_inf = self._agreed(window)
             if not fold or max_norm is not None:
                 look()
-            if not window.has_gradients and self.all_reduce_max is None:
-                found_inf = None  # nothing to do; with other ranks the flag still counts: theirs may have gradients
+            if not window.has_gradients:
+                found_inf = None  # nothing to do, on any rank
             elif not on_host:
                 _compat.set_amp_attributes(optimizer, found_inf, None)
             elif found_inf.item():
@@ -308,22 +311,23 @@ class OptimizerSteps:
     def _agreed(self, window: Window) -> Tensor:
         """The flag that all ranks act on: 1.0, shape [], if it is anywhere.
 
-        Reduced gradients agree by themselves, but a shard's overflow or a non-finite loss may be on one rank only, a
-        rank may hold no shard at all, and who steps, and what it does to the scale, must be the same everywhere.
+        Reduced gradients agree by themselves, but a shard's overflow or a non-finite loss may be on one rank only, and
+        who steps, and what it does to the scale, must be the same everywhere. One collective per closure call, on every
+        rank, whatever it has found: so nobody waits for ever as long as all ranks step the same optimizers.
         """
         found_inf = window.found_inf
         assert found_inf is not None
         if self.all_reduce_max is None:
             return found_inf
-        loss = torch.zeros_like(found_inf) if window.loss is None else nonfinite_flag(window.loss).to(found_inf.device)
-        flags = torch.stack([found_inf, loss, constant(float(window.has_gradients), found_inf.device)])
-        self.all_reduce_max(flags)
-        window.loss = torch.where(flags[1] > 0, torch.nan, 0.0)
-        if not window.has_gradients:  # a rank that has nothing to do may wait
-            window.has_gradients = bool(flags[2] > 0)
-            if not window.has_gradients:
-                return flags[0]
-        return flags[:2].amax()  # a rank without gradients has not looked at its loss
+        device = found_inf.device if self.device is None else self.device
+        loss = constant(0.0, device) if window.loss is None else nonfinite_flag(window.loss).to(device)
+        everywhere = torch.stack([found_inf.to(device), loss, constant(float(window.has_gradients), device)])
+        self.all_reduce_max(everywhere)
+        found_inf, loss, anybody_has = everywhere.unbind()
+        window.loss = torch.where(loss > 0, torch.nan, 0.0)
+        if not window.has_gradients:  # others may: then this was a step, and the scale moves here too
+            window.has_gradients = bool(anybody_has)
+        return torch.maximum(found_inf, loss)
 
     def _host_must_know(self, optimizer: Optimizer) -> bool:
         return (

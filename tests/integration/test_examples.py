@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +30,28 @@ def test_there_are_examples() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path) -> None:
     run_example(path, "--fast", "--out", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_example_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
+    """As its docstring says: with torchrun. One line, from rank zero, and one history for both."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, ROOT / "examples" / f"{name}.py", "--fast", "--out", tmp_path],
+        capture_output=True, text=True, cwd=ROOT, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.fullmatch(
+        r"16-mixed, 2 ranks: loss scale (\d+), (\d+) steps applied, (\d+) skipped, accuracy ([\d.]+)%\n", done.stdout
+    )
+    assert found, done.stdout
+    scale, steps, skipped, accuracy = map(float, found.groups())
+    assert skipped > 0, "the first scale is too high on purpose"
+    assert scale == 2.0 ** (24 - skipped)
+    assert steps + skipped == 3 * 23
+    assert accuracy > 85
+    with open(tmp_path / "scale_history.csv", newline="", encoding="utf-8") as file:
+        assert sum(row["skipped"] in ("True", "1") for row in csv.DictReader(file)) == skipped
 
 
 def test_digits_demo_prints_one_table_and_leaves_files(tmp_path: Path) -> None:

@@ -282,6 +282,30 @@ def test_every_order_survives_an_overflow(order: Callable[[Two, Tensor], None], 
 # -- autocast in manual optimization (row 7) -----------------------------------------------------
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_bad_loss_is_forgotten_with_its_gradients(precision: str) -> None:
+    """The second optimizer's loss is NaN in batch 1. The first one's next step has nothing to do with it."""
+
+    class Reasons(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.all: list[str] = []
+            trainer.precision_plugin.records.listeners.append(lambda rs: self.all.extend(r.reason for r in rs))
+
+    def order(m: Two, batch: Tensor) -> None:
+        one, two = m.optimizers()
+        one.zero_grad()
+        m.manual_backward(m.losses(batch)[0])
+        one.step()
+        two.zero_grad()
+        m.manual_backward(m.losses(batch)[1] * (torch.nan if m.index == 1 else 1.0))
+        two.step()
+
+    reasons = Reasons()
+    plugin = AmpPrecision(precision, scaler=1024.0 if precision == "fp16" else None)
+    fit(lambda: Two(order), plugin, limit_train_batches=4, callbacks=[reasons])
+    assert reasons.all == ["none", "none", "none", "loss", "none", "none", "none", "none"]
+
+
 class Modes(Toy):
     def __init__(self, manual: bool) -> None:
         super().__init__(plain_adamw)

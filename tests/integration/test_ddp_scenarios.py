@@ -1,0 +1,117 @@
+"""Two gloo ranks, trouble on one of them: both decide alike, and the run is the one that never drew the bad batches."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ddp_scenarios import SCENARIOS, Net, assert_agree, fused, train
+from helpers import assert_same
+from launch import launch
+
+from lightning_amp import AmpPrecision
+from lightning_amp.numerics import replay
+
+SCRIPT = Path(__file__).parents[1] / "ddp_scenarios.py"
+ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
+REASONS = {
+    "accumulation": ["gradient", "loss", "none"],
+    "accumulation_unfused": ["none", "loss", "gradient"],
+    "overflow_reports": ["none", "loss", "none", "loss", *["none"] * 5],
+    "gradient_figures": ["none", "loss", "none", "loss", *["none"] * 5],
+}
+for name in ("manual_bsbs_fused", "manual_bsbs_unfused"):
+    REASONS[name] = [reason for second in ONE_PER_BATCH for reason in ("none", second)]
+for name in ("manual_bbss_fused", "manual_bbss_unfused"):
+    REASONS[name] = [r for r in ("none", "loss", "loss", "none", "none", "none", "loss", "none", "none") for _ in "ab"]
+TRAINED = [name for name in SCENARIOS if name != "no_gradients_on_one_rank"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ddp")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return launch(SCRIPT, 2, folder)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_ranks_agree_and_the_bad_batches_leave_no_trace(name: str, ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank[name]["with"] for rank in ranks)
+    assert_agree(first, second)
+    assert first["reasons"] == REASONS.get(name, ONE_PER_BATCH)
+    assert first["counts"] == (first["reasons"].count("none"), len(first["reasons"]) - first["reasons"].count("none"))
+    for rank in ranks:
+        assert_agree(rank[name]["with"], rank[name]["without"], "parameters", "optimizer", "buffers", "lr")
+
+
+def test_only_an_overflow_lowers_the_scale(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["every_kind_fused"]["with"]["scales"] == [1024.0] * 4 + [512.0] * 4 + [1024.0]
+    assert ranks[0]["accumulation"]["with"]["scales"] == [512.0] * 3
+
+
+def test_equals_one_process_with_the_whole_batches(ranks: list[dict[str, Any]]) -> None:
+    single = train(
+        Net({}, fused, norm=False), (1, 2, 4, 6), AmpPrecision("fp32"), world_size=1, gradient_clip_val=0.5
+    )  # fmt: skip
+    assert_same(ranks[0]["static_graph"]["with"]["parameters"], single["parameters"], rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_without_gradients_on_one_rank(ranks: list[dict[str, Any]]) -> None:
+    """Step 2 has none anywhere and is no reason to grow; step 3 has a NaN loss on the rank without gradients."""
+    one, other = (rank["no_gradients_on_one_rank"] for rank in ranks)
+    for key in ("scales", "tracker", "counts"):
+        assert one[key] == other[key]
+    assert one["scales"] == [1024.0, 2048.0, 2048.0, 2048.0, 2048.0]
+    assert (one["tracker"], one["counts"]) == (1, (4, 1))
+    assert one["weight"] == [1 - 0.5 * 3] * 3
+    assert other["weight"] == [1.0] * 3
+
+
+def test_rank_zero_reports_for_all(ranks: list[dict[str, Any]], folder: Path) -> None:
+    one, other = (rank["overflow_reports"] for rank in ranks)
+    assert one["reports"] == other["reports"] == [(1, 1, "forward", 1), (3, 0, "forward", 3), (3, 1, "forward", 3)]
+    assert other["said"] == ""
+    assert one["said"].count("was skipped") == 3
+    assert "step 1 was skipped: epoch 0, batch 1, rank 1, loss scale 1024" in one["said"]
+    stems = ["overflow_step00001_rank1", "overflow_step00003_rank0", "overflow_step00003_rank1"]
+    files = sorted((folder / "overflows").iterdir())
+    assert [file.name for file in files] == [f"{stem}.{end}" for stem in stems for end in ("json", "pt")]
+    assert json.loads(files[0].read_text())["rank"] == 1
+    again = replay(
+        files[1], lambda: Net({}, norm=False), step=lambda module, batch: module.loss(batch[0] * 1e38 * 1e38)
+    )
+    assert again.diagnosis.cause == "forward"
+    own, others = (torch.load(files[i], weights_only=True)["batch"][0] for i in (3, 5))
+    assert not torch.equal(own, others), "each file has the batch of its rank"
+
+
+def test_gradient_figures_are_those_of_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["gradient_figures"] for rank in ranks)
+    assert str(one["rows"]) == str(other["rows"])
+    for row, mine, yours in zip(one["rows"], one["alone"], other["alone"], strict=True):
+        assert row["name"] == mine["name"] == yours["name"]
+        assert row["num_values"] == mine["num_values"] + yours["num_values"]
+        for key in ("underflow_fraction", "subnormal_fraction"):
+            both = mine[key] * mine["num_values"] + yours[key] * yours["num_values"]
+            assert row[key] == pytest.approx(both / row["num_values"])
+        assert row["headroom_bits"] == min(mine["headroom_bits"], yours["headroom_bits"])
+        assert row["largest"] == max(mine["largest"], yours["largest"])
+        assert math.isfinite(row["sqnr_db"])
+        assert min(mine["sqnr_db"], yours["sqnr_db"]) <= row["sqnr_db"] <= max(mine["sqnr_db"], yours["sqnr_db"])
+    assert one["rows"][0]["largest"] > 10 * one["alone"][0]["largest"], "the largest gradients are on the other rank"
+
+
+def test_a_rank_that_cannot_run_its_step_again_is_left_out(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["gradient_figures"] for rank in ranks)
+    assert str(one["broken"]) == str(other["broken"])
+    assert [row["num_values"] for row in one["broken"]] == [row["num_values"] for row in one["alone"]]
+    assert one["warned"] == []
+    assert len(other["warned"]) == 1
+    assert "on rank 1: the training step could not be run a second time" in other["warned"][0]
