@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 import torch
 from fsdp_models import OnTheCPU
-from helpers import Poison, Toy, assert_same, batches, fit
+from helpers import Poison, Toy, assert_same, batches, fit, weights
 from torch import nn
 
 import lightning_amp
@@ -163,8 +163,12 @@ class TestFSDPPlugins:
         trainer = fit_sharded(WithValidation, plugin, callbacks=[Poison(gradient=[2])])
         assert (plugin.num_steps, plugin.num_skipped) == (7, 1)
         assert torch.isfinite(trainer.callback_metrics["val_loss"])
-        alone = fit(WithValidation, PLUGINS[name](), callbacks=[Poison(gradient=[2])])
-        assert_same(trainer, alone, rtol=1e-5, atol=1e-6)
+        alone = fit(WithValidation, PLUGINS[name](), accelerator="cpu", callbacks=[Poison(gradient=[2])])
+        sharded, whole = weights(trainer), weights(alone)
+        for one in (sharded, whole):
+            del one["net.0.bias"]  # before BatchNorm: its gradient is zero but for rounding, which Adam makes large
+            del one["net.1.running_mean"]  # which takes that bias up
+        assert_same(sharded, whole, rtol=1e-5, atol=1e-6)
 
     def test_fits_again_after_a_crash_and_copied(self, name: str, tmp_path: Path) -> None:
         plugin = FSDP_PLUGINS[name]()
