@@ -30,6 +30,8 @@ class Runs:
         trainer = self.one_device(MODULES["automatic"], plugin, 3, Overflow((1,)), arguments=("fused adamw",))
         trainer.save_checkpoint(folder / "one_device.ckpt")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+        for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
+            environment.pop(name, None)  # left by a Trainer of this process
         script = HERE / "integration" / "fsdp_script.py"
         command = [sys.executable, str(script), str(folder), accelerator, str(world_size)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
