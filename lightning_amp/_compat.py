@@ -208,6 +208,23 @@ def reduce_as(instance: Any, base: type) -> Any:
     return copyreg._reconstructor, (base, object, None), dict(vars(instance))  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def fsdp_mixed_precision(reduce_dtype: torch.dtype | None) -> Any:
+    """FSDP1's `MixedPrecision` that only says what gradients are reduced in.
+
+    With a wrapping policy FSDP1 puts each BatchNorm into a unit of its own, with a warning, as soon as there is a
+    `MixedPrecision`: half-precision parameters would break it. Ours stay as they are, so it need not; the field that
+    says so is private. Can go when FSDP1 looks at `param_dtype` before.
+    """
+    from torch.distributed.fsdp import MixedPrecision
+
+    return MixedPrecision(
+        reduce_dtype=reduce_dtype,
+        cast_forward_inputs=False,
+        cast_root_forward_inputs=False,
+        _module_classes_to_ignore=(),
+    )
+
+
 class CompiledBackwardWithoutAutocast:
     """While it is on, `torch.compile` traces backwards outside autocast, as eager runs them. For the length of a fit.
 
@@ -402,6 +419,14 @@ def forget_metric_names(module: Any) -> None:
 
 COMPILED_CHILD = "_orig_mod"
 """Name of the module inside one that `torch.compile` returned: a part of its qualified names in `named_modules`."""
+
+WRAPPED_CHILDREN = {COMPILED_CHILD, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""The same for what FSDP1 and activation checkpointing wrap; no public constants."""
+
+
+def plain_name(name: str) -> str:
+    """A qualified name without what wrappers put in between: as it was before the module was compiled or sharded."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED_CHILDREN)
 
 
 def uncompiled_module(module: Any) -> Any:

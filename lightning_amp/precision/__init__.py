@@ -1,6 +1,7 @@
 """The Lightning adapter: precision plugins, and what a step needs of them."""
 
 from lightning_amp.precision._amp import AmpPrecision
+from lightning_amp.precision._fsdp import FSDPAmpPrecision
 from lightning_amp.precision._metrics import fp32_region
 
-__all__ = ["AmpPrecision", "fp32_region"]
+__all__ = ["AmpPrecision", "FSDPAmpPrecision", "fp32_region"]

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp import _compat
-from lightning_amp.precision import _checks, _choice, _islands, _state
+from lightning_amp.precision import _checks, _choice, _islands, _state, _strategies
 from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._clipping import Clipping
 from lightning_amp.precision._evaluation import Surroundings
@@ -187,6 +187,10 @@ class AmpPrecision(Clipping, ForwardContexts):
     def __str__(self) -> str:
         return _checks.as_text(repr(self))
 
+    def __format__(self, spec: str) -> str:
+        """In a message that Lightning formats before it attaches us: which plugin its strategy takes instead."""
+        return format(f"{self!s}{_strategies.hint(self) if self._module is None else ''}", spec)
+
     # -- the Trainer attaches ------------------------------------------------------------------------------------------
 
     @override
@@ -197,6 +201,7 @@ class AmpPrecision(Clipping, ForwardContexts):
 
     def _attach(self, module: LightningModule) -> None:
         strategy = module.trainer.strategy
+        _strategies.check(self, strategy)
         device = strategy.root_device
         self._surroundings.detach()
         self._training_step = None
@@ -220,14 +225,14 @@ class AmpPrecision(Clipping, ForwardContexts):
         mixed = self._choice.mixed or self._eval_choice.mixed
         self._surroundings.attach(module, self.device, self.fp32_modules, mixed=mixed)
         self._module = module
+        if module.trainer.state.fn == TrainerFn.FITTING:  # here, since a strategy may wrap what it is given
+            _checks.check(module, self._choice, device, self._surroundings.fp32_modules)
 
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         self._steps.attach([_compat.unwrap_optimizer(o) for o in optimizers])
         module = self._module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            in_fp32 = self._surroundings.fp32_modules
-            _checks.check(module, self._settled(), module.trainer.strategy.root_device, in_fp32)
             if module.trainer.world_size > 1 and torch.distributed.is_initialized():
                 self._steps.device = module.trainer.strategy.root_device
                 self._steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_amp import _compat
 from lightning_amp.precision._choice import Choice, cpu_has_bf16
 from lightning_amp.scaling import all_finite
 
@@ -47,7 +48,7 @@ def _report(title: str, findings: list[str]) -> str:
 
 def _names(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(f"`{name}`" for name in names[:3]) + more
+    return ", ".join(f"`{_compat.plain_name(name)}`" for name in names[:3]) + more
 
 
 def _half_parameters(module: LightningModule, choice: Choice) -> list[str]:

@@ -17,7 +17,7 @@ class HookGate:
     """Answers for one fit, from what the module, the callbacks and the plugin override.
 
     Args:
-        plugin: A subclass that overrides clipping closes the gate.
+        plugin: A subclass that overrides clipping by norm closes the gate where there is clipping.
         module: The user's.
 
     """
@@ -28,10 +28,8 @@ class HookGate:
         self._module = module
         self.somebody_sees_backward = self._overridden("on_before_backward") or self._overridden("on_after_backward")
         self._somebody_looks = self._overridden("on_before_optimizer_step")
-        self._own_clipping = not (
-            _is_default(module, "configure_gradient_clipping", LightningModule)
-            and _is_default(plugin, "clip_grad_by_norm", Clipping)
-        )
+        self._own_clipping = not _is_default(module, "configure_gradient_clipping", LightningModule)
+        self._own_norm = not _is_default(plugin, "clip_grad_by_norm", Clipping)
 
     def _overridden(self, hook: str) -> bool:
         callbacks: list[Callback] = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -51,7 +49,7 @@ class HookGate:
         if not clip_val or clip_val <= 0:
             return True, None
         algorithm = self._trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
-        return algorithm == GradClipAlgorithmType.NORM, float(clip_val)
+        return algorithm == GradClipAlgorithmType.NORM and not self._own_norm, float(clip_val)
 
 
 def _is_default(owner: object, name: str, base: type) -> bool:

@@ -51,8 +51,8 @@ def matches(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Module]:
         ValueError: If a rule matches nothing, with the closest names.
 
     """
-    # A compiled child has the name of the module inside, which comes later and takes its place: it is the one to treat.
-    names = {_plain(name): module for name, module in root.named_modules(remove_duplicate=False) if name}
+    # A compiled or sharded child has the name of the module inside, which comes later and takes its place.
+    names = {_compat.plain_name(name): module for name, module in root.named_modules(remove_duplicate=False) if name}
     found: dict[int, tuple[str, nn.Module]] = {}
     for rule in rules:
         hits = {name: module for name, module in names.items() if _hit(rule, name, module)}
@@ -62,11 +62,6 @@ def matches(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Module]:
             for name, module in _computing(hit, matched):
                 found.setdefault(id(module), (name, module))
     return dict(found.values())
-
-
-def _plain(name: str) -> str:
-    """A name without what `torch.compile` puts in between, so that a rule holds for a compiled child too."""
-    return ".".join(part for part in name.split(".") if part != _compat.COMPILED_CHILD)
 
 
 def _hit(rule: Rule, name: str, module: nn.Module) -> bool:

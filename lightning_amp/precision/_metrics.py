@@ -174,7 +174,7 @@ def _walk(module: nn.Module, seen: set[int]) -> Generator[Metric, None, None]:
         if isinstance(submodule, Metric):
             yield submodule
         for value in vars(submodule).values():
-            if value and isinstance(value, (list, tuple, set, dict)):
+            if isinstance(value, (list, tuple, set, dict)) and value:  # not the other way: a tensor is not a bool
                 yield from _in_container(value, seen, depth=0)
 
 

@@ -1,10 +1,19 @@
 """Loss scaling in plain torch: the scaler, its policy, and the record of every step."""
 
-from lightning_amp.scaling._gradients import all_finite
+from lightning_amp.scaling._gradients import all_finite, parameters
 from lightning_amp.scaling._history import ScaleHistory
 from lightning_amp.scaling._records import RecordLog, StepRecord
 from lightning_amp.scaling._scaler import DynamicLossScaler
 from lightning_amp.scaling._steps import OptimizerSteps
 from lightning_amp.scaling._windows import Outcome
 
-__all__ = ["DynamicLossScaler", "OptimizerSteps", "Outcome", "RecordLog", "ScaleHistory", "StepRecord", "all_finite"]
+__all__ = [
+    "DynamicLossScaler",
+    "OptimizerSteps",
+    "Outcome",
+    "RecordLog",
+    "ScaleHistory",
+    "StepRecord",
+    "all_finite",
+    "parameters",
+]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from fsdp_models import OnTheCPU
 from helpers import Poison, Toy, assert_same, batches, fit
 from torch import nn
 
 import lightning_amp
-from lightning_amp import AmpPrecision, DynamicLossScaler
+from lightning_amp import AmpPrecision, DynamicLossScaler, FSDPAmpPrecision
 
 PLUGINS: dict[str, Callable[[], AmpPrecision]] = {
     "auto": AmpPrecision,
@@ -123,6 +125,66 @@ class TestPlugins:
         module = trainer.lightning_module
         with torch.no_grad():
             assert module.loss(next(iter(batches(1, 256, seed=3)))) < 0.8
+
+
+FSDP_PLUGINS: dict[str, Callable[[], FSDPAmpPrecision]] = {
+    "auto": FSDPAmpPrecision,
+    "bf16": lambda: FSDPAmpPrecision("bf16"),
+    "fp32": lambda: FSDPAmpPrecision("fp32"),
+    "fp16": lambda: FSDPAmpPrecision("fp16", scaler=DynamicLossScaler(64.0, growth_interval=3)),
+}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of one, and an environment, that are gone afterwards."""
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+class NothingRandom(WithValidation):
+    """No dropout, since a distributed strategy seeds anew where `seed_everything` was called before; no bias before
+    BatchNorm, whose gradient is zero but for rounding, which Adam makes as large as any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def fit_sharded(module: Any, plugin: Any, **kwargs: Any) -> L.Trainer:
+    strategy = OnTheCPU(sharding_strategy="NO_SHARD")
+    return fit(module, plugin, accelerator="cpu", strategy=strategy, use_distributed_sampler=False, **kwargs)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated")
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log.*sync_dist=True")
+@pytest.mark.parametrize("name", FSDP_PLUGINS)
+class TestFSDPPlugins:
+    """On one rank; `tests/integration/test_fsdp.py` has several."""
+
+    def test_equals_the_plugin_for_one_device(self, name: str) -> None:
+        plugin = FSDP_PLUGINS[name]()
+        trainer = fit_sharded(NothingRandom, plugin, callbacks=[Poison(gradient=[2])])
+        assert (plugin.num_steps, plugin.num_skipped) == (7, 1)
+        assert torch.isfinite(trainer.callback_metrics["val_loss"])
+        alone = fit(NothingRandom, PLUGINS[name](), accelerator="cpu", callbacks=[Poison(gradient=[2])])
+        assert_same(trainer, alone, rtol=1e-5, atol=1e-6)
+
+    def test_fits_again_after_a_crash_and_copied(self, name: str, tmp_path: Path) -> None:
+        plugin = FSDP_PLUGINS[name]()
+        state = torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
+        expected = fit_sharded(Toy, plugin)
+        with pytest.raises(KeyError, match="crash"):
+            fit_sharded(Toy, plugin, callbacks=[Crash()])
+        assert (torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")) == state
+        for again in (plugin, copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):
+            assert again.reduce_dtype == torch.float32
+            assert_same(fit_sharded(Toy, again), expected)
 
 
 @pytest.mark.parametrize("name", CALLBACKS)

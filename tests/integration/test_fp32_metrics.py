@@ -30,6 +30,7 @@ class Metrics(Toy):
         self.all = MetricCollection({"r2": R2Score(), "ev": ExplainedVariance(), "pearson": PearsonCorrCoef()})
         self.train_mse = MeanSquaredError()
         self.in_a_list = [MeanSquaredError(), {"auroc": BinaryAUROC()}]
+        self.table = torch.arange(3.0)  # a tensor that is no buffer, as a user may have one, is looked at and left
         self.values: dict[str, Any] = {}
 
     def pair(self, batch: Tensor) -> tuple[Tensor, Tensor]:
