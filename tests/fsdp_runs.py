@@ -83,9 +83,9 @@ class Runs:
         if self.world_size == 2:
             assert [rank["empty shards"]["numels"] for rank in self.ranks] == [[81, 1], [80, 0]]
         plugin, monitor = scaled_fp32(init_scale=256.0, growth_interval=2), ScaleMonitor()
-        trainer = self.one_device(lambda: TwoParts(inf_at=(3,)), plugin, 6, monitor)
+        trainer = self.one_device(lambda: TwoParts(inf_at=(1, 3)), plugin, 8, monitor)
         expected = [(r.optimizer_idx, r.scale, r.next_scale, r.reason) for r in monitor.history]
-        assert [reason for *_, reason in expected if reason != "none"] == ["loss", "loss"]
+        assert [reason for *_, reason in expected if reason != "none"] == ["loss"] * 4
         for rank in self.ranks:
             assert_same(rank["empty shards"]["weights"], parameters(trainer), **self.rounding)
             assert rank["empty shards"]["records"] == expected

@@ -75,8 +75,8 @@ class OptimizerSteps:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Carry what gradients there are to the current scale; returns the loss, scaled."""
         for window in self.windows.values():
-            if window.loss is not None and not has_gradients(window.optimizer):
-                window.loss = None  # the gradients of earlier losses were dropped, so these say nothing about its step
+            if window.loss is not None and self._gradients_were_dropped(window):
+                window.loss = None  # earlier losses say nothing about the step to come
             window.loss = merge_losses(window.loss, loss)
             window.found_inf = None
         if self.scaler is None:
@@ -84,6 +84,10 @@ class OptimizerSteps:
         scaled = self.scaler.scale(loss)  # first: it makes the scale, and a float16 loss may lower it
         self._carry(_compat.scale_tensor(self.scaler))
         return scaled
+
+    def _gradients_were_dropped(self, window: Window) -> bool:
+        """Whether there are none although there should be: a rank without a shard of the parameters never has any."""
+        return (window.had_gradients or self.all_reduce_max is None) and not has_gradients(window.optimizer)
 
     def _carry(self, scale: Tensor) -> None:
         done: set[int] = set()
@@ -119,6 +123,7 @@ class OptimizerSteps:
             return
         gradients = Gradients(window.optimizer, self._true_elsewhere(window))
         window.has_gradients = bool(gradients)
+        window.had_gradients |= window.has_gradients
         found_inf = _new_flag(window, gradients, scale.device)
         if gradients:
             found_inf = gradients.unscale_(inverse(scale), found_inf)
@@ -130,6 +135,7 @@ class OptimizerSteps:
         """True gradients: are they finite?"""
         gradients = Gradients(window.optimizer)
         window.has_gradients = bool(gradients)
+        window.had_gradients |= window.has_gradients
         device = gradients.device or (window.loss.device if window.loss is not None else torch.device("cpu"))
         found_inf = _new_flag(window, gradients, device)
         window.found_inf = gradients.check(found_inf) if gradients else found_inf
@@ -257,7 +263,7 @@ class OptimizerSteps:
             found_inf = nonfinite_flag(norm if window.loss is None else norm + window.loss.to(norm) * 0)
             divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # 1 / clip_coef of `clip_grad_norm_`
             grad_scale = divisor if grad_scale is None else grad_scale * divisor
-        window.has_gradients = True
+        window.has_gradients = window.had_gradients = True
         window.found_inf = found_inf
         if self.all_reduce_max is not None:
             found_inf = self._agree(window)

@@ -34,7 +34,8 @@ class Window:
         self.found_inf: Tensor | None = None
         self.used_scale: Tensor | None = None
         self.clear_flag: Tensor | None = None  # 0.0 for sure, to be used again
-        self.has_gradients = False
+        self.has_gradients = False  # on any rank
+        self.had_gradients = False  # on this one, in any step
         self.closure_calls = 0  # of its last step
         self.stepped = False
         self.decides_on_device = _compat.decides_on_device(optimizer)

@@ -86,11 +86,11 @@ def empty_shards() -> dict[str, Any]:
     torch.manual_seed(0)
     scaler = DynamicLossScaler(256.0, growth_interval=2)
     plugin = WithoutAutocast("fp16", scaler=scaler, fp32_modules=["net.0", "head"])  # by the names before sharding
-    module, monitor = TwoParts(inf_at=(3,), rank=1), ScaleMonitor()
+    module, monitor = TwoParts(inf_at=(1, 3), rank=1), ScaleMonitor()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Called FSDP.clip_grad_norm_")
         trainer = trainer_for(plugin, callbacks=[monitor])
-        trainer.fit(module, batches(6, 8))
+        trainer.fit(module, batches(8, 8))
     records = [(r.optimizer_idx, r.scale, r.next_scale, r.reason) for r in monitor.history]
     numels = [sum(p.numel() for p in o.param_groups[0]["params"]) for o in trainer.optimizers]
     return {"weights": whole(trainer), "records": records, "numels": numels}
