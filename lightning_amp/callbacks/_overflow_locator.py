@@ -20,7 +20,7 @@ from lightning_amp.callbacks._overflow_report import OverflowReport
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.scaling import RecordLog, StepRecord
+from lightning_amp.scaling import RecordLog, Saved, StepRecord
 
 OVERFLOWS = "amp/overflows"
 
@@ -61,8 +61,10 @@ class OverflowLocator(Callback):
     :class:`~lightning_amp.AmpPrecision` can be seen; with another plugin it says so and does nothing.
 
     Args:
-        max_reports: After so many it is silent and free, until the next fit.
-        dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`. `None` writes none.
+        max_reports: After so many it is silent and free, until the next fit. A resumed run goes on counting, and has
+            the reports of its checkpoint (in DDP, where rank 0 writes the checkpoint, those of rank 0).
+        dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`. `None` writes none. If it cannot
+            be written, one warning says so and training goes on. A file appears whole or not at all.
         save_bundles: Also saves `overflow_step00007_rank0.pt` there: weights, batch, random state and scale, for
             :func:`lightning_amp.numerics.replay`. As large as the model. Needs `dirpath`.
 
@@ -91,10 +93,12 @@ class OverflowLocator(Callback):
         self.max_reports = max_reports
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.save_bundles = bool(save_bundles)
-        self._reports: list[OverflowReport] = []
+        self._rank = 0
         self._reset()
 
     def _reset(self) -> None:
+        self._reports: list[OverflowReport] = []
+        self._num_reports = 0  # of the whole run: those that another rank's checkpoint had count, too
         self._num_overflows = 0
         self._records: RecordLog | None = None
         self._window = BatchWindow()
@@ -113,8 +117,8 @@ class OverflowLocator(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_lightning_trainer(self, trainer)
         if stage == "fit":  # before a checkpoint is restored
-            self._reports = []
             self._reset()
+            self._rank = trainer.global_rank
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,7 +135,7 @@ class OverflowLocator(Callback):
         reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
             rank_zero_info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
-        elif self.max_reports:
+        elif self._num_reports < self.max_reports:
             self._records.listeners_at_once.append(self._notice)
 
     @override
@@ -158,9 +162,13 @@ class OverflowLocator(Callback):
         # The skip that was one too many: the plugin raised before the batch was over.
         if isinstance(exception, FloatingPointError) and self._is_looking:
             self._look(trainer, pl_module)
+        self._detach()  # Lightning calls no `teardown` after an exception
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
         if self._records is not None and self._count in self._records.listeners:
             self._records.listeners.remove(self._count)
         self._stop_looking()
@@ -168,11 +176,21 @@ class OverflowLocator(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"num_overflows": self._num_overflows}
+        if self._records is not None:
+            self._records.flush()
+        reports = [report.as_dict() for report in self._reports]
+        return {"num_overflows": self._num_overflows, "num_reports": self._num_reports, "reports": reports}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._num_overflows = state_dict["num_overflows"]
+        saved = Saved(state_dict, "OverflowLocator")
+        num_overflows, num_reports = saved.count("num_overflows"), saved.count("num_reports")
+        try:
+            reports = [OverflowReport.from_dict(values) for values in saved.entries("reports")]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise saved.wrong("reports", "a list of reports, as `OverflowReport.as_dict()` writes them") from error
+        self._num_overflows, self._num_reports = num_overflows, num_reports
+        self._reports = [report for report in reports if report.rank == self._rank]
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -204,12 +222,12 @@ class OverflowLocator(Callback):
         skipped = [record for record in fresh if record.skipped]
         if skipped and self._window:
             finding: Finding | None = None
-            for record in skipped[: self.max_reports - len(self._reports)]:
+            for record in skipped[: self.max_reports - self._num_reports]:
                 finding = finding or find(trainer, module, self._window, record.scale)
                 self._report(trainer, module, record, finding)
         if fresh:  # a step was attempted: the next window begins
             self._window.clear()
-        if len(self._reports) >= self.max_reports:
+        if self._num_reports >= self.max_reports:
             self._stop_looking()
 
     def _report(self, trainer: Trainer, module: LightningModule, record: StepRecord, finding: Finding) -> None:
@@ -229,9 +247,10 @@ class OverflowLocator(Callback):
             note=finding.note,
         )
         self._reports.append(report)
+        self._num_reports += 1
         # Not only on rank 0: the bad batch may be on another.
         _log.warning(f"OverflowLocator: {report}")
-        if len(self._reports) == self.max_reports:
+        if self._num_reports == self.max_reports:
             reports = "1 report" if self.max_reports == 1 else f"{self.max_reports} reports"
             _log.warning(f"OverflowLocator: {reports} made; no more in this fit.")
         if self.dirpath is not None:
@@ -244,7 +263,7 @@ class OverflowLocator(Callback):
             write_atomically(f"{stem}.json", lambda file: file.write(report.to_json()))
             if self.save_bundles and finding.step is not None:
                 bundle = saved_step(trainer, module, finding.step, report.record.scale, report.as_dict())
-                torch.save(bundle, f"{stem}.pt")
+                write_atomically(f"{stem}.pt", lambda file: torch.save(bundle, file), mode="binary")
         except Exception as error:  # a full disk, or a batch that cannot be pickled
             if not self._warned:
                 self._warned = True

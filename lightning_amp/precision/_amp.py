@@ -415,7 +415,11 @@ class AmpPrecision(ForwardContexts):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        _state.load(state_dict, self.scaler, self._log)
+        self._load(state_dict, type(self).__qualname__)
+
+    def _load(self, state_dict: dict[str, Any], name: str) -> None:
+        path = None if self._module is None else self._module.trainer.ckpt_path
+        _state.load(state_dict, self.scaler, self._log, name if path is None else f"{path}: {name}")
         if self.scaler is not None:
             self._steps.first_scale = self.scaler.get_scale()
 
@@ -423,13 +427,15 @@ class AmpPrecision(ForwardContexts):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.scaler is not None:
             checkpoint[_state.STOCK_KEY] = self.scaler.state_dict()
+        if self._guards is not None:
+            self._guards.buffers.mend(checkpoint["state_dict"])
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if type(self).__qualname__ not in checkpoint:  # else Lightning itself calls `load_state_dict`
-            foreign = _state.find(checkpoint)
-            if foreign:
-                self.load_state_dict(foreign)
+            key = _state.find(checkpoint)
+            if key is not None:
+                self._load(checkpoint[key], key)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the scaler, not the run."""

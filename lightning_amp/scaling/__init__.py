@@ -3,7 +3,18 @@
 from lightning_amp.scaling._gradients import all_finite
 from lightning_amp.scaling._history import ScaleHistory
 from lightning_amp.scaling._records import RecordLog, StepRecord
+from lightning_amp.scaling._saved import Saved, check_scaler_state
 from lightning_amp.scaling._scaler import DynamicLossScaler
 from lightning_amp.scaling._steps import OptimizerSteps, Outcome
 
-__all__ = ["DynamicLossScaler", "OptimizerSteps", "Outcome", "RecordLog", "ScaleHistory", "StepRecord", "all_finite"]
+__all__ = [
+    "DynamicLossScaler",
+    "OptimizerSteps",
+    "Outcome",
+    "RecordLog",
+    "Saved",
+    "ScaleHistory",
+    "StepRecord",
+    "all_finite",
+    "check_scaler_state",
+]

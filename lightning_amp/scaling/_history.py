@@ -14,6 +14,7 @@ import torch
 
 from lightning_amp._files import write_atomically
 from lightning_amp.scaling._records import Reason, StepRecord
+from lightning_amp.scaling._saved import Saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -160,9 +161,25 @@ class ScaleHistory:
         return {**columns, "last": None if self._last is None else list(astuple(self._last))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self._columns = {name: array(code, state[name].tolist()) for name, code in _COLUMNS.items()}
-        self._last = None if state["last"] is None else StepRecord(*state["last"])
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: If an entry is missing or wrong; the history is then as it was.
+
+        """
+        saved = Saved(state, "ScaleHistory")
+        columns: dict[str, array[Any]] = {}
+        for name, code in _COLUMNS.items():
+            values = saved.any(name)
+            if not isinstance(values, torch.Tensor) or values.dtype != _dtype(name) or values.dim() != 1:
+                raise saved.wrong(name, f"a tensor [steps] of {_dtype(name)}")
+            columns[name] = array(code, values.tolist())
+        if len({len(column) for column in columns.values()}) > 1:
+            raise saved.wrong("index", "as long as the other columns")
+        if any(not 0 <= reason < len(_REASONS) for reason in columns["reason"]):
+            raise saved.wrong("reason", f"a number from 0 to {len(_REASONS) - 1} for each step")
+        last = saved.record("last")
+        self._columns, self._last = columns, last
 
     # -- picture -------------------------------------------------------------------------------------------------------
 
