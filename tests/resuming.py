@@ -70,6 +70,18 @@ class Averaging(WeightAveraging):
         return step_idx is not None
 
 
+class Checkpoints(ModelCheckpoint):
+    """Only between two accumulation windows.
+
+    In a resumed run Lightning 2.6 saves the step that it resumed from once more, after the first batch of the next
+    window. A run that is resumed from that one has lost the gradients of the batch, in every precision.
+    """
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            super().on_train_batch_end(trainer, *args)
+
+
 class Overflow(L.Callback):
     """Non-finite gradients in chosen batches, counted since the run began.
 
@@ -129,9 +141,7 @@ def train(
     module = module or Net(optimizer)
     callbacks = [*callbacks, Overflow(gradient)]
     if checkpoints is not None:
-        callbacks.append(
-            ModelCheckpoint(checkpoints, filename="{step}", every_n_train_steps=every_n_steps, save_top_k=-1)
-        )
+        callbacks.append(Checkpoints(checkpoints, filename="{step}", every_n_train_steps=every_n_steps, save_top_k=-1))
     trainer = quiet_trainer(
         plugins=[] if plugin is None else [plugin], callbacks=callbacks, max_epochs=-1, max_steps=steps,
         enable_checkpointing=checkpoints is not None, num_sanity_val_steps=0, **kwargs,

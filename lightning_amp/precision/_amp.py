@@ -233,9 +233,11 @@ class AmpPrecision(ForwardContexts):
 
     @override
     def teardown(self) -> None:
-        try:
-            self._steps.finish_batch()
-            self._log.flush()
+        interrupted = self._module is not None and self._module.trainer.interrupted
+        try:  # what fails here must not hide the exception that ended the run
+            with contextlib.suppress(*([Exception] if interrupted else [])):
+                self._steps.finish_batch()
+                self._log.flush()
         finally:
             if self._guards is not None:
                 self._guards.detach()
