@@ -38,25 +38,34 @@ def write_atomically(
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target.parent)
-    new = target.with_name(f".{target.name}.{secrets.token_hex(4)}{LEFTOVER}")
+    new, file = _create(target, mode)
     try:
-        with new.open("xb") if mode == "binary" else new.open("x", newline="", encoding="utf-8") as file:
-            _lock(file)
+        with file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        new.replace(target)
+            if fcntl is not None:
+                new.replace(target)  # as long as the lock says that this is no leftover
+        if fcntl is None:
+            new.replace(target)  # Windows moves no open file
     except BaseException:
         with contextlib.suppress(OSError):
             new.unlink()
         raise
 
 
-def _lock(file: IO[Any]) -> None:
-    """Show that the file's process is alive: the system takes the lock away when it dies."""
-    if fcntl is not None:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _create(target: Path, mode: str) -> tuple[Path, IO[Any]]:
+    """A new file beside `target`, locked: the system takes the lock away when the process dies."""
+    while True:
+        new = target.with_name(f".{target.name}.{secrets.token_hex(4)}{LEFTOVER}")
+        file = new.open("xb") if mode == "binary" else new.open("x", newline="", encoding="utf-8")
+        if fcntl is None:
+            return new, file
+        with contextlib.suppress(OSError):  # a file system without locks: there nobody cleans up either
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if new.exists():
+            return new, file
+        file.close()  # another process cleaned up between the two lines and took this one for a leftover
 
 
 def _remove_leftovers(folder: Path) -> None:

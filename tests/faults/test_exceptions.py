@@ -16,6 +16,7 @@ from promises import fused_adamw
 from resuming import Averaging, Net, assert_equal, everything, ours, plugin_for, train
 from torch import Tensor
 
+from lightning_amp import ScaleMonitor
 from lightning_amp._files import LEFTOVER
 from lightning_amp.scaling import ScaleHistory
 
@@ -131,7 +132,8 @@ def test_sigterm_is_a_clean_end(precision: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(f".*{LEFTOVER}"))
 
 
-def test_what_fails_on_the_way_out_does_not_hide_the_exception() -> None:
+@pytest.mark.parametrize("callbacks", [[], [ScaleMonitor()]], ids=["alone", "ScaleMonitor"])
+def test_what_fails_on_the_way_out_does_not_hide_the_exception(callbacks: list[L.Callback]) -> None:
     """64 skips in a row that nobody has read yet, and the user presses Ctrl+C: the second error must not win."""
 
     class Interrupt(L.Callback):
@@ -143,7 +145,6 @@ def test_what_fails_on_the_way_out_does_not_hide_the_exception() -> None:
     plugin = plugin_for("bf16")
     module = Net(fused_adamw, schedule=False)
     before = signal.getsignal(signal.SIGTERM)
-    callbacks = [c for c in ours() if type(c).__name__ == "ScaleMonitor"]
     with pytest.raises(KeyError, match="crash"):
         train(plugin, 20, nan=range(20), module=module, callbacks=[*callbacks, Interrupt()])
     assert signal.getsignal(signal.SIGTERM) == before
