@@ -100,6 +100,7 @@ class OverflowLocator(Callback):
         self._reports: list[OverflowReport] = []
         self._num_reports = 0  # of the whole run: those that another rank's checkpoint had count, too
         self._num_overflows = 0
+        self._plugin: AmpPrecision | None = None
         self._records: RecordLog | None = None
         self._window = BatchWindow()
         self._fresh: list[StepRecord] = []
@@ -130,7 +131,7 @@ class OverflowLocator(Callback):
                 " which steps it skips. Use `plugins=[AmpPrecision(...)]`."
             )
             return
-        self._records = plugin.records
+        self._plugin, self._records = plugin, plugin.records
         self._records.listeners.append(self._count)
         reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
@@ -172,12 +173,12 @@ class OverflowLocator(Callback):
         if self._records is not None and self._count in self._records.listeners:
             self._records.listeners.remove(self._count)
         self._stop_looking()
-        self._records = None
+        self._plugin = self._records = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._records is not None:
-            self._records.flush()
+        if self._plugin is not None:
+            self._plugin.state_dict()  # closes what hooks have stepped since the last batch, and reads it
         reports = [report.as_dict() for report in self._reports]
         return {"num_overflows": self._num_overflows, "num_reports": self._num_reports, "reports": reports}
 
@@ -272,4 +273,4 @@ class OverflowLocator(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the reports, not the run."""
-        return {**vars(self), "_records": None, "_window": BatchWindow(), "_fresh": []}
+        return {**vars(self), "_plugin": None, "_records": None, "_window": BatchWindow(), "_fresh": []}

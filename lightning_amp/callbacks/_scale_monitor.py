@@ -94,6 +94,7 @@ class ScaleMonitor(Callback):
         self.warn_skip_rate = warn_skip_rate
         self.dirpath = None if dirpath is None else Path(dirpath)
         self._history = ScaleHistory()
+        self._plugin: AmpPrecision | None = None
         self._log: RecordLog | None = None
         self._watch: _ScalerWatch | None = None
         self._steps_seen = 0
@@ -126,7 +127,7 @@ class ScaleMonitor(Callback):
         scaler = getattr(plugin, "scaler", None)
         self._steps_seen = trainer.global_step
         if isinstance(plugin, AmpPrecision):
-            self._log = plugin.records
+            self._plugin, self._log = plugin, plugin.records
             self._log.listeners.append(self._extend)
         elif isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
             self._watch = _ScalerWatch(scaler, self._history.last, self._extend)
@@ -181,10 +182,12 @@ class ScaleMonitor(Callback):
     def _detach(self) -> None:
         if self._log is not None and self._extend in self._log.listeners:
             self._log.listeners.remove(self._extend)
-        self._log = self._watch = None
+        self._plugin = self._log = self._watch = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        if self._plugin is not None:
+            self._plugin.state_dict()  # closes what hooks have stepped since the last batch
         self._read()
         warned = [self._warned, self._warned_of_skips]
         return {**self._history.state_dict(), "recent": list(self._recent), "warned": warned}
@@ -248,8 +251,8 @@ class ScaleMonitor(Callback):
             )
 
     def _save(self) -> None:
-        if self.dirpath is None or not _compat.is_rank_zero():
-            return
+        if self.dirpath is None or self._history.last is None or not _compat.is_rank_zero():
+            return  # a fit that failed before its first step has nothing to put in the place of an earlier file
         try:
             self._history.to_csv(self.dirpath / FILE_NAME)
         except OSError as error:

@@ -44,7 +44,7 @@ def load(state: dict[str, Any], scaler: torch.amp.GradScaler | None, log: Record
     saved = Saved(state, name)
     ours = "num_steps" in saved or "scaler" in saved
     scaler_state = saved.any("scaler") if ours else state
-    if scaler_state is not None and scaler_state != {}:
+    if scaler is not None and scaler_state is not None and scaler_state != {}:
         check_scaler_state(scaler_state, f"{name}.scaler" if ours else name)
     if ours:
         streak = saved.entries("consecutive_skips")

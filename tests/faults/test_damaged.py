@@ -88,6 +88,20 @@ def test_the_entry_of_stock_lightning(saved: Path, tmp_path: Path, key: str, sca
               checkpoints=saved.parent, every_n_steps=10)  # fmt: skip
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_is_not_needed_may_be_broken(saved: Path, tmp_path: Path, precision: str) -> None:
+    """A run whose scale fell to 0 under Lightning's own scaler is continued in bf16: a way out, not an error."""
+
+    def damage(checkpoint: dict[str, Any]) -> None:
+        del checkpoint["AmpPrecision"]
+        checkpoint["MixedPrecision"]["scale"] = 0.0
+
+    path = damaged(saved, tmp_path, damage)
+    plugin, callbacks = plugin_for(precision), [Averaging(), *ours()]
+    train(plugin, 12, ckpt_path=path, checkpoints=saved.parent, callbacks=callbacks, every_n_steps=10)
+    assert plugin.num_steps == 2
+
+
 def test_taking_the_entry_out_starts_afresh(saved: Path, tmp_path: Path) -> None:
     """As the error says."""
 
@@ -134,10 +148,13 @@ def test_a_file_that_is_cut_off(saved: Path, tmp_path: Path, share: float) -> No
     path = tmp_path / "cut.ckpt"
     path.write_bytes(saved.read_bytes()[: int(saved.stat().st_size * share)])
     plugin = plugin_for("fp16")
-    callbacks = [Averaging(), *ours()]
+    written = tmp_path / "scale_history.csv"
+    written.write_text("what the killed run has left\n")
+    callbacks = [Averaging(), *ours(tmp_path)]
     with pytest.raises((OSError, RuntimeError, EOFError), match=r"Invalid argument|zip archive|^$"):
         train(plugin, 12, ckpt_path=path, checkpoints=saved.parent, callbacks=callbacks)
     assert not plugin.records.listeners
+    assert written.read_text() == "what the killed run has left\n"
     train(plugin, 12, ckpt_path=saved, checkpoints=saved.parent, callbacks=[Averaging(), *ours()], every_n_steps=10)
     assert plugin.num_steps + plugin.num_skipped == 12
 

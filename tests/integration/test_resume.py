@@ -11,8 +11,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import assert_same, stock
-from resuming import Averaging, assert_equal, everything, ours, plugin_for, train
+from helpers import Poison, assert_same, stock
+from resuming import Averaging, Net, assert_equal, everything, ours, plugin_for, train
 
 from lightning_amp import OverflowLocator, ScaleMonitor
 
@@ -154,6 +154,58 @@ def test_callbacks_come_and_go(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"callbacks used to create the checkpoint.*ScaleMonitor"):
         without = train(plugin_for("fp16"), 40, ckpt_path=path, checkpoints=tmp_path / "c", **kwargs)
     assert_equal(everything(without), alone)
+
+
+class StepsInAHook(Net):
+    """Manual optimization; the optimizer steps when the batch is over, the last time after the last batch."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(fused, schedule=False)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class SaveAtEpochEnd(L.Callback):
+    """And no more. (Steps in hooks do not count for Lightning's `max_steps`.)"""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        trainer.should_stop = True
+
+
+@pytest.mark.timeout(60)
+def test_a_step_in_a_hook_is_in_the_checkpoint(tmp_path: Path) -> None:
+    """For the callbacks too, although no batch has come yet that closes the step after the last one."""
+    path = tmp_path / "a.ckpt"
+    callbacks = [ScaleMonitor(), OverflowLocator(max_reports=0), SaveAtEpochEnd(path)]
+    train(plugin_for("fp16"), -1, gradient=[15], module=StepsInAHook(), callbacks=callbacks)
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["AmpPrecision"]["last_step"][0] == 15
+    assert checkpoint["callbacks"]["ScaleMonitor"]["last"] == checkpoint["AmpPrecision"]["last_step"]
+    assert checkpoint["callbacks"]["OverflowLocator"]["num_overflows"] == checkpoint["AmpPrecision"]["num_skipped"] == 1
+
+
+def test_a_scale_below_one_is_known_after_a_change_of_precision(tmp_path: Path) -> None:
+    """What is finite may overflow when it is divided by such a scale; a checkpoint of bf16 says that the scale is 1."""
+    train(plugin_for("bf16"), 10, checkpoints=tmp_path, every_n_steps=10)
+    plugin = plugin_for("fp16", init_scale=2.0**-4)
+    trainer = train(
+        plugin, 20, callbacks=[Poison(gradient=[2], value=1e38)], checkpoints=tmp_path, every_n_steps=10,
+        ckpt_path=tmp_path / "step=10.ckpt",
+    )  # fmt: skip
+    assert plugin.num_skipped == 1
+    assert all(bool(value.isfinite().all()) for value in trainer.lightning_module.state_dict().values())
 
 
 def test_stock_scalers_history_continues(tmp_path: Path) -> None:
