@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -133,10 +134,18 @@ class ScaleHistory:
         history = cls()
         with Path(path).open(newline="", encoding="utf-8") as file:
             reader = csv.reader(file)
-            header = next(reader, None)
-            if header != list(_COLUMNS):
-                raise ValueError(f"`{path}` is not a scale history: its header must be {list(_COLUMNS)}, got {header}.")
-            for row in reader:
+            try:
+                header, *rows = [(row, reader.line_num) for row in reader] or [([], 0)]
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise ValueError(
+                    f"`{path}`, after line {reader.line_num}, is not text ({error}); the history is also in the"
+                    " checkpoint."
+                ) from error
+            if header[0] != list(_COLUMNS):
+                raise ValueError(
+                    f"`{path}` is not a scale history: its header must be {list(_COLUMNS)}, got {header[0]}."
+                )
+            for row, line in rows:
                 try:
                     index, optimizer, scale, next_scale, skipped, reason = row
                     record = StepRecord(
@@ -147,9 +156,13 @@ class ScaleHistory:
                         bool(int(skipped)),
                         _REASONS[_REASONS.index(reason)],  # type: ignore[arg-type]
                     )
+                    if record.index <= (-1 if history.last is None else history.last.index) or not (
+                        0 <= record.scale < math.inf and 0 <= record.next_scale < math.inf  # torch's falls to 0
+                    ):
+                        raise ValueError("steps come in their order, with scales that are finite and not negative")
                 except ValueError as error:
                     raise ValueError(
-                        f"`{path}`, line {reader.line_num}, is not a row of a scale history: {row}. The file may be cut"
+                        f"`{path}`, line {line}, is not a row of a scale history: {row}. The file may be cut"
                         " off; the history is also in the checkpoint."
                     ) from error
                 history.extend([record])
