@@ -1,10 +1,11 @@
-# make demo, make test, make lint, make bench, make clean. Everything lives in .venv; nothing is installed twice.
+# make demo, make test, make lint, make bench, make faults, make clean. Everything lives in .venv; nothing is installed twice.
 
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_OUT ?= demo_results
 DEMO_ARGS ?=
 TEST_ARGS ?=
+FAULTS_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -13,7 +14,7 @@ DEPENDS := pyproject.toml constraints.txt
 # Idle threads sleep instead of spinning. On a machine that is busy with other things that is several times as fast.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench faults clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -31,6 +32,9 @@ bench: $(VENV)/.test
 	@set -e; files=$$(find tests/benchmarks -name '[!_]*.py' 2>/dev/null | sort); \
 	if [ -z "$$files" ]; then echo "There are no benchmarks yet (tests/benchmarks is empty)."; fi; \
 	for file in $$files; do $(BIN)/python -m $$(echo "$${file%.py}" | tr / .); done
+
+faults: $(VENV)/.test
+	@PYTHONPATH=tests $(BIN)/python tests/faults/kill.py $(FAULTS_ARGS)
 
 clean:
 	rm -rf $(VENV) demo_results build dist .pytest_cache .ruff_cache .hypothesis lightning_logs

@@ -67,9 +67,8 @@ def growth_tracker(scaler: torch.amp.GradScaler) -> Tensor:
     return tracker
 
 
-def saved_growth_tracker(state: dict[str, Any]) -> int:
-    """Clean steps in a row, from a `GradScaler.state_dict`; the key has no public name."""
-    return int(state["_growth_tracker"])
+GROWTH_TRACKER = "_growth_tracker"
+"""Where a `GradScaler.state_dict` keeps the clean steps in a row; the key has no public name."""
 
 
 def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor | None = None) -> None:

@@ -19,6 +19,7 @@ from lightning_amp.callbacks._gradient_sample import take_sample
 from lightning_amp.callbacks._gradient_table import TOTAL, GradientRow, GradientTable, Quantity, fitting_scale
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import ExponentHistogram
+from lightning_amp.scaling import Saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -159,8 +160,13 @@ class GradientMonitor(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._table = GradientTable(GradientRow(*row) for row in state_dict["rows"])
-        self._largest, self._next_step = state_dict["largest"], state_dict["next_step"]
+        saved = Saved(state_dict, "GradientMonitor")
+        largest, next_step = saved.number("largest"), saved.count("next_step")
+        try:
+            rows = [GradientRow(*row) for row in saved.entries("rows")]
+        except TypeError as error:
+            raise saved.wrong("rows", f"a list of rows of {len(GradientRow._fields)} values") from error
+        self._table, self._largest, self._next_step = GradientTable(rows), largest, next_step
 
     # -- work ----------------------------------------------------------------------------------------------------------
 

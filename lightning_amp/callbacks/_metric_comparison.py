@@ -24,6 +24,7 @@ from lightning_amp.callbacks._comparison_table import ComparisonRow, ComparisonT
 from lightning_amp.callbacks._copying import is_out_of_memory
 from lightning_amp.callbacks._paired_validation import PairedValidation
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
+from lightning_amp.scaling import Saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -126,9 +127,14 @@ class MetricComparison(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the table of a checkpoint."""
-        rows = (ComparisonRow(*row) for row in state_dict["rows"])
+        saved = Saved(state_dict, "MetricComparison")
+        num_validations = saved.count("num_validations")
+        try:
+            rows = [ComparisonRow(*row) for row in saved.entries("rows")]
+        except TypeError as error:
+            raise saved.wrong("rows", f"a list of rows of {len(ComparisonRow._fields)} values") from error
         self._table = ComparisonTable(rows, tolerance=self.tolerance)
-        self._num_validations = state_dict["num_validations"]
+        self._num_validations = num_validations
 
     # --- hooks ---
 

@@ -21,7 +21,7 @@ from lightning_amp.callbacks._ranks import gather, gather_on_zero
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.scaling import RecordLog, StepRecord
+from lightning_amp.scaling import RecordLog, Saved, StepRecord
 
 OVERFLOWS = "amp/overflows"
 
@@ -63,8 +63,10 @@ class OverflowLocator(Callback):
     :class:`~lightning_amp.AmpPrecision` can be seen; with another plugin it says so and does nothing.
 
     Args:
-        max_reports: After so many skipped steps it is silent and free, until the next fit.
-        dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`. `None` writes none.
+        max_reports: After so many skipped steps it is silent and free, until the next fit. A resumed run goes on
+            counting, and has the reports of its checkpoint.
+        dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`. `None` writes none. If it cannot
+            be written, one warning says so and training goes on. A file appears whole or not at all.
         save_bundles: Also saves `overflow_step00007_rank0.pt` there: weights, batch, random state and scale, for
             :func:`lightning_amp.numerics.replay`. As large as the model. Needs `dirpath`.
 
@@ -93,12 +95,13 @@ class OverflowLocator(Callback):
         self.max_reports = max_reports
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.save_bundles = bool(save_bundles)
-        self._reports: list[OverflowReport] = []
         self._reset()
 
     def _reset(self) -> None:
-        self._num_overflows = 0
+        self._reports: list[OverflowReport] = []
         self._num_located = 0
+        self._num_overflows = 0
+        self._plugin: AmpPrecision | None = None
         self._records: RecordLog | None = None
         self._window = BatchWindow()
         self._fresh: list[StepRecord] = []
@@ -119,7 +122,6 @@ class OverflowLocator(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_lightning_trainer(self, trainer)
         if stage == "fit":  # before a checkpoint is restored
-            self._reports = []
             self._reset()
 
     @override
@@ -132,12 +134,12 @@ class OverflowLocator(Callback):
                 " which steps it skips. Use `plugins=[AmpPrecision(...)]`."
             )
             return
-        self._records = plugin.records
+        self._plugin, self._records = plugin, plugin.records
         self._records.listeners.append(self._count)
         reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
             rank_zero_info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
-        elif self.max_reports:
+        elif self._num_located < self.max_reports:
             self._records.listeners_at_once.append(self._notice)
 
     @override
@@ -164,21 +166,35 @@ class OverflowLocator(Callback):
         # The skip that was one too many: the plugin raised before the batch was over.
         if isinstance(exception, FloatingPointError) and self._is_looking:
             self._look(trainer, pl_module)
+        self._detach()  # Lightning calls no `teardown` after an exception
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
         if self._records is not None and self._count in self._records.listeners:
             self._records.listeners.remove(self._count)
         self._stop_looking()
-        self._records = None
+        self._plugin = self._records = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"num_overflows": self._num_overflows}
+        if self._plugin is not None:
+            self._plugin.state_dict()  # closes what hooks have stepped since the last batch, and reads it
+        reports = [report.as_dict() for report in self._reports]
+        return {"num_overflows": self._num_overflows, "num_located": self._num_located, "reports": reports}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._num_overflows = state_dict["num_overflows"]
+        saved = Saved(state_dict, "OverflowLocator")
+        num_overflows, num_located = saved.count("num_overflows"), saved.count("num_located")
+        try:
+            reports = [OverflowReport.from_dict(values) for values in saved.entries("reports")]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise saved.wrong("reports", "a list of reports, as `OverflowReport.as_dict()` writes them") from error
+        self._num_overflows, self._num_located = num_overflows, num_located
+        self._reports = reports
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -264,7 +280,8 @@ class OverflowLocator(Callback):
                 write_atomically(f"{stem}.json", lambda file, report=report: file.write(report.to_json()))
                 packed = bundles[report.rank] if bundles else None
                 if packed is not None:
-                    torch.save(unpacked_step(packed, module), f"{stem}.pt")
+                    bundle = unpacked_step(packed, module)
+                    write_atomically(f"{stem}.pt", lambda file, bundle=bundle: torch.save(bundle, file), mode="binary")
         except Exception as error:  # a full disk
             self._warn_of_files(error)
 
@@ -287,4 +304,4 @@ class OverflowLocator(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the reports, not the run."""
-        return {**vars(self), "_records": None, "_window": BatchWindow(), "_fresh": []}
+        return {**vars(self), "_plugin": None, "_records": None, "_window": BatchWindow(), "_fresh": []}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -50,6 +51,19 @@ class OverflowReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain types."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
+        """The report that :meth:`as_dict` was made of; lists, as in JSON, are fine for its tuples."""
+        found = dict(values["diagnosis"])
+        shape = found["shape"]
+        found["shape"] = None if shape is None else tuple(shape)
+        found["entries"] = tuple((path, count) for path, count in found["entries"])
+        own: dict[str, Any] = dict(values)
+        own["record"] = StepRecord(**values["record"])
+        own["window"], own["parameters"] = tuple(values["window"]), tuple(values["parameters"])
+        own["diagnosis"] = Diagnosis(**found)
+        return cls(**own)
 
     def to_json(self) -> str:
         """The report as JSON."""

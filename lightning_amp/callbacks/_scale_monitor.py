@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing_extensions import override
 from lightning_amp import _compat
 from lightning_amp.callbacks._trainers import require_lightning_trainer
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.scaling import RecordLog, ScaleHistory, StepRecord
+from lightning_amp.scaling import RecordLog, Saved, ScaleHistory, StepRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,8 +53,9 @@ class ScaleMonitor(Callback):
             make gradients smaller instead of larger.
         warn_skip_rate: Warns once when a larger share of the latest 100 steps was skipped, from 0 to 1. `None` never.
             In a healthy run some steps are skipped until the scale has settled, later one in thousands.
-        dirpath: Folder for `scale_history.csv`, written at the end of fit. `None` writes no file. If it cannot be
-            written, one warning says so and training goes on.
+        dirpath: Folder for `scale_history.csv`, written with every checkpoint and at the end of fit, all of it each
+            time, so that a resumed run continues it and a killed one has left what its last checkpoint knows. `None`
+            writes no file. If it cannot be written, one warning says so and training goes on.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -92,10 +94,11 @@ class ScaleMonitor(Callback):
         self.warn_skip_rate = warn_skip_rate
         self.dirpath = None if dirpath is None else Path(dirpath)
         self._history = ScaleHistory()
+        self._plugin: AmpPrecision | None = None
         self._log: RecordLog | None = None
         self._watch: _ScalerWatch | None = None
         self._steps_seen = 0
-        self._warned = self._warned_of_skips = False
+        self._warned = self._warned_of_skips = self._warned_of_folder = False
         self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
 
     @property
@@ -114,8 +117,9 @@ class ScaleMonitor(Callback):
         require_lightning_trainer(self, trainer)
         if stage == "fit":  # before a checkpoint is restored
             self._history = ScaleHistory()
-            self._warned = self._warned_of_skips = False
+            self._warned = self._warned_of_skips = self._warned_of_folder = False
             self._recent.clear()
+            self._detach()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,7 +127,7 @@ class ScaleMonitor(Callback):
         scaler = getattr(plugin, "scaler", None)
         self._steps_seen = trainer.global_step
         if isinstance(plugin, AmpPrecision):
-            self._log = plugin.records
+            self._plugin, self._log = plugin, plugin.records
             self._log.listeners.append(self._extend)
         elif isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
             self._watch = _ScalerWatch(scaler, self._history.last, self._extend)
@@ -160,24 +164,43 @@ class ScaleMonitor(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not isinstance(exception, FloatingPointError):  # that one was raised while reading
-            self._read()
+        # Whatever fails in here must not hide the exception, nor keep the Trainer from tearing down.
+        with contextlib.suppress(Exception):
+            if not isinstance(exception, FloatingPointError):  # that one was raised while reading
+                self._read()
+        self._save()
+        self._detach()  # Lightning calls no `teardown` after an exception
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._save()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
         if self._log is not None and self._extend in self._log.listeners:
             self._log.listeners.remove(self._extend)
-        self._log = self._watch = None
+        self._plugin = self._log = self._watch = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        if self._plugin is not None:
+            self._plugin.state_dict()  # closes what hooks have stepped since the last batch
         self._read()
-        return self._history.state_dict()
+        warned = [self._warned, self._warned_of_skips]
+        return {**self._history.state_dict(), "recent": list(self._recent), "warned": warned}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = Saved(state_dict, "ScaleMonitor")
+        recent, warned = saved.entries("recent"), saved.entries("warned")
+        if len(warned) != 2:
+            raise saved.wrong("warned", "two truth values")
         self._history.load_state_dict(state_dict)
+        self._recent.extend(map(bool, recent))
+        self._warned, self._warned_of_skips = map(bool, warned)
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -228,11 +251,14 @@ class ScaleMonitor(Callback):
             )
 
     def _save(self) -> None:
-        if self.dirpath is None or not _compat.is_rank_zero():
-            return
+        if self.dirpath is None or self._history.last is None or not _compat.is_rank_zero():
+            return  # a fit that failed before its first step has nothing to put in the place of an earlier file
         try:
             self._history.to_csv(self.dirpath / FILE_NAME)
         except OSError as error:
+            if self._warned_of_folder:
+                return
+            self._warned_of_folder = True
             rank_zero_warn(f"`ScaleMonitor` could not write to `{self.dirpath}`: {error}. Training is not affected.")
 
 

@@ -30,7 +30,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -243,9 +242,11 @@ class AmpPrecision(Clipping, ForwardContexts):
 
     @override
     def teardown(self) -> None:
-        try:
-            self._steps.finish_batch()
-            self._log.flush()
+        interrupted = self._module is not None and self._module.trainer.interrupted
+        try:  # what fails here must not hide the exception that ended the run
+            with contextlib.suppress(*([Exception] if interrupted else [])):
+                self._steps.finish_batch()
+                self._log.flush()
         finally:
             if self._guards is not None:
                 self._guards.detach()
@@ -357,20 +358,6 @@ class AmpPrecision(Clipping, ForwardContexts):
         with self.forward_context():
             return closure()
 
-    @override
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        optimizer = _compat.unwrap_optimizer(optimizer)
-        self._steps.unscale_(optimizer)
-        if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            self.clip_grad_by_value(optimizer, clip_val)
-        elif clip_val > 0:
-            self.clip_grad_by_norm(optimizer, clip_val)
-
     def unscale_(self, optimizer: Any) -> None:
         """Make the gradients of `optimizer` true ones, for a manual training loop that wants to look or to clip itself.
 
@@ -423,7 +410,11 @@ class AmpPrecision(Clipping, ForwardContexts):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        _state.load(state_dict, self.scaler, self._log)
+        self._load(state_dict, type(self).__qualname__)
+
+    def _load(self, state_dict: dict[str, Any], name: str) -> None:
+        path = None if self._module is None else self._module.trainer.ckpt_path
+        _state.load(state_dict, self.scaler, self._log, name if path is None else f"{path}: {name}")
         if self.scaler is not None:
             self._steps.first_scale = self.scaler.get_scale()
 
@@ -431,13 +422,15 @@ class AmpPrecision(Clipping, ForwardContexts):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.scaler is not None:
             checkpoint[_state.STOCK_KEY] = self.scaler.state_dict()
+        if self._guards is not None:
+            self._guards.buffers.mend(checkpoint["state_dict"])
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if type(self).__qualname__ not in checkpoint:  # else Lightning itself calls `load_state_dict`
-            foreign = _state.find(checkpoint)
-            if foreign:
-                self.load_state_dict(foreign)
+            key = _state.find(checkpoint)
+            if key is not None:
+                self._load(checkpoint[key], key)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the scaler, not the run."""

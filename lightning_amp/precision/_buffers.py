@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,7 @@ class BufferGuard:
 
     def __init__(self, module: nn.Module) -> None:
         self._norms = _compat.norm_modules(module)
+        self._names = {norm: name for name, norm in module.named_modules()}
         self._snapshot: _Snapshot | None = None
         self._previous: tuple[_Snapshot, int] | None = None
         self._open = False
@@ -59,6 +62,27 @@ class BufferGuard:
                 self._snapshot.restore_unless_finite(buffers)
                 self._snapshot = None
             self._open = False
+
+    def mend(self, state_dict: dict[str, Any]) -> None:
+        """Take the statistics of an overflow out of a checkpoint that is saved in the middle of a window.
+
+        The window cannot be dropped any more where the checkpoint is loaded: its gradients are not in there. Finite
+        statistics stay, as in fp32. Waits for the device if a window is open.
+
+        Args:
+            state_dict: Of the module; its entries are replaced, never written into.
+
+        """
+        snapshot = self._snapshot
+        if not (self._norms and self._open) or snapshot is None:
+            return
+        names = [f"{self._names[n]}.{name}" for n in self._norms for name, _ in n.named_buffers(recurse=False)]
+        entries = [state_dict.get(name.removeprefix(".")) for name in names]
+        if all(e is None or bool(torch.isfinite(e).all()) for e in entries):
+            return
+        for name, entry, value in zip(names, entries, snapshot.copies(), strict=True):
+            if entry is not None and entry.shape == value.shape:
+                state_dict[name.removeprefix(".")] = value
 
     def observe(self, outcome: Outcome, inside_step: bool) -> None:
         """A step was attempted.
@@ -115,6 +139,13 @@ class _Snapshot:
         shapes = [self._shapes[i] for i in self._groups[key]]
         parts = (self._flat[key] if flat is None else flat).split([shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def copies(self) -> list[Tensor]:
+        """In the order of the buffers."""
+        found: dict[int, Tensor] = {}
+        for key, indices in self._groups.items():
+            found.update(zip(indices, (view.clone() for view in self._views(key)), strict=True))
+        return [found[i] for i in range(len(found))]
 
     @torch.no_grad()
     def restore(self, buffers: list[Tensor]) -> None:

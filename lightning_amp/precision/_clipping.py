@@ -1,4 +1,4 @@
-"""Clipping where gradients are sharded over more than one device mesh, or only some of them are."""
+"""Clipping of true gradients, also where they are sharded over more than one device mesh, or only some of them are."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
+
+from lightning_amp import _compat
+from lightning_amp.scaling import OptimizerSteps
 
 
 class Clipping(MixedPrecision):
@@ -17,6 +21,22 @@ class Clipping(MixedPrecision):
 
     Torch's own functions take gradients of one device mesh, or of none.
     """
+
+    _steps: OptimizerSteps
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        optimizer = _compat.unwrap_optimizer(optimizer)
+        self._steps.unscale_(optimizer)
+        if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self.clip_grad_by_value(optimizer, clip_val)
+        elif clip_val > 0:
+            self.clip_grad_by_norm(optimizer, clip_val)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

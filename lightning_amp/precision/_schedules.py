@@ -163,6 +163,8 @@ class _Gate(_Tally):
             gate.resolve()
             return _compat.reduce_as(this, base)
 
+        # A checkpoint takes the optimizer's state, learning rate included, before it asks the scheduler for its own.
+        self._hook = self.optimizer.register_state_dict_pre_hook(lambda _: gate.resolve())
         members = {name: resolved(name) for name in ("state_dict", "load_state_dict", "get_last_lr")}
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         scheduler.__class__ = type(
@@ -185,8 +187,11 @@ class _Gate(_Tally):
             self._base.step(self.scheduler, *args, **kwargs)
 
     def close(self) -> None:
-        self.resolve()
-        self.scheduler.__class__ = self._base
+        try:
+            self.resolve()
+        finally:
+            self._hook.remove()
+            self.scheduler.__class__ = self._base
 
 
 def _looks_at_rates(owner: Callback | LightningModule) -> bool:

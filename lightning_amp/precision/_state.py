@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_amp.scaling import DynamicLossScaler, RecordLog
+from lightning_amp.scaling import DynamicLossScaler, RecordLog, Saved, check_scaler_state
 
 STOCK_KEY = "MixedPrecision"
 """Where stock Lightning keeps its scaler: ours is written there too, so that a run can go back."""
@@ -28,25 +28,42 @@ def dump(scaler: torch.amp.GradScaler | None, log: RecordLog) -> dict[str, Any]:
     }
 
 
-def load(state: dict[str, Any], scaler: torch.amp.GradScaler | None, log: RecordLog) -> None:
-    """Continue from `state`: ours, or a bare `GradScaler` state."""
-    ours = "num_steps" in state
+def load(state: dict[str, Any], scaler: torch.amp.GradScaler | None, log: RecordLog, name: str) -> None:
+    """Continue from `state`: ours, or a bare `GradScaler` state.
+
+    Args:
+        state: The entry.
+        scaler: Of the plugin; changed only if all entries are right, as is `log`.
+        log: Of the plugin.
+        name: What errors call the entry.
+
+    Raises:
+        ValueError: If an entry is missing or wrong.
+
+    """
+    saved = Saved(state, name)
+    ours = "num_steps" in saved or "scaler" in saved
+    scaler_state = saved.any("scaler") if ours else state
+    if scaler is not None and scaler_state is not None and scaler_state != {}:
+        check_scaler_state(scaler_state, f"{name}.scaler" if ours else name)
     if ours:
-        log.restore(state["num_steps"], state["num_skipped"], state["consecutive_skips"], state["last_step"])
-    scaler_state = state["scaler"] if ours else state
+        streak = saved.entries("consecutive_skips")
+        if not set(map(str, streak)) <= {"loss", "gradient"}:
+            raise saved.wrong("consecutive_skips", 'a list of "loss" and "gradient"')
+        log.restore(saved.count("num_steps"), saved.count("num_skipped"), streak, saved.record("last_step"))
     if scaler is None or not scaler_state:
         return  # bf16 and fp32 have nothing to restore; fp16 from a bf16 checkpoint starts its scale afresh
     if isinstance(scaler, DynamicLossScaler):
-        for name, (mine, theirs) in scaler.overridden(scaler_state).items():
-            rank_zero_info(f"lightning_amp: `{name}={mine!r}`, as passed, is used; the checkpoint had {theirs!r}.")
+        for setting, (mine, theirs) in scaler.overridden(scaler_state).items():
+            rank_zero_info(f"lightning_amp: `{setting}={mine!r}`, as passed, is used; the checkpoint had {theirs!r}.")
     else:
         scaler_state = {**scaler_state, **_passed(scaler, scaler_state)}
     scaler.load_state_dict(scaler_state)
 
 
-def find(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """The first entry that holds a scaler's state, whoever wrote it."""
-    return next((checkpoint[key] for key in _KEYS if checkpoint.get(key)), None)
+def find(checkpoint: dict[str, Any]) -> str | None:
+    """Where the first entry is that holds a scaler's state, whoever wrote it."""
+    return next((key for key in _KEYS if checkpoint.get(key)), None)
 
 
 def _passed(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from lightning_amp.scaling._gradients import all_finite, parameters
 from lightning_amp.scaling._history import ScaleHistory
 from lightning_amp.scaling._records import RecordLog, StepRecord
+from lightning_amp.scaling._saved import Saved, check_scaler_state
 from lightning_amp.scaling._scaler import DynamicLossScaler
 from lightning_amp.scaling._steps import OptimizerSteps
 from lightning_amp.scaling._windows import Outcome
@@ -12,8 +13,10 @@ __all__ = [
     "OptimizerSteps",
     "Outcome",
     "RecordLog",
+    "Saved",
     "ScaleHistory",
     "StepRecord",
     "all_finite",
+    "check_scaler_state",
     "parameters",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ import torch
 
 from lightning_amp._files import write_atomically
 from lightning_amp.scaling._records import Reason, StepRecord
+from lightning_amp.scaling._saved import Saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -132,10 +134,18 @@ class ScaleHistory:
         history = cls()
         with Path(path).open(newline="", encoding="utf-8") as file:
             reader = csv.reader(file)
-            header = next(reader, None)
-            if header != list(_COLUMNS):
-                raise ValueError(f"`{path}` is not a scale history: its header must be {list(_COLUMNS)}, got {header}.")
-            for row in reader:
+            try:
+                header, *rows = [(row, reader.line_num) for row in reader] or [([], 0)]
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise ValueError(
+                    f"`{path}`, after line {reader.line_num}, is not text ({error}); the history is also in the"
+                    " checkpoint."
+                ) from error
+            if header[0] != list(_COLUMNS):
+                raise ValueError(
+                    f"`{path}` is not a scale history: its header must be {list(_COLUMNS)}, got {header[0]}."
+                )
+            for row, line in rows:
                 try:
                     index, optimizer, scale, next_scale, skipped, reason = row
                     record = StepRecord(
@@ -146,9 +156,13 @@ class ScaleHistory:
                         bool(int(skipped)),
                         _REASONS[_REASONS.index(reason)],  # type: ignore[arg-type]
                     )
+                    if record.index <= (-1 if history.last is None else history.last.index) or not (
+                        0 <= record.scale < math.inf and 0 <= record.next_scale < math.inf  # torch's falls to 0
+                    ):
+                        raise ValueError("steps come in their order, with scales that are finite and not negative")
                 except ValueError as error:
                     raise ValueError(
-                        f"`{path}`, line {reader.line_num}, is not a row of a scale history: {row}. The file may be cut"
+                        f"`{path}`, line {line}, is not a row of a scale history: {row}. The file may be cut"
                         " off; the history is also in the checkpoint."
                     ) from error
                 history.extend([record])
@@ -160,9 +174,25 @@ class ScaleHistory:
         return {**columns, "last": None if self._last is None else list(astuple(self._last))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self._columns = {name: array(code, state[name].tolist()) for name, code in _COLUMNS.items()}
-        self._last = None if state["last"] is None else StepRecord(*state["last"])
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: If an entry is missing or wrong; the history is then as it was.
+
+        """
+        saved = Saved(state, "ScaleHistory")
+        columns: dict[str, array[Any]] = {}
+        for name, code in _COLUMNS.items():
+            values = saved.any(name)
+            if not isinstance(values, torch.Tensor) or values.dtype != _dtype(name) or values.dim() != 1:
+                raise saved.wrong(name, f"a tensor [steps] of {_dtype(name)}")
+            columns[name] = array(code, values.tolist())
+        if len({len(column) for column in columns.values()}) > 1:
+            raise saved.wrong("index", "as long as the other columns")
+        if any(not 0 <= reason < len(_REASONS) for reason in columns["reason"]):
+            raise saved.wrong("reason", f"a number from 0 to {len(_REASONS) - 1} for each step")
+        last = saved.record("last")
+        self._columns, self._last = columns, last
 
     # -- picture -------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -73,13 +73,14 @@ class RecordLog:
         """Why each of the skips in a row happened, up to the last record that was read."""
         return tuple(self._streak)
 
-    def restore(self, num_steps: int, num_skipped: int, streak: list[Reason], last: list[Any] | None) -> None:
+    def restore(self, num_steps: int, num_skipped: int, streak: list[Reason], last: StepRecord | None) -> None:
         """Continue the counters of a checkpoint; forgets what was not read yet."""
         self._pending.clear()
         self._open.clear()
         self._known_skips = 0
         self.num_steps, self.num_skipped, self._streak = num_steps, num_skipped, list(streak)
-        self.last = None if last is None else StepRecord(*last)
+        self._known_streak = len(streak)
+        self.last = last
 
     @property
     def num_known_skips(self) -> int:

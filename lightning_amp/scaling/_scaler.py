@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_amp import _compat
 from lightning_amp.scaling._records import RecordLog
+from lightning_amp.scaling._saved import check_scaler_state
 
 HALF_LOSS_CEILING = 2.0**15
 """Largest power of two that float16 can hold: the gradient that enters a float16 loss *is* the scale."""
@@ -291,10 +292,13 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: If the state comes from a disabled scaler, as in torch.
+            ValueError: If an entry is missing or wrong: a scale of 0, NaN, a number that is none.
 
         """
         if not self.is_enabled():
             return
+        if state_dict:
+            check_scaler_state(state_dict, "scaler")
         keep = self.overridden(state_dict)
         super().load_state_dict({**state_dict, **{k: v for k, (v, _) in keep.items() if k in _POLICY}})
         for name in _LIMITS:
@@ -302,7 +306,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
                 setattr(self, name, state_dict[name])
         self._allowance = min(int(state_dict.get("_hysteresis_tracker", self.hysteresis)), self.hysteresis)
         scale = min(max(float(state_dict["scale"]), self.min_scale), self.max_scale)
-        _compat.reset_scale(self, scale, _compat.saved_growth_tracker(state_dict))
+        _compat.reset_scale(self, scale, state_dict[_compat.GROWTH_TRACKER])
         self._loss = None
         self._log = RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
 

@@ -152,7 +152,9 @@ class OptimizerSteps:
         if not isinstance(self.scaler, DynamicLossScaler):
             return True
         # as far as the host knows: exact where it reads the flag of each step, else at most one read-back old
-        scale = self.first_scale if self.log.last is None else self.log.last.next_scale
+        scale = self.first_scale  # a record from before a resume may be of another precision
+        if self.log.last is not None:
+            scale = min(scale, self.log.last.next_scale)
         return scale * self.scaler.get_backoff_factor() ** self.log.num_known_skips < 1
 
     # -- step ----------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_none_is_none() -> None:
     locator, plugin = OverflowLocator(max_reports=0), fp16()
     fit(BadRow, plugin, with_bad(1), callbacks=[locator])
     assert locator.reports == []
-    assert locator.state_dict() == {"num_overflows": 1}
+    assert locator.state_dict() == {"num_overflows": 1, "num_located": 0, "reports": []}
 
 
 @pytest.mark.parametrize("index", [2, 3])
@@ -318,10 +318,10 @@ def test_bundles_need_a_folder() -> None:
         OverflowLocator(save_bundles=True)
 
 
-def test_count_continues_after_a_resume(tmp_path: Path) -> None:
+def test_count_and_reports_continue_after_a_resume(tmp_path: Path) -> None:
     trainer = fit(BadRow, fp16(), with_bad(1, 2), callbacks=[OverflowLocator()])
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     locator = OverflowLocator()
     trainer = fit(BadRow, fp16(), with_bad(3), callbacks=[locator], max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
     assert trainer.callback_metrics["amp/overflows"] == 3
-    assert [r.epoch for r in locator.reports] == [1]
+    assert [(r.epoch, r.batch_idx) for r in locator.reports] == [(0, 1), (0, 2), (1, 3)]

@@ -48,11 +48,26 @@ def test_csv_round_trip(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["history.csv"]
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "index,optimizer_idx,scale,next_scale,skipped,reason\n0,0,1"])
-def test_a_broken_csv_is_named(tmp_path: Path, text: str) -> None:
+HEADER = b"index,optimizer_idx,scale,next_scale,skipped,reason\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        (b"", "its header must be"),
+        (b"a,b\n1,2\n", "its header must be"),
+        (HEADER + b"0,0,1", "line 2, is not a row"),
+        (HEADER + b"0,0,1.0,1.0,0,none\n1,0,1.0,1.0,1,gradie", "line 3, is not a row"),
+        (HEADER + b"0,0,nan,1.0,0,none\n", "line 2, is not a row"),
+        (HEADER + b"0,0,1.0,-1.0,0,none\n", "line 2, is not a row"),
+        (HEADER + b"5,0,1.0,1.0,0,none\n4,0,1.0,1.0,0,none\n", "line 3, is not a row"),
+        (HEADER + b"0,0,1.0,1.0,0,none\n\xff\xfe\x00", "is not text|is not a row"),
+    ],
+)
+def test_a_broken_csv_is_named(tmp_path: Path, text: bytes, where: str) -> None:
     path = tmp_path / "broken.csv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"broken\.csv"):
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=rf"broken\.csv.*({where})"):
         ScaleHistory.from_csv(path)
 
 

@@ -1,0 +1,127 @@
+"""Reading back what was saved in a checkpoint: a wrong entry is named before it can do harm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from lightning_amp import _compat
+from lightning_amp.scaling._records import Reason, StepRecord
+
+
+class Saved:
+    """A dictionary from a checkpoint; values are checked as they are taken.
+
+    Args:
+        values: The dictionary.
+        name: What errors call it.
+
+    Raises:
+        ValueError: Here and in every method: which entry is missing or wrong, what it must be, and what to do.
+
+    """
+
+    def __init__(self, values: Any, name: str) -> None:
+        self.name = name
+        if not isinstance(values, Mapping):
+            raise wrong(name, "a dictionary", values)
+        self._values: Mapping[Any, Any] = values
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def any(self, key: str) -> Any:
+        """The value, whatever it is."""
+        if key not in self._values:
+            raise ValueError(f"The saved state has no entry `{self.name}.{key}`. {_ADVICE}")
+        return self._values[key]
+
+    def number(self, key: str, *, above: float = -math.inf, below: float = math.inf) -> float:
+        """A finite number."""
+        value = self.any(key)
+        if not _is_number(value) or not above < value < below:
+            limits = f" above {above:g}" if above > -math.inf else ""
+            limits += f"{' and' if limits else ''} below {below:g}" if below < math.inf else ""
+            raise self.wrong(key, f"a finite number{limits}")
+        return float(value)
+
+    def count(self, key: str, *, least: int = 0) -> int:
+        """A whole number."""
+        value = self.any(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.wrong(key, f"a whole number of {least} or more")
+        return value
+
+    def entries(self, key: str) -> list[Any]:
+        """A list."""
+        value = self.any(key)
+        if not isinstance(value, (list, tuple)):
+            raise self.wrong(key, "a list")
+        return list(value)
+
+    def record(self, key: str) -> StepRecord | None:
+        """A step, or `None`."""
+        value = self.any(key)
+        if value is None:
+            return None
+        record: StepRecord | None = None
+        try:
+            record = StepRecord(*value)
+            fits = (
+                all(isinstance(n, int) and n >= 0 for n in (record.index, record.optimizer_idx))
+                and all(_is_number(scale) for scale in (record.scale, record.next_scale))
+                and isinstance(record.skipped, bool)
+                and record.reason in get_args(Reason)
+            )
+        except TypeError:
+            fits = False
+        if not fits:
+            raise self.wrong(key, "the fields of a step, or none")
+        return record
+
+    def wrong(self, key: str, rule: str) -> ValueError:
+        """The error for an entry that breaks its rule."""
+        return wrong(f"{self.name}.{key}", rule, self.any(key))
+
+
+def wrong(name: str, rule: str, value: Any) -> ValueError:
+    """The error for something saved that breaks its rule."""
+    text = repr(value)
+    return ValueError(
+        f"The saved state's entry `{name}` must be {rule}, got {text if len(text) < 100 else f'{text[:97]}...'}."
+        f" {_ADVICE}"
+    )
+
+
+_ADVICE = (
+    "The checkpoint is damaged, or was not written by this package: resume from an earlier one, or delete the entry"
+    " from it, and what it holds starts afresh."
+)
+
+
+def check_scaler_state(values: Any, name: str) -> None:
+    """Whether a scaler can continue from this: a `GradScaler.state_dict()`, stock or ours.
+
+    Raises:
+        ValueError: Naming the entry that is missing or wrong.
+
+    """
+    state = Saved(values, name)
+    state.number("scale", above=0.0)
+    state.number("growth_factor", above=0.0)
+    state.number("backoff_factor", above=0.0)
+    state.count("growth_interval", least=1)
+    state.count(_compat.GROWTH_TRACKER)
+    for key in ("min_scale", "max_scale"):
+        if key in state:
+            state.number(key, above=0.0)
+    for key in ("hysteresis", "max_consecutive_skips"):
+        if key in state:
+            state.count(key, least=1)
+    if "_hysteresis_tracker" in state and not isinstance(state.any("_hysteresis_tracker"), int):
+        raise state.wrong("_hysteresis_tracker", "a whole number")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,151 @@
+"""Where the callbacks cannot write: training goes on, bit for bit, with one warning, and without half a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from resuming import assert_equal, everything, plugin_for, train
+
+from lightning_amp import OverflowLocator, ScaleMonitor
+from lightning_amp._files import LEFTOVER, write_atomically
+from lightning_amp.scaling import ScaleHistory
+
+HERE = Path(__file__).parent
+CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
+    "ScaleMonitor": lambda folder: ScaleMonitor(dirpath=folder),
+    "OverflowLocator": lambda folder: OverflowLocator(dirpath=folder),
+    "OverflowLocator, bundles": lambda folder: OverflowLocator(dirpath=folder, save_bundles=True),
+}
+SETTINGS: dict[str, Any] = {"gradient": [3, 12], "nan": [5, 6], "every_n_steps": 5}
+
+
+def below_a_file(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file" / "out"
+
+
+def a_file(tmp_path: Path) -> Path:
+    (tmp_path / "out").write_text("")
+    return tmp_path / "out"
+
+
+def dangling(tmp_path: Path) -> Path:
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere" / "at" / "all")
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("where", [below_a_file, a_file, dangling])
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_an_unwritable_folder(name: str, where: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = where(tmp_path)
+    expected = everything(train(plugin_for("fp16"), 20, checkpoints=tmp_path / "a", **SETTINGS))
+    callback = CALLBACKS[name](folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = train(plugin_for("fp16"), 20, callbacks=[callback], checkpoints=tmp_path / "b", **SETTINGS)
+    found = everything(trainer)
+    assert_equal({name: found[name] for name in expected}, expected)
+    texts = [str(w.message) for w in caught if "could not write" in str(w.message)]
+    assert len(texts) == 1
+    assert re.search(
+        rf"`{type(callback).__name__}` could not write to `{re.escape(str(folder))}`: .*{folder.name}", texts[0]
+    )
+    assert texts[0].endswith("Training is not affected.")
+    assert not list(tmp_path.rglob(f"*{LEFTOVER}"))
+
+
+class Remove(L.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 11:
+            assert list(self.folder.iterdir())
+            shutil.rmtree(self.folder)
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_folder_that_vanishes(name: str, tmp_path: Path) -> None:
+    """It is made again; what is written later is whole, and the history is all of it."""
+    expected = everything(train(plugin_for("fp16"), 20, checkpoints=tmp_path / "a", **SETTINGS))
+    callback = CALLBACKS[name](tmp_path / "out")
+    callbacks = [callback, Remove(tmp_path / "out")]
+    found = everything(train(plugin_for("fp16"), 20, callbacks=callbacks, checkpoints=tmp_path / "b", **SETTINGS))
+    assert_equal({name: found[name] for name in expected}, expected)
+    if isinstance(callback, ScaleMonitor):
+        assert list(ScaleHistory.from_csv(tmp_path / "out" / "scale_history.csv")) == list(callback.history)
+    else:
+        names = {"overflow_step00012_rank0.json", *(["overflow_step00012_rank0.pt"] if callback.save_bundles else [])}
+        assert {p.name for p in (tmp_path / "out").iterdir()} == names
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files, in a process of its own: a real write fails halfway."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])}
+    command = [sys.executable, str(HERE / "full_disk_script.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.splitlines() == ["ScaleMonitor: 1 warning", "OverflowLocator: 1 warning", "bit-identical"]
+
+
+def test_leftovers_of_dead_processes_go(tmp_path: Path) -> None:
+    """And those of live ones stay: they hold a lock."""
+    dead = tmp_path / f".a.csv.12345678{LEFTOVER}"
+    dead.write_text("half")
+    other = tmp_path / ".somebody_elses.tmp"
+    other.write_text("")
+
+    def write(file: Any) -> None:
+        file.write("outer")
+        write_atomically(tmp_path / "b.csv", lambda inner: inner.write("inner"))
+        assert len(list(tmp_path.glob(f".*{LEFTOVER}"))) == 1
+
+    write_atomically(tmp_path / "a.csv", write)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.csv": "outer", "b.csv": "inner", other.name: ""}
+
+
+def test_another_process_cleans_up_at_the_worst_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the creation of a file and its lock: two ranks that reported the same step did that to each other."""
+    fcntl = pytest.importorskip("fcntl")
+    flock = fcntl.flock
+
+    def clean_up_first(file: Any, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        write_atomically(tmp_path / "theirs.csv", lambda other: other.write("theirs"))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", clean_up_first)
+    write_atomically(tmp_path / "ours.csv", lambda file: file.write("ours"))
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"ours.csv": "ours", "theirs.csv": "theirs"}
+
+
+def test_another_process_cleans_up_before_the_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = Path.replace
+
+    def clean_up_first(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        write_atomically(tmp_path / "theirs.csv", lambda other: other.write("theirs"))
+        return path.replace(target)
+
+    monkeypatch.setattr(Path, "replace", clean_up_first)
+    write_atomically(tmp_path / "ours.csv", lambda file: file.write("ours"))
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"ours.csv": "ours", "theirs.csv": "theirs"}
+
+
+def test_the_umask_is_the_users(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_atomically(tmp_path / "a.csv", lambda file: file.write(""))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.csv").stat().st_mode & 0o777 == 0o640

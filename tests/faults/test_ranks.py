@@ -1,0 +1,40 @@
+"""A rank that dies: the other one ends with an error, at once and not at a timeout, and what was written is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_amp._files import LEFTOVER
+from lightning_amp.scaling import ScaleHistory
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("victim", [1])
+def test_the_other_rank_stops(victim: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])}
+    command = [sys.executable, str(HERE / "rank_script.py"), str(victim), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    ended = time.time()
+    assert done.returncode != 0
+    assert "Connection" in done.stderr or "connection" in done.stderr, done.stderr[-3000:]
+    assert (tmp_path / "survivor").read_text() == f"{1 - victim} 14 Averaging"
+    assert ended - (tmp_path / "killed").stat().st_mtime < 30  # the timeout of the process group
+    files = sorted((tmp_path / "ours").iterdir())
+    assert not [p for p in files if p.name.endswith(LEFTOVER)]
+    names = [f"overflow_step{step:05d}_rank{rank}.json" for step in (3, 12) for rank in (0, 1)]
+    assert [p.name for p in files] == [*names, "scale_history.csv"]
+    assert [json.loads((tmp_path / "ours" / name).read_text())["rank"] for name in names] == [0, 1, 0, 1]
+    checkpoint = torch.load(tmp_path / "checkpoints" / "step=10.ckpt", weights_only=True)
+    history = ScaleHistory.from_csv(tmp_path / "ours" / "scale_history.csv")
+    assert [r.index for r in history if r.skipped] == [3, 12]
+    assert history.num_attempted == 14
+    assert len(checkpoint["callbacks"]["OverflowLocator"]["reports"]) == 1
