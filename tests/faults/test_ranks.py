@@ -30,9 +30,9 @@ def test_the_other_rank_stops(victim: int, tmp_path: Path) -> None:
     assert ended - (tmp_path / "killed").stat().st_mtime < 30  # the timeout of the process group
     files = sorted((tmp_path / "ours").iterdir())
     assert not [p for p in files if p.name.endswith(LEFTOVER)]
-    names = [f"overflow_step{step:05d}_rank{rank}.json" for step in (3, 12) for rank in (0, 1)]
+    names = [f"overflow_step{step:05d}_rank0.json" for step in (3, 12)]  # no rank found a cause in its batch
     assert [p.name for p in files] == [*names, "scale_history.csv"]
-    assert [json.loads((tmp_path / "ours" / name).read_text())["rank"] for name in names] == [0, 1, 0, 1]
+    assert [json.loads((tmp_path / "ours" / name).read_text())["rank"] for name in names] == [0, 0]
     checkpoint = torch.load(tmp_path / "checkpoints" / "step=10.ckpt", weights_only=True)
     history = ScaleHistory.from_csv(tmp_path / "ours" / "scale_history.csv")
     assert [r.index for r in history if r.skipped] == [3, 12]
