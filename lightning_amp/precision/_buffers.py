@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class BufferGuard:
         self._names = {norm: name for name, norm in module.named_modules()}
         self._snapshot: _Snapshot | None = None
         self._previous: tuple[_Snapshot, int] | None = None
+        self._spare: _Snapshot | None = None  # nobody needs it any more; its memory is used again
         self._open = False
         self._backward = False
 
@@ -46,9 +48,17 @@ class BufferGuard:
         if not self._open or not self._backward:
             version = _version(buffers)
             if self._snapshot is None or self._snapshot.version != version:
-                self._snapshot = _Snapshot(buffers, version, self._snapshot)
+                self._take(buffers, version, self._snapshot or self._spare)
         self._open = True
         self._backward = False
+
+    def _take(self, buffers: list[Tensor], version: int, old: _Snapshot | None) -> None:
+        if old is self._spare:
+            self._spare = None
+        if old is None or not old.is_of(buffers):
+            old = _Snapshot(buffers)
+        old.take(version)
+        self._snapshot = old
 
     def note_backward(self) -> None:
         """The step had a backward: its optimizer step will decide."""
@@ -106,60 +116,55 @@ class BufferGuard:
         elif isinstance(outcome.skipped, Tensor):
             basis.restore_where(buffers, outcome.skipped)
         version = _version(buffers)
+        if self._previous is not None and self._previous[0] is not basis:
+            self._spare = self._previous[0]
         self._previous = (basis, version)
         self._open = self._backward = False
         self._snapshot = None
         if inside_step:
-            self._snapshot = _Snapshot(buffers, version, None)
+            self._take(buffers, version, self._spare)
             self._open = True
 
 
 class _Snapshot:
     """Copies of buffers, flat per device and dtype."""
 
-    def __init__(self, buffers: list[Tensor], version: int, old: _Snapshot | None) -> None:
-        self.version = version
+    def __init__(self, buffers: list[Tensor]) -> None:
+        self._buffers = buffers
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, buffer in enumerate(buffers):
             groups.setdefault((buffer.device, buffer.dtype), []).append(i)
-        shapes = [b.shape for b in buffers]
-        if old is not None and old._groups == groups and old._shapes == shapes:
-            self._flat = old._flat
-        else:
-            self._flat = {
-                key: torch.empty(sum(buffers[i].numel() for i in indices), device=key[0], dtype=key[1])
-                for key, indices in groups.items()
-            }
-        self._groups, self._shapes = groups, shapes
-        with torch.no_grad():
-            for key, indices in groups.items():
-                _compat.foreach_copy_(self._views(key), [buffers[i] for i in indices])
+        self._groups = [_Group(buffers, indices) for indices in groups.values()]
+        self.version = -1
 
-    def _views(self, key: tuple[torch.device, torch.dtype], flat: Tensor | None = None) -> list[Tensor]:
-        shapes = [self._shapes[i] for i in self._groups[key]]
-        parts = (self._flat[key] if flat is None else flat).split([shape.numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    def is_of(self, buffers: list[Tensor]) -> bool:
+        """Whether it has place for these very tensors."""
+        return len(buffers) == len(self._buffers) and all(map(operator.is_, buffers, self._buffers))
+
+    @torch.no_grad()
+    def take(self, version: int) -> None:
+        """Copy the buffers as they are."""
+        self.version = version
+        for group in self._groups:
+            _compat.foreach_copy_(group.views, [self._buffers[i] for i in group.indices])
 
     def copies(self) -> list[Tensor]:
         """In the order of the buffers."""
-        found: dict[int, Tensor] = {}
-        for key, indices in self._groups.items():
-            found.update(zip(indices, (view.clone() for view in self._views(key)), strict=True))
-        return [found[i] for i in range(len(found))]
+        found = {i: view for group in self._groups for i, view in zip(group.indices, group.views, strict=True)}
+        return [found[i].clone() for i in range(len(found))]
 
     @torch.no_grad()
     def restore(self, buffers: list[Tensor]) -> None:
-        for key, indices in self._groups.items():
-            _compat.foreach_copy_([buffers[i] for i in indices], self._views(key))
+        for group in self._groups:
+            _compat.foreach_copy_([buffers[i] for i in group.indices], group.views)
 
     @torch.no_grad()
     def restore_where(self, buffers: list[Tensor], flag: Tensor) -> None:
         """On the device; `where`, not `lerp`: NaN times 0 is NaN."""
-        for key, indices in self._groups.items():
-            here = [buffers[i] for i in indices]
+        for group in self._groups:
+            here = [buffers[i] for i in group.indices]
             now = torch.cat([b.reshape(-1) for b in here])
-            merged = torch.where(flag.to(key[0]) > 0, self._flat[key], now)
-            _compat.foreach_copy_(here, self._views(key, merged))
+            _compat.foreach_copy_(here, group.split(torch.where(flag.to(now.device) > 0, group.flat, now)))
 
     @torch.no_grad()
     def restore_unless_finite(self, buffers: list[Tensor]) -> None:
@@ -167,6 +172,21 @@ class _Snapshot:
         bad = torch.isfinite(torch.stack(sums)).all().logical_not() if sums else None
         if bad is not None:
             self.restore_where(buffers, bad)
+
+
+class _Group:
+    """Place for the buffers of one device and dtype; the views of it are made once."""
+
+    def __init__(self, buffers: list[Tensor], indices: list[int]) -> None:
+        self.indices = indices
+        self._shapes = [buffers[i].shape for i in indices]
+        first = buffers[indices[0]]
+        self.flat = torch.empty(sum(s.numel() for s in self._shapes), device=first.device, dtype=first.dtype)
+        self.views = self.split(self.flat)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 def _version(buffers: list[Tensor]) -> int:

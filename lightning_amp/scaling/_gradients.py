@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -101,7 +100,7 @@ class Gradients:
                 norms = torch.stack(_compat.foreach_norm([g for g in grads if g.numel()], torch.inf))
                 flag = torch.isfinite(norms).all().logical_not().to(found_inf)
                 torch.maximum(found_inf, flag, out=found_inf)
-            elif not (in_host_memory(found_inf) and _is_large(grads) and _squares_are_finite(grads)):
+            else:  # the CPU has no fast infinity norm
                 _compat.amp_unscale_(grads, found_inf, constant(1.0, device))
         return found_inf
 
@@ -120,20 +119,6 @@ def host_value(scalar: Tensor) -> float:
     """The value of a scalar in host memory; not `item`, which is what waiting looks like to a profiler."""
     value: Any = scalar.tolist()
     return value
-
-
-def _is_large(grads: list[Tensor]) -> bool:
-    """Whether the cost is that of memory: they do not fit into a core's cache."""
-    return sum([g.numel() for g in grads]) > 2**20
-
-
-def _squares_are_finite(grads: list[Tensor]) -> bool:
-    """True proves that all is finite; false that something is above 1.8e19 or not finite. On the CPU.
-
-    A read at the speed of memory, where the check kernel writes too and the infinity norm is slow.
-    """
-    flat = [g.reshape(-1) for g in grads]
-    return all(math.isfinite(host_value(torch.dot(g, g))) for g in flat)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:

@@ -142,15 +142,9 @@ def test_gradients_that_leave_the_range_when_divided(optimizer: str, clip: float
 
 @pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("size", [FEATURES, 2**18])  # a large one is first checked by its 2-norm
-def test_large_but_finite_gradients_are_finite(size: int, clip: float | None, kind: str) -> None:
+def test_large_but_finite_gradients_are_finite(clip: float | None, kind: str) -> None:
     """Their squares are not, so the 2-norm says nothing about them."""
-
-    class Wide(Toy):
-        def loss(self, batch: Tensor) -> Tensor:
-            return self.net(batch[:1].repeat(1, size // FEATURES)).float().pow(2).mean()
-
-    module = lambda: Wide(OPTIMIZERS[kind], nn.Linear(size, 5))  # noqa: E731
+    module = lambda: Toy(OPTIMIZERS[kind])  # noqa: E731
     run = lambda plugin: fit(  # noqa: E731
         module, plugin, batches(4), callbacks=[Poison(gradient=[1, 2], value=1e25)], gradient_clip_val=clip
     )
