@@ -18,7 +18,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from helpers import DEVICE, WithoutAutocast, assert_same, quiet_trainer
+from helpers import DEVICE, WithoutAutocast, assert_same, quiet_trainer, run_scenarios
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
@@ -528,7 +528,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     folder, wanted = Path(sys.argv[1]), sys.argv[2:]
-    results = {name: run() for name, run in SCENARIOS.items() if not wanted or name in wanted}
+    results = run_scenarios(SCENARIOS, wanted)
     torch.save(results, folder / f"rank{torch.distributed.get_rank()}.pt")
 
 

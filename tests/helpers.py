@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import lightning as L
@@ -27,6 +27,17 @@ def flags_on_a_device() -> Generator[None, None, None]:
         for module in ("_steps", "_gradients"):
             patch.setattr(f"lightning_amp.scaling.{module}.in_host_memory", lambda scalar: False)
         yield
+
+
+def run_scenarios(scenarios: dict[str, Callable[[], Any]], wanted: Sequence[str]) -> dict[str, Any]:
+    """For scripts with many of them: the results by name; none wanted means all. Fused ones take a GPU's path."""
+    results: dict[str, Any] = {}
+    for name, run in scenarios.items():
+        if not wanted or name in wanted:
+            on_a_device = "fused" in name and "unfused" not in name
+            with flags_on_a_device() if on_a_device else contextlib.nullcontext():
+                results[name] = run()
+    return results
 
 
 class Toy(L.LightningModule):

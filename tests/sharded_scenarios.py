@@ -19,7 +19,7 @@ from typing import Any
 import lightning as L
 import torch
 from ddp_scenarios import BATCHES, EVERY_KIND, FEATURES, SIZE, Infinite, Records, Trouble, fused, report, scaled
-from helpers import quiet_trainer
+from helpers import quiet_trainer, run_scenarios
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -399,7 +399,7 @@ def main() -> None:
         logging.getLogger(f"lightning.{name}").setLevel(logging.ERROR)
     wanted = sys.argv[2:]
     scenarios = SCENARIOS[int(os.environ["WORLD_SIZE"])]
-    results = {name: run() for name, run in scenarios.items() if not wanted or name in wanted}
+    results = run_scenarios(scenarios, wanted)
     torch.save(results, FOLDER / f"rank{torch.distributed.get_rank()}.pt")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 from fsdp_models import CASES, MODULES, Case, NamedToy, OnTheCPU, Overflow, TwoParts
-from helpers import batches, quiet_trainer
+from helpers import batches, flags_on_a_device, quiet_trainer
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -56,7 +57,8 @@ def case(case: Case) -> dict[str, Any]:
     torch.manual_seed(0)
     plugin, module = plugins[case.precision](), case.module()
     trainer = trainer_for(plugin, case.strategy, callbacks=[Overflow(case.overflows, rank=1)], **case.trainer)
-    trainer.fit(module, case.data())
+    with flags_on_a_device() if case.optimizer == "fused adamw" else contextlib.nullcontext():
+        trainer.fit(module, case.data())
     scale = 0.0 if plugin.scaler is None else plugin.scaler.get_scale()
     return {"weights": whole(trainer), "steps": (plugin.num_steps, plugin.num_skipped), "scale": scale}
 

@@ -79,6 +79,7 @@ def test_forty_steps_are_twenty_and_twenty(precision: str, accumulate: int, tmp_
     assert set(whole["files"]) == {"scale_history.csv", *(f for f in whole["files"] if f.startswith("overflow_step"))}
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_where_the_answer_stays_on_the_device(precision: str, tmp_path: Path) -> None:
     """A fused optimizer's schedule is a step behind until somebody looks; a checkpoint does."""
