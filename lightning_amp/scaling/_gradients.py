@@ -88,7 +88,7 @@ class Gradients:
             if device == found_inf.device:
                 _compat.amp_unscale_(grads, found_inf, inverse.to(device))
             else:
-                flag = torch.zeros((), device=device)
+                flag = torch.zeros((), device=device, dtype=torch.float32)
                 _compat.amp_unscale_(grads, flag, inverse.to(device))
                 torch.maximum(found_inf, flag.to(found_inf.device), out=found_inf)
         return found_inf
@@ -135,7 +135,7 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 @functools.cache
 def constant(value: float, device: torch.device) -> Tensor:
     """A float32 scalar, shape [], that is made once; nobody writes into it."""
-    return torch.full((), value, device=device)
+    return torch.full((), value, device=device, dtype=torch.float32)
 
 
 def all_finite(grad: Tensor) -> bool:

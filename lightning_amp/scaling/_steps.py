@@ -379,9 +379,9 @@ def _new_flag(window: Window, gradients: Gradients, device: torch.device) -> Ten
     if loss is not None and gradients:
         if device.type == "cpu" and in_host_memory(loss):
             if not math.isfinite(host_value(loss)):
-                return torch.ones(())
+                return torch.ones((), dtype=torch.float32)
             flag, window.clear_flag = window.clear_flag, None
-            return torch.zeros(()) if flag is None else flag
+            return torch.zeros((), dtype=torch.float32) if flag is None else flag
         same = loss.dtype == torch.float32 and loss.device == device
         gradients.include(loss.clone() if same else (loss * 0).to(device, torch.float32))
-    return torch.zeros((), device=device)
+    return torch.zeros((), device=device, dtype=torch.float32)
