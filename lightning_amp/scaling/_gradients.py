@@ -101,7 +101,11 @@ class Gradients:
                 flag = torch.isfinite(norms).all().logical_not().to(found_inf)
                 torch.maximum(found_inf, flag, out=found_inf)
             else:  # the CPU has no fast infinity norm
-                _compat.amp_unscale_(grads, found_inf, constant(1.0, device))
+                try:
+                    _compat.amp_unscale_(grads, found_inf, constant(1.0, device))
+                except RuntimeError:  # an expanded gradient, which an optimizer only reads, cannot be written into
+                    for grad in grads:
+                        found_inf.logical_or_(torch.isfinite(grad).all().logical_not())
         return found_inf
 
     def norm(self) -> Tensor:

@@ -212,7 +212,8 @@ class OptimizerSteps:
                 if not fold or max_norm is not None:
                     look()
                 return result
-            on_device = window.decides_on_device and not _compat.has_step_hooks(optimizer)
+            on_device = window.decides_on_device and _compat.is_fused(optimizer)
+            on_device = on_device and not _compat.has_step_hooks(optimizer)
             if not (fold and on_device and window.found_inf is None and self._fold(window, max_norm)):
                 if window.scale is not None:
                     self._unscale(window)

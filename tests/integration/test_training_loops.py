@@ -8,7 +8,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import FEATURES, Poison, Toy, WithoutAutocast, assert_same, batches, fit, flags_on_a_device, weights
+from helpers import (
+    FEATURES,
+    Poison,
+    Toy,
+    WithoutAutocast,
+    assert_same,
+    batches,
+    fit,
+    flags_on_a_device,
+    scaled_fp32,
+    weights,
+)
 from promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, fused_sgd, plain_adamw, plain_sgd, promise
 from torch import Tensor, nn
 
@@ -257,6 +268,46 @@ def test_odd_parameters(plugins: Plugins, kind: str) -> None:
     plugin = plugins.scaled()
     fit(lambda: Odd(kind), plugin, callbacks=[Poison(gradient=[2])])
     assert plugin.num_skipped == 1
+
+
+class OneNumberForAll(Toy):
+    """Gradients that are views of one number: an optimizer reads them, nobody can write into them."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        super().__init__(plain_sgd)
+        self.bad = bad
+
+    def on_after_backward(self) -> None:
+        value = torch.nan if self.trainer.fit_loop.batch_idx == self.bad else 0.5
+        for parameter in self.parameters():
+            parameter.grad = torch.full((1,), value).expand_as(parameter)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_gradients_that_cannot_be_written_into() -> None:
+    assert_same(fit(OneNumberForAll, AmpPrecision("fp32")), fit(OneNumberForAll))
+    trainer = fit(lambda: OneNumberForAll(bad=2), plugin := AmpPrecision("fp32"))
+    assert plugin.num_skipped == 1
+    assert_same(trainer, fit(OneNumberForAll, None, batches(7)))
+
+
+class Float64(Toy):
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch.double())
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("plugin", [scaled_fp32, functools.partial(AmpPrecision, "fp32")], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("optimizer", [plain_sgd, fused_adamw])
+def test_float64_by_default(plugin: Any, optimizer: Any) -> None:
+    data = batches()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_same(fit(lambda: Float64(optimizer), plugin(), data), fit(lambda: Float64(optimizer), None, data))
+        trainer = fit(lambda: Float64(optimizer), plugin(), data, callbacks=[Poison([2])])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert trainer.precision_plugin.num_skipped == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # -- row 15: gradient penalties -------------------------------------------------------------------
