@@ -483,3 +483,53 @@ def test_adam_counts_applied_steps() -> None:
     assert {float(s["step"]) for s in trainer.optimizers[0].state.values()} == {5.0}
     assert_same(fit(lambda: Toy(plain_adamw), Plugins(True).scaled(), callbacks=[Poison(gradient=[0, 1, 5])]),
                 trainer, rtol=1e-5, atol=1e-6)  # fmt: skip
+
+
+class TrainsInValidation(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.seen.append(self.net(batch).dtype)
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.trainer.strategy.training_step(batch, batch_idx)
+
+    def val_dataloader(self) -> Any:
+        return batches(1)
+
+
+def test_a_training_step_in_validation_leaves_training_as_it_is() -> None:
+    """The sanity check comes first."""
+    module = TrainsInValidation()
+    fit(module, AmpPrecision("bf16", eval_precision="fp32"), batches(2))
+    assert module.seen == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+class ComesLate(L.Callback):
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            trainer.callbacks.append(SeesGradients(self.calls))
+
+
+class SeesGradients(L.Callback):
+    def __init__(self, calls: list[int]) -> None:
+        self.calls = calls
+
+    def on_before_backward(self, trainer: L.Trainer, *args: Any) -> None:
+        self.calls.append(trainer.fit_loop.batch_idx)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
+        self.calls.append(trainer.fit_loop.batch_idx)
+
+
+@pytest.mark.parametrize("optimizer", [plain_sgd, fused_adamw])
+def test_callbacks_that_come_late_are_called(optimizer: Any) -> None:
+    late = ComesLate()
+    fit(lambda: Toy(optimizer), AmpPrecision("fp32"), callbacks=[late])
+    assert late.calls == [4, 4, 5, 5, 6, 6, 7, 7]
