@@ -135,6 +135,11 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether such an optimizer still is: a checkpoint brings the `fused` of the run that wrote it."""
+    return all(group["fused"] for group in optimizer.param_groups)
+
+
 def set_found_inf(optimizer: Any, found_inf: Tensor) -> None:
     """Hand the flag to a fused optimizer. The kernels test `found_inf == 1`: any other value steps."""
     optimizer.found_inf = found_inf

@@ -321,7 +321,7 @@ class AmpPrecision(Clipping, ForwardContexts):
         return tensor.detach()
 
     def _gate(self, module: LightningModule) -> HookGate:
-        if self._hook_gate is None:
+        if self._hook_gate is None or not self._hook_gate.is_current():
             self._hook_gate = HookGate(self, module)
         return self._hook_gate
 

@@ -31,7 +31,8 @@ class BufferGuard:
         self._previous: tuple[_Snapshot, int] | None = None
         self._spare: _Snapshot | None = None  # nobody needs it any more; its memory is used again
         self._open = False
-        self._backward = False
+        self._backward = False  # in this training step
+        self._decided_later = False  # some backward of this window will be followed by a step
 
     def __bool__(self) -> bool:
         return bool(self._norms)
@@ -45,7 +46,8 @@ class BufferGuard:
         buffers = self._buffers()
         if self._open and not self._backward:
             self.settle()  # the step before had no backward, so no flag will ever tell whether it was good
-        if not self._open or not self._backward:
+        if not self._open:
+            self._decided_later = False
             version = _version(buffers)
             if self._snapshot is None or self._snapshot.version != version:
                 self._take(buffers, version, self._snapshot or self._spare)
@@ -62,7 +64,7 @@ class BufferGuard:
 
     def note_backward(self) -> None:
         """The step had a backward: its optimizer step will decide."""
-        self._backward = True
+        self._backward = self._decided_later = True
 
     def settle(self) -> None:
         """Drop the statistics of a step without a backward if they are not finite (SWA's BatchNorm pass)."""
@@ -70,8 +72,9 @@ class BufferGuard:
             buffers = self._buffers()
             if _version(buffers) != self._snapshot.version:
                 self._snapshot.restore_unless_finite(buffers)
-                self._snapshot = None
-            self._open = False
+                if not self._decided_later:
+                    self._snapshot = None
+            self._open = self._decided_later
 
     def mend(self, state_dict: dict[str, Any]) -> None:
         """Take the statistics of an overflow out of a checkpoint that is saved in the middle of a window.
@@ -119,7 +122,7 @@ class BufferGuard:
         if self._previous is not None and self._previous[0] is not basis:
             self._spare = self._previous[0]
         self._previous = (basis, version)
-        self._open = self._backward = False
+        self._open = self._backward = self._decided_later = False
         self._snapshot = None
         if inside_step:
             self._take(buffers, version, self._spare)

@@ -65,6 +65,8 @@ class ForwardContexts(MixedPrecision):
     @override
     def train_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         step = self._training_step
+        if self._evaluating:  # a training step that validation asked for: in the precision of evaluation
+            return _TrainingStep(self)
         if step is None or step.active:
             step = self._training_step = _TrainingStep(self)
         return step

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class HookGate:
-    """Answers for one fit, from what the module, the callbacks and the plugin override.
+    """Answers, until callbacks come or go, from what the module, the callbacks and the plugin override.
 
     Args:
         plugin: A subclass that overrides clipping by norm closes the gate where there is clipping.
@@ -26,16 +26,21 @@ class HookGate:
         self._trainer = module.trainer
         self._automatic = module.automatic_optimization
         self._module = module
+        self._callbacks: list[Callback] = list(self._trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
         self.somebody_sees_backward = self._overridden("on_before_backward") or self._overridden("on_after_backward")
         self._somebody_looks = self._overridden("on_before_optimizer_step")
         self._own_clipping = not _is_default(module, "configure_gradient_clipping", LightningModule)
         self._own_norm = not _is_default(plugin, "clip_grad_by_norm", Clipping)
 
     def _overridden(self, hook: str) -> bool:
-        callbacks: list[Callback] = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         return not (
-            _is_default(self._module, hook, LightningModule) and all(_is_default(c, hook, Callback) for c in callbacks)
+            _is_default(self._module, hook, LightningModule)
+            and all(_is_default(c, hook, Callback) for c in self._callbacks)
         )
+
+    def is_current(self) -> bool:
+        """Whether the callbacks are those that were asked; some come or go during a fit."""
+        return self._callbacks == self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
     def fold(self) -> tuple[bool, float | None]:
         """Whether nobody looks at the gradients before the step, and the norm to clip them to."""

@@ -88,7 +88,7 @@ class Gradients:
             if device == found_inf.device:
                 _compat.amp_unscale_(grads, found_inf, inverse.to(device))
             else:
-                flag = torch.zeros((), device=device)
+                flag = torch.zeros((), device=device, dtype=torch.float32)
                 _compat.amp_unscale_(grads, flag, inverse.to(device))
                 torch.maximum(found_inf, flag.to(found_inf.device), out=found_inf)
         return found_inf
@@ -101,7 +101,11 @@ class Gradients:
                 flag = torch.isfinite(norms).all().logical_not().to(found_inf)
                 torch.maximum(found_inf, flag, out=found_inf)
             else:  # the CPU has no fast infinity norm
-                _compat.amp_unscale_(grads, found_inf, constant(1.0, device))
+                try:
+                    _compat.amp_unscale_(grads, found_inf, constant(1.0, device))
+                except RuntimeError:  # an expanded gradient, which an optimizer only reads, cannot be written into
+                    for grad in grads:
+                        found_inf.logical_or_(torch.isfinite(grad).all().logical_not())
         return found_inf
 
     def norm(self) -> Tensor:
@@ -135,7 +139,7 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 @functools.cache
 def constant(value: float, device: torch.device) -> Tensor:
     """A float32 scalar, shape [], that is made once; nobody writes into it."""
-    return torch.full((), value, device=device)
+    return torch.full((), value, device=device, dtype=torch.float32)
 
 
 def all_finite(grad: Tensor) -> bool:

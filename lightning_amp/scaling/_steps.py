@@ -103,7 +103,7 @@ class OptimizerSteps:
                     if to_true is not None:
                         factor = factor * to_true
                     gradients.multiply_(factor)
-                if several and window.scale is None:
+                if several:  # what two optimizers share is carried once
                     done.update(id(p) for p in parameters(window.optimizer))
             window.scale, window.folded = scale, None
 
@@ -121,14 +121,18 @@ class OptimizerSteps:
         scale = window.scale
         if scale is None:
             return
-        gradients = Gradients(window.optimizer, self._true_elsewhere(window))
-        window.has_gradients = bool(gradients)
+        shared = self._true_elsewhere(window)
+        gradients = Gradients(window.optimizer, shared)
+        everything = Gradients(window.optimizer) if shared else gradients
+        window.has_gradients = bool(everything)
         window.had_gradients |= window.has_gradients
-        found_inf = _new_flag(window, gradients, scale.device)
+        found_inf = _new_flag(window, gradients or everything, scale.device)
         if gradients:
             found_inf = gradients.unscale_(inverse(scale), found_inf)
             if self._scale_may_be_below_one():  # then a finite value can leave the range when it is divided
                 found_inf = gradients.check(found_inf)
+        if shared and everything:
+            found_inf = everything.check(found_inf)
         window.used_scale, window.scale, window.found_inf = scale, None, found_inf
 
     def _check(self, window: Window) -> None:
@@ -142,11 +146,15 @@ class OptimizerSteps:
 
     def _true_elsewhere(self, window: Window) -> set[int]:
         """Parameters that `window` shares with an optimizer whose gradients were unscaled since the last backward."""
-        if len(self.windows) == 1:
-            return set()
-        return {
-            id(p) for w in self.windows.values() if w is not window and w.scale is None for p in parameters(w.optimizer)
-        }
+        shared: set[int] = set()
+        for other in self.windows.values():
+            if other is window or other.scale is not None:
+                continue
+            common = {id(p) for p in parameters(window.optimizer)}.intersection(map(id, parameters(other.optimizer)))
+            if common:
+                self._unscale(other)  # what a folded step left
+                shared |= common
+        return shared
 
     def _scale_may_be_below_one(self) -> bool:
         if not isinstance(self.scaler, DynamicLossScaler):
@@ -204,7 +212,8 @@ class OptimizerSteps:
                 if not fold or max_norm is not None:
                     look()
                 return result
-            on_device = window.decides_on_device and not _compat.has_step_hooks(optimizer)
+            on_device = window.decides_on_device and _compat.is_fused(optimizer)
+            on_device = on_device and not _compat.has_step_hooks(optimizer)
             if not (fold and on_device and window.found_inf is None and self._fold(window, max_norm)):
                 if window.scale is not None:
                     self._unscale(window)
@@ -371,9 +380,9 @@ def _new_flag(window: Window, gradients: Gradients, device: torch.device) -> Ten
     if loss is not None and gradients:
         if device.type == "cpu" and in_host_memory(loss):
             if not math.isfinite(host_value(loss)):
-                return torch.ones(())
+                return torch.ones((), dtype=torch.float32)
             flag, window.clear_flag = window.clear_flag, None
-            return torch.zeros(()) if flag is None else flag
+            return torch.zeros((), dtype=torch.float32) if flag is None else flag
         same = loss.dtype == torch.float32 and loss.device == device
         gradients.include(loss.clone() if same else (loss * 0).to(device, torch.float32))
-    return torch.zeros((), device=device)
+    return torch.zeros((), device=device, dtype=torch.float32)

@@ -62,7 +62,7 @@ class Outcome:
         """1.0 for a skip, shape [], on the device of `like`."""
         if isinstance(self.skipped, Tensor):
             return self.skipped.to(like.device)
-        return torch.full((), float(self.skipped), device=like.device)
+        return torch.full((), float(self.skipped), device=like.device, dtype=torch.float32)
 
 
 class Guards(Protocol):

@@ -11,10 +11,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import Poison, assert_same, stock
+from helpers import Poison, Toy, assert_same, fit, scaled_fp32, stock
 from resuming import Averaging, Net, assert_equal, everything, ours, plugin_for, train
 
-from lightning_amp import OverflowLocator, ScaleMonitor
+from lightning_amp import AmpPrecision, OverflowLocator, ScaleMonitor
 
 GRADIENT, NAN = (3, 11, 30, 70), (5, 18, 19, 25, 33, 47, 66)  # batches, on both sides of the cut
 fused = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
@@ -244,3 +244,17 @@ def test_everything_of_ours_loads_with_weights_only(tmp_path: Path) -> None:
         ckpt_path=tmp_path / "step=20.ckpt",
     )  # fmt: skip
     assert trainer.global_step == 22
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("plugin", [scaled_fp32, functools.partial(AmpPrecision, "bf16")], ids=["fp16", "bf16"])
+def test_a_run_that_goes_on_with_a_fused_optimizer(plugin: Any, tmp_path: Path) -> None:
+    """torch restores `fused` with the groups, so the optimizer is not; torch's scaler still calls it as if it were."""
+    path = tmp_path / "first.ckpt"
+    fit(lambda: Toy(unfused), plugin()).save_checkpoint(path)
+    runs = [
+        fit(lambda kind=kind: Toy(kind), plugin(), ckpt_path=path, max_epochs=2, callbacks=[Poison([3])])
+        for kind in (fused, unfused)
+    ]
+    assert [run.precision_plugin.num_skipped for run in runs] == [1, 1]  # pyright: ignore[reportAttributeAccessIssue]
+    assert_same(*runs)

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import Poison, Toy, assert_same, fit, quiet_trainer, weights
+from helpers import Poison, Toy, assert_same, fit, quiet_trainer, scaled_fp32, weights
 from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, plain_adamw, promise
@@ -249,6 +249,28 @@ def test_buffers_of_a_skipped_batch_are_taken_back(plugins: Plugins, optimizer: 
     dropped = bad if accumulate == 1 else (0, 1, 4, 5)
     trainer = fit(lambda: BadForward(OPTIMIZERS[optimizer], bad), plugins.scaled(), data(), **kwargs)
     assert_same(trainer, fit(lambda: BadForward(OPTIMIZERS[optimizer]), None, data(without=dropped), **kwargs))
+
+
+class NoLossIn(BadForward):
+    """One batch is looked at, but not trained on."""
+
+    def __init__(self, without_loss: int) -> None:
+        super().__init__(fused_adamw)
+        self.without_loss = without_loss
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == self.without_loss else loss
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("without_loss", [1, 2])
+def test_a_batch_without_a_loss_is_dropped_with_its_window(without_loss: int) -> None:
+    """Which ends with a step; the batch alone, in its middle or at its end, does not end it."""
+    kwargs: dict[str, Any] = {"accumulate_grad_batches": 3}
+    trainer = fit(lambda: NoLossIn(without_loss), scaled_fp32(), data(), callbacks=[Poison([0])], **kwargs)
+    assert_same(trainer, fit(lambda: BadForward(fused_adamw), None, data(without=(0, 1, 2)), **kwargs))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

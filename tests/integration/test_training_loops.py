@@ -8,7 +8,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import FEATURES, Poison, Toy, WithoutAutocast, assert_same, batches, fit, flags_on_a_device, weights
+from helpers import (
+    FEATURES,
+    Poison,
+    Toy,
+    WithoutAutocast,
+    assert_same,
+    batches,
+    fit,
+    flags_on_a_device,
+    scaled_fp32,
+    weights,
+)
 from promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, fused_sgd, plain_adamw, plain_sgd, promise
 from torch import Tensor, nn
 
@@ -259,6 +270,46 @@ def test_odd_parameters(plugins: Plugins, kind: str) -> None:
     assert plugin.num_skipped == 1
 
 
+class OneNumberForAll(Toy):
+    """Gradients that are views of one number: an optimizer reads them, nobody can write into them."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        super().__init__(plain_sgd)
+        self.bad = bad
+
+    def on_after_backward(self) -> None:
+        value = torch.nan if self.trainer.fit_loop.batch_idx == self.bad else 0.5
+        for parameter in self.parameters():
+            parameter.grad = torch.full((1,), value).expand_as(parameter)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_gradients_that_cannot_be_written_into() -> None:
+    assert_same(fit(OneNumberForAll, AmpPrecision("fp32")), fit(OneNumberForAll))
+    trainer = fit(lambda: OneNumberForAll(bad=2), plugin := AmpPrecision("fp32"))
+    assert plugin.num_skipped == 1
+    assert_same(trainer, fit(OneNumberForAll, None, batches(7)))
+
+
+class Float64(Toy):
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch.double())
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("plugin", [scaled_fp32, functools.partial(AmpPrecision, "fp32")], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("optimizer", [plain_sgd, fused_adamw])
+def test_float64_by_default(plugin: Any, optimizer: Any) -> None:
+    data = batches()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_same(fit(lambda: Float64(optimizer), plugin(), data), fit(lambda: Float64(optimizer), None, data))
+        trainer = fit(lambda: Float64(optimizer), plugin(), data, callbacks=[Poison([2])])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert trainer.precision_plugin.num_skipped == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
 # -- row 15: gradient penalties -------------------------------------------------------------------
 
 
@@ -432,3 +483,53 @@ def test_adam_counts_applied_steps() -> None:
     assert {float(s["step"]) for s in trainer.optimizers[0].state.values()} == {5.0}
     assert_same(fit(lambda: Toy(plain_adamw), Plugins(True).scaled(), callbacks=[Poison(gradient=[0, 1, 5])]),
                 trainer, rtol=1e-5, atol=1e-6)  # fmt: skip
+
+
+class TrainsInValidation(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.seen.append(self.net(batch).dtype)
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.trainer.strategy.training_step(batch, batch_idx)
+
+    def val_dataloader(self) -> Any:
+        return batches(1)
+
+
+def test_a_training_step_in_validation_leaves_training_as_it_is() -> None:
+    """The sanity check comes first."""
+    module = TrainsInValidation()
+    fit(module, AmpPrecision("bf16", eval_precision="fp32"), batches(2))
+    assert module.seen == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+class ComesLate(L.Callback):
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            trainer.callbacks.append(SeesGradients(self.calls))
+
+
+class SeesGradients(L.Callback):
+    def __init__(self, calls: list[int]) -> None:
+        self.calls = calls
+
+    def on_before_backward(self, trainer: L.Trainer, *args: Any) -> None:
+        self.calls.append(trainer.fit_loop.batch_idx)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
+        self.calls.append(trainer.fit_loop.batch_idx)
+
+
+@pytest.mark.parametrize("optimizer", [plain_sgd, fused_adamw])
+def test_callbacks_that_come_late_are_called(optimizer: Any) -> None:
+    late = ComesLate()
+    fit(lambda: Toy(optimizer), AmpPrecision("fp32"), callbacks=[late])
+    assert late.calls == [4, 4, 5, 5, 6, 6, 7, 7]
