@@ -97,9 +97,11 @@ class Gradients:
         """As :meth:`unscale_` with an inverse of 1, reading only where that is faster."""
         for (device, _), grads in self.groups.items():
             if device.type != "cpu" or found_inf.device.type != "cpu":
-                norms = torch.stack(_compat.foreach_norm([g for g in grads if g.numel()], torch.inf))
-                flag = torch.isfinite(norms).all().logical_not().to(found_inf)
-                torch.maximum(found_inf, flag, out=found_inf)
+                filled = [g for g in grads if g.numel()]  # an empty one has no infinity norm
+                if filled:
+                    norms = torch.stack(_compat.foreach_norm(filled, torch.inf))
+                    flag = torch.isfinite(norms).all().logical_not().to(found_inf)
+                    torch.maximum(found_inf, flag, out=found_inf)
             else:  # the CPU has no fast infinity norm
                 try:
                     _compat.amp_unscale_(grads, found_inf, constant(1.0, device))
