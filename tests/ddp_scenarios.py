@@ -444,6 +444,29 @@ def overflow_reports() -> Any:
     }
 
 
+class Contrastive(Net):
+    """Its step talks to the other ranks."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        features = self.body(x).float()
+        everybodys = self.all_gather(features, sync_grads=True).flatten(0, 1)
+        return (features @ everybodys.T).logsumexp(1).mean() + super().loss(x)
+
+
+@scenario
+def overflow_reports_of_a_step_with_collectives() -> Any:
+    """Only one rank finds a cause, and that in the first batch of the window."""
+    locator = OverflowLocator()
+    trouble = {(1, 0): "nan", (1, 5): "gradient"}
+    module = Contrastive(trouble, norm=False)
+    seen = train(module, callbacks=[locator, GradientMonitor(1)], accumulate_grad_batches=2)
+    return {
+        "with": seen,
+        "without": train(Contrastive(norm=False), (0, 1, 4, 5), accumulate_grad_batches=2),
+        "reports": [(r.record.index, r.rank, r.cause, r.batch_idx) for r in locator.reports],
+    }
+
+
 @scenario
 def gradient_figures() -> Any:
     """Of both ranks together, and of each alone in one process; then with a rank that cannot run its step again."""

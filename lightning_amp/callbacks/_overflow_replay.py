@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lightning_amp import _compat
 from lightning_amp.callbacks._copying import copy_batch, is_out_of_memory
+from lightning_amp.callbacks._ranks import gather
 from lightning_amp.callbacks._shadow import RandomState, full_precision
 from lightning_amp.callbacks._training_pass import TrainingPass
 from lightning_amp.numerics import Diagnosis, Trace, diagnose, make_bundle, nonfinite_gradients, pack_random_state
@@ -97,26 +99,87 @@ class Finding:
 
 
 def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: float) -> Finding:
-    """Run the batches of the window again, until one is not finite. Never raises, changes nothing."""
+    """Run the batches of the window again, until one is not finite. Never raises, changes nothing.
+
+    All ranks must call. They run as many passes, whatever each of them finds: a step may talk to the other ranks
+    (`self.all_gather`, SyncBatchNorm).
+    """
     steps = list(window.kept)
-    number = 0
-    try:
-        replay = TrainingPass(trainer, module)
+    steps = steps[-min(gather(trainer, len(steps))) :]
+    search = _Search(trainer, module, scale, steps[-1])
+    search.run(steps)
+    return search.finding or Finding(
+        Diagnosis("none"), steps[-1].batch_idx, len(steps), note=_edited(steps[-1]), step=steps[-1]
+    )
+
+
+class _Search:
+    """One replay of a window, on all ranks in step."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, scale: float, last: KeptBatch) -> None:
+        self.finding: Finding | None = None
+        self._trainer, self._module, self._loss_scale = trainer, module, scale
+        self._step, self._number = last, 0
+        self._replay: TrainingPass | None = None
+        self._is_new = False
+
+    def run(self, steps: list[KeptBatch]) -> None:
+        """Ends when all ranks have found something, or one cannot go on."""
         try:
-            for number, step in enumerate(steps, start=1):
-                found, parameters = _run(trainer, replay, step, scale)
-                replay.forget_gradients()
-                if found.cause != "none":
-                    true = _largest_true_gradient(trainer, replay, step) if found.cause == "backward" else None
-                    return Finding(found, step.batch_idx, number, parameters, _edited(step), step, true)
+            if not self._all(self._begin):
+                return
+            for self._number, self._step in enumerate(steps, start=1):
+                if not self._all(self._look):
+                    return
+                if self._any(self._wants_measure) and not self._all(self._measure):
+                    return
+                if not self._any(self.finding is None):
+                    return
         finally:
-            replay.close()
-    except Exception as error:
-        note = _excuse(error)
-        # The frames of the traceback would keep the memory that there may not be enough of.
-        error.__traceback__ = error.__context__ = error.__cause__ = None
-        return Finding(Diagnosis("none"), steps[-1].batch_idx, number, note=note, step=steps[-1])
-    return Finding(Diagnosis("none"), steps[-1].batch_idx, number, note=_edited(steps[-1]), step=steps[-1])
+            if self._replay is not None:
+                self._replay.close()
+
+    def _all(self, work: Callable[[], None]) -> bool:
+        """Whether it worked on all ranks."""
+        failed = False
+        try:
+            work()
+        except Exception as error:
+            failed, note = True, _excuse(error)
+            # The frames of the traceback would keep the memory that there may not be enough of.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            if self.finding is None or self._is_new:
+                self.finding = Finding(
+                    Diagnosis("none"), self._step.batch_idx, self._number, note=note, step=self._step
+                )
+        return not self._any(failed)
+
+    def _any(self, flag: bool) -> bool:
+        return any(gather(self._trainer, flag))
+
+    @property
+    def _wants_measure(self) -> bool:
+        return self._is_new and self.finding is not None and self.finding.diagnosis.cause == "backward"
+
+    def _begin(self) -> None:
+        self._replay = TrainingPass(self._trainer, self._module)
+
+    def _look(self) -> None:
+        assert self._replay is not None
+        self._is_new = False
+        found, parameters = _run(self._trainer, self._replay, self._step, self._loss_scale)
+        self._replay.forget_gradients()
+        if found.cause != "none" and self.finding is None:
+            self._is_new = True
+            step = self._step
+            self.finding = Finding(found, step.batch_idx, self._number, parameters, _edited(step), step)
+
+    def _measure(self) -> None:
+        assert self._replay is not None
+        largest = _largest_true_gradient(self._trainer, self._replay, self._step)
+        self._replay.forget_gradients()
+        if self._wants_measure and self.finding is not None:
+            self.finding.largest_gradient = largest
 
 
 def _run(trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float) -> tuple[Diagnosis, tuple[str, ...]]:

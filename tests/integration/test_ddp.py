@@ -22,6 +22,7 @@ REASONS = {
     "accumulation": ["gradient", "loss", "none"],
     "accumulation_unfused": ["none", "loss", "gradient"],
     "overflow_reports": ["none", "loss", "none", "loss", *["none"] * 5],
+    "overflow_reports_of_a_step_with_collectives": ["loss", "none", "gradient", "none", "none"],
     "gradient_figures": ["none", "loss", "none", "loss", *["none"] * 5],
 }
 for name in ("manual_bsbs_fused", "manual_bsbs_unfused"):
@@ -92,6 +93,14 @@ def test_rank_zero_reports_for_all(ranks: list[dict[str, Any]], folder: Path) ->
     assert again.diagnosis.cause == "forward"
     own, others = (torch.load(files[i], weights_only=True)["batch"][0] for i in (3, 5))
     assert not torch.equal(own, others), "each file has the batch of its rank"
+
+
+def test_the_search_runs_as_many_passes_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    """A rank that runs fewer leaves the others waiting inside of `self.all_gather`."""
+    one, other = (rank["overflow_reports_of_a_step_with_collectives"]["reports"] for rank in ranks)
+    assert one == other
+    assert one[0] == (0, 1, "loss", 0)
+    assert [(step, rank, batch) for step, rank, _, batch in one[1:]] == [(2, 0, 5), (2, 1, 5)]
 
 
 def test_a_stuck_run_stops_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
