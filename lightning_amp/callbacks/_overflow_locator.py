@@ -260,8 +260,8 @@ class OverflowLocator(Callback):
             for report in reports:
                 _log.warning(f"OverflowLocator: {report}")
             if done:
-                text = "1 report" if self.max_reports == 1 else f"{self.max_reports} reports"
-                _log.warning(f"OverflowLocator: {text} made; no more in this fit.")
+                steps = "1 skipped step" if self.max_reports == 1 else f"{self.max_reports} skipped steps"
+                _log.warning(f"OverflowLocator: {steps} looked into; no more in this fit.")
         if self.dirpath is not None:
             self._save(trainer, module, reports, finding)
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from lightning_amp.precision._clipping import Clipping
-
-if TYPE_CHECKING:
-    from lightning_amp.precision._amp import AmpPrecision
 
 
 class HookGate:
@@ -22,7 +17,7 @@ class HookGate:
 
     """
 
-    def __init__(self, plugin: AmpPrecision, module: LightningModule) -> None:
+    def __init__(self, plugin: Clipping, module: LightningModule) -> None:
         self._trainer = module.trainer
         self._automatic = module.automatic_optimization
         self._module = module
