@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,9 @@ import pytest
 import torch
 from fsdp_models import CASES, MODULES, Overflow, TwoParts
 from helpers import assert_same, batches, quiet_trainer, scaled_fp32
+from launch import launch
 
 from lightning_amp import AmpPrecision, ScaleMonitor
-
-HERE = Path(__file__).parent
 
 
 class Runs:
@@ -29,14 +25,8 @@ class Runs:
         plugin = scaled_fp32(init_scale=256.0, growth_interval=3)
         trainer = self.one_device(MODULES["automatic"], plugin, 3, Overflow((1,)), arguments=("fused adamw",))
         trainer.save_checkpoint(folder / "one_device.ckpt")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
-        for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
-            environment.pop(name, None)  # left by a Trainer of this process
-        script = HERE / "integration" / "fsdp_script.py"
-        command = [sys.executable, str(script), str(folder), accelerator, str(world_size)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        self.ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
+        script = Path(__file__).parent / "integration" / "fsdp_script.py"
+        self.ranks = launch(script, world_size, folder, accelerator, str(world_size))
 
     def one_device(
         self, make: Any, plugin: Any, count: int, *callbacks: L.Callback, arguments: Any = (), **kwargs: Any

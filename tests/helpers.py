@@ -152,6 +152,21 @@ def stock(precision: str, **scaler: Any) -> MixedPrecision:
     return MixedPrecision("16-mixed", DEVICE, torch.amp.GradScaler(DEVICE, **scaler))
 
 
+class Recorder(L.pytorch.loggers.Logger):
+    """A logger that keeps what it is given."""
+
+    name = version = "recorder"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append({"step": step, **metrics})
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
 class Poison(L.Callback):
     """Makes the gradients of chosen batches overflow (after the backward, still scaled), or their loss NaN."""
 

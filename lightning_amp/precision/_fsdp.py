@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp import _compat
+from lightning_amp.precision import _state
 from lightning_amp.precision._amp import AmpPrecision
 from lightning_amp.scaling import parameters
 
@@ -154,7 +155,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self.scaler is not None:
-            checkpoint["FSDPPrecision"] = self.scaler.state_dict()
+            checkpoint[_state.STOCK_FSDP_KEY] = self.scaler.state_dict()
 
 
 def clip_grad_norm_(model: nn.Module, params: Sequence[nn.Parameter], max_norm: float) -> None:

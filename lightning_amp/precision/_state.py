@@ -13,7 +13,10 @@ from lightning_amp.scaling import DynamicLossScaler, RecordLog, Saved, check_sca
 STOCK_KEY = "MixedPrecision"
 """Where stock Lightning keeps its scaler: ours is written there too, so that a run can go back."""
 
-_KEYS = ("AmpPrecision", "FSDPAmpPrecision", STOCK_KEY, "FSDPPrecision", "native_amp_scaling_state")
+STOCK_FSDP_KEY = "FSDPPrecision"
+"""The same for `FSDPStrategy`."""
+
+_KEYS = ("AmpPrecision", "FSDPAmpPrecision", STOCK_KEY, STOCK_FSDP_KEY, "native_amp_scaling_state")
 
 
 def dump(scaler: torch.amp.GradScaler | None, log: RecordLog) -> dict[str, Any]:

@@ -41,8 +41,9 @@ _Open: TypeAlias = "tuple[int, Tensor | None, Tensor | bool, Tensor | None]"  # 
 class RecordLog:
     """Keeps references to the device's own scalars and turns them into `StepRecord`s one block at a time.
 
-    Appending launches nothing and waits for nothing, since scale tensors are never changed in place. Reading a block is
-    one transfer.
+    Appending launches nothing and waits for nothing, since scale tensors are never changed in place. Reading a block
+    waits once and transfers the flags, the scales (only the last ones where nobody listens) and, if steps were skipped,
+    their losses.
 
     Who appends to `listeners` gets the records in blocks, for free. As long as anybody is in `listeners_at_once`, every
     batch is read back at its end: one wait for the device per batch, for those who must act on a skip at once.

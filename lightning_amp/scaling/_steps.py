@@ -113,11 +113,15 @@ class OptimizerSteps:
         """Make the gradients of `optimizer` true ones. Does nothing if they are."""
         self._unscale(self.window(optimizer))
 
-    def _unscale(self, window: Window) -> None:
+    def _unfold(self, window: Window) -> None:
+        """Make what a folded step left true gradients."""
         to_true = window.to_true()
         if to_true is not None:
             Gradients(window.optimizer).multiply_(to_true)
             window.folded = None
+
+    def _unscale(self, window: Window) -> None:
+        self._unfold(window)
         scale = window.scale
         if scale is None:
             return
@@ -145,14 +149,17 @@ class OptimizerSteps:
         window.found_inf = gradients.check(found_inf) if gradients else found_inf
 
     def _true_elsewhere(self, window: Window) -> set[int]:
-        """Parameters that `window` shares with an optimizer whose gradients were unscaled since the last backward."""
+        """Parameters that `window` shares with an optimizer whose gradients were unscaled since the last backward.
+
+        Those that a folded step left are made true.
+        """
         shared: set[int] = set()
         for other in self.windows.values():
             if other is window or other.scale is not None:
                 continue
             common = {id(p) for p in parameters(window.optimizer)}.intersection(map(id, parameters(other.optimizer)))
             if common:
-                self._unscale(other)  # what a folded step left
+                self._unfold(other)
                 shared |= common
         return shared
 
@@ -316,7 +323,8 @@ class OptimizerSteps:
         self.log.append(window.index, scale, skipped, None if skipped is False else window.loss)
         if self.scaler is not None or self.guards is not None:
             outcome = Outcome(window, skipped)
-            self._attempts.append(outcome)
+            if self.scaler is not None:
+                self._attempts.append(outcome)  # for the scale alone
             if self.guards is not None:
                 self.guards.observe(outcome)
         window.loss = window.found_inf = window.used_scale = None
@@ -337,11 +345,10 @@ class OptimizerSteps:
 
         """
         scale: Tensor | None = None
-        if self._attempts:
+        if self.scaler is not None and self._attempts:
             attempts, self._attempts = self._attempts, []
-            if self.scaler is not None:
-                self._move_scale(self.scaler, [a for a in attempts if a.counts_for_scale])
-                scale = _compat.scale_tensor(self.scaler)
+            self._move_scale(self.scaler, [a for a in attempts if a.counts_for_scale])
+            scale = _compat.scale_tensor(self.scaler)
         self.log.close_batch(scale)
 
     def _move_scale(self, scaler: torch.amp.GradScaler, attempts: list[Outcome]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import Toy, assert_same, batches, fit, scaled_fp32, stock
+from helpers import Recorder, Toy, assert_same, batches, fit, scaled_fp32, stock
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
@@ -35,19 +35,6 @@ class Tiny(Times):
 
 class Huge(Times):
     factor = 1e8
-
-
-class Recorder(L.pytorch.loggers.Logger):
-    name = version = "recorder"  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[dict[str, float]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append({"step": step, **metrics})
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def test_keys_are_those_of_the_docstring() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import Poison, Toy, assert_same, batches, fit, stock
+from helpers import Poison, Recorder, Toy, assert_same, batches, fit, stock
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, StepRecord
@@ -32,19 +32,6 @@ def with_bad(*indices: int, count: int = 8) -> Any:
     for index in indices:
         data[4 * index] = 1e4
     return torch.utils.data.DataLoader(data, batch_size=4)
-
-
-class Recorder(L.pytorch.loggers.Logger):
-    name = version = "recorder"  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[dict[str, float]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append({"step": step, **metrics})
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def test_keys_are_those_of_the_docstring() -> None:
