@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import Poison, Toy, assert_same, fit, scaled_fp32, stock
 from resuming import Averaging, Net, assert_equal, everything, ours, plugin_for, train
+from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_amp import AmpPrecision, OverflowLocator, ScaleMonitor
 
@@ -90,6 +91,20 @@ def test_where_the_answer_stays_on_the_device(precision: str, tmp_path: Path) ->
     rate = checkpoint["optimizer_states"][0]["param_groups"][0]["lr"]
     assert [rate] == checkpoint["lr_schedulers"][0]["_last_lr"]
     assert rate == pytest.approx(0.01 * 0.97 ** (20 - 7))
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_a_checkpoint_has_the_rate_of_the_next_step(tmp_path: Path) -> None:
+    """Saved where nobody has looked at the rate since the last step: no callback of `train` is here."""
+
+    class Saves(Toy):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.save_checkpoint(tmp_path / "end.ckpt")
+
+    fit(lambda: Saves(fused, None, lambda o: ExponentialLR(o, 0.9)), plugin_for("fp16"))
+    checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    rate = checkpoint["optimizer_states"][0]["param_groups"][0]["lr"]
+    assert [rate] == checkpoint["lr_schedulers"][0]["_last_lr"]
 
 
 def test_the_optimizer_keeps_no_hook() -> None:
