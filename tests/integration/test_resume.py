@@ -82,8 +82,8 @@ def test_forty_steps_are_twenty_and_twenty(precision: str, accumulate: int, tmp_
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_where_the_answer_stays_on_the_device(precision: str, tmp_path: Path) -> None:
-    """A fused optimizer's schedule is a step behind until somebody looks; a checkpoint does."""
+def test_a_fused_optimizer_with_a_schedule(precision: str, tmp_path: Path) -> None:
+    """Somebody looks at the rate here, after each batch: the callback that saves. Where nobody does is tested below."""
     assert_equal(
         *both(lambda: plugin_for(precision), lambda folder: [ScaleMonitor()], tmp_path, accumulate_grad_batches=2)
     )
