@@ -7,6 +7,7 @@ entry can go. `tests/contract/test_architecture.py` proves that no other file us
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import defaultdict
 from typing import Any
 
@@ -114,12 +115,6 @@ def amp_update_scale(
     torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
 
 
-# --- torch: autocast -------------------------------------------------------------------------------------------------
-
-AUTOCAST_CACHE_IS_RIGHT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
-"""Before torch 2.11 a weight cast under `no_grad` was reused with gradients on, and lost them (PL#21611)."""
-
-
 # --- torch: optimizers -----------------------------------------------------------------------------------------------
 # Fused optimizers skip inside their kernel, told by two attributes. This is the protocol that `GradScaler.step` uses;
 # it has no public form. Can go when torch gives `Optimizer.step` arguments for them.
@@ -198,6 +193,40 @@ def norm_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
     from torch.nn.modules.batchnorm import _NormBase
 
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
+    """The dictionary in which a module looks up its own parameters.
+
+    `functional_call` puts tensors into it one by one, with checks and a search for ties; nothing public puts another
+    dictionary in its place for the length of a call.
+    """
+    return vars(module)["_parameters"]
+
+
+def set_own_parameters(module: torch.nn.Module, parameters: dict[str, Any]) -> None:
+    """Put another dictionary there."""
+    vars(module)["_parameters"] = parameters
+
+
+def is_transformed_or_traced() -> bool:
+    """Whether a `torch.func` transform or `torch.jit.trace` is looking: neither takes a plain `autograd.Function`.
+
+    Can go when there is a public question for the first; for the second there is one, ten times as slow.
+    """
+    return torch._C._are_functorch_transforms_active() or bool(torch._C._get_tracing_state())
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of this module are compiled, by any of torch's and Lightning's ways, or scripted."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing is compiled
+    return (
+        (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+        or isinstance(module, torch.jit.ScriptModule)
+        or module._compiled_call_impl is not None
+        or getattr(module, "_compiler_ctx", None) is not None
+        or hasattr(getattr(type(module), "forward", None), "_torchdynamo_orig_callable")
+    )
 
 
 def version(tensor: Tensor) -> int:

@@ -43,6 +43,7 @@ from lightning_amp.precision._evaluation import Surroundings
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._guards import FitGuards
 from lightning_amp.precision._hooks import HookGate
+from lightning_amp.precision._reuse import ReusedWeights
 from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
 
 _NOTHING = contextlib.nullcontext()
@@ -139,6 +140,7 @@ class AmpPrecision(Clipping, ForwardContexts):
         self._guards: FitGuards | None = None
         self._anomaly: AnomalyCheck | None = None
         self._surroundings = Surroundings()
+        self._reused = ReusedWeights()
         self._compiling = _compat.CompiledBackwardWithoutAutocast()
 
     # -- what the outside reads ----------------------------------------------------------------------------------------
@@ -203,6 +205,7 @@ class AmpPrecision(Clipping, ForwardContexts):
         _strategies.check(self, strategy)
         device = strategy.root_device
         self._surroundings.detach()
+        self._reused.detach()
         self._training_step = None
         self.device = device.type
         if self._requested == "auto":
@@ -223,6 +226,8 @@ class AmpPrecision(Clipping, ForwardContexts):
             self._log.describe_skips = self._describe_skips
         mixed = self._choice.mixed or self._eval_choice.mixed
         self._surroundings.attach(module, self.device, self.fp32_modules, mixed=mixed)
+        if mixed:
+            self._reused.attach(module, self.device)
         self._module = module
         if module.trainer.state.fn == TrainerFn.FITTING:  # here, since a strategy may wrap what it is given
             _checks.check(module, self._choice, device, self._surroundings.fp32_modules)
@@ -251,6 +256,7 @@ class AmpPrecision(Clipping, ForwardContexts):
             if self._guards is not None:
                 self._guards.detach()
             self._surroundings.detach()
+            self._reused.detach()
             self._compiling.stop()
             self._module = self._hook_gate = self._guards = self._training_step = None
             self._steps.attach([])
@@ -304,7 +310,7 @@ class AmpPrecision(Clipping, ForwardContexts):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         anomaly, self._anomaly = self._anomaly, None
-        with self._autocast_off():
+        with self._autocast_off(), self._reused.inside():
             if anomaly is None:
                 super().backward(tensor, model, optimizer, *args, **kwargs)
             else:
@@ -317,17 +323,13 @@ class AmpPrecision(Clipping, ForwardContexts):
         if self._gate(module).somebody_sees_backward:
             with self._autocast_off():
                 super().post_backward(tensor, module)
-        self._weights_may_change()
+        self._reused.forget()
         return tensor.detach()
 
     def _gate(self, module: LightningModule) -> HookGate:
         if self._hook_gate is None or not self._hook_gate.is_current():
             self._hook_gate = HookGate(self, module)
         return self._hook_gate
-
-    def _weights_may_change(self) -> None:
-        if torch.is_autocast_enabled(self.device):  # manual optimization: a forward may follow in the same step
-            torch.clear_autocast_cache()
 
     # -- step ----------------------------------------------------------------------------------------------------------
 
@@ -349,7 +351,7 @@ class AmpPrecision(Clipping, ForwardContexts):
                 closure_runs_backward=isinstance(closure, Closure),
                 **kwargs,
             )
-        self._weights_may_change()
+        self._reused.forget()
         if automatic:
             self._steps.finish_batch()
         return output
@@ -435,7 +437,7 @@ class AmpPrecision(Clipping, ForwardContexts):
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the scaler, not the run."""
         run = ("_log", "_steps", "_module", "_hook_gate", "_guards", "_anomaly", "_compiling", "_surroundings")
-        run += ("_training_step",)
+        run += ("_reused", "_training_step")
         return {k: v for k, v in vars(self).items() if k not in run}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

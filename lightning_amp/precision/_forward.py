@@ -14,9 +14,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from typing_extensions import override
 
-from lightning_amp import _compat
 from lightning_amp.precision import _choice, _inputs
 from lightning_amp.precision._evaluation import Surroundings
+from lightning_amp.precision._reuse import ReusedWeights
 
 
 class ForwardContexts(MixedPrecision):
@@ -24,6 +24,7 @@ class ForwardContexts(MixedPrecision):
 
     _module: LightningModule | None
     _surroundings: Surroundings
+    _reused: ReusedWeights
     _eval_choice: _choice.Choice | None  # known when the Trainer attaches
     _evaluating = False
     _training_step: _TrainingStep | None = None
@@ -42,9 +43,8 @@ class ForwardContexts(MixedPrecision):
     def autocast_context_manager(self) -> torch.autocast:
         choice = self._forward_choice(self._evaluating)
         dtype = choice.dtype if choice.mixed else torch.get_autocast_dtype(self.device)
-        # the weight cache lost gradients across grad modes before torch 2.11
-        cache = _compat.AUTOCAST_CACHE_IS_RIGHT
-        return torch.autocast(self.device, dtype=dtype, enabled=choice.mixed, cache_enabled=cache)
+        # no cache: it sums the gradients of all uses of a weight in half precision; see `_reuse.py`
+        return torch.autocast(self.device, dtype=dtype, enabled=choice.mixed, cache_enabled=False)
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -70,6 +70,10 @@ class ForwardContexts(MixedPrecision):
         if step is None or step.active:
             step = self._training_step = _TrainingStep(self)
         return step
+
+    def sharing_copies(self) -> contextlib.AbstractContextManager[None]:
+        """Return what a training step runs in, so that a weight that it uses again is cast once."""
+        return self._reused.inside("training_step")
 
     @abstractmethod
     def enter_train_step(self) -> contextlib.AbstractContextManager[Any]:
@@ -106,7 +110,7 @@ class ForwardContexts(MixedPrecision):
             mixed = self._forward_choice(True).mixed
             hook_context = functools.partial(self.evaluation_context, module)
             around = self._surroundings.evaluating(module, step, hook_context) if mixed else contextlib.nullcontext()
-            with around, self.forward_context():
+            with around, self._reused.inside(step if module is self._module else None), self.forward_context():
                 yield
         finally:
             self._evaluating = before
@@ -126,11 +130,13 @@ class _TrainingStep:
             getattr(type(plugin), name) is getattr(ForwardContexts, name)
             for name in ("forward_context", "autocast_context_manager")
         )
+        self._sharing = plugin.sharing_copies()
         self.active = False
 
     def __enter__(self) -> None:
         self._around = self._plugin.enter_train_step()
         self._around.__enter__()
+        self._sharing.__enter__()
         if self._forward is None or not self._forward_stays:
             self._forward = self._plugin.forward_context()
         self._forward.__enter__()
@@ -142,6 +148,7 @@ class _TrainingStep:
         try:
             self._forward.__exit__(*exc)
         finally:
+            self._sharing.__exit__(*exc)
             self._around.__exit__(*exc)
         if exc[0] is None:
             self._plugin.leave_train_step()

@@ -1,0 +1,298 @@
+"""Share one half-precision copy of a weight among all its uses in a step, and sum their gradients in fp32.
+
+Autocast has two ways, and both cost: with its cache on, the copy is one node of the graph, so the gradients of all uses
+are summed in half precision (a GRU cell over 512 steps is wrong by 4 to 9 %), and a weight that is edited between two
+forwards is stale. With its cache off, each use casts the weight again and keeps its own copy. Here the copy is shared
+and the node is not: sums are bit for bit those of a cast per use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_amp import _compat
+from lightning_amp.precision._overrides import Override
+
+# What these compute with their own parameters is nothing but operations that autocast runs in half precision, so
+# handing over the cast parameter changes no bit. A subclass with its own `forward` may do anything with them: it is
+# left alone.
+_LAYER = ("weight", "bias")
+_CELL = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+_PARAMETERS: dict[Any, tuple[str, ...]] = {
+    **{
+        layer.forward: _LAYER
+        for layer in (
+            nn.Linear,
+            nn.Conv1d,
+            nn.Conv2d,
+            nn.Conv3d,
+            nn.ConvTranspose1d,
+            nn.ConvTranspose2d,
+            nn.ConvTranspose3d,
+        )
+    },
+    **{cell.forward: _CELL for cell in (nn.RNNCell, nn.LSTMCell, nn.GRUCell)},
+    nn.MultiheadAttention.forward: (
+        "in_proj_weight",
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+        "in_proj_bias",
+    ),
+}
+
+_DEVICES = ("cpu", "cuda")
+"""Where autocast is known to cast all that `_PARAMETERS` lists."""
+
+_STEPS_WATCHED = 2
+"""How many steps of each stage, from the start of an epoch, are watched for modules that are called again."""
+
+_SAMPLE = 64
+"""How many elements of a weight are compared to notice an edit through `.data`, which has no version."""
+
+
+class ReusedWeights:
+    """The modules of a LightningModule that a step calls more than once, and the copies of this step.
+
+    Modules are watched in the first two steps of each stage of an epoch. One that is called a second time in a step
+    gets an override, which is on the module inside of steps and backwards only (activation checkpointing calls modules
+    again in the backward). All others run as if this class did not exist.
+
+    Compiled modules are left alone: a graph has its own casts, and the compiler merges equal ones. So are calls inside
+    of `torch.func` transforms and tracing, and parameters that are not plain ones (DTensor, quantized).
+
+    Cost: some 10 us per call of a reused module; nothing for a module that is called once, after the second step.
+
+    """
+
+    def __init__(self) -> None:
+        self._module: LightningModule | None = None
+        self._epoch = -1
+        self._steps: dict[str, int] = {}
+        self._depth = 0
+        self._reused: dict[int, _Reused] = {}
+        self._watched: list[_Reused] = []
+        self._copies = _Copies("cpu")
+
+    def attach(self, module: LightningModule, device_type: str) -> None:
+        """Watch the submodules of `module` in the steps to come."""
+        self.detach()
+        if device_type in _DEVICES:
+            self._module, self._copies = module, _Copies(device_type)
+
+    def detach(self) -> None:
+        """Leave all modules as they were."""
+        self._release()
+        self._module, self._epoch, self._depth = None, -1, 0
+        self._reused = {}
+
+    def forget(self) -> None:
+        """Drop the copies, since weights may have changed."""
+        self._copies.clear()
+
+    def inside(self, stage: str | None = None) -> Inside:
+        """Return a context, to be entered once or many times, in which modules share copies.
+
+        Args:
+            stage: Name of the step; `None` where calls say nothing about the steps to come (a backward, a hook).
+
+        """
+        return Inside(self, stage)
+
+    def enter(self, stage: str | None) -> None:
+        """Enter; see :meth:`inside`."""
+        self._depth += 1
+        if self._depth > 1 or self._module is None:
+            return
+        if stage is not None:
+            self._watch(self._module, stage)
+        for reused in self._reused.values():
+            reused.install()
+
+    def leave(self) -> None:
+        """Leave what was entered last."""
+        self._depth -= 1
+        if self._depth == 0 and (self._reused or self._watched):
+            self._release()
+
+    def _watch(self, module: LightningModule, stage: str) -> None:
+        epoch = module.trainer.current_epoch
+        if epoch != self._epoch:
+            self._epoch, self._steps = epoch, {}
+        steps = self._steps.get(stage, 0)
+        if steps < _STEPS_WATCHED:
+            self._steps[stage] = steps + 1
+            unknown = (m for m in _eager_modules(module) if id(m) not in self._reused)
+            self._watched = [_Reused(m, self._copies) for m in unknown]
+            for reused in self._watched:
+                reused.install()
+
+    def _release(self) -> None:
+        for reused in (*self._watched, *self._reused.values()):
+            reused.restore()
+        self._reused.update((id(r.owner), r) for r in self._watched if r.called_again)
+        self._watched = []
+        self._copies.clear()
+
+
+class Inside:
+    """See :meth:`ReusedWeights.inside`."""
+
+    def __init__(self, weights: ReusedWeights, stage: str | None) -> None:
+        self._weights, self._stage = weights, stage
+
+    def __enter__(self) -> None:
+        self._weights.enter(self._stage)
+
+    def __exit__(self, *exc: object) -> None:
+        self._weights.leave()
+
+
+def _eager_modules(module: nn.Module) -> list[nn.Module]:
+    """Return the submodules whose parameters can be shared, without those inside a compiled one."""
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+    waiting = [module]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in seen or _compat.is_compiled(module):
+            continue
+        seen.add(id(module))
+        if type(module).forward in _PARAMETERS and "forward" not in vars(module):
+            found[id(module)] = module
+        waiting.extend(module.children())
+    return list(found.values())
+
+
+class _Reused(Override):
+    """The `forward` of a module, which finds half-precision aliases in the place of its parameters."""
+
+    def __init__(self, owner: nn.Module, copies: _Copies) -> None:
+        super().__init__(owner, "forward")
+        self.calls = 0  # in the step that is watched
+        self._copies = copies
+        self._places: list[tuple[nn.Module, tuple[str, ...]]] = [(owner, _PARAMETERS[type(owner).forward])]
+        if isinstance(owner, nn.MultiheadAttention):  # its forward takes the projection's parameters, without a call
+            self._places.append((owner.out_proj, _LAYER))
+
+    @property
+    def called_again(self) -> bool:
+        """Return whether one step called the module more than once."""
+        return self.calls > 1
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        copies = self._copies
+        if (
+            torch.compiler.is_compiling()
+            or not torch.is_autocast_enabled(copies.device_type)
+            or _compat.is_transformed_or_traced()
+        ):
+            return self.inner(*args, **kwargs)
+        if self.calls < 2:
+            self.calls += 1
+            if self.calls < 2:
+                return self.inner(*args, **kwargs)
+        originals = [_compat.own_parameters(module) for module, _ in self._places]
+        aliases = [copies.aliases(o, names) for o, (_, names) in zip(originals, self._places, strict=True)]
+        try:
+            for (module, _), alias in zip(self._places, aliases, strict=True):
+                _compat.set_own_parameters(module, alias)
+            return self.inner(*args, **kwargs)
+        finally:
+            for (module, _), original in zip(self._places, originals, strict=True):
+                _compat.set_own_parameters(module, original)
+
+
+class _Copies:
+    """The half-precision copies of one step."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
+
+    def aliases(self, parameters: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+        """Return the parameters of a module with aliases of their copies in the place of those that are named."""
+        dtype = torch.get_autocast_dtype(self.device_type)
+        result = dict(parameters)
+        trained: dict[str, nn.Parameter] = {}
+        for name in names:
+            parameter = parameters.get(name)
+            if parameter is None:
+                continue
+            copy = self._copies.get((id(parameter), dtype))
+            if copy is None or not copy.is_current():
+                if not self._takes(parameter):
+                    continue
+                copy = self._copies[id(parameter), dtype] = _Copy(parameter, dtype)
+            result[name] = copy.value
+            if parameter.requires_grad:
+                trained[name] = parameter
+        if trained and torch.is_grad_enabled():
+            values = [result[name] for name in trained]
+            result.update(zip(trained, _Alias.apply(values, *trained.values()), strict=True))
+        return result
+
+    def _takes(self, parameter: Any) -> bool:
+        """Return whether autocast would cast this, and nobody gave it a meaning of its own."""
+        return (
+            type(parameter) is nn.Parameter  # no DTensor, nothing quantized, nothing that `functional_call` put there
+            and parameter.dtype is torch.float32
+            and parameter.device.type == self.device_type
+            and not parameter.is_inference()
+        )
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._copies.clear()
+
+
+class _Copy:
+    """One parameter in half precision, and what tells whether it still is."""
+
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        self._parameter = parameter  # also keeps its `id` from being used again
+        self._edits = _compat.version(parameter)
+        self._address = parameter.data_ptr()
+        with torch.inference_mode(False), torch.no_grad():  # a copy made in inference mode could not be trained with
+            plain = parameter.detach()
+            self.value = plain.to(dtype)
+            self._now: Tensor | None = None
+            if plain.device.type == "cpu" and plain.numel():
+                count = min(plain.numel(), _SAMPLE)
+                self._now = plain.as_strided((count,), (plain.numel() // count,), plain.storage_offset())
+                self._then = self._now.clone()
+
+    def is_current(self) -> bool:
+        """Return whether the parameter has not been edited.
+
+        An edit through `.data` leaves no trace but the values. On the CPU a sample of them is compared; on other
+        devices that would have to wait for the device, and such an edit is seen after the next backward or optimizer
+        step.
+        """
+        parameter = self._parameter
+        return (
+            _compat.version(parameter) == self._edits
+            and parameter.data_ptr() == self._address
+            and (self._now is None or torch.equal(self._now, self._then))
+        )
+
+
+class _Alias(torch.autograd.Function):
+    """Copies with an autograd node of their own. What flows back leaves it in float32, so that is what is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Return `copies` under new names. Saves nothing, as autocast's own cast."""
+        ctx.set_materialize_grads(False)
+        return tuple([copy.detach() for copy in copies])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Cast each gradient, once for each use."""
+        return (None, *[None if grad is None else grad.float() for grad in grads])
