@@ -115,6 +115,25 @@ def amp_update_scale(
     torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
 
 
+# --- torch: autograd -------------------------------------------------------------------------------------------------
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
+    """What `parameter.to(copy.dtype)` returns to autograd, without computing it: the values of `copy` are taken.
+
+    The result has a node of its own, whose gradient autograd casts to the parameter's dtype, as that of a cast. A
+    custom `autograd.Function` does the same in Python, and takes longer than casting a small weight. The node is made
+    by the one operation that has the identity as its derivative, moves no data and is not a view: a view would share
+    the parameter's version counter, and an optimizer step between forward and backward would be an error. Can go when
+    torch offers a cast into memory that is given.
+    """
+    alias = _unsafe_view(parameter, parameter.shape)
+    alias.data = copy
+    return alias
+
+
 # --- torch: optimizers -----------------------------------------------------------------------------------------------
 # Fused optimizers skip inside their kernel, told by two attributes. This is the protocol that `GradScaler.step` uses;
 # it has no public form. Can go when torch gives `Optimizer.step` arguments for them.

@@ -51,6 +51,35 @@ def test_same_bits_as_lightning(precision: str, optimizer: str, clip: float | No
         assert ours.num_skipped > 0
 
 
+class Recurrent(nn.Module):
+    """One cell over many steps, one layer over and over, one in a functional call: weights that are used again."""
+
+    def __init__(self, cell: type[nn.Module]) -> None:
+        super().__init__()
+        self.cell, self.mix, self.head = cell(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state: Any = x.new_zeros(len(x), 16)
+        state = (state, state) if isinstance(self.cell, nn.LSTMCell) else state
+        for step in range(40):
+            state = self.cell(x / (1 + step % 5), state)
+        x = state[0] if isinstance(state, tuple) else state
+        for _ in range(5):
+            x = x + torch.tanh(self.mix(x))
+            x = x + nn.functional.linear(x, self.mix.weight.T)
+        return self.head(x / 100)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_same_bits_where_weights_are_used_again(precision: str, cell: type[nn.Module]) -> None:
+    """Promise 18: as exact as a cast per use. Fails with autocast's cache, whose gradients are summed in half."""
+    plugins = [AmpPrecision(precision), stock(precision)]
+    ours, theirs = (fit(lambda: Toy(OPTIMIZERS["adamw"], Recurrent(cell)), plugin, batches(20)) for plugin in plugins)
+    assert_same(ours, theirs)
+
+
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_somebody_elses_scaler(optimizer: str) -> None:
