@@ -1,0 +1,332 @@
+"""Whose fault is a difference? What is compared, and how much may differ.
+
+Against plain fp32, per precision, ours and Lightning's own plugin: the gradients of the first step, the losses, the metrics.
+An error of ours is *ours* where it is more than `FACTOR` times that of Lightning's plugin, plus a small floor. Besides:
+
+- ours in "fp32" is plain fp32, bit for bit, and our four callbacks change no bit in any precision
+- a crash is ours, unless Lightning's plugin crashes in the same way: then it is autocast's
+- no fewer steps than with Lightning's plugin; weights stay finite where they do in fp32
+- learning rates, what a project observes (counts, names) and the dtypes of predictions are those of fp32
+- after the run nothing of ours is left on the user's objects
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from projects.arms import Arm, Outcome, arms
+from projects.arms import run as run_arm
+from projects.registry import Project
+from projects.structure import differences
+from torch import Tensor
+
+OURS, AUTOCASTS, STOCKS, NOTE, WRONG = "OURS", "autocast's", "stock's", "note", "WRONG PROJECT"
+FACTOR = 1.5
+FLOOR = {"bf16": 2.0**-10, "fp16": 2.0**-13}  # half of what rounding one number costs
+LOWER_SCALE = 2.0**6
+
+
+@dataclass
+class Finding:
+    """One thing that is not as in fp32."""
+
+    precision: str
+    whose: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.precision}: {self.whose}: {self.text}"
+
+
+@dataclass
+class Errors:
+    """How far an arm is from plain fp32; relative. NaN where there is nothing to compare."""
+
+    gradient: float = math.nan
+    worst: float = math.nan  # of a parameter with a gradient of some size
+    worst_name: str = ""
+    loss: float = math.nan  # of the first batch: same weights
+    losses: float = math.nan  # the largest of all batches
+    metrics: float = math.nan
+    applied: int = 0
+    failed: str = ""
+
+
+@dataclass
+class Result:
+    """All there is to say about one project."""
+
+    project: str
+    family: str
+    description: str
+    skipped: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    errors: dict[str, dict[str, Errors]] = field(default_factory=dict)  # by precision, then whose
+    same_bits_as_stock: dict[str, bool] = field(default_factory=dict)
+    steps: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ours(self) -> list[Finding]:
+        return [f for f in self.findings if f.whose in (OURS, WRONG)]
+
+    def verdict(self, precision: str) -> str:
+        """`"ok"`, `"OURS"`, or whose."""
+        kinds = [f.whose for f in self.findings if f.precision == precision]
+        return next((kind for kind in (WRONG, OURS, AUTOCASTS, STOCKS) if kind in kinds), "ok")
+
+
+def judge(
+    project: Project,
+    callbacks: bool = True,
+    run: Callable[[Project, Arm], Outcome] = run_arm,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Result:
+    """Run all arms of a project and compare them."""
+    result = Result(project.name, project.family, project.description, skipped=project.missing() or "")
+    if result.skipped:
+        return result
+    outcomes: dict[Arm, Outcome] = {}
+    for arm in arms(tuple(project.precisions), callbacks):
+        tell(str(arm))
+        outcomes[arm] = run(project, arm)
+        if arm.whose == "plain" and wrong(outcomes[arm], result):
+            return result
+    tell("compare")
+    plain = outcomes[Arm("plain")]
+    result.steps = sum(plain.moved)
+    exact(result, "fp32", "is not plain fp32", outcomes[Arm("ours")], plain)
+    for arm, outcome in outcomes.items():
+        if arm.whose == "ours":
+            left_as_found(result, arm, outcome, plain)
+            if arm.callbacks:
+                alone = outcomes[Arm("ours", arm.precision)]
+                exact(result, arm.precision, "callbacks change it", outcome, alone)
+    for precision in project.precisions:
+        ours, stock = outcomes[Arm("ours", precision)], outcomes[Arm("stock", precision)]
+        compare(result, precision, plain, ours, stock, lower=lambda arm: run(project, arm))
+    result.seconds = sum(o.seconds for o in outcomes.values())
+    return result
+
+
+def wrong(plain: Outcome, result: Result) -> bool:
+    """A project must work in fp32, else there is nothing to compare with."""
+    if plain.error:
+        result.findings.append(Finding("fp32", WRONG, f"it fails without any plugin: {short(plain.error)}"))
+    elif not plain.moved:
+        result.findings.append(Finding("fp32", WRONG, "no batch was trained"))
+    elif not plain.first_step_has_gradients and any(plain.moved):
+        result.findings.append(Finding("fp32", WRONG, "no finite gradients of the first step were seen"))
+    return bool(result.findings)
+
+
+def exact(result: Result, precision: str, what: str, a: Outcome, b: Outcome) -> None:
+    """`a` must be `b`, bit for bit."""
+    if a.error or b.error:
+        if (a.error or "") != (b.error or ""):
+            text = f"{what}: {short(a.error or 'runs')} (without: {short(b.error or 'runs')})"
+            result.findings.append(Finding(precision, OURS, text))
+        return
+    unlike = [n for n in b.weights if n not in a.weights or not same_bits(a.weights[n], b.weights[n])]
+    parts = {
+        f"weights ({', '.join(unlike[:3])})": bool(unlike),
+        "losses": not same_numbers(a.losses, b.losses),
+        "optimizer state": len(a.optimizers) != len(b.optimizers)
+        or not all(map(same_bits, a.optimizers, b.optimizers)),
+        "metrics": not same_numbers(a.metrics, b.metrics),
+        "learning rates": not same_numbers(a.rates, b.rates),
+        "what is observed": not same_numbers(a.observed, b.observed),
+    }
+    if any(parts.values()):
+        result.findings.append(Finding(precision, OURS, f"{what}: {', '.join(n for n, bad in parts.items() if bad)}"))
+
+
+def left_as_found(result: Result, arm: Arm, outcome: Outcome, plain: Outcome) -> None:
+    if outcome.error:
+        return
+    left = differences(outcome.structure, plain.structure)
+    if left:
+        extra = " (with callbacks)" * arm.callbacks
+        more = f" and {len(left) - 3} more" * (len(left) > 3)
+        text = f"left on the user's objects{extra}: {'; '.join(left[:3])}{more}"
+        result.findings.append(Finding(arm.precision, OURS, text))
+
+
+def compare(
+    result: Result, precision: str, plain: Outcome, ours: Outcome, stock: Outcome, lower: Callable[[Arm], Outcome]
+) -> None:
+    """Half precision: both against plain fp32, then ours against Lightning's."""
+
+    def find(whose: str, text: str) -> None:
+        result.findings.append(Finding(precision, whose, text))
+
+    errors = {"ours": Errors(failed=short(ours.error)), "stock": Errors(failed=short(stock.error))}
+    result.errors[precision] = errors
+    if ours.error or stock.error:
+        find(*whose_crash(ours, stock))
+    for whose, outcome in (("ours", ours), ("stock", stock)):
+        if not outcome.error:
+            measure(errors[whose], outcome, plain)
+            if not same_steps(outcome, plain, count=1) or not outcome.first_step_has_gradients:
+                # the step was skipped: look at the gradients of the same batch from a lower scale
+                again = lower(Arm(whose, precision, init_scale=LOWER_SCALE))
+                measure_gradients(errors[whose], again, plain)
+    if ours.error:
+        return
+    if not stock.error:
+        result.same_bits_as_stock[precision] = all(
+            n in stock.weights and same_bits(w, stock.weights[n]) for n, w in ours.weights.items()
+        )
+    judge_numbers(find, precision, errors["ours"], errors["stock"], same_steps(ours, stock))
+    judge_run(find, plain, ours, stock)
+
+
+def whose_crash(ours: Outcome, stock: Outcome) -> tuple[str, str]:
+    if not ours.error:
+        return STOCKS, f"Lightning's own plugin fails: {short(stock.error)}"
+    if stock.error and same_failure(ours.error, stock.error):
+        return AUTOCASTS, f"fails with both plugins: {short(ours.error)}"
+    return OURS, f"fails: {short(ours.error)} (Lightning's own plugin: {short(stock.error) or 'runs'})"
+
+
+def judge_numbers(
+    find: Callable[[str, str], None], precision: str, ours: Errors, stock: Errors, comparable: bool
+) -> None:
+    floor = FLOOR[precision]
+    rows = [
+        ("the first step's gradient", ours.gradient, stock.gradient, FACTOR, floor),
+        (f"the gradient of `{ours.worst_name}`", ours.worst, stock.worst, 2 * FACTOR, 4 * floor),
+        ("the first loss", ours.loss, stock.loss, FACTOR, floor),
+    ]
+    if comparable:  # after a step that one of them skipped they train on different weights
+        rows += [
+            ("the losses", ours.losses, stock.losses, 2 * FACTOR, 8 * floor),
+            ("the metrics", ours.metrics, stock.metrics, 2 * FACTOR, 16 * floor),
+        ]
+    for what, a, b, factor, least in rows:
+        if math.isnan(b) and not math.isnan(a):
+            continue  # Lightning's own fails: there is no measure
+        if a > factor * b + least or (math.isnan(a) and not math.isnan(b)):
+            find(OURS, f"error of {what} {a:.2g}, with Lightning's own plugin {b:.2g}")
+        elif b > factor * a + least:
+            find(STOCKS, f"error of {what} {b:.2g} with Lightning's own plugin, {a:.2g} with ours")
+
+
+def judge_run(find: Callable[[str, str], None], plain: Outcome, ours: Outcome, stock: Outcome) -> None:
+    """What does not depend on rounding."""
+    skipped = [sum(p and not m for p, m in zip(plain.moved, o.moved, strict=False)) for o in (ours, stock)]
+    if not stock.error and skipped[0] > skipped[1]:
+        find(OURS, f"{skipped[0]} steps skipped, with Lightning's own plugin {skipped[1]}")
+    elif skipped[0]:
+        find(NOTE, f"{skipped[0]} of {sum(plain.moved)} steps skipped at the default scale")
+    if not stock.error and skipped[1] > skipped[0]:
+        find(STOCKS, f"{skipped[1]} steps skipped with Lightning's own plugin, {skipped[0]} with ours")
+
+    def blame(text: str, is_right: Callable[[Outcome], bool]) -> None:
+        if not is_right(ours):
+            find(OURS if stock.error or is_right(stock) else AUTOCASTS, text)
+        elif not stock.error and not is_right(stock):
+            find(STOCKS, f"{text}, with Lightning's own plugin")
+
+    bad = {n for n, w in plain.weights.items() if not is_finite(w)}
+    blame("weights are inf or NaN", lambda o: all(n in bad or is_finite(w) for n, w in o.weights.items()))
+    blame("other metrics are logged", lambda o: o.metrics.keys() == plain.metrics.keys())
+    blame("other parameters get a gradient", lambda o: not o.gradients or o.gradients.keys() == plain.gradients.keys())
+    blame("dtypes of predictions", lambda o: o.predicted == plain.predicted)
+    if not skipped[0]:
+        blame("learning rates", lambda o: o.rates == plain.rates or any(unmoved(o, plain)))
+    for name, value in plain.observed.items():
+        if not isinstance(value, float):
+            got = f"observed {name}: {ours.observed.get(name)!r} instead of {value!r}"
+            blame(got, lambda o, n=name, v=value: o.observed.get(n) == v)
+    new = [w for w in ours.warnings if w not in plain.warnings and w not in stock.warnings]
+    for text in new:
+        find(NOTE, f"a warning of its own: {short(text)}")
+
+
+def unmoved(outcome: Outcome, plain: Outcome) -> list[bool]:
+    return [p and not m for p, m in zip(plain.moved, outcome.moved, strict=False)]
+
+
+def same_steps(a: Outcome, b: Outcome, count: int | None = None) -> bool:
+    """Up to the `count`th step that `b` took, `a` moved its weights in the same batches."""
+    if count is not None:
+        upto = next((i + 1 for i, moved in enumerate(b.moved) if moved), 0)
+        return a.moved[:upto] == b.moved[:upto]
+    return a.moved == b.moved
+
+
+def measure(errors: Errors, outcome: Outcome, plain: Outcome) -> None:
+    errors.applied = sum(outcome.moved)
+    if outcome.losses and plain.losses:
+        size = max(max(map(abs, plain.losses)), 1e-12)
+        apart = [abs(a - b) / size for a, b in zip(outcome.losses, plain.losses, strict=False)]
+        errors.loss = apart[0]
+        errors.losses = math.nan if any(map(math.isnan, apart)) else max(apart)
+    values = {**plain.metrics, **{k: v for k, v in plain.observed.items() if isinstance(v, float)}}
+    got = {**outcome.metrics, **outcome.observed}
+    apart = [abs(got[k] - v) / max(abs(v), 1e-2) for k, v in values.items() if k in got and math.isfinite(v)]
+    errors.metrics = max(apart, default=math.nan)
+    if outcome.first_step_has_gradients:
+        measure_gradients(errors, outcome, plain)
+
+
+def measure_gradients(errors: Errors, outcome: Outcome, plain: Outcome) -> None:
+    reference = {n: g for n, g in plain.gradients.items() if n in outcome.gradients}
+    total = norm(list(reference.values()))
+    if not total or outcome.error or not outcome.first_step_has_gradients:
+        return
+    apart = {n: outcome.gradients[n] - g for n, g in reference.items()}
+    errors.gradient = norm(list(apart.values())) / total
+    sizes = {n: norm([g]) for n, g in reference.items()}
+    largest = max(sizes.values())
+    ratios = {n: norm([apart[n]]) / size for n, size in sizes.items() if size > 0.01 * largest}
+    errors.worst_name = max(ratios, key=lambda n: ratios[n])
+    errors.worst = ratios[errors.worst_name]
+
+
+def norm(values: list[Tensor]) -> float:
+    return math.sqrt(sum(float(v.square().sum()) for v in values))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or (is_float(a) and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+
+
+def same_numbers(a: Any, b: Any) -> bool:
+    """Equal, with NaN equal to NaN."""
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same_numbers(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same_numbers, a, b))
+    return a == b or (a != a and b != b)
+
+
+def is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return not is_float(tensor) or bool(tensor.isfinite().all())
+
+
+def same_failure(a: str, b: str) -> bool:
+    return without_numbers(a) == without_numbers(b)
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", text)[:200]
+
+
+def short(text: str | None) -> str:
+    """The first line, without paths."""
+    line = (text or "").strip().split("\n")[0]
+    line = re.sub(r"(/[\w.+-]+){2,}", "...", line)
+    return line if len(line) < 220 else f"{line[:217]}..."
