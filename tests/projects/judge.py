@@ -68,6 +68,8 @@ class Result:
     findings: list[Finding] = field(default_factory=list)
     errors: dict[str, dict[str, Errors]] = field(default_factory=dict)  # by precision, then whose
     same_bits_as_stock: dict[str, bool] = field(default_factory=dict)
+    predicts: bool = False
+    stock_predicts_half: bool = False
     steps: int = 0
     seconds: float = 0.0
 
@@ -77,7 +79,7 @@ class Result:
 
     def verdict(self, precision: str) -> str:
         """`"ok"`, `"OURS"`, or whose."""
-        kinds = [f.whose for f in self.findings if f.precision == precision]
+        kinds = [f.whose for f in self.findings if precision in f.precision]
         return next((kind for kind in (WRONG, OURS, AUTOCASTS, STOCKS) if kind in kinds), "ok")
 
 
@@ -110,8 +112,18 @@ def judge(
     for precision in project.precisions:
         ours, stock = outcomes[Arm("ours", precision)], outcomes[Arm("stock", precision)]
         compare(result, precision, plain, ours, stock, lower=lambda arm: run(project, arm))
+    merge(result)
     result.seconds = sum(o.seconds for o in outcomes.values())
     return result
+
+
+def merge(result: Result) -> None:
+    """The same words in several precisions are one finding."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for f in result.findings:
+        precisions = found.setdefault((f.whose, f.text), [])
+        precisions += [f.precision] * (f.precision not in precisions)
+    result.findings = [Finding(", ".join(precisions), *key) for key, precisions in found.items()]
 
 
 def wrong(plain: Outcome, result: Result) -> bool:
@@ -182,6 +194,8 @@ def compare(
         result.same_bits_as_stock[precision] = all(
             n in stock.weights and same_bits(w, stock.weights[n]) for n, w in ours.weights.items()
         )
+    result.predicts |= bool(ours.predicted)
+    result.stock_predicts_half |= bool(stock.predicted) and stock.predicted != plain.predicted
     judge_numbers(find, precision, errors["ours"], errors["stock"], same_steps(ours, stock))
     judge_run(find, plain, ours, stock)
 
@@ -237,7 +251,7 @@ def judge_run(find: Callable[[str, str], None], plain: Outcome, ours: Outcome, s
     blame("weights are inf or NaN", lambda o: all(n in bad or is_finite(w) for n, w in o.weights.items()))
     blame("other metrics are logged", lambda o: o.metrics.keys() == plain.metrics.keys())
     blame("other parameters get a gradient", lambda o: not o.gradients or o.gradients.keys() == plain.gradients.keys())
-    blame("dtypes of predictions", lambda o: o.predicted == plain.predicted)
+    blame("dtypes of predictions", lambda o: o is stock or o.predicted in (plain.predicted, in_float32(plain.predicted)))
     if not skipped[0]:
         blame("learning rates", lambda o: o.rates == plain.rates or any(unmoved(o, plain)))
     for name, value in plain.observed.items():
@@ -247,6 +261,11 @@ def judge_run(find: Callable[[str, str], None], plain: Outcome, ours: Outcome, s
     new = [w for w in ours.warnings if w not in plain.warnings and w not in stock.warnings]
     for text in new:
         find(NOTE, f"a warning of its own: {short(text)}")
+
+
+def in_float32(dtypes: list[str]) -> list[str]:
+    """A module that is half precision itself predicts so in fp32; a plugin may give float32."""
+    return sorted({d.replace("bfloat16", "float32").replace("float16", "float32") for d in dtypes})
 
 
 def unmoved(outcome: Outcome, plain: Outcome) -> list[bool]:
