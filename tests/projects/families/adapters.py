@@ -111,7 +111,13 @@ def _adalora() -> Setup:
     from peft import AdaLoraConfig
 
     config = AdaLoraConfig(
-        task_type="CAUSAL_LM", init_r=6, target_r=3, total_step=8, tinit=1, tfinal=2, target_modules=["q_proj", "v_proj"]
+        task_type="CAUSAL_LM",
+        init_r=6,
+        target_r=3,
+        total_step=8,
+        tinit=1,
+        tfinal=2,
+        target_modules=["q_proj", "v_proj"],
     )
     setup = adapted(llama(), config)
 

@@ -332,9 +332,7 @@ def whisper() -> Setup:
     )
 
     def speech() -> DataLoader[Any]:
-        return dataset(
-            lambda: {"input_features": torch.randn(8, 32), "labels": torch.randint(3, VOCABULARY, (8,))}, 16
-        )
+        return dataset(lambda: {"input_features": torch.randn(8, 32), "labels": torch.randint(3, VOCABULARY, (8,))}, 16)
 
     return setup(WhisperForConditionalGeneration(config), speech, predict=False)
 
