@@ -1,7 +1,8 @@
 """Whose fault is a difference? What is compared, and how much may differ.
 
 Against plain fp32, per precision, ours and Lightning's own plugin: the gradients of the first step, the losses, the
-metrics. An error of ours is *ours* where it is more than `FACTOR` times that of Lightning's plugin, plus a small floor. Besides:
+metrics. An error of ours is *ours* where it is more than `FACTOR` times that of Lightning's plugin, plus a small floor.
+Besides:
 
 - ours in "fp32" is plain fp32, bit for bit, and our four callbacks change no bit in any precision
 - a crash is ours, unless Lightning's plugin crashes in the same way: then it is autocast's
