@@ -1,0 +1,260 @@
+"""Run one arm of a project, and keep what there is to compare."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_amp import (
+    AmpPrecision,
+    DynamicLossScaler,
+    GradientMonitor,
+    MetricComparison,
+    OverflowLocator,
+    ScaleMonitor,
+)
+from projects.registry import Project, Setup
+from projects.structure import Facts, structure
+
+DEFAULTS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run a project: whose plugin, which precision, with our four callbacks or without."""
+
+    whose: str  # "plain": no plugin at all, "ours" or "stock"
+    precision: str = "fp32"
+    callbacks: bool = False
+    init_scale: float | None = None  # the default; lower: only to see the gradients of a step that was skipped
+
+    def __str__(self) -> str:
+        extras = " with callbacks" * self.callbacks + f" from scale {self.init_scale}" * (self.init_scale is not None)
+        return f"{self.whose} {self.precision}{extras}"
+
+    def plugin(self) -> Any:
+        scale = {} if self.init_scale is None else {"init_scale": self.init_scale}
+        if self.whose == "plain":
+            return None
+        if self.whose == "ours":
+            return AmpPrecision(self.precision, scaler=DynamicLossScaler(**scale) if scale else None)
+        if self.precision == "bf16":
+            return MixedPrecision("bf16-mixed", "cpu")
+        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **scale))
+
+
+def arms(precisions: tuple[str, ...], callbacks: bool = True) -> Iterator[Arm]:
+    """In the order in which they run."""
+    yield Arm("plain")
+    for precision in ("fp32", *precisions):
+        yield Arm("ours", precision)
+        if callbacks:
+            yield Arm("ours", precision, callbacks=True)
+        if precision != "fp32":
+            yield Arm("stock", precision)
+
+
+@dataclass
+class Outcome:
+    """What an arm did. Of one that failed: the error, and what there was until then."""
+
+    error: str | None = None
+    traceback: str = ""
+    losses: list[float] = field(default_factory=list)
+    moved: list[bool] = field(default_factory=list)  # per batch: did a weight change, or the optimizer's state (lr 0)?
+    rates: list[list[float]] = field(default_factory=list)  # per batch: the learning rates
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # true ones, of the first optimizer step
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    optimizers: list[Tensor] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    observed: dict[str, Any] = field(default_factory=dict)
+    predicted: list[str] = field(default_factory=list)  # dtypes
+    structure: Facts = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def first_step_has_gradients(self) -> bool:
+        return bool(self.gradients) and all(bool(g.isfinite().all()) for g in self.gradients.values())
+
+
+class Recorder(Callback):
+    """Look without being noticed: neither `AmpPrecision` nor Lightning's plugin takes another path because of it."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.before: list[Tensor] = []
+        self.steps = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self.before = self.everything(trainer, module)
+        self.steps = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        outcome, parameters = self.outcome, dict(module.named_parameters())
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if loss is None:  # manual optimization: what was logged
+            logged = [v for k, v in sorted(trainer.callback_metrics.items()) if is_users(k)]
+            loss = torch.stack([v.detach().double().cpu() for v in logged]).sum() if logged else None
+        if loss is not None:
+            outcome.losses.append(float(torch.as_tensor(loss).detach().double().mean()))
+        now = self.everything(trainer, module)
+        outcome.moved.append(len(now) != len(self.before) or not all(map(torch.equal, now, self.before)))
+        outcome.rates.append([float(g["lr"]) for o in trainer.optimizers for g in o.param_groups if "lr" in g])
+        if trainer.global_step > self.steps and not outcome.gradients:
+            self.look(parameters)
+
+    @staticmethod
+    def everything(trainer: L.Trainer, module: L.LightningModule) -> list[Tensor]:
+        """What an optimizer step changes."""
+        weights = [p for p in module.parameters() if p.requires_grad]
+        return [t.detach().clone() for t in (*weights, *state_of(trainer.optimizers))]
+
+    def look(self, parameters: Mapping[str, Tensor]) -> None:
+        self.outcome.gradients = {n: copy(p.grad) for n, p in parameters.items() if p.grad is not None}
+
+
+class RecorderBeforeTheStep(Recorder):
+    """Where the gradients are gone, or are not the first ones, when the batch has ended."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.seen: set[int] = set()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Optimizer) -> None:
+        if id(optimizer) in self.seen:
+            return
+        self.seen.add(id(optimizer))
+        names = {id(p): n for n, p in module.named_parameters()}
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            self.outcome.gradients.setdefault(names.get(id(p), "?"), copy(p.grad))
+
+    def look(self, parameters: Mapping[str, Tensor]) -> None:
+        pass
+
+
+def copy(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+
+
+def is_users(key: str) -> bool:
+    """Metrics that the project logged, not our callbacks."""
+    return not key.startswith("amp/")
+
+
+def run(project: Project, arm: Arm, seed: int = 0, plugin: Any = None) -> Outcome:
+    """Run one arm in an empty folder, from one seed. A failure is an outcome too.
+
+    Args:
+        project: It makes a new `Setup`.
+        arm: Which one.
+        seed: For the project's weights and data, and for training.
+        plugin: Instead of the arm's, for tests of this harness.
+
+    """
+    outcome = Outcome()
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, inside(folder), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            L.seed_everything(seed, verbose=False)
+            setup = project.make()
+            trainer = make_trainer(project, setup, arm, outcome, plugin or arm.plugin())
+            setup.run(trainer)
+            finish(setup, trainer, outcome)
+        except Exception as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+            outcome.traceback = traceback.format_exc()
+        finally:
+            leave_manual_modes()
+    texts = (f"{w.category.__name__}: {w.message}".replace(os.path.realpath(folder), "") for w in caught)
+    outcome.warnings = sorted({text.split("\n")[0] for text in texts})
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+def make_trainer(project: Project, setup: Setup, arm: Arm, outcome: Outcome, plugin: Any) -> L.Trainer:
+    kwargs = {**DEFAULTS, **setup.trainer}
+    before = project.look == "before" or not setup.module.automatic_optimization
+    recorder = RecorderBeforeTheStep(outcome) if before else Recorder(outcome)
+    own = kwargs.pop("callbacks", None) or []
+    own = [own] if isinstance(own, Callback) else list(own)
+    ours: list[Callback] = []
+    if arm.callbacks:
+        ours = [ScaleMonitor(), MetricComparison(), OverflowLocator(), GradientMonitor(every_n_steps=2)]
+    plugins = [] if plugin is None else [plugin]
+    return L.Trainer(**kwargs, callbacks=[*own, *ours, recorder], plugins=plugins)
+
+
+def finish(setup: Setup, trainer: L.Trainer, outcome: Outcome) -> None:
+    outcome.metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if is_users(k) and v.numel() == 1}
+    outcome.weights = {n: t.detach().clone() for n, t in tensors(setup.module).items()}
+    outcome.optimizers = [t.detach().clone() for t in state_of(trainer.optimizers)]
+    outcome.structure = structure(setup.module, trainer)
+    if setup.observe is not None:
+        outcome.observed = dict(setup.observe(trainer, setup.module))
+    if setup.predict is not None:
+        leaves = tree_leaves(trainer.predict(setup.module, setup.predict))
+        outcome.predicted = sorted({str(leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)})
+
+
+def state_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    leaves = (leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values())))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def tensors(module: L.LightningModule) -> dict[str, Tensor]:
+    """The state dict may leave parameters out (PEFT) and hold more than tensors."""
+    state = {n: t for n, t in module.state_dict().items() if isinstance(t, Tensor)}
+    return {**state, **dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@contextlib.contextmanager
+def inside(folder: str) -> Generator[None, None, None]:
+    home = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(home)
+
+
+def leave_manual_modes() -> None:
+    """What an exception in the middle of a run leaves behind must not reach the next arm."""
+    torch.set_grad_enabled(True)
+    torch.set_autocast_enabled("cpu", False)
+    torch.clear_autocast_cache()
+    torch.set_default_dtype(torch.float32)
+
+
+def finite(numbers: list[float]) -> bool:
+    return all(math.isfinite(n) for n in numbers)

@@ -1,0 +1,144 @@
+"""The compatibility page: one table per family, then what was found."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections import Counter
+from importlib import metadata
+
+import torch
+
+from projects.judge import AUTOCASTS, NOTE, OURS, STOCKS, WRONG, Errors, Result
+
+PACKAGES = (
+    "torch",
+    "lightning",
+    "torchmetrics",
+    "transformers",
+    "peft",
+    "torch_geometric",
+    "pytorch-metric-learning",
+    "lion-pytorch",
+    "schedulefree",
+    "prodigyopt",
+    "pytorch_optimizer",
+    "timm",
+    "diffusers",
+)
+
+INTRODUCTION = """\
+# Projects
+
+Small projects as other people write them, each run in fp32, with `AmpPrecision` and with Lightning's own plugin, all
+from one seed and for a few optimizer steps on the CPU. Made by `make projects`; `tests/projects/` has the code, and
+`tests/projects/judge.py` says what is compared.
+
+Each number is an error against plain fp32, **ours / Lightning's own**: of the gradients of the first optimizer step
+(`||g - g32|| / ||g32||`) and of the losses (the largest, relative to the largest loss). `=` says that the trained
+weights are the same bits as with Lightning's own plugin. Steps are the applied ones of ours / Lightning's / fp32, from
+the default loss scale of 2^16, where the first ones may be skipped; the errors of a run that skipped are those of a run
+from 2^6.
+"fp32" is `AmpPrecision("fp32")` against no plugin at all, and all precisions are also run with our four callbacks: both
+must be the same bits.
+
+The verdict is *ours* where we fail or are less exact than Lightning's own plugin, *autocast's* where both fail in the
+same way, *stock's* where only Lightning's own fails or is less exact.
+"""
+
+
+def page(results: list[Result]) -> str:
+    """Markdown."""
+    lines = [INTRODUCTION, summary(results), "", machine(), ""]
+    for family in dict.fromkeys(r.family for r in results):
+        rows = [r for r in results if r.family == family]
+        lines += [f"## {family[0].upper()}{family[1:]}", "", *table(rows), ""]
+        notes = [f"- `{r.project}`, {escape(str(f))}" for r in rows for f in r.findings]
+        lines += [*notes, ""] if notes else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def table(rows: list[Result]) -> list[str]:
+    head = ["project", "what it is", "fp32"]
+    for precision in ("bf16", "fp16"):
+        head += [
+            f"{precision} gradient",
+            f"{precision} loss",
+            *(["fp16 steps"] if precision == "fp16" else []),
+            precision,
+        ]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for r in rows:
+        cells = [f"`{r.project}`", escape(r.description)]
+        if r.skipped:
+            cells += [escape(f"not run: {r.skipped}"), *[""] * (len(head) - 3)]
+        else:
+            cells += [r.verdict("fp32"), *cells_of(r, "bf16"), *cells_of(r, "fp16")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def cells_of(result: Result, precision: str) -> list[str]:
+    columns = 4 if precision == "fp16" else 3
+    if precision not in result.errors:
+        return ["not run", *[""] * (columns - 1)]
+    ours, stock = result.errors[precision]["ours"], result.errors[precision]["stock"]
+    cells = [f"{number(ours, 'gradient')} / {number(stock, 'gradient')}"]
+    cells += [f"{number(ours, 'losses')} / {number(stock, 'losses')}"]
+    if precision == "fp16":
+        cells += [f"{ours.applied} / {stock.applied} / {result.steps}"]
+    same = " =" * result.same_bits_as_stock.get(precision, False)
+    return [*cells, result.verdict(precision) + same]
+
+
+def number(errors: Errors, name: str) -> str:
+    if errors.failed:
+        return "fails"
+    value = getattr(errors, name)
+    if math.isnan(value):
+        return "-"
+    return "0" if value == 0 else f"{value:.2g}"
+
+
+def summary(results: list[Result]) -> str:
+    """Counts of projects, the worst thing that is to be said about each."""
+    ran = [r for r in results if not r.skipped]
+    kinds = Counter[str]()
+    for r in ran:
+        said = {f.whose for f in r.findings}
+        kinds[next((k for k in (WRONG, OURS, AUTOCASTS, STOCKS, NOTE) if k in said), "ok")] += 1
+    same = {p: sum(r.same_bits_as_stock.get(p, False) for r in ran) for p in ("bf16", "fp16")}
+    counts = ", ".join(
+        f"{kinds[kind]} {words}"
+        for kind, words in (
+            (WRONG, "wrong in themselves"),
+            (OURS, "with something that is ours"),
+            (AUTOCASTS, "where autocast fails"),
+            (STOCKS, "where only Lightning's own plugin fails or is less exact"),
+            (NOTE, "with a remark"),
+            ("ok", "without a remark"),
+        )
+        if kinds[kind]
+    )
+    half = f"{sum(r.stock_predicts_half for r in ran)} of {sum(r.predicts for r in ran)} with Lightning's own"
+    return (
+        f"**{len(results)} projects, {len(ran)} run here: {counts or 'none'}.** Same bits as Lightning's own plugin:"
+        f" {same['bf16']} in bf16, {same['fp16']} in fp16. `trainer.predict` returns half precision in {half},"
+        f" in {sum(r.ours_predicts_half for r in ran)} with ours."
+    )
+
+
+def machine() -> str:
+    versions: list[str] = []
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    where = f"{platform.machine()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    return f"Python {platform.python_version()} on {platform.system()} ({where}); {', '.join(versions)}."
+
+
+def escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")
