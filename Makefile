@@ -5,6 +5,7 @@ VENV ?= .venv
 DEMO_OUT ?= demo_results
 DEMO_ARGS ?=
 TEST_ARGS ?=
+WORKERS ?= 2
 FAULTS_ARGS ?=
 PROJECTS_ARGS ?= --out docs/results/projects.md
 
@@ -22,7 +23,7 @@ demo: $(VENV)/.demo
 	@$(BIN)/python examples/digits.py --demo --out $(DEMO_OUT) $(DEMO_ARGS)
 
 test: $(VENV)/.test
-	@$(BIN)/python -m pytest $(TEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) $(TEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
