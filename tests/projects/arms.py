@@ -155,9 +155,12 @@ class RecorderBeforeTheStep(Recorder):
 
 
 def copy(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    tensor = dense(tensor.detach())
     return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def is_users(key: str) -> bool:
@@ -210,7 +213,7 @@ def make_trainer(project: Project, setup: Setup, arm: Arm, outcome: Outcome, plu
 
 def finish(setup: Setup, trainer: L.Trainer, outcome: Outcome) -> None:
     outcome.metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if is_users(k) and v.numel() == 1}
-    outcome.weights = {n: t.detach().clone() for n, t in tensors(setup.module).items()}
+    outcome.weights = {n: dense(t.detach()).clone() for n, t in tensors(setup.module).items()}
     outcome.optimizers = [
         leaf.detach().clone()
         for optimizer in trainer.optimizers
