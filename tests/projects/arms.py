@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ class Outcome:
     error: str | None = None
     traceback: str = ""
     losses: list[float] = field(default_factory=list)
-    moved: list[bool] = field(default_factory=list)  # per batch: did any trainable weight change?
+    moved: list[bool] = field(default_factory=list)  # per batch: did a weight change, or the optimizer's state (lr 0)?
     rates: list[list[float]] = field(default_factory=list)  # per batch: the learning rates
     gradients: dict[str, Tensor] = field(default_factory=dict)  # true ones, of the first optimizer step
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -108,11 +108,11 @@ class Recorder(Callback):
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self.before: dict[str, Tensor] = {}
+        self.before: list[Tensor] = []
         self.steps = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        self.before = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
+        self.before = self.everything(trainer, module)
         self.steps = trainer.global_step
 
     def on_train_batch_end(
@@ -125,11 +125,17 @@ class Recorder(Callback):
             loss = torch.stack([v.detach().double().cpu() for v in logged]).sum() if logged else None
         if loss is not None:
             outcome.losses.append(float(torch.as_tensor(loss).detach().double().mean()))
-        same = (n in parameters and torch.equal(parameters[n], was) for n, was in self.before.items())
-        outcome.moved.append(not all(same))
+        now = self.everything(trainer, module)
+        outcome.moved.append(len(now) != len(self.before) or not all(map(torch.equal, now, self.before)))
         outcome.rates.append([float(g["lr"]) for o in trainer.optimizers for g in o.param_groups if "lr" in g])
         if trainer.global_step > self.steps and not outcome.gradients:
             self.look(parameters)
+
+    @staticmethod
+    def everything(trainer: L.Trainer, module: L.LightningModule) -> list[Tensor]:
+        """What an optimizer step changes."""
+        weights = [p for p in module.parameters() if p.requires_grad]
+        return [t.detach().clone() for t in (*weights, *state_of(trainer.optimizers))]
 
     def look(self, parameters: Mapping[str, Tensor]) -> None:
         self.outcome.gradients = {n: copy(p.grad) for n, p in parameters.items() if p.grad is not None}
@@ -214,18 +220,18 @@ def make_trainer(project: Project, setup: Setup, arm: Arm, outcome: Outcome, plu
 def finish(setup: Setup, trainer: L.Trainer, outcome: Outcome) -> None:
     outcome.metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if is_users(k) and v.numel() == 1}
     outcome.weights = {n: dense(t.detach()).clone() for n, t in tensors(setup.module).items()}
-    outcome.optimizers = [
-        leaf.detach().clone()
-        for optimizer in trainer.optimizers
-        for leaf in tree_leaves(optimizer.state_dict()["state"])
-        if isinstance(leaf, Tensor)
-    ]
+    outcome.optimizers = [t.detach().clone() for t in state_of(trainer.optimizers)]
     outcome.structure = structure(setup.module, trainer)
     if setup.observe is not None:
         outcome.observed = dict(setup.observe(trainer, setup.module))
     if setup.predict is not None:
         leaves = tree_leaves(trainer.predict(setup.module, setup.predict))
         outcome.predicted = sorted({str(leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)})
+
+
+def state_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    leaves = (leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values())))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def tensors(module: L.LightningModule) -> dict[str, Tensor]:

@@ -68,6 +68,9 @@ class Result:
     findings: list[Finding] = field(default_factory=list)
     errors: dict[str, dict[str, Errors]] = field(default_factory=dict)  # by precision, then whose
     same_bits_as_stock: dict[str, bool] = field(default_factory=dict)
+    predicts: bool = False
+    ours_predicts_half: bool = False
+    stock_predicts_half: bool = False
     steps: int = 0
     seconds: float = 0.0
 
@@ -77,7 +80,7 @@ class Result:
 
     def verdict(self, precision: str) -> str:
         """`"ok"`, `"OURS"`, or whose."""
-        kinds = [f.whose for f in self.findings if f.precision == precision]
+        kinds = [f.whose for f in self.findings if precision in f.precision]
         return next((kind for kind in (WRONG, OURS, AUTOCASTS, STOCKS) if kind in kinds), "ok")
 
 
@@ -110,8 +113,18 @@ def judge(
     for precision in project.precisions:
         ours, stock = outcomes[Arm("ours", precision)], outcomes[Arm("stock", precision)]
         compare(result, precision, plain, ours, stock, lower=lambda arm: run(project, arm))
+    merge(result)
     result.seconds = sum(o.seconds for o in outcomes.values())
     return result
+
+
+def merge(result: Result) -> None:
+    """The same words in several precisions are one finding."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for f in result.findings:
+        precisions = found.setdefault((f.whose, f.text), [])
+        precisions += [f.precision] * (f.precision not in precisions)
+    result.findings = [Finding(", ".join(precisions), *key) for key, precisions in found.items()]
 
 
 def wrong(plain: Outcome, result: Result) -> bool:
@@ -167,23 +180,29 @@ def compare(
 
     errors = {"ours": Errors(failed=short(ours.error)), "stock": Errors(failed=short(stock.error))}
     result.errors[precision] = errors
+    for whose, outcome in (("ours", ours), ("stock", stock)):
+        errors[whose].applied = sum(outcome.moved)
     if ours.error or stock.error:
         find(*whose_crash(ours, stock))
+    if ours.error:
+        return
+    result.same_bits_as_stock[precision] = not stock.error and all(
+        n in stock.weights and same_bits(w, stock.weights[n]) for n, w in ours.weights.items()
+    )
+    judge_steps(find, plain, ours, stock)
+    if any(skipped(ours, plain)):  # from here on, runs that took all steps: others train on other weights
+        ours = lower(Arm("ours", precision, init_scale=LOWER_SCALE))
+    if not stock.error and any(skipped(stock, plain)):
+        stock = lower(Arm("stock", precision, init_scale=LOWER_SCALE))
     for whose, outcome in (("ours", ours), ("stock", stock)):
         if not outcome.error:
             measure(errors[whose], outcome, plain)
-            if not same_steps(outcome, plain, count=1) or not outcome.first_step_has_gradients:
-                # the step was skipped: look at the gradients of the same batch from a lower scale
-                again = lower(Arm(whose, precision, init_scale=LOWER_SCALE))
-                measure_gradients(errors[whose], again, plain)
-    if ours.error:
-        return
-    if not stock.error:
-        result.same_bits_as_stock[precision] = all(
-            n in stock.weights and same_bits(w, stock.weights[n]) for n, w in ours.weights.items()
-        )
-    judge_numbers(find, precision, errors["ours"], errors["stock"], same_steps(ours, stock))
-    judge_run(find, plain, ours, stock)
+    result.predicts |= bool(ours.predicted)
+    result.ours_predicts_half |= ours.predicted not in (plain.predicted, in_float32(plain.predicted))
+    result.stock_predicts_half |= bool(stock.predicted) and stock.predicted != plain.predicted
+    still = any(skipped(ours, plain) + skipped(stock, plain))
+    judge_numbers(find, precision, errors["ours"], errors["stock"], still)
+    judge_run(find, plain, ours, stock, still)
 
 
 def whose_crash(ours: Outcome, stock: Outcome) -> tuple[str, str]:
@@ -195,7 +214,7 @@ def whose_crash(ours: Outcome, stock: Outcome) -> tuple[str, str]:
 
 
 def judge_numbers(
-    find: Callable[[str, str], None], precision: str, ours: Errors, stock: Errors, comparable: bool
+    find: Callable[[str, str], None], precision: str, ours: Errors, stock: Errors, still_skipping: bool
 ) -> None:
     floor = FLOOR[precision]
     rows = [
@@ -203,7 +222,7 @@ def judge_numbers(
         (f"the gradient of `{ours.worst_name}`", ours.worst, stock.worst, 2 * FACTOR, 4 * floor),
         ("the first loss", ours.loss, stock.loss, FACTOR, floor),
     ]
-    if comparable:  # after a step that one of them skipped they train on different weights
+    if not still_skipping:
         rows += [
             ("the losses", ours.losses, stock.losses, 2 * FACTOR, 8 * floor),
             ("the metrics", ours.metrics, stock.metrics, 2 * FACTOR, 16 * floor),
@@ -217,15 +236,25 @@ def judge_numbers(
             find(STOCKS, f"error of {what} {b:.2g} with Lightning's own plugin, {a:.2g} with ours")
 
 
-def judge_run(find: Callable[[str, str], None], plain: Outcome, ours: Outcome, stock: Outcome) -> None:
+def judge_steps(find: Callable[[str, str], None], plain: Outcome, ours: Outcome, stock: Outcome) -> None:
+    """From the default loss scale: how many steps were skipped, and are the weights sound?"""
+    a, b = sum(skipped(ours, plain)), sum(skipped(stock, plain))
+    if not stock.error and a > b:
+        find(OURS, f"{a} of {sum(plain.moved)} steps skipped at the default scale, with Lightning's own plugin {b}")
+    elif not stock.error and b > a:
+        find(STOCKS, f"{b} of {sum(plain.moved)} steps skipped with Lightning's own plugin, {a} with ours")
+    elif a:
+        find(NOTE, f"{a} of {sum(plain.moved)} steps skipped at the default scale")
+    bad = {n for n, w in plain.weights.items() if not is_finite(w)}
+    nan = [n for n, w in ours.weights.items() if n not in bad and not is_finite(w)]
+    if nan:
+        find(OURS, f"{len(nan)} weights are inf or NaN, `{nan[0]}` first")
+
+
+def judge_run(
+    find: Callable[[str, str], None], plain: Outcome, ours: Outcome, stock: Outcome, still_skipping: bool
+) -> None:
     """What does not depend on rounding."""
-    skipped = [sum(p and not m for p, m in zip(plain.moved, o.moved, strict=False)) for o in (ours, stock)]
-    if not stock.error and skipped[0] > skipped[1]:
-        find(OURS, f"{skipped[0]} steps skipped, with Lightning's own plugin {skipped[1]}")
-    elif skipped[0]:
-        find(NOTE, f"{skipped[0]} of {sum(plain.moved)} steps skipped at the default scale")
-    if not stock.error and skipped[1] > skipped[0]:
-        find(STOCKS, f"{skipped[1]} steps skipped with Lightning's own plugin, {skipped[0]} with ours")
 
     def blame(text: str, is_right: Callable[[Outcome], bool]) -> None:
         if not is_right(ours):
@@ -233,15 +262,15 @@ def judge_run(find: Callable[[str, str], None], plain: Outcome, ours: Outcome, s
         elif not stock.error and not is_right(stock):
             find(STOCKS, f"{text}, with Lightning's own plugin")
 
-    bad = {n for n, w in plain.weights.items() if not is_finite(w)}
-    blame("weights are inf or NaN", lambda o: all(n in bad or is_finite(w) for n, w in o.weights.items()))
     blame("other metrics are logged", lambda o: o.metrics.keys() == plain.metrics.keys())
     blame("other parameters get a gradient", lambda o: not o.gradients or o.gradients.keys() == plain.gradients.keys())
-    blame("dtypes of predictions", lambda o: o.predicted == plain.predicted)
-    if not skipped[0]:
-        blame("learning rates", lambda o: o.rates == plain.rates or any(unmoved(o, plain)))
+    blame(
+        "dtypes of predictions", lambda o: o is stock or o.predicted in (plain.predicted, in_float32(plain.predicted))
+    )
+    if not still_skipping:
+        blame("other learning rates", lambda o: o.rates == plain.rates)
     for name, value in plain.observed.items():
-        if not isinstance(value, float):
+        if not isinstance(value, float) and not still_skipping:
             got = f"observed {name}: {ours.observed.get(name)!r} instead of {value!r}"
             blame(got, lambda o, n=name, v=value: o.observed.get(n) == v)
     new = [w for w in ours.warnings if w not in plain.warnings and w not in stock.warnings]
@@ -249,20 +278,17 @@ def judge_run(find: Callable[[str, str], None], plain: Outcome, ours: Outcome, s
         find(NOTE, f"a warning of its own: {short(text)}")
 
 
-def unmoved(outcome: Outcome, plain: Outcome) -> list[bool]:
+def in_float32(dtypes: list[str]) -> list[str]:
+    """A module that is half precision itself predicts so in fp32; a plugin may give float32."""
+    return sorted({d.replace("bfloat16", "float32").replace("float16", "float32") for d in dtypes})
+
+
+def skipped(outcome: Outcome, plain: Outcome) -> list[bool]:
+    """Per batch: fp32 took a step there and this arm did not."""
     return [p and not m for p, m in zip(plain.moved, outcome.moved, strict=False)]
 
 
-def same_steps(a: Outcome, b: Outcome, count: int | None = None) -> bool:
-    """Up to the `count`th step that `b` took, `a` moved its weights in the same batches."""
-    if count is not None:
-        upto = next((i + 1 for i, moved in enumerate(b.moved) if moved), 0)
-        return a.moved[:upto] == b.moved[:upto]
-    return a.moved == b.moved
-
-
 def measure(errors: Errors, outcome: Outcome, plain: Outcome) -> None:
-    errors.applied = sum(outcome.moved)
     if outcome.losses and plain.losses:
         size = max(max(map(abs, plain.losses)), 1e-12)
         apart = [abs(a - b) / size for a, b in zip(outcome.losses, plain.losses, strict=False)]

@@ -46,6 +46,7 @@ class Project:
         name: Unique.
         family: The heading of its table.
         make: Returns a `Setup`.
+        what: The line in the table; by default the first one of the function's docstring.
         needs: Names that must be importable: packages, or attributes (`"torch.optim.Muon"`).
         precisions: Without `"fp16"` where the CPU takes minutes for it (convolutions).
         quick: Also runs in `make test`.
@@ -58,6 +59,7 @@ class Project:
     name: str
     family: str
     make: Callable[[], Setup]
+    what: str = ""
     needs: Sequence[str] = ()
     precisions: Sequence[str] = PRECISIONS
     quick: bool = False
@@ -66,7 +68,7 @@ class Project:
 
     @property
     def description(self) -> str:
-        return (self.make.__doc__ or "").strip().split("\n")[0]
+        return self.what or (self.make.__doc__ or "").strip().split("\n")[0]
 
     def missing(self) -> str | None:
         """Why it cannot run here; `None` if it can."""
