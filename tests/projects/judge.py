@@ -198,7 +198,7 @@ def compare(
         if not outcome.error:
             measure(errors[whose], outcome, plain)
     result.predicts |= bool(ours.predicted)
-    result.ours_predicts_half |= ours.predicted not in (plain.predicted, in_float32(plain.predicted))
+    result.ours_predicts_half |= other_dtypes(ours, plain)
     result.stock_predicts_half |= bool(stock.predicted) and stock.predicted != plain.predicted
     still = any(skipped(ours, plain) + skipped(stock, plain))
     judge_numbers(find, precision, errors["ours"], errors["stock"], still)
@@ -256,26 +256,34 @@ def judge_run(
 ) -> None:
     """What does not depend on rounding."""
 
-    def blame(text: str, is_right: Callable[[Outcome], bool]) -> None:
-        if not is_right(ours):
-            find(OURS if stock.error or is_right(stock) else AUTOCASTS, text)
-        elif not stock.error and not is_right(stock):
-            find(STOCKS, f"{text}, with Lightning's own plugin")
+    def blame(what: str, get: Callable[[Outcome], Any]) -> None:
+        expected = get(plain)
+        a, b = get(ours), None if stock.error else get(stock)
+        if a != expected:
+            find(
+                OURS if stock.error or b == expected else AUTOCASTS,
+                f"{what}: {short(str(a))} instead of {short(str(expected))}",
+            )
+        elif not stock.error and b != expected:
+            find(STOCKS, f"{what}: {short(str(b))} with Lightning's own plugin instead of {short(str(expected))}")
 
-    blame("other metrics are logged", lambda o: o.metrics.keys() == plain.metrics.keys())
-    blame("other parameters get a gradient", lambda o: not o.gradients or o.gradients.keys() == plain.gradients.keys())
-    blame(
-        "dtypes of predictions", lambda o: o is stock or o.predicted in (plain.predicted, in_float32(plain.predicted))
-    )
+    blame("other metrics are logged", lambda o: sorted(o.metrics))
+    names = sorted(plain.gradients)
+    blame("other parameters have a gradient", lambda o: sorted(o.gradients) or names)
+    if other_dtypes(ours, plain):
+        find(OURS, f"predictions are {ours.predicted} instead of {plain.predicted}")
     if not still_skipping:
-        blame("other learning rates", lambda o: o.rates == plain.rates)
-    for name, value in plain.observed.items():
-        if not isinstance(value, float) and not still_skipping:
-            got = f"observed {name}: {ours.observed.get(name)!r} instead of {value!r}"
-            blame(got, lambda o, n=name, v=value: o.observed.get(n) == v)
+        blame("other learning rates", lambda o: o.rates)
+        for name, value in plain.observed.items():
+            if not isinstance(value, float):
+                blame(f"observed {name}", lambda o, n=name: o.observed.get(n))
     new = [w for w in ours.warnings if w not in plain.warnings and w not in stock.warnings]
     for text in new:
         find(NOTE, f"a warning of its own: {short(text)}")
+
+
+def other_dtypes(outcome: Outcome, plain: Outcome) -> bool:
+    return outcome.predicted not in (plain.predicted, in_float32(plain.predicted))
 
 
 def in_float32(dtypes: list[str]) -> list[str]:
