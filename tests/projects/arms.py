@@ -86,7 +86,8 @@ class Outcome:
     error: str | None = None
     traceback: str = ""
     losses: list[float] = field(default_factory=list)
-    moved: list[bool] = field(default_factory=list)  # per batch: did a weight change, or the optimizer's state (lr 0)?
+    # per batch and optimizer: did a weight of it change, or its state (learning rate 0)?
+    moved: list[bool] = field(default_factory=list)
     rates: list[list[float]] = field(default_factory=list)  # per batch: the learning rates
     gradients: dict[str, Tensor] = field(default_factory=dict)  # true ones, of the first optimizer step
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -108,7 +109,7 @@ class Recorder(Callback):
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self.before: list[Tensor] = []
+        self.before: list[list[Tensor]] = []
         self.steps = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -126,16 +127,20 @@ class Recorder(Callback):
         if loss is not None:
             outcome.losses.append(float(torch.as_tensor(loss).detach().double().mean()))
         now = self.everything(trainer, module)
-        outcome.moved.append(len(now) != len(self.before) or not all(map(torch.equal, now, self.before)))
+        outcome.moved += [
+            len(a) != len(b) or not all(map(torch.equal, a, b)) for a, b in zip(now, self.before, strict=False)
+        ]
         outcome.rates.append([float(g["lr"]) for o in trainer.optimizers for g in o.param_groups if "lr" in g])
         if trainer.global_step > self.steps and not outcome.gradients:
             self.look(parameters)
 
     @staticmethod
-    def everything(trainer: L.Trainer, module: L.LightningModule) -> list[Tensor]:
-        """What an optimizer step changes."""
-        weights = [p for p in module.parameters() if p.requires_grad]
-        return [t.detach().clone() for t in (*weights, *state_of(trainer.optimizers))]
+    def everything(trainer: L.Trainer, module: L.LightningModule) -> list[list[Tensor]]:
+        """What a step of each optimizer changes."""
+        found = [
+            [*(p for group in o.param_groups for p in group["params"]), *state_of([o])] for o in trainer.optimizers
+        ] or [[p for p in module.parameters() if p.requires_grad]]
+        return [[t.detach().clone() for t in tensors] for tensors in found]
 
     def look(self, parameters: Mapping[str, Tensor]) -> None:
         self.outcome.gradients = {n: copy(p.grad) for n, p in parameters.items() if p.grad is not None}

@@ -106,7 +106,8 @@ def judge(
     exact(result, "fp32", "is not plain fp32", outcomes[Arm("ours")], plain)
     for arm, outcome in outcomes.items():
         if arm.whose == "ours":
-            left_as_found(result, arm, outcome, plain)
+            stock = outcomes.get(Arm("stock", arm.precision))
+            left_as_found(result, arm, outcome, plain, stock)
             if arm.callbacks:
                 alone = outcomes[Arm("ours", arm.precision)]
                 exact(result, arm.precision, "callbacks change it", outcome, alone)
@@ -159,10 +160,13 @@ def exact(result: Result, precision: str, what: str, a: Outcome, b: Outcome) -> 
         result.findings.append(Finding(precision, OURS, f"{what}: {', '.join(n for n, bad in parts.items() if bad)}"))
 
 
-def left_as_found(result: Result, arm: Arm, outcome: Outcome, plain: Outcome) -> None:
+def left_as_found(result: Result, arm: Arm, outcome: Outcome, plain: Outcome, stock: Outcome | None) -> None:
     if outcome.error:
         return
     left = differences(outcome.structure, plain.structure)
+    if stock is not None and not stock.error:  # a library that looks at dtypes does it there, too
+        theirs = set(differences(stock.structure, plain.structure))
+        left = [line for line in left if line not in theirs]
     if left:
         extra = " (with callbacks)" * arm.callbacks
         more = f" and {len(left) - 3} more" * (len(left) > 3)
@@ -190,9 +194,11 @@ def compare(
         n in stock.weights and same_bits(w, stock.weights[n]) for n, w in ours.weights.items()
     )
     judge_steps(find, plain, ours, stock)
-    if any(skipped(ours, plain)):  # from here on, runs that took all steps: others train on other weights
+    if (
+        any(skipped(ours, plain)) or not ours.first_step_has_gradients
+    ):  # from here on, runs that took all steps: others train on other weights
         ours = lower(Arm("ours", precision, init_scale=LOWER_SCALE))
-    if not stock.error and any(skipped(stock, plain)):
+    if not stock.error and (any(skipped(stock, plain)) or not stock.first_step_has_gradients):
         stock = lower(Arm("stock", precision, init_scale=LOWER_SCALE))
     for whose, outcome in (("ours", ours), ("stock", stock)):
         if not outcome.error:
@@ -292,7 +298,7 @@ def in_float32(dtypes: list[str]) -> list[str]:
 
 
 def skipped(outcome: Outcome, plain: Outcome) -> list[bool]:
-    """Per batch: fp32 took a step there and this arm did not."""
+    """Per batch and optimizer: fp32 took a step there and this arm did not."""
     return [p and not m for p, m in zip(plain.moved, outcome.moved, strict=False)]
 
 
