@@ -86,8 +86,8 @@ class Outcome:
     error: str | None = None
     traceback: str = ""
     losses: list[float] = field(default_factory=list)
-    # per batch and optimizer: did a weight of it change, or its state (learning rate 0)?
-    moved: list[bool] = field(default_factory=list)
+    # per batch, for each optimizer: did a weight of it change, or its state (learning rate 0)?
+    moved: list[tuple[bool, ...]] = field(default_factory=list)
     rates: list[list[float]] = field(default_factory=list)  # per batch: the learning rates
     gradients: dict[str, Tensor] = field(default_factory=dict)  # true ones, of the first optimizer step
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -98,6 +98,11 @@ class Outcome:
     structure: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Of how many was something seen? Several of one optimizer in a batch are one."""
+        return sum(map(sum, self.moved))
 
     @property
     def first_step_has_gradients(self) -> bool:
@@ -127,9 +132,8 @@ class Recorder(Callback):
         if loss is not None:
             outcome.losses.append(float(torch.as_tensor(loss).detach().double().mean()))
         now = self.everything(trainer, module)
-        outcome.moved += [
-            len(a) != len(b) or not all(map(torch.equal, a, b)) for a, b in zip(now, self.before, strict=False)
-        ]
+        apart = (len(a) != len(b) or not all(map(torch.equal, a, b)) for a, b in zip(now, self.before, strict=False))
+        outcome.moved.append(tuple(apart))
         outcome.rates.append([float(g["lr"]) for o in trainer.optimizers for g in o.param_groups if "lr" in g])
         if trainer.global_step > self.steps and not outcome.gradients:
             self.look(parameters)

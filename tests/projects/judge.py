@@ -102,7 +102,7 @@ def judge(
             return result
     tell("compare")
     plain = outcomes[Arm("plain")]
-    result.steps = sum(plain.moved)
+    result.steps = plain.steps
     exact(result, "fp32", "is not plain fp32", outcomes[Arm("ours")], plain)
     for arm, outcome in outcomes.items():
         if arm.whose == "ours":
@@ -134,7 +134,7 @@ def wrong(plain: Outcome, result: Result) -> bool:
         result.findings.append(Finding("fp32", WRONG, f"it fails without any plugin: {short(plain.error)}"))
     elif not plain.moved:
         result.findings.append(Finding("fp32", WRONG, "no batch was trained"))
-    elif not plain.first_step_has_gradients and any(plain.moved):
+    elif not plain.first_step_has_gradients and plain.steps:
         result.findings.append(Finding("fp32", WRONG, "no finite gradients of the first step were seen"))
     return bool(result.findings)
 
@@ -185,7 +185,7 @@ def compare(
     errors = {"ours": Errors(failed=short(ours.error)), "stock": Errors(failed=short(stock.error))}
     result.errors[precision] = errors
     for whose, outcome in (("ours", ours), ("stock", stock)):
-        errors[whose].applied = sum(outcome.moved)
+        errors[whose].applied = outcome.steps
     if ours.error or stock.error:
         find(*whose_crash(ours, stock))
     if ours.error:
@@ -244,13 +244,13 @@ def judge_numbers(
 
 def judge_steps(find: Callable[[str, str], None], plain: Outcome, ours: Outcome, stock: Outcome) -> None:
     """From the default loss scale: how many steps were skipped, and are the weights sound?"""
-    a, b = sum(skipped(ours, plain)), sum(skipped(stock, plain))
+    a, b, of = sum(skipped(ours, plain)), sum(skipped(stock, plain)), len(plain.moved)
     if not stock.error and a > b:
-        find(OURS, f"{a} of {sum(plain.moved)} steps skipped at the default scale, with Lightning's own plugin {b}")
+        find(OURS, f"steps skipped in {a} of {of} batches at the default scale, with Lightning's own plugin {b}")
     elif not stock.error and b > a:
-        find(STOCKS, f"{b} of {sum(plain.moved)} steps skipped with Lightning's own plugin, {a} with ours")
+        find(STOCKS, f"steps skipped in {b} of {of} batches with Lightning's own plugin, {a} with ours")
     elif a:
-        find(NOTE, f"{a} of {sum(plain.moved)} steps skipped at the default scale")
+        find(NOTE, f"steps skipped in {a} of {of} batches at the default scale")
     bad = {n for n, w in plain.weights.items() if not is_finite(w)}
     nan = [n for n, w in ours.weights.items() if n not in bad and not is_finite(w)]
     if nan:
@@ -298,8 +298,12 @@ def in_float32(dtypes: list[str]) -> list[str]:
 
 
 def skipped(outcome: Outcome, plain: Outcome) -> list[bool]:
-    """Per batch and optimizer: fp32 took a step there and this arm did not."""
-    return [p and not m for p, m in zip(plain.moved, outcome.moved, strict=False)]
+    """Per batch: fp32 took a step there, of any optimizer, that this arm did not.
+
+    Batches, since ours has one scale per batch: an overflow costs the batch's steps of the other optimizers, too.
+    """
+    batches = zip(plain.moved, outcome.moved, strict=False)
+    return [any(p and not m for p, m in zip(*batch, strict=False)) for batch in batches]
 
 
 def measure(errors: Errors, outcome: Outcome, plain: Outcome) -> None:
