@@ -1,4 +1,4 @@
-# make demo, make test, make lint, make bench, make faults, make clean. Everything lives in .venv; nothing is installed twice.
+# make demo, make test, make lint, make bench, make faults, make projects, make clean. Everything lives in .venv; nothing is installed twice.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,6 +6,7 @@ DEMO_OUT ?= demo_results
 DEMO_ARGS ?=
 TEST_ARGS ?=
 FAULTS_ARGS ?=
+PROJECTS_ARGS ?= --out docs/results/projects.md
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -14,7 +15,7 @@ DEPENDS := pyproject.toml constraints.txt
 # Idle threads sleep instead of spinning. On a machine that is busy with other things that is several times as fast.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint bench faults clean
+.PHONY: demo test lint bench faults projects clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -35,6 +36,9 @@ bench: $(VENV)/.test
 
 faults: $(VENV)/.test
 	@PYTHONPATH=tests $(BIN)/python tests/faults/kill.py $(FAULTS_ARGS)
+
+projects: $(VENV)/.projects
+	@PYTHONPATH=tests $(BIN)/python -m projects $(PROJECTS_ARGS)
 
 clean:
 	rm -rf $(VENV) demo_results build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
@@ -60,4 +64,9 @@ $(VENV)/.test: $(DEPENDS) | $(VENV)/bin/python
 $(VENV)/.lint: $(VENV)/.test
 	@echo "Installing ruff and pyright into $(VENV)."
 	@$(PIP) -c constraints.txt --group lint
+	@touch $@
+
+$(VENV)/.projects: $(VENV)/.test
+	@echo "Installing other people's libraries into $(VENV), for the projects."
+	@$(PIP) -c constraints.txt --group projects
 	@touch $@

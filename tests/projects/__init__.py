@@ -7,8 +7,8 @@ To add one, write a function in any file of `families/` that returns a `Setup`; 
         "A GRU cell in a Python loop."
         return Setup(Sequence(), DataLoader(...), trainer={"gradient_clip_val": 1.0})
 
-It is called once per arm, after `seed_everything(0)`, and must return new objects each time. Keep it to 3 to 8 optimizer
-steps of a tiny model, and import optional packages inside it (`needs=("peft",)` skips it where one is missing).
+It is called once per arm, after `seed_everything(0)`, and must return new objects each time. Keep it to 3 to 8
+optimizer steps of a tiny model, and import optional packages inside it (`needs=("peft",)`: without it, it is skipped).
 `make projects PROJECTS_ARGS="--only gru_cell"` runs it; `judge.py` says what is compared.
 """
 

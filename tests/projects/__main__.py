@@ -6,6 +6,7 @@ Each project runs in a process of its own, so that a crash, a hang or a leak is 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import multiprocessing as mp
 import os
@@ -20,6 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
+
 from projects.judge import NOTE, OURS, WRONG, Finding, Result, judge
 from projects.registry import PRECISIONS, Project, all_projects
 from projects.table import page, summary
@@ -78,6 +80,7 @@ def wanted(project: Project, args: argparse.Namespace) -> bool:
 
 
 def run_all(projects: list[Project], args: argparse.Namespace) -> list[Result]:
+    gc.freeze()  # what is imported already; some projects collect garbage often (the finder of batch sizes)
     torch.set_num_threads(1)  # before the fork: the models are tiny, and no thread may be alive then
     context = mp.get_context("fork" if "fork" in mp.get_all_start_methods() else "spawn")
     waiting, running, results = list(projects), list[Worker](), list[Result]()
@@ -120,7 +123,7 @@ def work(name: str, precisions: tuple[str, ...], callbacks: bool, send: Connecti
         logging.getLogger(logger).setLevel(logging.ERROR)
     project = all_projects()[name]
     project = Project(**{**vars(project), "precisions": precisions})
-    result = judge(project, callbacks, tell=lambda arm: send.send(arm))
+    result = judge(project, callbacks, tell=send.send)
     send.send(result)
     send.close()
 

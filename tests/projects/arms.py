@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,6 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from projects.registry import Project, Setup
-from projects.structure import structure
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -31,6 +29,8 @@ from lightning_amp import (
     OverflowLocator,
     ScaleMonitor,
 )
+from projects.registry import Project, Setup
+from projects.structure import Facts, structure
 
 DEFAULTS: dict[str, Any] = {
     "accelerator": "cpu",
@@ -95,7 +95,7 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
     observed: dict[str, Any] = field(default_factory=dict)
     predicted: list[str] = field(default_factory=list)  # dtypes
-    structure: dict[str, str] = field(default_factory=dict)
+    structure: Facts = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -250,7 +250,7 @@ def tensors(module: L.LightningModule) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def inside(folder: str) -> Iterator[None]:
+def inside(folder: str) -> Generator[None, None, None]:
     home = os.getcwd()
     os.chdir(folder)
     try:

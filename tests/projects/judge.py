@@ -1,7 +1,7 @@
 """Whose fault is a difference? What is compared, and how much may differ.
 
-Against plain fp32, per precision, ours and Lightning's own plugin: the gradients of the first step, the losses, the metrics.
-An error of ours is *ours* where it is more than `FACTOR` times that of Lightning's plugin, plus a small floor. Besides:
+Against plain fp32, per precision, ours and Lightning's own plugin: the gradients of the first step, the losses, the
+metrics. An error of ours is *ours* where it is more than `FACTOR` times that of Lightning's plugin, plus a small floor. Besides:
 
 - ours in "fp32" is plain fp32, bit for bit, and our four callbacks change no bit in any precision
 - a crash is ours, unless Lightning's plugin crashes in the same way: then it is autocast's
@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from projects.arms import Arm, Outcome, arms
 from projects.arms import run as run_arm
 from projects.registry import Project
 from projects.structure import differences
-from torch import Tensor
 
 OURS, AUTOCASTS, STOCKS, NOTE, WRONG = "OURS", "autocast's", "stock's", "note", "WRONG PROJECT"
 FACTOR = 1.5
@@ -308,7 +309,7 @@ def skipped(outcome: Outcome, plain: Outcome) -> list[bool]:
 
 def measure(errors: Errors, outcome: Outcome, plain: Outcome) -> None:
     if outcome.losses and plain.losses:
-        size = max(max(map(abs, plain.losses)), 1e-12)
+        size = max(1e-12, *map(abs, plain.losses))
         apart = [abs(a - b) / size for a, b in zip(outcome.losses, plain.losses, strict=False)]
         errors.loss = apart[0]
         errors.losses = math.nan if any(map(math.isnan, apart)) else max(apart)
@@ -350,7 +351,7 @@ def same_numbers(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same_numbers(a[k], b[k]) for k in a)
     if isinstance(a, list):
         return len(a) == len(b) and all(map(same_numbers, a, b))
-    return a == b or (a != a and b != b)
+    return a == b or (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b))
 
 
 def is_float(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What hangs on the user's objects, as text: the same after a run with a plugin as after one without."""
+"""What hangs on the user's objects, as a set of facts: the same after a run with a plugin as after one without."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
+Facts = dict[str, set[str]]
 
-def structure(module: L.LightningModule, trainer: L.Trainer) -> dict[str, str]:
-    """One line per object: its class, its attributes and the number of its hooks."""
-    found: dict[str, str] = {"torch": describe_globals()}
+
+def structure(module: L.LightningModule, trainer: L.Trainer) -> Facts:
+    """Of each object: its class, its attributes and how many hooks it has."""
+    found = {"torch": describe_globals()}
     for name, child in module.named_modules():
-        found[f"module {name or type(child).__name__!r}"] = describe(child)
+        found[f"module {name or type(child).__name__}"] = describe(child)
     for name, parameter in module.named_parameters():
-        hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-        kind = f"{parameter.dtype} {parameter.requires_grad} {[len(h or ()) for h in hooks]}"
-        found[f"parameter {name}"] = f"{describe(parameter)} {kind}"
+        hooks = {n: getattr(parameter, n, None) or () for n in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+        kind = {str(parameter.dtype), f"requires_grad={parameter.requires_grad}"}
+        found[f"parameter {name}"] = describe(parameter) | kind | {f"{len(h)} {n}" for n, h in hooks.items() if h}
     for i, optimizer in enumerate(trainer.optimizers):
         found[f"optimizer {i}"] = describe(optimizer)
     for i, config in enumerate(trainer.lr_scheduler_configs):
@@ -31,48 +33,40 @@ def structure(module: L.LightningModule, trainer: L.Trainer) -> dict[str, str]:
     return found
 
 
-def describe(thing: Any) -> str:
-    bases = " < ".join(c.__qualname__ for c in type(thing).__mro__)
-    attributes = vars(thing) if hasattr(thing, "__dict__") else {}
-    hooks = {n: len(v) for n, v in attributes.items() if n.endswith("hooks") and hasattr(v, "__len__") and len(v)}
-    # what a class that Lightning wrote keeps for itself may come and go with the loggers; methods may not
-    names = sorted(attributes)
-    children = sorted(thing._modules) if isinstance(thing, nn.Module) else []
-    return f"{bases} {names} {children} {hooks}"
+def describe(thing: Any) -> set[str]:
+    facts = {"class " + " < ".join(c.__qualname__ for c in type(thing).__mro__)}
+    for name, value in getattr(thing, "__dict__", {}).items():
+        facts.add(f"attribute `{name}`")
+        if name.endswith("hooks") and hasattr(value, "__len__") and len(value):
+            facts.add(f"{len(value)} {name}")
+    if isinstance(thing, nn.Module):
+        facts |= {f"child `{name}`" for name in thing._modules}
+    return facts
 
 
-def describe_globals() -> str:
-    return str(
-        {
-            "autocast": torch.is_autocast_enabled("cpu"),
-            "autocast cache": torch.is_autocast_cache_enabled(),
-            "grad": torch.is_grad_enabled(),
-            "dtype": torch.get_default_dtype(),
-            "anomaly": torch.is_anomaly_enabled(),
-            "matmul": torch.get_float32_matmul_precision(),
-            "function modes": torch._C._len_torch_function_stack(),
-            "dispatch modes": torch._C._len_torch_dispatch_stack(),
-            "hooks": [
-                len(getattr(global_hooks, name))
-                for name in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
-            ],
-            "backward_pass_autocast": getattr(torch._functorch.config, "backward_pass_autocast", None),
-        }
-    )
+def describe_globals() -> set[str]:
+    hooks = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+    state = {
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast's cache": torch.is_autocast_cache_enabled(),
+        "grad mode": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "global hooks": [len(getattr(global_hooks, name)) for name in hooks],
+        "backward_pass_autocast": getattr(torch._functorch.config, "backward_pass_autocast", None),
+    }
+    return {f"{name}: {value}" for name, value in state.items()}
 
 
-def differences(ours: dict[str, str], plain: dict[str, str]) -> list[str]:
-    """Lines that are not those of the run without a plugin."""
+def differences(ours: Facts, plain: Facts) -> list[str]:
+    """What is not as after the run without a plugin."""
     found: list[str] = []
-    for name in sorted(set(ours) | set(plain)):
-        a, b = ours.get(name), plain.get(name)
-        if a != b:
-            found.append(f"{name}: {difference(a, b)}")
+    for name in sorted(ours.keys() | plain.keys()):
+        a, b = ours.get(name, set()), plain.get(name, set())
+        words = [f"has {fact}" for fact in sorted(a - b)] + [f"lacks {fact}" for fact in sorted(b - a)]
+        if words:
+            found.append(f"{name} {', '.join(words)}")
     return found
-
-
-def difference(a: str | None, b: str | None) -> str:
-    if a is None or b is None:
-        return "is gone" if a is None else "is new"
-    words = set(a.split()) ^ set(b.split())
-    return ", ".join(sorted(words)[:8]) or "is in another order"

@@ -9,6 +9,7 @@ from collections import Counter
 from importlib import metadata
 
 import torch
+
 from projects.judge import AUTOCASTS, NOTE, OURS, STOCKS, WRONG, Errors, Result
 
 PACKAGES = (
@@ -30,18 +31,20 @@ PACKAGES = (
 INTRODUCTION = """\
 # Projects
 
-Small projects as other people write them, each run in fp32, with `AmpPrecision` and with Lightning's own plugin, all from
-one seed and for a few optimizer steps on the CPU. Made by `make projects`; `tests/projects/` has the code, and
+Small projects as other people write them, each run in fp32, with `AmpPrecision` and with Lightning's own plugin, all
+from one seed and for a few optimizer steps on the CPU. Made by `make projects`; `tests/projects/` has the code, and
 `tests/projects/judge.py` says what is compared.
 
 Each number is an error against plain fp32, **ours / Lightning's own**: of the gradients of the first optimizer step
-(`||g - g32|| / ||g32||`) and of the losses (the largest, relative to the largest loss). `=` says that the trained weights are
-the same bits as with Lightning's own plugin. Steps are the applied ones of ours / Lightning's / fp32, each from its default
-loss scale of 2^16, where the first ones may be skipped; the errors of a run that skipped are those of a run from 2^6. "fp32" is `AmpPrecision("fp32")` against no plugin at all,
-and all precisions are also run with our four callbacks: both must be the same bits.
+(`||g - g32|| / ||g32||`) and of the losses (the largest, relative to the largest loss). `=` says that the trained
+weights are the same bits as with Lightning's own plugin. Steps are the applied ones of ours / Lightning's / fp32, from
+the default loss scale of 2^16, where the first ones may be skipped; the errors of a run that skipped are those of a run
+from 2^6.
+"fp32" is `AmpPrecision("fp32")` against no plugin at all, and all precisions are also run with our four callbacks: both
+must be the same bits.
 
-The verdict is *ours* where we fail or are less exact than Lightning's own plugin, *autocast's* where both fail in the same
-way, *stock's* where only Lightning's own fails or is less exact.
+The verdict is *ours* where we fail or are less exact than Lightning's own plugin, *autocast's* where both fail in the
+same way, *stock's* where only Lightning's own fails or is less exact.
 """
 
 
@@ -118,10 +121,11 @@ def summary(results: list[Result]) -> str:
         )
         if kinds[kind]
     )
-    half = f"{sum(r.stock_predicts_half for r in ran)} of {sum(r.predicts for r in ran)}"
+    half = f"{sum(r.stock_predicts_half for r in ran)} of {sum(r.predicts for r in ran)} with Lightning's own"
     return (
         f"**{len(results)} projects, {len(ran)} run here: {counts or 'none'}.** Same bits as Lightning's own plugin:"
-        f" {same['bf16']} in bf16, {same['fp16']} in fp16. `trainer.predict` returns half precision in {half} with Lightning's own, in {sum(r.ours_predicts_half for r in ran)} with ours."
+        f" {same['bf16']} in bf16, {same['fp16']} in fp16. `trainer.predict` returns half precision in {half},"
+        f" in {sum(r.ours_predicts_half for r in ran)} with ours."
     )
 
 

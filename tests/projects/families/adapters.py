@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """PEFT: adapters on a frozen model."""
 
 from __future__ import annotations
@@ -6,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+
 from projects import Setup, project
 from projects.families.huggingface import ENDS, SMALL, VOCABULARY, FromConfig, text
-from torch import nn
 
 
 def adapters(**settings: Any) -> Any:

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Hugging Face models from their configurations, in the LightningModule that everybody writes around them."""
 
 from __future__ import annotations
@@ -7,9 +8,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from projects import Setup, project
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+from projects import Setup, project
 
 VOCABULARY = 64
 SMALL: dict[str, Any] = {
@@ -44,8 +46,8 @@ class FromConfig(L.LightningModule):
         return getattr(output, "logits", output[0])
 
     def configure_optimizers(self) -> Any:
-        no_decay = [p for n, p in self.named_parameters() if p.requires_grad and p.ndim < 2]
-        decay = [p for n, p in self.named_parameters() if p.requires_grad and p.ndim >= 2]
+        no_decay = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
+        decay = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
         groups = [{"params": decay, "weight_decay": 0.01}, {"params": no_decay, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.lr)
         if not self.warmup:

@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch import loggers as lg
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+
 from projects import Setup, project
 from projects.families.tutorials import Classifier, vectors
 
@@ -71,10 +72,9 @@ def logger_tensorboard() -> Setup:
 def logger_with_graph() -> Setup:
     """TensorBoardLogger that traces the module's graph."""
 
-    class Traced(LogsMuch):
-        example_input_array = torch.zeros(2, 16)
-
-    return Setup(Traced(), vectors(24), vectors(16), trainer={"logger": lg.TensorBoardLogger("logs", log_graph=True)})
+    module = LogsMuch()
+    module.example_input_array = torch.zeros(2, 16)
+    return Setup(module, vectors(24), vectors(16), trainer={"logger": lg.TensorBoardLogger("logs", log_graph=True)})
 
 
 @loggers()

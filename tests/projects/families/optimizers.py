@@ -1,4 +1,5 @@
-"""Optimizers: torch's own and other people's, on the classifier of `tutorials.py` with clipping where it makes sense."""
+# pyright: reportMissingImports=false
+"""Optimizers, torch's own and other people's, on the classifier of `tutorials.py`; with clipping unless fused."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+
 from projects import Setup, project
 from projects.families.tutorials import Classifier, vectors
 from projects.registry import find
-from torch import nn
 
 # name: (where it is, its arguments, the project's settings)
 TORCHS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import lightning as L
 import torch
-from projects import Setup, project
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+from projects import Setup, project
 
 
 class GRUCellLoop(L.LightningModule):

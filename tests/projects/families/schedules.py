@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Learning-rate schedules, torch's and other people's; what the rates were in each batch is compared."""
 
 from __future__ import annotations
@@ -6,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from projects import Setup, project
-from projects.families.tutorials import Classifier, vectors
 from torch.optim import lr_scheduler as lrs
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from projects import Setup, project
+from projects.families.tutorials import Classifier, vectors
 
 STEP: dict[str, tuple[str, Callable[[torch.optim.Optimizer], Any]]] = {
     "one_cycle": ("OneCycleLR, momentum too.", lambda o: lrs.OneCycleLR(o, 0.1, total_steps=20)),

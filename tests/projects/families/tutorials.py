@@ -7,9 +7,10 @@ from typing import Any
 import lightning as L
 import torch
 import torchmetrics
-from projects import Setup, project
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from projects import Setup, project
 
 
 class Classifier(L.LightningModule):
