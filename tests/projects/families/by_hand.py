@@ -93,7 +93,7 @@ class ManualClosure(Manual):
         optimizer.step(closure=closure)
 
 
-@project("by hand")
+@project("by hand", quick=True)
 def closure_in_manual_optimization() -> Setup:
     """`optimizer.step(closure=...)` in manual optimization."""
     return Setup(ManualClosure(), rows())
@@ -243,7 +243,7 @@ class ForceField(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, amsgrad=True)
 
 
-@project("by hand")
+@project("by hand", quick=True)
 def molecular_forces() -> Setup:
     """Forces as the derivative of an energy, in training and, with `inference_mode=False`, in validation."""
     pos = torch.rand(48, 4, 3, generator=torch.Generator().manual_seed(0)) * 3
@@ -350,7 +350,7 @@ class Progressive(Classifier):
             self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.05)]
 
 
-@project("by hand")
+@project("by hand", quick=True)
 def growing_net_new_optimizers() -> Setup:
     """A layer more in epoch 1 with optimizers set up again, another optimizer in epoch 2."""
     return Setup(Progressive(), rows(16), trainer={"max_epochs": 3})

@@ -122,7 +122,7 @@ class LitMoE(Classifier):
         return super().training_step(batch, batch_idx) + 0.01 * self.moe.aux_loss
 
 
-@project("functional")
+@project("functional", quick=True)
 def mixture_of_experts_top2() -> Setup:
     """Top-2 routing with `index_add_`, an auxiliary loss kept on the module."""
     return Setup(LitMoE(), rows(16, n=96))
@@ -301,7 +301,7 @@ def checkpointing_reentrant() -> Setup:
     return Setup(Checkpointed(True), rows(), rows(seed=1))
 
 
-@project("functional")
+@project("functional", quick=True)
 def checkpointing_not_reentrant() -> Setup:
     """Gradient checkpointing, not reentrant, with a block that is used twice."""
     return Setup(Checkpointed(False), rows(), rows(seed=1))
@@ -539,7 +539,7 @@ class DictBatches(Classifier):
         return {"loss": (losses * batch.weights.float()).mean(), "names": batch.names}
 
 
-@project("batches")
+@project("batches", quick=True)
 def nested_dicts_with_float64() -> Setup:
     """Nested dicts with float64 numpy arrays and strings; the last batch is smaller."""
     return Setup(DictBatches(mlp()), DataLoader(Samples(), batch_size=8))
@@ -753,7 +753,7 @@ class Distillation(Classifier):
         return 0.5 * F.cross_entropy(student, y) + 0.5 * soft + 0.1 * hint
 
 
-@project("multi-task")
+@project("multi-task", quick=True)
 def knowledge_distillation_hooks() -> Setup:
     """A frozen teacher that is no submodule, hidden layers seen by forward hooks."""
     return Setup(Distillation(), rows())

@@ -105,7 +105,7 @@ class DDPM(L.LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=2e-3)
 
 
-@project("generative")
+@project("generative", quick=True)
 def ddpm_min_snr_ema() -> Setup:
     """DDPM on points: min-SNR weights, an EMA of the net."""
     return Setup(DDPM(), points(), points(16), trainer={"gradient_clip_val": 1.0})

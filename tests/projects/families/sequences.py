@@ -121,7 +121,7 @@ class LitTextRNN(L.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-@project("recurrent")
+@project("recurrent", quick=True)
 def packed_bidirectional_lstm() -> Setup:
     """Packed sequences, two layers, both directions, masked max pooling."""
     return Setup(LitTextRNN(), DataLoader(sentences(), batch_size=8, collate_fn=collate_sentences))
