@@ -1,11 +1,12 @@
 """Whose fault is a difference? What is compared, and how much may differ.
 
 Against plain fp32, per precision, ours and Lightning's own plugin: the gradients of the first step, the losses, the
-metrics. An error of ours is *ours* where it is more than `FACTOR` times that of Lightning's plugin, plus a small floor. Besides:
+metrics. An error of ours is *ours* where it is more than `FACTOR` times that of Lightning's plugin, plus a small floor.
+Besides:
 
 - ours in "fp32" is plain fp32, bit for bit, and our four callbacks change no bit in any precision
 - a crash is ours, unless Lightning's plugin crashes in the same way: then it is autocast's
-- no fewer steps than with Lightning's plugin; weights stay finite where they do in fp32
+- no more batches with a skipped step than with Lightning's plugin; losses and weights stay finite where they do in fp32
 - learning rates, what a project observes (counts, names) and the dtypes of predictions are those of fp32
 - after the run nothing of ours is left on the user's objects
 """
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from projects.arms import Arm, Outcome, arms
+from projects.arms import Arm, Outcome, arms, finite
 from projects.arms import run as run_arm
 from projects.registry import Project
 from projects.structure import differences
@@ -274,6 +275,8 @@ def judge_run(
         elif not stock.error and b != expected:
             find(STOCKS, f"{what}: {short(str(b))} with Lightning's own plugin instead of {short(str(expected))}")
 
+    if finite(plain.losses):
+        blame("finite losses", lambda o: finite(o.losses))
     blame("other metrics are logged", lambda o: sorted(o.metrics))
     names = sorted(plain.gradients)
     blame("other parameters have a gradient", lambda o: sorted(o.gradients) or names)
