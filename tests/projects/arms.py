@@ -208,7 +208,8 @@ def run(project: Project, arm: Arm, seed: int = 0, plugin: Any = None) -> Outcom
             outcome.traceback = traceback.format_exc()
         finally:
             leave_manual_modes()
-    outcome.warnings = sorted({f"{w.category.__name__}: {w.message}".split("\n")[0] for w in caught})
+    texts = (f"{w.category.__name__}: {w.message}".replace(os.path.realpath(folder), "") for w in caught)
+    outcome.warnings = sorted({text.split("\n")[0] for text in texts})
     outcome.seconds = time.perf_counter() - start
     return outcome
 

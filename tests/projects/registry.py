@@ -50,9 +50,9 @@ class Project:
         needs: Names that must be importable: packages, or attributes (`"torch.optim.Muon"`).
         precisions: Without `"fp16"` where the CPU takes minutes for it (convolutions).
         quick: Also runs in `make test`.
-        look: Where the gradients of the first step are read: `"after"` it, which no plugin can notice, or `"before"`
-            it, in `on_before_optimizer_step`: for optimizers that call the closure more than once. Manual optimization
-            is always read before.
+        look: Where the gradients of the first step are read: `"after"` it, which no plugin notices, or `"before"` it,
+            in `on_before_optimizer_step`: for optimizers that call the closure more than once. Manual optimization is
+            always read before.
         timeout_s: For all arms together.
 
     """

@@ -75,7 +75,7 @@ def callback_checkpoint_every_steps() -> Setup:
     return with_callbacks(save, observe=observe, enable_checkpointing=True, **EPOCHS)
 
 
-@callbacks()
+@callbacks(quick=True)
 def callback_checkpoint_and_resume() -> Setup:
     """Train, save, and go on from the file in a second Trainer: as if it had never stopped."""
     save = cb.ModelCheckpoint("checkpoints", save_last=True)
@@ -295,7 +295,7 @@ class Seen(L.Callback):
         self.norms += [float(v) for k, v in L.pytorch.utilities.grad_norm(module, 2).items() if k.endswith("total")]
 
 
-@callbacks()
+@callbacks(quick=True)
 def callback_gradient_norms() -> Setup:
     """`grad_norm` in `on_before_optimizer_step`, a fused optimizer, accumulation, the loss before the backward."""
     seen = Seen()
@@ -401,7 +401,7 @@ def fit_validate_test_fit() -> Setup:
     return Setup(Tested(), script=script, observe=lambda t, m: {"steps": t.global_step})
 
 
-@callbacks()
+@callbacks(quick=True)
 def val_check_interval_and_odd_batches() -> Setup:
     """Validation within the epoch, two validation sets, a last batch of one and a limit of steps."""
 

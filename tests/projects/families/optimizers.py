@@ -75,7 +75,7 @@ for _name, (_path, _arguments) in OTHERS.items():
         add(_name, _path, _arguments)
 
 
-@optimizers(needs=("torch.optim.Muon",))
+@optimizers(needs=("torch.optim.Muon",), quick=True)
 def optimizer_muon() -> Setup:
     """Muon for the matrices and AdamW for the rest: two optimizers, manual optimization."""
 
@@ -102,7 +102,7 @@ def optimizer_muon() -> Setup:
     return Setup(Two(), vectors(), vectors(16))
 
 
-@optimizers(look="before")
+@optimizers(look="before", quick=True)
 def optimizer_lbfgs() -> Setup:
     """LBFGS, which calls the closure several times per step."""
     return with_optimizer(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, line_search_fn="strong_wolfe"), NoDropout)
@@ -228,7 +228,7 @@ def optimizer_own() -> Setup:
     return with_optimizer(SignMomentum)
 
 
-@optimizers()
+@optimizers(quick=True)
 def optimizer_in_two_frequencies() -> Setup:
     """A GAN-like pair of optimizers in manual optimization, the second every other batch, clipping by hand."""
 

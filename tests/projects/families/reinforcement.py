@@ -183,6 +183,20 @@ def ppo_epochs_in_a_step() -> Setup:
     return Setup(PPO(), DataLoader(rollouts(), batch_size=16))
 
 
+class PPOManySteps(PPO):
+    """The defaults of CleanRL: far more optimizer steps than batches; the returns are as the game gives them."""
+
+    def training_step(self, batch, batch_idx):
+        states, actions, returns, logprob = batch
+        super().training_step((states, actions, 500 * returns, logprob), batch_idx)
+
+
+@project("reinforcement")
+def ppo_eighty_steps_in_a_batch() -> Setup:
+    """PPO as it is run: 20 epochs of 4 minibatches in one training step, returns not normalised."""
+    return Setup(PPOManySteps(update_epochs=20, minibatches=4), DataLoader(rollouts(), batch_size=32))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 class REINFORCE(L.LightningModule):
     """An episode per step, log probabilities collected in a list; the dataset is a dummy."""

@@ -86,7 +86,7 @@ def schedule_plateau_in_steps() -> Setup:
     )
 
 
-@schedules()
+@schedules(quick=True)
 def schedule_of_epochs() -> Setup:
     """StepLR per epoch, accumulation over two batches."""
     setup = scheduled(lambda o: lrs.StepLR(o, 1), epochs=3, interval="epoch")
@@ -133,7 +133,7 @@ def schedule_with_own_step() -> Setup:
     return Setup(Own(Halving), vectors(), vectors(16))
 
 
-@schedules()
+@schedules(quick=True)
 def schedule_manual() -> Setup:
     """Manual optimization that steps its schedule itself, in each batch and at the end of the epoch."""
 
