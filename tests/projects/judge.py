@@ -209,7 +209,12 @@ def compare(
     result.ours_predicts_half |= other_dtypes(ours, plain)
     result.stock_predicts_half |= bool(stock.predicted) and stock.predicted != plain.predicted
     still = any(skipped(ours, plain) + skipped(stock, plain))
-    judge_numbers(find, precision, errors["ours"], errors["stock"], still)
+    if (
+        stock.error and precision != "bf16" and "bf16" in result.errors
+    ):  # a coarser measure, where it has none of its own
+        judge_numbers(find, "bf16", errors["ours"], result.errors["bf16"]["stock"], still, " in bf16")
+    else:
+        judge_numbers(find, precision, errors["ours"], errors["stock"], still)
     judge_run(find, plain, ours, stock, still)
 
 
@@ -222,8 +227,14 @@ def whose_crash(ours: Outcome, stock: Outcome) -> tuple[str, str]:
 
 
 def judge_numbers(
-    find: Callable[[str, str], None], precision: str, ours: Errors, stock: Errors, still_skipping: bool
+    find: Callable[[str, str], None],
+    precision: str,
+    ours: Errors,
+    stock: Errors,
+    still_skipping: bool,
+    where: str = "",
 ) -> None:
+    """Measure by the errors of Lightning's own plugin; `where` those are of another precision, judge only ours."""
     floor = FLOOR[precision]
     rows = [
         ("the first step's gradient", ours.gradient, stock.gradient, FACTOR, floor),
@@ -239,8 +250,8 @@ def judge_numbers(
         if math.isnan(b) and not math.isnan(a):
             continue  # Lightning's own fails: there is no measure
         if a > factor * b + least or (math.isnan(a) and not math.isnan(b)):
-            find(OURS, f"error of {what} {a:.2g}, with Lightning's own plugin {b:.2g}")
-        elif b > factor * a + least:
+            find(OURS, f"error of {what} {a:.2g}, with Lightning's own plugin {b:.2g}{where}")
+        elif not where and b > factor * a + least:
             find(STOCKS, f"error of {what} {b:.2g} with Lightning's own plugin, {a:.2g} with ours")
 
 

@@ -220,6 +220,24 @@ def test_what_only_the_stock_plugin_cannot_do_is_its_own() -> None:
     assert result.verdict("fp16") == STOCKS
 
 
+def test_where_the_stock_plugin_fails_its_other_precision_is_the_measure() -> None:
+    def change(arm: Arm, outcome: Outcome) -> None:
+        if arm.whose == "stock" and arm.precision == "fp16":
+            outcome.error = "RuntimeError: no"
+        if arm.whose == "ours" and arm.precision == "fp16":
+            outcome.losses[0] *= factor
+
+    factor = 1.0
+    result = judged(precisions=("bf16", "fp16"), change=change)
+    assert not result.ours
+    assert result.verdict("fp16") == STOCKS
+    factor = 1.1
+    found = ours(judged(precisions=("bf16", "fp16"), change=change))
+    assert len(found) == 2, found  # the first loss, and all of them
+    assert found[0].startswith("fp16: OURS: error of the first loss 0.09")
+    assert found[0].endswith("in bf16")
+
+
 def test_observations() -> None:
     class Counts(Small):
         seen: list[str]
