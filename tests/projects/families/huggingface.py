@@ -144,7 +144,7 @@ def distilbert_tags() -> Setup:
 
 @hugging_face()
 def roberta_regression() -> Setup:
-    """RoBERTa for regression, where the labels are half precision or not as the batch is."""
+    """RoBERTa for regression: the squared error is in half precision."""
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     config = RobertaConfig(**SMALL, num_labels=1, problem_type="regression", **ENDS, max_position_embeddings=32)
@@ -183,7 +183,7 @@ def t5_translation() -> Setup:
 
 @hugging_face()
 def bart_summary() -> Setup:
-    """BART: encoder and decoder, label smoothing by hand is left out, tied head."""
+    """BART: encoder and decoder, learned positions, a head tied to the embedding."""
     from transformers import BartConfig, BartForConditionalGeneration
 
     config = BartConfig(
@@ -212,7 +212,7 @@ def llama() -> Setup:
 
 
 @hugging_face()
-def llama_with_layernorms_in_fp32() -> Setup:
+def llama_checkpointing_clip_value() -> Setup:
     """LLaMA-like with gradient checkpointing (not reentrant) and clipping by value."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
