@@ -86,7 +86,8 @@ class Outcome:
     error: str | None = None
     traceback: str = ""
     losses: list[float] = field(default_factory=list)
-    moved: list[bool] = field(default_factory=list)  # per batch: did a weight change, or the optimizer's state (lr 0)?
+    # per batch, for each optimizer: did a weight of it change, or its state (learning rate 0)?
+    moved: list[tuple[bool, ...]] = field(default_factory=list)
     rates: list[list[float]] = field(default_factory=list)  # per batch: the learning rates
     gradients: dict[str, Tensor] = field(default_factory=dict)  # true ones, of the first optimizer step
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -99,6 +100,11 @@ class Outcome:
     seconds: float = 0.0
 
     @property
+    def steps(self) -> int:
+        """Of how many was something seen? Several of one optimizer in a batch are one."""
+        return sum(map(sum, self.moved))
+
+    @property
     def first_step_has_gradients(self) -> bool:
         return bool(self.gradients) and all(bool(g.isfinite().all()) for g in self.gradients.values())
 
@@ -108,7 +114,7 @@ class Recorder(Callback):
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self.before: list[Tensor] = []
+        self.before: list[list[Tensor]] = []
         self.steps = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -126,16 +132,19 @@ class Recorder(Callback):
         if loss is not None:
             outcome.losses.append(float(torch.as_tensor(loss).detach().double().mean()))
         now = self.everything(trainer, module)
-        outcome.moved.append(len(now) != len(self.before) or not all(map(torch.equal, now, self.before)))
+        apart = (len(a) != len(b) or not all(map(torch.equal, a, b)) for a, b in zip(now, self.before, strict=False))
+        outcome.moved.append(tuple(apart))
         outcome.rates.append([float(g["lr"]) for o in trainer.optimizers for g in o.param_groups if "lr" in g])
         if trainer.global_step > self.steps and not outcome.gradients:
             self.look(parameters)
 
     @staticmethod
-    def everything(trainer: L.Trainer, module: L.LightningModule) -> list[Tensor]:
-        """What an optimizer step changes."""
-        weights = [p for p in module.parameters() if p.requires_grad]
-        return [t.detach().clone() for t in (*weights, *state_of(trainer.optimizers))]
+    def everything(trainer: L.Trainer, module: L.LightningModule) -> list[list[Tensor]]:
+        """What a step of each optimizer changes."""
+        found = [
+            [*(p for group in o.param_groups for p in group["params"]), *state_of([o])] for o in trainer.optimizers
+        ] or [[p for p in module.parameters() if p.requires_grad]]
+        return [[t.detach().clone() for t in tensors] for tensors in found]
 
     def look(self, parameters: Mapping[str, Tensor]) -> None:
         self.outcome.gradients = {n: copy(p.grad) for n, p in parameters.items() if p.grad is not None}
@@ -161,9 +170,12 @@ class RecorderBeforeTheStep(Recorder):
 
 
 def copy(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    tensor = dense(tensor.detach())
     return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def is_users(key: str) -> bool:
@@ -217,7 +229,7 @@ def make_trainer(project: Project, setup: Setup, arm: Arm, outcome: Outcome, plu
 
 def finish(setup: Setup, trainer: L.Trainer, outcome: Outcome) -> None:
     outcome.metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if is_users(k) and v.numel() == 1}
-    outcome.weights = {n: t.detach().clone() for n, t in tensors(setup.module).items()}
+    outcome.weights = {n: dense(t.detach()).clone() for n, t in tensors(setup.module).items()}
     outcome.optimizers = [t.detach().clone() for t in state_of(trainer.optimizers)]
     outcome.structure = structure(setup.module, trainer)
     if setup.observe is not None:

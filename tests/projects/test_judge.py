@@ -125,6 +125,37 @@ def test_skipped_steps() -> None:
     assert any("3 of 3" in text and "skipped" in text for text in ours(judged(plugin=wasteful, precisions=("fp16",))))
 
 
+def test_several_optimizers_are_counted_one_by_one() -> None:
+    class Two(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loss = nn.functional.cross_entropy(self.net(batch[0]) * self.scale, batch[1])
+            self.log("loss", loss)
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD([self.scale], lr=0.1)
+
+    class SkipsTheSecond(AmpPrecision):
+        def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if optimizer is self._module.trainer.optimizers[1] and self.precision == "bf16-mixed":
+                return None
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    assert judged(lambda: Setup(Two(), vectors(24))).steps == 6
+    result = judged(lambda: Setup(Two(), vectors(24)), plugin=SkipsTheSecond)
+    assert "bf16: OURS: steps skipped in 3 of 3 batches at the default scale, with Lightning's own plugin 0" in ours(
+        result
+    )
+
+
 def test_callbacks_that_change_something() -> None:
     def change(arm: Arm, outcome: Outcome) -> None:
         if arm.callbacks and arm.precision == "bf16":
@@ -155,6 +186,30 @@ def test_what_autocast_cannot_do_is_autocasts() -> None:
     assert "fails with both plugins" in str(result.findings[0])
 
 
+def test_losses_that_become_nan() -> None:
+    def change(arm: Arm, outcome: Outcome) -> None:
+        if arm.precision == "bf16" and arm.whose in whose:
+            outcome.losses[-1] = float("nan")
+
+    whose: tuple[str, ...] = ("ours",)
+    assert "bf16: OURS: finite losses: False instead of True" in ours(judged(change=change))
+    whose = ("ours", "stock")
+    result = judged(change=change)
+    assert not result.ours
+    assert result.verdict("bf16") == AUTOCASTS
+
+
+def test_what_a_module_does_to_itself_under_both_plugins_is_not_ours() -> None:
+    def change(arm: Arm, outcome: Outcome) -> None:
+        if arm.precision == "bf16" and arm.whose in whose:
+            outcome.structure["module net.0"].add("attribute `more`")
+
+    whose: tuple[str, ...] = ("ours", "stock")
+    assert not judged(change=change).ours
+    whose = ("ours",)
+    assert any("left on the user's objects" in text for text in ours(judged(change=change)))
+
+
 def test_what_only_the_stock_plugin_cannot_do_is_its_own() -> None:
     def lbfgs() -> Setup:
         return Setup(Small(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2)), vectors(24))
@@ -163,6 +218,24 @@ def test_what_only_the_stock_plugin_cannot_do_is_its_own() -> None:
     result = judge(project, callbacks=False)
     assert not result.ours
     assert result.verdict("fp16") == STOCKS
+
+
+def test_where_the_stock_plugin_fails_its_other_precision_is_the_measure() -> None:
+    def change(arm: Arm, outcome: Outcome) -> None:
+        if arm.whose == "stock" and arm.precision == "fp16":
+            outcome.error = "RuntimeError: no"
+        if arm.whose == "ours" and arm.precision == "fp16":
+            outcome.losses[0] *= factor
+
+    factor = 1.0
+    result = judged(precisions=("bf16", "fp16"), change=change)
+    assert not result.ours
+    assert result.verdict("fp16") == STOCKS
+    factor = 1.1
+    found = ours(judged(precisions=("bf16", "fp16"), change=change))
+    assert len(found) == 2, found  # the first loss, and all of them
+    assert found[0].startswith("fp16: OURS: error of the first loss 0.09")
+    assert found[0].endswith("in bf16")
 
 
 def test_observations() -> None:
