@@ -259,12 +259,13 @@ class CompiledBackwardWithoutAutocast:
 # --- Lightning: the precision plugin ----------------------------------------------------------------------------------
 
 
-def run_step_hooks(plugin: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
-    """`on_before_optimizer_step` of callbacks and module, then clipping: Lightning's own order, in `Precision`.
+def run_clipping(plugin: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
+    """`configure_gradient_clipping` with the Trainer's settings, as `Precision` runs it; none in manual optimization.
 
-    Private, but the one place where this order is written; can go when Lightning makes it public.
+    Private; can go when Lightning makes it public.
     """
-    plugin._after_closure(module, optimizer)
+    trainer = module.trainer
+    plugin._clip_gradients(module, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
 
 def run_hook(module: Any, name: str, *args: Any) -> None:

@@ -10,6 +10,7 @@ One optimizer step, for every precision and for automatic and manual optimizatio
     unscale, once                    or when `clip_gradients` or `unscale_` asks for true gradients before
     check finite                     one flag per optimizer, on the device
     on_before_optimizer_step         callbacks, then module: true gradients, fused optimizers included
+    check again                      where a hook, or the user's own clipping, may have changed them
     clip                             `configure_gradient_clipping`
     step or skip                     `optimizer.step` runs with a closure that did all of the above, as in fp32
     record                           references to the device's scalars, read back in blocks
@@ -343,7 +344,7 @@ class AmpPrecision(Clipping, ForwardContexts):
                 optimizer,
                 # in automatic optimization Lightning's closure enters the forward context around `training_step` itself
                 closure if automatic else partial(self._in_forward_context, closure),
-                partial(_compat.run_step_hooks, self, model, optimizer),
+                partial(self._look, model, optimizer),
                 fold=fold,
                 max_norm=max_norm,
                 closure_runs_backward=isinstance(closure, Closure),
@@ -353,6 +354,15 @@ class AmpPrecision(Clipping, ForwardContexts):
         if automatic:
             self._steps.finish_batch()
         return output
+
+    def _look(self, module: LightningModule, optimizer: Optimizer) -> None:
+        gate = self._gate(module)
+        if gate.somebody_looks:
+            _compat.run_hook(module, "on_before_optimizer_step", optimizer)
+            self._steps.check_again(optimizer)
+        _compat.run_clipping(self, module, optimizer)
+        if gate.own_clipping:
+            self._steps.check_again(optimizer)
 
     def _in_forward_context(self, closure: Callable[[], Any]) -> Any:
         with self.forward_context():
