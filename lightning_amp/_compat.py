@@ -103,6 +103,11 @@ def give_found_inf(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
     scaler._per_optimizer_states[0]["found_inf_per_device"] = {found_inf.device: found_inf}
 
 
+def optimizer_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a scaler knows of an optimizer until its next update, to keep a note there that is forgotten then."""
+    return scaler._per_optimizer_states[id(optimizer)]
+
+
 def _no_optimizer_states() -> Any:
     return defaultdict(torch.amp.grad_scaler._refresh_per_optimizer_state)
 
@@ -133,6 +138,11 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     Only torch's own classes are taken at their word: somebody else's fused optimizer may read them before.
     """
     return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether Lightning's own plugin leaves unscaling to this optimizer; it asks for the same attribute."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -39,17 +39,15 @@ from typing_extensions import override
 from lightning_amp import _compat
 from lightning_amp.precision import _checks, _choice, _islands, _state, _strategies
 from lightning_amp.precision._anomaly import AnomalyCheck
-from lightning_amp.precision._clipping import Clipping
 from lightning_amp.precision._evaluation import Surroundings
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._guards import FitGuards
 from lightning_amp.precision._hooks import HookGate
-from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
+from lightning_amp.precision._manual import ManualHelpers
+from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
 
-_NOTHING = contextlib.nullcontext()
 
-
-class AmpPrecision(Clipping, ForwardContexts):
+class AmpPrecision(ManualHelpers, ForwardContexts):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -134,6 +132,7 @@ class AmpPrecision(Clipping, ForwardContexts):
     def _start_run(self) -> None:
         limit = self.scaler.max_consecutive_skips if isinstance(self.scaler, DynamicLossScaler) else 64
         self._log = RecordLog(limit)
+        self._derivatives = DerivativeScale()
         self._steps = OptimizerSteps(self.scaler, self.skip_nonfinite, self._log)
         self._module: LightningModule | None = None
         self._hook_gate: HookGate | None = None
@@ -281,11 +280,6 @@ class AmpPrecision(Clipping, ForwardContexts):
         if self._guards is not None:
             self._guards.settle()
 
-    def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
-        if torch.is_autocast_enabled(self.device):
-            return torch.autocast(self.device, enabled=False)
-        return _NOTHING
-
     # -- backward ------------------------------------------------------------------------------------------------------
 
     @override
@@ -368,43 +362,6 @@ class AmpPrecision(Clipping, ForwardContexts):
         with self.forward_context():
             return closure()
 
-    def unscale_(self, optimizer: Any) -> None:
-        """Make the gradients of `optimizer` true ones, for a manual training loop that wants to look or to clip itself.
-
-        Idempotent within a step; does nothing without loss scaling. A backward that follows carries the gradients back
-        to the scale, so accumulating after looking is fine.
-
-        Args:
-            optimizer: From `self.optimizers()`, or the user's own.
-
-        """
-        self._steps.unscale_(_compat.unwrap_optimizer(optimizer))
-
-    def scaled_grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """`torch.autograd.grad` through the loss scale, so that small gradients do not become zero in fp16.
-
-        For gradient penalties: call it inside `training_step` with `create_graph=True`; what comes back are true
-        gradients in float32.
-
-        Args:
-            outputs: Tensor of any shape, or a sequence of them.
-            inputs: What to differentiate by.
-            kwargs: Go to `torch.autograd.grad`; `grad_outputs` too.
-
-        Returns:
-            One gradient per input, of its shape; `None` where `allow_unused`.
-
-        """
-        single = isinstance(outputs, Tensor)
-        outputs = [outputs] if single else list(outputs)
-        scaler = self._steps.scaler
-        with self._autocast_off():
-            if scaler is None:
-                return torch.autograd.grad(outputs, inputs, **kwargs)
-            scale = _compat.scale_tensor(scaler, outputs[0].device)
-            grads = torch.autograd.grad([o * scale.to(o.device) for o in outputs], inputs, **kwargs)
-            return tuple(None if g is None else g.float() / scale.to(g.device) for g in grads)
-
     def _describe_skips(self) -> str:
         return "" if self._module is None else _checks.nonfinite_gradients(self._module)
 
@@ -416,7 +373,7 @@ class AmpPrecision(Clipping, ForwardContexts):
             self._guards.settle()
         self._steps.finish_batch()
         self._log.flush()
-        return _state.dump(self.scaler, self._log)
+        return _state.dump(self.scaler, self._log, self._derivatives)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -424,7 +381,8 @@ class AmpPrecision(Clipping, ForwardContexts):
 
     def _load(self, state_dict: dict[str, Any], name: str) -> None:
         path = None if self._module is None else self._module.trainer.ckpt_path
-        _state.load(state_dict, self.scaler, self._log, name if path is None else f"{path}: {name}")
+        name = name if path is None else f"{path}: {name}"
+        _state.load(state_dict, self.scaler, self._log, self._derivatives, name)
         if self.scaler is not None:
             self._steps.first_scale = self.scaler.get_scale()
 
@@ -444,7 +402,17 @@ class AmpPrecision(Clipping, ForwardContexts):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the scaler, not the run."""
-        run = ("_log", "_steps", "_module", "_hook_gate", "_guards", "_anomaly", "_compiling", "_surroundings")
+        run = (
+            "_log",
+            "_derivatives",
+            "_steps",
+            "_module",
+            "_hook_gate",
+            "_guards",
+            "_anomaly",
+            "_compiling",
+            "_surroundings",
+        )
         run += ("_training_step",)
         return {k: v for k, v in vars(self).items() if k not in run}
 
