@@ -182,13 +182,14 @@ def momentum_is_uninitialised(optimizer: torch.optim.SGD) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anybody registered a hook around `step`, on this optimizer or on all."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _optimizer_module._global_optimizer_pre_hooks
-        or _optimizer_module._global_optimizer_post_hooks
-    )
+    """Whether anybody registered a hook around `step`, on this optimizer or on all; one that `only_looks` is none."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return True
+    for hooks in (_optimizer_module._global_optimizer_pre_hooks, _optimizer_module._global_optimizer_post_hooks):
+        for hook in hooks.values():
+            if not getattr(hook, "only_looks", False):
+                return True
+    return False
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -44,6 +44,7 @@ from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._guards import FitGuards
 from lightning_amp.precision._hooks import HookGate
 from lightning_amp.precision._manual import ManualHelpers
+from lightning_amp.precision._unseen_steps import UnseenSteps
 from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
 
 
@@ -137,6 +138,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         self._module: LightningModule | None = None
         self._hook_gate: HookGate | None = None
         self._guards: FitGuards | None = None
+        self._unseen: UnseenSteps | None = None
         self._anomaly: AnomalyCheck | None = None
         self._surroundings = Surroundings()
         self._compiling = _compat.CompiledBackwardWithoutAutocast()
@@ -236,6 +238,8 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
                 self._steps.device = module.trainer.strategy.root_device
                 self._steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
             self._compiling.start()
+            if self._steps.scaler is not None:
+                self._unseen = UnseenSteps(module, self._steps)
             if self._steps.guarded:  # the schedulers are not in the strategy yet; `enter_step` finds them
                 self._guards = FitGuards(module, self._steps)
         return super().connect(model, optimizers, lr_schedulers)
@@ -250,9 +254,11 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         finally:
             if self._guards is not None:
                 self._guards.detach()
+            if self._unseen is not None:
+                self._unseen.detach()
             self._surroundings.detach()
             self._compiling.stop()
-            self._module = self._hook_gate = self._guards = self._training_step = None
+            self._module = self._hook_gate = self._guards = self._unseen = self._training_step = None
             self._steps.attach([])
             super().teardown()
 
@@ -299,13 +305,17 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         anomaly, self._anomaly = self._anomaly, None
-        with self._autocast_off():
-            if anomaly is None:
-                super().backward(tensor, model, optimizer, *args, **kwargs)
-            else:
-                with anomaly:
-                    super().backward(tensor, model, optimizer, *args, **{**kwargs, "retain_graph": True})
-                anomaly.check(model)
+        self._steps.begin_backward()
+        try:
+            with self._autocast_off():
+                if anomaly is None:
+                    super().backward(tensor, model, optimizer, *args, **kwargs)
+                else:
+                    with anomaly:
+                        super().backward(tensor, model, optimizer, *args, **{**kwargs, "retain_graph": True})
+                    anomaly.check(model)
+        finally:
+            self._steps.backward_scale = None
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
@@ -409,11 +419,11 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
             "_module",
             "_hook_gate",
             "_guards",
+            "_unseen",
             "_anomaly",
             "_compiling",
-            "_surroundings",
         )
-        run += ("_training_step",)
+        run += ("_surroundings", "_training_step")
         return {k: v for k, v in vars(self).items() if k not in run}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

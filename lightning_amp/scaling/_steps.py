@@ -22,8 +22,9 @@ from lightning_amp.scaling._gradients import (
     in_host_memory,
     parameters,
 )
+from lightning_amp.scaling._moves import move_scale
 from lightning_amp.scaling._records import RecordLog
-from lightning_amp.scaling._scaler import DynamicLossScaler, held_by, merge_losses, nonfinite_flag
+from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite_flag
 from lightning_amp.scaling._windows import Guards, Outcome, Window, always_calls_closure, inverse, snapshot
 
 
@@ -56,6 +57,9 @@ class OptimizerSteps:
         self.first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         self.all_reduce_max: Callable[[Tensor], Any] | None = None  # in place over all ranks; `None` for one process
         self.device: torch.device | None = None  # that `all_reduce_max` works on; `None`: where the gradients are
+        self.stepping = False  # inside of the plugin's own step, outside of its closure
+        self.backward_scale: Tensor | None = None  # during a scaled backward
+        self.scale_of_unknown: Callable[[Optimizer], Tensor | None] | None = None  # of gradients met for the first time
         self._attempts: list[Outcome] = []
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
@@ -67,7 +71,10 @@ class OptimizerSteps:
         """The window of an optimizer; one that was made inside the training step gets the next index."""
         window = self.windows.get(id(optimizer))
         if window is None:
-            window = self.windows[id(optimizer)] = Window(optimizer, len(self.windows))
+            window = Window(optimizer, len(self.windows))
+            if self.scale_of_unknown is not None:
+                window.scale = self.scale_of_unknown(optimizer)
+            self.windows[id(optimizer)] = window
         return window
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -84,6 +91,10 @@ class OptimizerSteps:
         scaled = self.scaler.scale(loss)  # first: it makes the scale, and a float16 loss may lower it
         self._carry(_compat.scale_tensor(self.scaler))
         return scaled
+
+    def begin_backward(self) -> None:
+        """The backward of a scaled loss begins; `backward_scale` is `None` again when it is over."""
+        self.backward_scale = None if self.scaler is None else _compat.scale_tensor(self.scaler)
 
     def _gradients_were_dropped(self, window: Window) -> bool:
         """Whether there are none although there should be: a rank without a shard of the parameters never has any."""
@@ -240,6 +251,12 @@ class OptimizerSteps:
         skipped: Tensor | bool = False
 
         def amp_closure() -> Any:
+            self.stepping = False
+            output = checked_closure()
+            self.stepping = True
+            return output
+
+        def checked_closure() -> Any:
             nonlocal result, skipped
             result = closure()
             window.closure_calls += 1
@@ -275,6 +292,7 @@ class OptimizerSteps:
                 window.clear_flag = found_inf
             return result
 
+        outer, self.stepping = self.stepping, True
         try:
             output = optimizer.step(closure=amp_closure, **kwargs)
         except _Skip as skip:
@@ -284,6 +302,7 @@ class OptimizerSteps:
             if undo is not None and window.closure_calls > 1:
                 undo()
         finally:
+            self.stepping = outer
             if window.decides_on_device:
                 _compat.clear_amp_attributes(optimizer)
             window.stepped = True
@@ -393,38 +412,9 @@ class OptimizerSteps:
         scale: Tensor | None = None
         if self.scaler is not None and self._attempts:
             attempts, self._attempts = self._attempts, []
-            self._move_scale(self.scaler, [a for a in attempts if a.counts_for_scale])
+            move_scale(self.scaler, [a for a in attempts if a.counts_for_scale])
             scale = _compat.scale_tensor(self.scaler)
         self.log.close_batch(scale)
-
-    def _move_scale(self, scaler: torch.amp.GradScaler, attempts: list[Outcome]) -> None:
-        if not attempts:
-            return
-        scale = _compat.scale_tensor(scaler)
-        ours = isinstance(scaler, DynamicLossScaler)
-        found_inf: Tensor | None = None
-        held: Tensor | None = None
-        uncertain = [a for a in attempts if a.overflowed is not False]
-        if len(uncertain) == 1 and ours:  # the usual case, in as few launches as possible
-            found_inf = uncertain[0].flag(scale)
-            loss = uncertain[0].loss
-            scaler.advance(found_inf, None if loss is None else held_by(loss, found_inf))
-            return
-        for attempt in uncertain:
-            flag = attempt.flag(scale)
-            if attempt.loss is not None and ours:
-                loss_flag = held_by(attempt.loss, flag).to(torch.float32)
-                held = loss_flag if held is None else torch.maximum(held, loss_flag)
-                flag = flag * (1 - loss_flag)  # an overflow of another optimizer still counts
-            found_inf = flag if found_inf is None else torch.maximum(found_inf, flag)
-        if found_inf is None:
-            found_inf = constant(0.0, scale.device)
-        if ours:
-            scaler.advance(found_inf, None if held is None else held * (1 - found_inf))
-        else:
-            _compat.set_scale_tensor(scaler, scale.clone())  # its update works in place; records keep the old tensor
-            _compat.give_found_inf(scaler, found_inf)
-            scaler.update()
 
 
 def _new_flag(window: Window, device: torch.device) -> Tensor:
