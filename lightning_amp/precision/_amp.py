@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp import _compat
+from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.precision import _checks, _choice, _islands, _state, _strategies
 from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._evaluation import Surroundings
@@ -116,6 +117,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         self._first_scaler_state = None if scaler is None else scaler.state_dict()
         if self._choice is not None:
             self._settle_scaler()
+        self._last_trainer = LastTrainer()
         self._start_run()
 
     def _settle_scaler(self) -> None:
@@ -130,10 +132,13 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
                 " is that of fp32, so nothing underflows: leave `scaler` out, or use precision 'fp16'."
             )
 
-    def _start_run(self) -> None:
+    def _start_run(self, goes_on: bool = False) -> None:
         limit = self.scaler.max_consecutive_skips if isinstance(self.scaler, DynamicLossScaler) else 64
-        self._log = RecordLog(limit)
-        self._derivatives = DerivativeScale()
+        before, self._log = self._log if goes_on else None, RecordLog(limit)
+        if before is None:
+            self._derivatives = DerivativeScale()
+        else:
+            self._log.restore(before.num_steps, before.num_skipped, list(before.streak), before.last)
         self._steps = OptimizerSteps(self.scaler, self.skip_nonfinite, self._log)
         self._module: LightningModule | None = None
         self._hook_gate: HookGate | None = None
@@ -167,13 +172,13 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps that were applied in this run. Waits for the device."""
+        """Optimizer steps that were applied in this run: in all fits of one Trainer. Waits for the device."""
         self._log.flush()
         return self._log.num_steps
 
     @property
     def num_skipped(self) -> int:
-        """Optimizer steps that were skipped in this run. Waits for the device."""
+        """Optimizer steps that were skipped in this run: in all fits of one Trainer. Waits for the device."""
         self._log.flush()
         return self._log.num_skipped
 
@@ -216,18 +221,23 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         self._eval_choice = _choice.for_evaluation(self._eval_requested, self._choice, device)
         if self.scaler is not None:
             _compat.set_scaler_device(self.scaler, self.device)
-        if module.trainer.state.fn == TrainerFn.FITTING:  # a fresh fit starts fresh; a checkpoint is restored later
-            if isinstance(self.scaler, DynamicLossScaler):
-                self.scaler.reset()
-            elif self.scaler is not None and self._first_scaler_state:
-                _compat.reset_scale(self.scaler, self._first_scaler_state["scale"])
-            self._start_run()
+        if module.trainer.state.fn == TrainerFn.FITTING:  # a checkpoint is restored later
+            goes_on = self._last_trainer.goes_on(module.trainer)
+            if not goes_on:
+                self._reset_scaler()
+            self._start_run(goes_on)
             self._log.describe_skips = self._describe_skips
         mixed = self._choice.mixed or self._eval_choice.mixed
         self._surroundings.attach(module, self.device, self.fp32_modules, mixed=mixed)
         self._module = module
         if module.trainer.state.fn == TrainerFn.FITTING:  # here, since a strategy may wrap what it is given
             _checks.check(module, self._choice, device, self._surroundings.fp32_modules)
+
+    def _reset_scaler(self) -> None:
+        if isinstance(self.scaler, DynamicLossScaler):
+            self.scaler.reset()
+        elif self.scaler is not None and self._first_scaler_state:
+            _compat.reset_scale(self.scaler, self._first_scaler_state["scale"])
 
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -405,6 +415,10 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._reset_scaler()  # what it does not know starts afresh, also where an earlier fit left something
+        self._log.restore(0, 0, [], None)
+        self._derivatives = DerivativeScale()
+        self._steps.first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         if type(self).__qualname__ not in checkpoint:  # else Lightning itself calls `load_state_dict`
             key = _state.find(checkpoint)
             if key is not None:
