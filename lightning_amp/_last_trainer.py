@@ -19,7 +19,10 @@ class LastTrainer:
     def goes_on(self, trainer: Any) -> bool:
         """Ask once, as a fit begins; remembers its Trainer."""
         same = self._trainer is not None and self._trainer() is trainer
-        self._trainer = weakref.ref(trainer)
+        try:
+            self._trainer = weakref.ref(trainer)
+        except TypeError:  # something that stands in for a Trainer
+            self._trainer = None
         return same
 
     def __reduce__(self) -> tuple[Any, ...]:
