@@ -87,8 +87,8 @@ def fit(module: L.LightningModule, plugin: AmpPrecision, *callbacks: L.Callback,
     return trainer
 
 
-def fp16(scale: float = 2.0**10) -> AmpPrecision:
-    # By default 64 skips in a row stop the run.
+def fp16(scale: float = 2.0**16) -> AmpPrecision:
+    # The default scale; but by default 64 skips in a row stop the run.
     return AmpPrecision("fp16", scaler=DynamicLossScaler(scale, max_consecutive_skips=1000))
 
 
@@ -98,8 +98,7 @@ def nan_loss() -> None:
     print("\nwith 'bf16':")
     fit(Regression(Energy()), AmpPrecision("bf16"), OverflowLocator(), ScaleMonitor())
     print("\nwith what makes and takes the large number in fp32:")
-    scaler = DynamicLossScaler(2.0**10)
-    plugin = AmpPrecision("fp16", scaler=scaler, fp32_modules=["middle", "head"])
+    plugin = AmpPrecision("fp16", fp32_modules=["middle", "head"])
     fit(Regression(Energy()), plugin, OverflowLocator(), ScaleMonitor())
 
 

@@ -104,6 +104,11 @@ def give_found_inf(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
     scaler._per_optimizer_states[0]["found_inf_per_device"] = {found_inf.device: found_inf}
 
 
+def optimizer_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a scaler knows of an optimizer until its next update, to keep a note there that is forgotten then."""
+    return scaler._per_optimizer_states[id(optimizer)]
+
+
 def _no_optimizer_states() -> Any:
     return defaultdict(torch.amp.grad_scaler._refresh_per_optimizer_state)
 
@@ -149,6 +154,11 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether Lightning's own plugin leaves unscaling to this optimizer; it asks for the same attribute."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether such an optimizer still is: a checkpoint brings the `fused` of the run that wrote it."""
     return all(group["fused"] for group in optimizer.param_groups)
@@ -186,13 +196,14 @@ def momentum_is_uninitialised(optimizer: torch.optim.SGD) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anybody registered a hook around `step`, on this optimizer or on all."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _optimizer_module._global_optimizer_pre_hooks
-        or _optimizer_module._global_optimizer_post_hooks
-    )
+    """Whether anybody registered a hook around `step`, on this optimizer or on all; one that `only_looks` is none."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return True
+    for hooks in (_optimizer_module._global_optimizer_pre_hooks, _optimizer_module._global_optimizer_post_hooks):
+        for hook in hooks.values():
+            if not getattr(hook, "only_looks", False):
+                return True
+    return False
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -307,12 +318,13 @@ class CompiledBackwardWithoutAutocast:
 # --- Lightning: the precision plugin ----------------------------------------------------------------------------------
 
 
-def run_step_hooks(plugin: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
-    """`on_before_optimizer_step` of callbacks and module, then clipping: Lightning's own order, in `Precision`.
+def run_clipping(plugin: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
+    """`configure_gradient_clipping` with the Trainer's settings, as `Precision` runs it; none in manual optimization.
 
-    Private, but the one place where this order is written; can go when Lightning makes it public.
+    Private; can go when Lightning makes it public.
     """
-    plugin._after_closure(module, optimizer)
+    trainer = module.trainer
+    plugin._clip_gradients(module, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
 
 def run_hook(module: Any, name: str, *args: Any) -> None:

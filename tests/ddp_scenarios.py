@@ -29,7 +29,8 @@ from lightning_amp.scaling import OptimizerSteps, RecordLog
 
 BATCHES, SIZE, FEATURES = 9, 4, 8
 Trouble = dict[tuple[int, int], str]
-"""(rank, batch): "nan" or "inf" (a loss with finite gradients), or "gradient"."""
+"""(rank, batch): "nan" or "inf" (a loss and its gradients), "detached" (only the loss), "head" (a loss that reaches
+one parameter, and no other rank), or "gradient" (only the gradients)."""
 
 
 def data(world_size: int, without: tuple[int, ...] = ()) -> DataLoader[Any]:
@@ -78,7 +79,11 @@ class Net(L.LightningModule):
         kind = self.trouble.get((self.global_rank, number))
         if kind == "gradient":
             return Infinite.apply(loss)
-        return loss + {"nan": torch.nan, "inf": torch.inf, None: 0.0}[kind]
+        if kind == "detached":
+            return loss + torch.inf
+        if kind == "head":
+            return loss + self.head.bias.sum() * torch.nan
+        return loss * {"nan": torch.nan, "inf": torch.inf, None: 1.0}[kind]
 
     def loss(self, x: Tensor) -> Tensor:
         return nn.functional.mse_loss(self.head(self.body(x)).float(), x.sum(1, keepdim=True))
@@ -206,6 +211,29 @@ def every_kind_bf16() -> Any:
 
 
 @scenario
+def infinite_losses_with_finite_gradients() -> Any:
+    """Are steps like any other."""
+    trouble: Trouble = {(1, 1): "detached", (0, 4): "detached", (1, 4): "detached"}
+    return both(lambda t: Net(t, fused), trouble, (), gradient_clip_val=0.5)
+
+
+class Mending(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+@scenario
+def mended_gradients() -> Any:
+    """Taken on both ranks, as without any guard; an overflow lowers the scale on both all the same."""
+    plain = AmpPrecision("fp32", skip_nonfinite=False)
+    return {
+        "with": train(Mending(EVERY_KIND, fused, norm=False)),
+        "without": train(Mending(EVERY_KIND, fused, norm=False), plugin=plain),
+    }
+
+
+@scenario
 def accumulation() -> Any:
     """Trouble in unsynchronised micro-batches, of other ranks at other times: the whole window goes."""
     trouble: Trouble = {(1, 0): "gradient", (0, 4): "nan", (1, 3): "inf"}
@@ -289,7 +317,7 @@ class Pair(Net):
 
 
 class NeverSecond(Pair):
-    """What `bsbs` must equal: the bad batches never reach the second optimizer."""
+    """What both orders must equal: the bad batches never reach the second optimizer."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if int(batch[1][0]) not in (1, 2, 4, 6):
@@ -305,9 +333,6 @@ class NeverSecond(Pair):
 
 def _pair(order: str, make: Any) -> Any:
     options: dict[str, Any] = {"strategy": {"find_unused_parameters": True}}
-    if order == "bbss":
-        losses: Trouble = {(1, 1): "nan", (1, 2): "inf", (0, 6): "inf"}
-        return both(lambda t: Pair(t, make, order), losses, (1, 2, 6), **options)
     reference = train(NeverSecond({}, make, order), plugin=scaled(), **options)
     return {"with": train(Pair(EVERY_KIND, make, order), plugin=scaled(), **options), "without": reference}
 
@@ -366,7 +391,8 @@ def autocast_bf16() -> Any:
 
 @scenario
 def no_gradients_on_one_rank() -> Any:
-    """Only rank 0 has gradients; in step 2 nobody has, in step 3 the loss of the other rank is NaN."""
+    """Only rank 0 has gradients; in step 2 nobody has, in step 3 the loss of the other rank is NaN, in step 5 it is
+    NaN again and the gradients overflow."""
     log, scaler = RecordLog(), DynamicLossScaler(1024.0, growth_interval=2, device=DEVICE)
     steps = OptimizerSteps(scaler, skip_nonfinite=True, log=log)
     rank = torch.distributed.get_rank()
@@ -376,9 +402,11 @@ def no_gradients_on_one_rank() -> Any:
     optimizer = torch.optim.SGD([weight], lr=0.5)
     steps.attach([optimizer])
     scales: list[float] = []
-    for i in range(5):
+    for i in range(6):
         used = weight if rank == 0 and i != 2 else other
-        loss = used.sum() + (torch.nan if i == 3 and rank == 1 else 0.0)
+        loss = used.sum() + (torch.nan if i in (3, 5) and rank == 1 else 0.0)
+        if i == 5 and rank == 0:
+            loss = Infinite.apply(loss)
 
         def closure(loss: Tensor = loss) -> None:
             optimizer.zero_grad()
@@ -457,7 +485,7 @@ class Contrastive(Net):
 def overflow_reports_of_a_step_with_collectives() -> Any:
     """Only one rank finds a cause, and that in the first batch of the window."""
     locator = OverflowLocator()
-    trouble = {(1, 0): "nan", (1, 5): "gradient"}
+    trouble = {(1, 0): "head", (1, 5): "gradient"}
     module = Contrastive(trouble, norm=False)
     seen = train(module, callbacks=[locator, GradientMonitor(1)], accumulate_grad_batches=2)
     return {

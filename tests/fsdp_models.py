@@ -138,7 +138,7 @@ class TwoParts(Shared):
         batch = self.share(batch)
         loss = nn.functional.mse_loss(self.head(self.net(batch)), batch.sum(1, keepdim=True))
         if batch_idx in self.inf_at and self.global_rank == self.rank % self.trainer.world_size:
-            loss = loss + float("inf")  # the gradients stay finite
+            loss = loss * float("inf")
         self.manual_backward(loss)
         if batch_idx == 3:
             return

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_amp import _compat
+from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.callbacks._copying import is_out_of_memory
 from lightning_amp.callbacks._gradient_sample import take_sample
 from lightning_amp.callbacks._gradient_table import TOTAL, GradientRow, GradientTable, Quantity, fitting_scale
@@ -79,14 +80,15 @@ class GradientMonitor(Callback):
             raise ValueError(f'`by` must be "module" or "parameter", got {by!r}.')
         self.every_n_steps = every_n_steps
         self.by = by
-        self._reset()
+        self._last_trainer = LastTrainer()
+        self._runs = True
+        self._forget()
 
-    def _reset(self) -> None:
+    def _forget(self) -> None:
         self._table = GradientTable()
         self._histograms: dict[str, ExponentHistogram] = {}
         self._largest = 0.0
         self._next_step = 0
-        self._runs = True
 
     @property
     def table(self) -> GradientTable:
@@ -126,8 +128,8 @@ class GradientMonitor(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_lightning_trainer(self, trainer)
-        if stage == "fit":  # before a checkpoint is restored
-            self._reset()
+        if stage == "fit" and not self._last_trainer.goes_on(trainer):  # before a checkpoint is restored
+            self._forget()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -157,6 +159,10 @@ class GradientMonitor(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"rows": [list(row) for row in self._table], "largest": self._largest, "next_step": self._next_step}
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._forget()  # what an earlier fit left; `load_state_dict` follows if the checkpoint knows this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_amp import _compat
+from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.callbacks._comparison_settings import (
     checked_every_n_epochs,
     checked_limit,
@@ -100,9 +101,13 @@ class MetricComparison(Callback):
         self.limit_batches = checked_limit(limit_batches)
         self.tolerance = checked_tolerance(tolerance)
         self.on_exceed = checked_on_exceed(on_exceed)
+        self._last_trainer = LastTrainer()
+        self._forget()
+        self._begin_run()
+
+    def _forget(self) -> None:
         self._table = ComparisonTable(tolerance=self.tolerance)
         self._num_validations = 0
-        self._begin_run()
 
     @property
     def table(self) -> ComparisonTable:
@@ -124,6 +129,10 @@ class MetricComparison(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The table so far, in plain types."""
         return {"rows": [list(row) for row in self._table], "num_validations": self._num_validations}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Forget what an earlier fit left; `load_state_dict` follows if the checkpoint knows this callback."""
+        self._forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the table of a checkpoint."""
@@ -150,9 +159,8 @@ class MetricComparison(Callback):
                 " `validation_step`. Define one, or remove the callback"
             )
         self._begin_run()
-        if stage == "fit" and trainer.current_epoch == 0 and trainer.global_step == 0:
-            self._table = ComparisonTable(tolerance=self.tolerance)
-            self._num_validations = 0
+        if stage == "fit" and not self._last_trainer.goes_on(trainer):
+            self._forget()
         reason = _why_not(trainer, pl_module)
         if reason is not None:
             self._runs = False

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_amp import _compat
 from lightning_amp._files import write_atomically
+from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.callbacks._overflow_replay import BatchWindow, Finding, find, packed_step, unpacked_step
 from lightning_amp.callbacks._overflow_report import OverflowReport
 from lightning_amp.callbacks._ranks import gather, gather_on_zero
@@ -34,7 +35,7 @@ class OverflowLocator(Callback):
     ================ =====================================================================
     key              value, at every log point
     ================ =====================================================================
-    `amp/overflows`  optimizer steps skipped since the fit began, those without a report too
+    `amp/overflows`  optimizer steps skipped in this Trainer, those without a report too
     ================ =====================================================================
 
     After a skipped step it runs the batch again, on a copy of the module: same weights, batch, random numbers and
@@ -63,7 +64,7 @@ class OverflowLocator(Callback):
     :class:`~lightning_amp.AmpPrecision` can be seen; with another plugin it says so and does nothing.
 
     Args:
-        max_reports: After so many skipped steps it is silent and free, until the next fit. A resumed run goes on
+        max_reports: After so many skipped steps it is silent and free, in this Trainer. A resumed run goes on
             counting, and has the reports of its checkpoint.
         dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`. `None` writes none. If it cannot
             be written, one warning says so and training goes on. A file appears whole or not at all.
@@ -95,22 +96,26 @@ class OverflowLocator(Callback):
         self.max_reports = max_reports
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.save_bundles = bool(save_bundles)
-        self._reset()
+        self._last_trainer = LastTrainer()
+        self._forget()
+        self._begin_fit()
 
-    def _reset(self) -> None:
+    def _forget(self) -> None:
         self._reports: list[OverflowReport] = []
         self._num_located = 0
         self._num_overflows = 0
+        self._warned = False
+
+    def _begin_fit(self) -> None:
         self._plugin: AmpPrecision | None = None
         self._records: RecordLog | None = None
         self._window = BatchWindow()
         self._fresh: list[StepRecord] = []
         self._steps_seen = 0
-        self._warned = False
 
     @property
     def reports(self) -> list[OverflowReport]:
-        """The reports of this fit, on at most `max_reports` skipped steps.
+        """The reports of all fits of one Trainer, on at most `max_reports` skipped steps.
 
         The same on all ranks: one per step and rank that found a cause; of a step for which none did, that of rank 0.
         """
@@ -122,7 +127,9 @@ class OverflowLocator(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_lightning_trainer(self, trainer)
         if stage == "fit":  # before a checkpoint is restored
-            self._reset()
+            self._begin_fit()
+            if not self._last_trainer.goes_on(trainer):
+                self._forget()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -184,6 +191,10 @@ class OverflowLocator(Callback):
             self._plugin.state_dict()  # closes what hooks have stepped since the last batch, and reads it
         reports = [report.as_dict() for report in self._reports]
         return {"num_overflows": self._num_overflows, "num_located": self._num_located, "reports": reports}
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._forget()  # what an earlier fit left; `load_state_dict` follows if the checkpoint knows this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -261,7 +272,7 @@ class OverflowLocator(Callback):
                 _log.warning(f"OverflowLocator: {report}")
             if done:
                 steps = "1 skipped step" if self.max_reports == 1 else f"{self.max_reports} skipped steps"
-                _log.warning(f"OverflowLocator: {steps} looked into; no more in this fit.")
+                _log.warning(f"OverflowLocator: {steps} looked into; no more in this run.")
         if self.dirpath is not None:
             self._save(trainer, module, reports, finding)
 

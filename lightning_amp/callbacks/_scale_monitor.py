@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_amp import _compat
+from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.callbacks._trainers import require_lightning_trainer
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.scaling import RecordLog, Saved, ScaleHistory, StepRecord
@@ -93,17 +94,24 @@ class ScaleMonitor(Callback):
         self.warn_below = warn_below
         self.warn_skip_rate = warn_skip_rate
         self.dirpath = None if dirpath is None else Path(dirpath)
-        self._history = ScaleHistory()
+        self._last_trainer = LastTrainer()
         self._plugin: AmpPrecision | None = None
         self._log: RecordLog | None = None
         self._watch: _ScalerWatch | None = None
         self._steps_seen = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._history = ScaleHistory()
         self._warned = self._warned_of_skips = self._warned_of_folder = False
         self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
 
     @property
     def history(self) -> ScaleHistory:
-        """All steps up to the last log point, or to the end of fit. Survives a resume; a new fit starts a new one."""
+        """All steps up to the last log point, or to the end of fit.
+
+        Survives a resume, and goes on in a second fit of the same Trainer; another Trainer starts a new one.
+        """
         return self._history
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -116,10 +124,9 @@ class ScaleMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_lightning_trainer(self, trainer)
         if stage == "fit":  # before a checkpoint is restored
-            self._history = ScaleHistory()
-            self._warned = self._warned_of_skips = self._warned_of_folder = False
-            self._recent.clear()
             self._detach()
+            if not self._last_trainer.goes_on(trainer):
+                self._forget()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -191,6 +198,10 @@ class ScaleMonitor(Callback):
         self._read()
         warned = [self._warned, self._warned_of_skips]
         return {**self._history.state_dict(), "recent": list(self._recent), "warned": warned}
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._forget()  # what an earlier fit left; `load_state_dict` follows if the checkpoint knows this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

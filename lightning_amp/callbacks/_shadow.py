@@ -45,8 +45,10 @@ class Shadow:
         own_parameters: bool = False,
     ) -> None:
         self.reduce = Reduce(trainer.strategy)
-        view = View(trainer)
-        strategy = View(trainer.strategy, reduce=self.reduce, **(strategy_attributes or {}))
+        plugin = replaying(trainer.precision_plugin)
+        view = View(trainer, precision_plugin=plugin)
+        own = {"reduce": self.reduce, "precision_plugin": plugin, **(strategy_attributes or {})}
+        strategy = View(trainer.strategy, **own)
         loggers = [SilentLogger(logger) for logger in trainer.loggers]
         attributes: dict[str, Any] = {
             "strategy": strategy,
@@ -80,6 +82,12 @@ class Shadow:
         self.module.trainer = None
         vars(self.view.strategy).clear()
         vars(self.view).clear()
+
+
+def replaying(plugin: Any, **attributes: Any) -> Any:
+    """A view of the precision plugin in which `scaled_grad` does not let its scale move."""
+    replayed = getattr(plugin, "replayed_grad", None)
+    return View(plugin, **({} if replayed is None else {"scaled_grad": replayed}), **attributes)
 
 
 class Reduce:

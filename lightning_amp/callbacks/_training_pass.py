@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_amp import _compat
 from lightning_amp.callbacks._copying import copy_batch
-from lightning_amp.callbacks._shadow import RandomState, Shadow, View, paired_random
+from lightning_amp.callbacks._shadow import RandomState, Shadow, View, paired_random, replaying
 from lightning_amp.numerics import Trace
 
 
@@ -40,7 +40,7 @@ class TrainingPass:
         self._factor: float | Tensor = 1.0
         self._stepped: dict[int, Tensor] = {}
         self._trace: Trace | None = None
-        plugin = View(trainer.precision_plugin, clip_gradients=_do_nothing, unscale_=_do_nothing)
+        plugin = replaying(trainer.precision_plugin, clip_gradients=_do_nothing, unscale_=_do_nothing)
         schedulers = [_idle_schedule(config) for config in trainer.lr_scheduler_configs]
         strategy = {"backward": self._backward, "precision_plugin": plugin, "lr_scheduler_configs": schedulers}
         stand_ins = _compat.optimizer_attributes(trainer, self._stand_in)

@@ -10,6 +10,7 @@ One optimizer step, for every precision and for automatic and manual optimizatio
     unscale, once                    or when `clip_gradients` or `unscale_` asks for true gradients before
     check finite                     one flag per optimizer, on the device
     on_before_optimizer_step         callbacks, then module: true gradients, fused optimizers included
+    check again                      where a hook, or the user's own clipping, may have changed them
     clip                             `configure_gradient_clipping`
     step or skip                     `optimizer.step` runs with a closure that did all of the above, as in fp32
     record                           references to the device's scalars, read back in blocks
@@ -36,20 +37,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp import _compat
+from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.precision import _checks, _choice, _islands, _state, _strategies
 from lightning_amp.precision._anomaly import AnomalyCheck
-from lightning_amp.precision._clipping import Clipping
 from lightning_amp.precision._evaluation import Surroundings
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._guards import FitGuards
 from lightning_amp.precision._hooks import HookGate
+from lightning_amp.precision._manual import ManualHelpers
 from lightning_amp.precision._reuse import ReusedWeights
-from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
+from lightning_amp.precision._unseen_steps import UnseenSteps
+from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
 
-_NOTHING = contextlib.nullcontext()
 
-
-class AmpPrecision(Clipping, ForwardContexts):
+class AmpPrecision(ManualHelpers, ForwardContexts):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -117,6 +118,7 @@ class AmpPrecision(Clipping, ForwardContexts):
         self._first_scaler_state = None if scaler is None else scaler.state_dict()
         if self._choice is not None:
             self._settle_scaler()
+        self._last_trainer = LastTrainer()
         self._start_run()
 
     def _settle_scaler(self) -> None:
@@ -131,13 +133,18 @@ class AmpPrecision(Clipping, ForwardContexts):
                 " is that of fp32, so nothing underflows: leave `scaler` out, or use precision 'fp16'."
             )
 
-    def _start_run(self) -> None:
+    def _start_run(self, goes_on: bool = False) -> None:
         limit = self.scaler.max_consecutive_skips if isinstance(self.scaler, DynamicLossScaler) else 64
-        self._log = RecordLog(limit)
+        before, self._log = self._log if goes_on else None, RecordLog(limit)
+        if before is None:
+            self._derivatives = DerivativeScale()
+        else:
+            self._log.restore(before.num_steps, before.num_skipped, list(before.streak), before.last)
         self._steps = OptimizerSteps(self.scaler, self.skip_nonfinite, self._log)
         self._module: LightningModule | None = None
         self._hook_gate: HookGate | None = None
         self._guards: FitGuards | None = None
+        self._unseen: UnseenSteps | None = None
         self._anomaly: AnomalyCheck | None = None
         self._surroundings = Surroundings()
         self._reused = ReusedWeights()
@@ -167,13 +174,13 @@ class AmpPrecision(Clipping, ForwardContexts):
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps that were applied in this run. Waits for the device."""
+        """Optimizer steps that were applied in this run: in all fits of one Trainer. Waits for the device."""
         self._log.flush()
         return self._log.num_steps
 
     @property
     def num_skipped(self) -> int:
-        """Optimizer steps that were skipped in this run. Waits for the device."""
+        """Optimizer steps that were skipped in this run: in all fits of one Trainer. Waits for the device."""
         self._log.flush()
         return self._log.num_skipped
 
@@ -217,12 +224,11 @@ class AmpPrecision(Clipping, ForwardContexts):
         self._eval_choice = _choice.for_evaluation(self._eval_requested, self._choice, device)
         if self.scaler is not None:
             _compat.set_scaler_device(self.scaler, self.device)
-        if module.trainer.state.fn == TrainerFn.FITTING:  # a fresh fit starts fresh; a checkpoint is restored later
-            if isinstance(self.scaler, DynamicLossScaler):
-                self.scaler.reset()
-            elif self.scaler is not None and self._first_scaler_state:
-                _compat.reset_scale(self.scaler, self._first_scaler_state["scale"])
-            self._start_run()
+        if module.trainer.state.fn == TrainerFn.FITTING:  # a checkpoint is restored later
+            goes_on = self._last_trainer.goes_on(module.trainer)
+            if not goes_on:
+                self._reset_scaler()
+            self._start_run(goes_on)
             self._log.describe_skips = self._describe_skips
         mixed = self._choice.mixed or self._eval_choice.mixed
         self._surroundings.attach(module, self.device, self.fp32_modules, mixed=mixed)
@@ -231,6 +237,12 @@ class AmpPrecision(Clipping, ForwardContexts):
         self._module = module
         if module.trainer.state.fn == TrainerFn.FITTING:  # here, since a strategy may wrap what it is given
             _checks.check(module, self._choice, device, self._surroundings.fp32_modules)
+
+    def _reset_scaler(self) -> None:
+        if isinstance(self.scaler, DynamicLossScaler):
+            self.scaler.reset()
+        elif self.scaler is not None and self._first_scaler_state:
+            _compat.reset_scale(self.scaler, self._first_scaler_state["scale"])
 
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -241,6 +253,8 @@ class AmpPrecision(Clipping, ForwardContexts):
                 self._steps.device = module.trainer.strategy.root_device
                 self._steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
             self._compiling.start()
+            if self._steps.scaler is not None:
+                self._unseen = UnseenSteps(module, self._steps)
             if self._steps.guarded:  # the schedulers are not in the strategy yet; `enter_step` finds them
                 self._guards = FitGuards(module, self._steps)
         return super().connect(model, optimizers, lr_schedulers)
@@ -255,10 +269,12 @@ class AmpPrecision(Clipping, ForwardContexts):
         finally:
             if self._guards is not None:
                 self._guards.detach()
+            if self._unseen is not None:
+                self._unseen.detach()
             self._surroundings.detach()
             self._reused.detach()
             self._compiling.stop()
-            self._module = self._hook_gate = self._guards = self._training_step = None
+            self._module = self._hook_gate = self._guards = self._unseen = self._training_step = None
             self._steps.attach([])
             super().teardown()
 
@@ -286,11 +302,6 @@ class AmpPrecision(Clipping, ForwardContexts):
         if self._guards is not None:
             self._guards.settle()
 
-    def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
-        if torch.is_autocast_enabled(self.device):
-            return torch.autocast(self.device, enabled=False)
-        return _NOTHING
-
     # -- backward ------------------------------------------------------------------------------------------------------
 
     @override
@@ -310,13 +321,17 @@ class AmpPrecision(Clipping, ForwardContexts):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         anomaly, self._anomaly = self._anomaly, None
-        with self._autocast_off(), self._reused.inside():
-            if anomaly is None:
-                super().backward(tensor, model, optimizer, *args, **kwargs)
-            else:
-                with anomaly:
-                    super().backward(tensor, model, optimizer, *args, **{**kwargs, "retain_graph": True})
-                anomaly.check(model)
+        self._steps.begin_backward()
+        try:
+            with self._autocast_off(), self._reused.inside():
+                if anomaly is None:
+                    super().backward(tensor, model, optimizer, *args, **kwargs)
+                else:
+                    with anomaly:
+                        super().backward(tensor, model, optimizer, *args, **{**kwargs, "retain_graph": True})
+                    anomaly.check(model)
+        finally:
+            self._steps.backward_scale = None
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
@@ -345,7 +360,7 @@ class AmpPrecision(Clipping, ForwardContexts):
                 optimizer,
                 # in automatic optimization Lightning's closure enters the forward context around `training_step` itself
                 closure if automatic else partial(self._in_forward_context, closure),
-                partial(_compat.run_step_hooks, self, model, optimizer),
+                partial(self._look, model, optimizer),
                 fold=fold,
                 max_norm=max_norm,
                 closure_runs_backward=isinstance(closure, Closure),
@@ -356,46 +371,18 @@ class AmpPrecision(Clipping, ForwardContexts):
             self._steps.finish_batch()
         return output
 
+    def _look(self, module: LightningModule, optimizer: Optimizer) -> None:
+        gate = self._gate(module)
+        if gate.somebody_looks:
+            _compat.run_hook(module, "on_before_optimizer_step", optimizer)
+            self._steps.check_again(optimizer)
+        _compat.run_clipping(self, module, optimizer)
+        if gate.own_clipping:
+            self._steps.check_again(optimizer)
+
     def _in_forward_context(self, closure: Callable[[], Any]) -> Any:
         with self.forward_context():
             return closure()
-
-    def unscale_(self, optimizer: Any) -> None:
-        """Make the gradients of `optimizer` true ones, for a manual training loop that wants to look or to clip itself.
-
-        Idempotent within a step; does nothing without loss scaling. A backward that follows carries the gradients back
-        to the scale, so accumulating after looking is fine.
-
-        Args:
-            optimizer: From `self.optimizers()`, or the user's own.
-
-        """
-        self._steps.unscale_(_compat.unwrap_optimizer(optimizer))
-
-    def scaled_grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """`torch.autograd.grad` through the loss scale, so that small gradients do not become zero in fp16.
-
-        For gradient penalties: call it inside `training_step` with `create_graph=True`; what comes back are true
-        gradients in float32.
-
-        Args:
-            outputs: Tensor of any shape, or a sequence of them.
-            inputs: What to differentiate by.
-            kwargs: Go to `torch.autograd.grad`; `grad_outputs` too.
-
-        Returns:
-            One gradient per input, of its shape; `None` where `allow_unused`.
-
-        """
-        single = isinstance(outputs, Tensor)
-        outputs = [outputs] if single else list(outputs)
-        scaler = self._steps.scaler
-        with self._autocast_off():
-            if scaler is None:
-                return torch.autograd.grad(outputs, inputs, **kwargs)
-            scale = _compat.scale_tensor(scaler, outputs[0].device)
-            grads = torch.autograd.grad([o * scale.to(o.device) for o in outputs], inputs, **kwargs)
-            return tuple(None if g is None else g.float() / scale.to(g.device) for g in grads)
 
     def _describe_skips(self) -> str:
         return "" if self._module is None else _checks.nonfinite_gradients(self._module)
@@ -408,7 +395,7 @@ class AmpPrecision(Clipping, ForwardContexts):
             self._guards.settle()
         self._steps.finish_batch()
         self._log.flush()
-        return _state.dump(self.scaler, self._log)
+        return _state.dump(self.scaler, self._log, self._derivatives)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -416,7 +403,8 @@ class AmpPrecision(Clipping, ForwardContexts):
 
     def _load(self, state_dict: dict[str, Any], name: str) -> None:
         path = None if self._module is None else self._module.trainer.ckpt_path
-        _state.load(state_dict, self.scaler, self._log, name if path is None else f"{path}: {name}")
+        name = name if path is None else f"{path}: {name}"
+        _state.load(state_dict, self.scaler, self._log, self._derivatives, name)
         if self.scaler is not None:
             self._steps.first_scale = self.scaler.get_scale()
 
@@ -429,6 +417,10 @@ class AmpPrecision(Clipping, ForwardContexts):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._reset_scaler()  # what it does not know starts afresh, also where an earlier fit left something
+        self._log.restore(0, 0, [], None)
+        self._derivatives = DerivativeScale()
+        self._steps.first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         if type(self).__qualname__ not in checkpoint:  # else Lightning itself calls `load_state_dict`
             key = _state.find(checkpoint)
             if key is not None:
@@ -436,8 +428,18 @@ class AmpPrecision(Clipping, ForwardContexts):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the scaler, not the run."""
-        run = ("_log", "_steps", "_module", "_hook_gate", "_guards", "_anomaly", "_compiling", "_surroundings")
-        run += ("_reused", "_training_step")
+        run = {
+            "_log",
+            "_derivatives",
+            "_steps",
+            "_module",
+            "_hook_gate",
+            "_guards",
+            "_unseen",
+            "_anomaly",
+            "_compiling",
+        }
+        run |= {"_surroundings", "_reused", "_training_step"}
         return {k: v for k, v in vars(self).items() if k not in run}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -116,8 +116,12 @@ class BufferGuard:
             return
         if outcome.skipped is True:
             basis.restore(buffers)
-        elif isinstance(outcome.skipped, Tensor):
-            basis.restore_where(buffers, outcome.skipped)
+        else:  # also of a batch that was not dropped, since its gradients were mended: NaN stays in there for ever
+            bad_loss = outcome.bad_loss
+            if isinstance(outcome.skipped, Tensor) or isinstance(bad_loss, Tensor):
+                basis.restore_where(buffers, outcome.skipped, bad_loss)
+            elif bad_loss:
+                basis.restore_unless_finite(buffers)
         version = _version(buffers)
         if self._previous is not None and self._previous[0] is not basis:
             self._spare = self._previous[0]
@@ -162,12 +166,25 @@ class _Snapshot:
             _compat.foreach_copy_([buffers[i] for i in group.indices], group.views)
 
     @torch.no_grad()
-    def restore_where(self, buffers: list[Tensor], flag: Tensor) -> None:
-        """On the device; `where`, not `lerp`: NaN times 0 is NaN."""
-        for group in self._groups:
+    def restore_where(self, buffers: list[Tensor], flag: Tensor | bool, if_not_finite: Tensor | bool = False) -> None:
+        """On the device; `where`, not `lerp`: NaN times 0 is NaN.
+
+        Args:
+            buffers: What to restore.
+            flag: Shape []: put all back where it is set.
+            if_not_finite: Shape [], bool: where it is set, put all back if one of them is not finite.
+
+        """
+        now = [torch.cat([buffers[i].reshape(-1) for i in group.indices]) for group in self._groups]
+        back = flag > 0
+        if if_not_finite is not False:
+            for values in now:
+                if values.is_floating_point():
+                    back = back | (torch.isfinite(values).all().logical_not() & if_not_finite)
+        for group, values in zip(self._groups, now, strict=True):
             here = [buffers[i] for i in group.indices]
-            now = torch.cat([b.reshape(-1) for b in here])
-            _compat.foreach_copy_(here, group.split(torch.where(flag.to(now.device) > 0, group.flat, now)))
+            where = torch.as_tensor(back, device=values.device)
+            _compat.foreach_copy_(here, group.split(torch.where(where, group.flat, values)))
 
     @torch.no_grad()
     def restore_unless_finite(self, buffers: list[Tensor]) -> None:

@@ -34,6 +34,7 @@ class Clipping(MixedPrecision):
         optimizer = _compat.unwrap_optimizer(optimizer)
         self._steps.unscale_(optimizer)
         if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self._steps.before_clamping(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)
         elif clip_val > 0:
             self.clip_grad_by_norm(optimizer, clip_val)

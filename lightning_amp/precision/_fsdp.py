@@ -64,7 +64,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
             `fp32_modules` or fp32 evaluation where the strategy was told to gather parameters in half precision.
         TypeError: When the Trainer attaches, for another strategy.
 
-    Cost: one reduction of three numbers per step, as for :class:`AmpPrecision` on several devices, and another one of
+    Cost: one reduction of four numbers per step, as for :class:`AmpPrecision` on several devices, and another one of
     one number for clipping by norm. Clipping by norm is not folded into a fused optimizer's step: it reads the
     gradients twice more. Parameters travel in float32.
 

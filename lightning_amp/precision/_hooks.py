@@ -23,8 +23,8 @@ class HookGate:
         self._module = module
         self._callbacks: list[Callback] = list(self._trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
         self.somebody_sees_backward = self._overridden("on_before_backward") or self._overridden("on_after_backward")
-        self._somebody_looks = self._overridden("on_before_optimizer_step")
-        self._own_clipping = not _is_default(module, "configure_gradient_clipping", LightningModule)
+        self.somebody_looks = self._overridden("on_before_optimizer_step")
+        self.own_clipping = not _is_default(module, "configure_gradient_clipping", LightningModule)
         self._own_norm = not _is_default(plugin, "clip_grad_by_norm", Clipping)
 
     def _overridden(self, hook: str) -> bool:
@@ -39,11 +39,11 @@ class HookGate:
 
     def fold(self) -> tuple[bool, float | None]:
         """Whether nobody looks at the gradients before the step, and the norm to clip them to."""
-        if self._somebody_looks:
+        if self.somebody_looks:
             return False, None
         if not self._automatic:
             return True, None  # Lightning does not clip in manual optimization; the user's clipping unscales first
-        if self._own_clipping:
+        if self.own_clipping:
             return False, None
         clip_val = self._trainer.gradient_clip_val
         if not clip_val or clip_val <= 0:

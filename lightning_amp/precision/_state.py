@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_amp.scaling import DynamicLossScaler, RecordLog, Saved, check_scaler_state
+from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, RecordLog, Saved, check_scaler_state
 
 STOCK_KEY = "MixedPrecision"
 """Where stock Lightning keeps its scaler: ours is written there too, so that a run can go back."""
@@ -16,28 +16,39 @@ STOCK_KEY = "MixedPrecision"
 STOCK_FSDP_KEY = "FSDPPrecision"
 """The same for `FSDPStrategy`."""
 
+_DERIVATIVES = "derivative_scale"  # only in runs that have used it
+
 _KEYS = ("AmpPrecision", "FSDPAmpPrecision", STOCK_KEY, STOCK_FSDP_KEY, "native_amp_scaling_state")
 
 
-def dump(scaler: torch.amp.GradScaler | None, log: RecordLog) -> dict[str, Any]:
+def dump(scaler: torch.amp.GradScaler | None, log: RecordLog, derivatives: DerivativeScale) -> dict[str, Any]:
     """Plain numbers and strings only, so that a checkpoint loads with `weights_only=True`."""
     last = log.last
+    derivative_scale = derivatives.state()
     return {
         "scaler": None if scaler is None else scaler.state_dict(),
         "num_steps": log.num_steps,
         "num_skipped": log.num_skipped,
         "consecutive_skips": list(log.streak),
         "last_step": None if last is None else list(astuple(last)),
+        **({} if derivative_scale is None else {_DERIVATIVES: derivative_scale}),
     }
 
 
-def load(state: dict[str, Any], scaler: torch.amp.GradScaler | None, log: RecordLog, name: str) -> None:
+def load(
+    state: dict[str, Any],
+    scaler: torch.amp.GradScaler | None,
+    log: RecordLog,
+    derivatives: DerivativeScale,
+    name: str,
+) -> None:
     """Continue from `state`: ours, or a bare `GradScaler` state.
 
     Args:
         state: The entry.
-        scaler: Of the plugin; changed only if all entries are right, as is `log`.
+        scaler: Of the plugin; changed only if all entries are right, as are the next two.
         log: Of the plugin.
+        derivatives: Of the plugin.
         name: What errors call the entry.
 
     Raises:
@@ -53,7 +64,10 @@ def load(state: dict[str, Any], scaler: torch.amp.GradScaler | None, log: Record
         streak = saved.entries("consecutive_skips")
         if not set(map(str, streak)) <= {"loss", "gradient"}:
             raise saved.wrong("consecutive_skips", 'a list of "loss" and "gradient"')
-        log.restore(saved.count("num_steps"), saved.count("num_skipped"), streak, saved.record("last_step"))
+        counters = (saved.count("num_steps"), saved.count("num_skipped"), streak, saved.record("last_step"))
+        if _DERIVATIVES in saved:
+            derivatives.load(saved, _DERIVATIVES)
+        log.restore(*counters)
     if scaler is None or not scaler_state:
         return  # bf16 and fp32 have nothing to restore; fp16 from a bf16 checkpoint starts its scale afresh
     if isinstance(scaler, DynamicLossScaler):

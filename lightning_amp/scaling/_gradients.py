@@ -78,10 +78,6 @@ class Gradients:
         for (device, _), grads in self.groups.items():
             _compat.foreach_mul_(grads, factor.to(device))
 
-    def include(self, value: Tensor) -> None:
-        """Let the next check look at `value` [] too, float32; it may be overwritten."""
-        self.groups.setdefault((value.device, value.dtype), []).append(value)
-
     def unscale_(self, inverse: Tensor, found_inf: Tensor) -> Tensor:
         """Multiply all by `inverse` []; returns a flag [], 1.0 if `found_inf` was or any value was not finite."""
         for (device, _), grads in self.groups.items():

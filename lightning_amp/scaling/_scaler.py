@@ -44,7 +44,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
     scale stays inside the limits. What torch's scaler lacks:
 
     * limits. Torch's scale can fall to 0, and the next healthy batch is then multiplied by an infinite inverse.
-    * a non-finite *loss* skips the step but leaves the scale alone: scaling acts on gradients, so lowering it
+    * non-finite gradients of a non-finite *loss* leave the scale alone: scaling acts on gradients, so lowering it
       cannot help.
     * hysteresis after Megatron-LM: tolerate some overflows before the scale falls.
     * an end: `max_consecutive_skips` skipped steps in a row raise an error that says why.
@@ -224,9 +224,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
         for other in found_infs[1:]:
             found_inf = torch.maximum(found_inf, other.to(used.device))
         loss = self._loss
-        held = None if loss is None else nonfinite_flag(loss).to(used.device)
-        self.advance(found_inf, held)
-        self._log.append(0, used, torch.maximum(found_inf, held) if held is not None else found_inf, loss)
+        self.advance(found_inf, None if loss is None else held_by(loss, found_inf))
+        self._log.append(0, used, found_inf, loss)
         self._log.close_batch(self.scale_tensor)
 
     def advance(self, found_inf: Tensor, held: Tensor | None = None) -> None:
@@ -234,8 +233,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
         Args:
             found_inf: Float tensor, shape [], 1.0 if gradients of this batch overflowed.
-            held: Bool or float tensor, shape [], true if the loss itself was not finite. The batch then says nothing
-                about the scale: scale, growth tracker and allowance stay as they are.
+            held: Bool or float tensor, shape [], true if they did because the loss itself was not finite. The batch
+                then says nothing about the scale: scale, growth tracker and allowance stay as they are.
 
         """
         self._loss = None
@@ -344,6 +343,11 @@ def merge_losses(merged: Tensor | None, loss: Tensor) -> Tensor:
 def nonfinite(tensor: Tensor) -> Tensor:
     """Whether `tensor` [] is inf or NaN, bool []; two kernels where `isfinite` takes four."""
     return (tensor * 0).ne(0)
+
+
+def held_by(loss: Tensor, found_inf: Tensor) -> Tensor:
+    """Whether an overflow, `found_inf` [], is that of the loss, so that the scale stays; bool [], on its device."""
+    return nonfinite(loss).to(found_inf.device).logical_and(found_inf)
 
 
 def nonfinite_flag(tensor: Tensor) -> Tensor:

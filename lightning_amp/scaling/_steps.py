@@ -22,8 +22,9 @@ from lightning_amp.scaling._gradients import (
     in_host_memory,
     parameters,
 )
+from lightning_amp.scaling._moves import move_scale
 from lightning_amp.scaling._records import RecordLog
-from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite, nonfinite_flag
+from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite_flag
 from lightning_amp.scaling._windows import Guards, Outcome, Window, always_calls_closure, inverse, snapshot
 
 
@@ -56,6 +57,9 @@ class OptimizerSteps:
         self.first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         self.all_reduce_max: Callable[[Tensor], Any] | None = None  # in place over all ranks; `None` for one process
         self.device: torch.device | None = None  # that `all_reduce_max` works on; `None`: where the gradients are
+        self.stepping = False  # inside of the plugin's own step, outside of its closure
+        self.backward_scale: Tensor | None = None  # during a scaled backward
+        self.scale_of_unknown: Callable[[Optimizer], Tensor | None] | None = None  # of gradients met for the first time
         self._attempts: list[Outcome] = []
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
@@ -67,7 +71,10 @@ class OptimizerSteps:
         """The window of an optimizer; one that was made inside the training step gets the next index."""
         window = self.windows.get(id(optimizer))
         if window is None:
-            window = self.windows[id(optimizer)] = Window(optimizer, len(self.windows))
+            window = Window(optimizer, len(self.windows))
+            if self.scale_of_unknown is not None:
+                window.scale = self.scale_of_unknown(optimizer)
+            self.windows[id(optimizer)] = window
         return window
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -78,12 +85,16 @@ class OptimizerSteps:
             if window.loss is not None and self._gradients_were_dropped(window):
                 window.loss = None  # earlier losses say nothing about the step to come
             window.loss = merge_losses(window.loss, loss)
-            window.found_inf = None
+            window.found_inf = window.overflowed = window.clamped = None
         if self.scaler is None:
             return loss
         scaled = self.scaler.scale(loss)  # first: it makes the scale, and a float16 loss may lower it
         self._carry(_compat.scale_tensor(self.scaler))
         return scaled
+
+    def begin_backward(self) -> None:
+        """The backward of a scaled loss begins; `backward_scale` is `None` again when it is over."""
+        self.backward_scale = None if self.scaler is None else _compat.scale_tensor(self.scaler)
 
     def _gradients_were_dropped(self, window: Window) -> bool:
         """Whether there are none although there should be: a rank without a shard of the parameters never has any."""
@@ -130,7 +141,7 @@ class OptimizerSteps:
         everything = Gradients(window.optimizer) if shared else gradients
         window.has_gradients = bool(everything)
         window.had_gradients |= window.has_gradients
-        found_inf = _new_flag(window, gradients or everything, scale.device)
+        found_inf = _new_flag(window, scale.device)
         if gradients:
             found_inf = gradients.unscale_(inverse(scale), found_inf)
             if self._scale_may_be_below_one():  # then a finite value can leave the range when it is divided
@@ -145,8 +156,37 @@ class OptimizerSteps:
         window.has_gradients = bool(gradients)
         window.had_gradients |= window.has_gradients
         device = gradients.device or (window.loss.device if window.loss is not None else torch.device("cpu"))
-        found_inf = _new_flag(window, gradients, device)
+        found_inf = _new_flag(window, device)
         window.found_inf = gradients.check(found_inf) if gradients else found_inf
+
+    def check_again(self, optimizer: Optimizer) -> None:
+        """Look at true gradients that the user may have changed since they were checked: as they are now, they count.
+
+        What they were before still tells whether the scale was too large.
+        """
+        window = self.window(optimizer)
+        before = window.found_inf
+        if before is None or not self.guarded:
+            return
+        if in_host_memory(before):
+            if host_value(before):
+                window.overflowed = True
+            else:
+                window.overflowed = window.overflowed or False
+                window.clear_flag = before
+        else:
+            known = window.overflowed
+            window.overflowed = torch.maximum(known, before) if isinstance(known, Tensor) else before
+        self._check(window)
+        if window.clamped is not None:
+            assert window.found_inf is not None
+            window.found_inf = torch.maximum(window.found_inf, window.clamped)
+
+    def before_clamping(self, optimizer: Optimizer) -> None:
+        """The gradients are about to be clipped by value. That makes inf finite, and mends nothing."""
+        self.check_again(optimizer)
+        window = self.window(optimizer)
+        window.clamped = window.found_inf
 
     def _true_elsewhere(self, window: Window) -> set[int]:
         """Parameters that `window` shares with an optimizer whose gradients were unscaled since the last backward.
@@ -190,7 +230,8 @@ class OptimizerSteps:
         Args:
             optimizer: The user's optimizer.
             closure: Computes loss and gradients, or nothing if they are there.
-            look: Everything that may look at, or change, the true gradients before the step.
+            look: Everything that may look at, or change, the true gradients before the step; what changes them calls
+                :meth:`check_again`.
             fold: Nobody looks, and `look` would only clip: unscaling, clipping and the update of a fused optimizer may
                 be one pass.
             max_norm: What `look` would clip the total 2-norm to; `None` if it does nothing at all.
@@ -210,6 +251,12 @@ class OptimizerSteps:
         skipped: Tensor | bool = False
 
         def amp_closure() -> Any:
+            self.stepping = False
+            output = checked_closure()
+            self.stepping = True
+            return output
+
+        def checked_closure() -> Any:
             nonlocal result, skipped
             result = closure()
             window.closure_calls += 1
@@ -226,9 +273,11 @@ class OptimizerSteps:
                     self._unscale(window)
                 elif window.found_inf is None:
                     self._check(window)
-                self._agree(window)
+                else:
+                    self.check_again(optimizer)  # the user had them unscaled
                 if not fold or max_norm is not None:
                     look()
+                self._agree(window)
             if not window.has_gradients:
                 return result  # nothing to do, on any rank
             found_inf = window.found_inf
@@ -237,12 +286,13 @@ class OptimizerSteps:
             if on_device and not free and not self._host_must_know(optimizer):
                 skipped = found_inf
                 _compat.set_found_inf(optimizer, found_inf)
-            elif host_value(found_inf) if on_device and free else found_inf.item():
+            elif host_value(found_inf) if on_device and free else self._read(window, found_inf):
                 raise _Skip(window)
             elif free:
                 window.clear_flag = found_inf
             return result
 
+        outer, self.stepping = self.stepping, True
         try:
             output = optimizer.step(closure=amp_closure, **kwargs)
         except _Skip as skip:
@@ -252,6 +302,7 @@ class OptimizerSteps:
             if undo is not None and window.closure_calls > 1:
                 undo()
         finally:
+            self.stepping = outer
             if window.decides_on_device:
                 _compat.clear_amp_attributes(optimizer)
             window.stepped = True
@@ -271,14 +322,14 @@ class OptimizerSteps:
         if max_norm is None:
             if scale is not None and self._scale_may_be_below_one():
                 return False
-            found_inf = gradients.check(_new_flag(window, gradients, device))
+            found_inf = gradients.check(_new_flag(window, device))
         else:
             norm = gradients.norm()
             if in_host_memory(norm) and not math.isfinite(host_value(norm)):
                 return False  # each element may still be finite; the plain order tells
             if grad_scale is not None:
                 norm = norm / grad_scale
-            found_inf = nonfinite_flag(norm if window.loss is None else norm + window.loss.to(norm) * 0)
+            found_inf = nonfinite_flag(norm)
             divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # 1 / clip_coef of `clip_grad_norm_`
             grad_scale = divisor if grad_scale is None else grad_scale * divisor
         window.has_gradients = window.had_gradients = True
@@ -297,6 +348,7 @@ class OptimizerSteps:
         Reduced gradients agree by themselves, but a shard's overflow or a non-finite loss may be on one rank only, and
         who steps, and what it does to the scale, must be the same everywhere. One collective per closure call, on every
         rank, whatever it has found: so nobody waits for ever as long as all ranks step the same optimizers.
+        What was not finite before it was mended goes with it: the scale must be the same, too.
         """
         found_inf = window.found_inf
         assert found_inf is not None
@@ -304,14 +356,27 @@ class OptimizerSteps:
             return found_inf
         device = found_inf.device if self.device is None else self.device
         loss = constant(0.0, device) if window.loss is None else nonfinite_flag(window.loss).to(device)
-        everywhere = torch.stack([found_inf.to(device), loss, constant(float(window.has_gradients), device)])
+        before = window.overflowed
+        overflowed = before.to(device) if isinstance(before, Tensor) else constant(float(bool(before)), device)
+        has_gradients = constant(float(window.has_gradients), device)
+        everywhere = torch.stack([found_inf.to(device), loss, has_gradients, overflowed])
         self.all_reduce_max(everywhere)
-        found_inf, loss, anybody_has = everywhere.unbind()
+        found_inf, loss, anybody_has, overflowed = everywhere.unbind()
+        window.overflowed = None if before is None else overflowed
         window.loss = torch.where(loss > 0, torch.nan, 0.0)
         if not window.has_gradients:  # others may: then this was a step, and the scale moves here too
             window.has_gradients = bool(anybody_has)
-        window.found_inf = found_inf = torch.maximum(found_inf, loss)
+        window.found_inf = found_inf
         return found_inf
+
+    def _read(self, window: Window, found_inf: Tensor) -> bool:
+        """The flag, for which the host waits; with it, where guards ask for it, whether the loss was finite."""
+        loss = window.loss
+        if self.guards is None or loss is None or in_host_memory(loss):
+            return bool(found_inf.item())
+        both = (found_inf * 2 + nonfinite_flag(loss).to(found_inf)).item()
+        window.loss = constant(torch.nan if both % 2 else 0.0, torch.device("cpu"))
+        return both >= 2
 
     def _host_must_know(self, optimizer: Optimizer) -> bool:
         if isinstance(optimizer, torch.optim.SGD) and _compat.momentum_is_uninitialised(optimizer):
@@ -327,7 +392,7 @@ class OptimizerSteps:
                 self._attempts.append(outcome)  # for the scale alone
             if self.guards is not None:
                 self.guards.observe(outcome)
-        window.loss = window.found_inf = window.used_scale = None
+        window.loss = window.found_inf = window.used_scale = window.overflowed = window.clamped = None
 
     def _snapshot(self, window: Window) -> Callable[[], None] | None:
         """For optimizers that call their closure after they moved: undoes everything since now."""
@@ -347,49 +412,14 @@ class OptimizerSteps:
         scale: Tensor | None = None
         if self.scaler is not None and self._attempts:
             attempts, self._attempts = self._attempts, []
-            self._move_scale(self.scaler, [a for a in attempts if a.counts_for_scale])
+            move_scale(self.scaler, [a for a in attempts if a.counts_for_scale])
             scale = _compat.scale_tensor(self.scaler)
         self.log.close_batch(scale)
 
-    def _move_scale(self, scaler: torch.amp.GradScaler, attempts: list[Outcome]) -> None:
-        if not attempts:
-            return
-        scale = _compat.scale_tensor(scaler)
-        ours = isinstance(scaler, DynamicLossScaler)
-        found_inf: Tensor | None = None
-        held: Tensor | None = None
-        uncertain = [a for a in attempts if a.skipped is not False]
-        if len(uncertain) == 1 and ours:  # the usual case, in as few launches as possible
-            found_inf = uncertain[0].flag(scale)
-            loss = uncertain[0].loss
-            scaler.advance(found_inf, None if loss is None else nonfinite(loss).to(scale.device))
-            return
-        for attempt in uncertain:
-            flag = attempt.flag(scale)
-            if attempt.loss is not None and ours:
-                loss_flag = nonfinite_flag(attempt.loss).to(scale.device)
-                held = loss_flag if held is None else torch.maximum(held, loss_flag)
-                flag = flag * (1 - loss_flag)  # an overflow of another optimizer still counts
-            found_inf = flag if found_inf is None else torch.maximum(found_inf, flag)
-        if found_inf is None:
-            found_inf = constant(0.0, scale.device)
-        if ours:
-            scaler.advance(found_inf, None if held is None else held * (1 - found_inf))
-        else:
-            _compat.set_scale_tensor(scaler, scale.clone())  # its update works in place; records keep the old tensor
-            _compat.give_found_inf(scaler, found_inf)
-            scaler.update()
 
-
-def _new_flag(window: Window, gradients: Gradients, device: torch.device) -> Tensor:
-    """Flag [] for a check of `gradients`. A step whose loss was not finite is not taken, whatever its gradients are."""
-    loss = window.loss
-    if loss is not None and gradients:
-        if device.type == "cpu" and in_host_memory(loss):
-            if not math.isfinite(host_value(loss)):
-                return torch.ones((), dtype=torch.float32)
-            flag, window.clear_flag = window.clear_flag, None
-            return torch.zeros((), dtype=torch.float32) if flag is None else flag
-        same = loss.dtype == torch.float32 and loss.device == device
-        gradients.include(loss.clone() if same else (loss * 0).to(device, torch.float32))
-    return torch.zeros((), device=device, dtype=torch.float32)
+def _new_flag(window: Window, device: torch.device) -> Tensor:
+    """0.0, shape [], to be set by a check."""
+    flag, window.clear_flag = window.clear_flag, None
+    if flag is None or flag.device != device:
+        return torch.zeros((), device=device, dtype=torch.float32)
+    return flag

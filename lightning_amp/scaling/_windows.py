@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp import _compat
-from lightning_amp.scaling._gradients import parameters
+from lightning_amp.scaling._gradients import host_value, in_host_memory, parameters
+from lightning_amp.scaling._scaler import nonfinite
 
 
 class Window:
@@ -21,6 +23,8 @@ class Window:
         scale: The factor that its gradients are multiplied with, shape []; `None` if they are true gradients.
         loss: Finite, shape [], as long as every loss since the last step was.
         found_inf: 1.0, shape [], if the gradients that are there now are not finite; `None` if that is not known.
+        overflowed: Whether they were not finite before the user changed them; `None` if nobody could.
+        clamped: The flag from before they were clamped, which makes an infinite gradient finite but not right.
         used_scale: The scale that was divided out last.
 
     """
@@ -32,6 +36,8 @@ class Window:
         self.folded: tuple[Tensor, Tensor] | None = None  # flag and scale of a folded step, see `to_true`
         self.loss: Tensor | None = None
         self.found_inf: Tensor | None = None
+        self.overflowed: Tensor | bool | None = None
+        self.clamped: Tensor | None = None
         self.used_scale: Tensor | None = None
         self.clear_flag: Tensor | None = None  # 0.0 for sure, to be used again
         self.has_gradients = False  # on any rank
@@ -50,19 +56,37 @@ class Window:
 
 
 class Outcome:
-    """What became of one attempted step. `skipped` is a bool where the host knows, else a flag [] on the device."""
+    """What became of one attempted step.
+
+    Attributes:
+        skipped: A bool where the host knows, else a flag [] on the device.
+        overflowed: The same for what the scale has to know: a step whose overflow the user mended was taken, but with
+            gradients that the scale was too large for.
+
+    """
 
     def __init__(self, window: Window, skipped: Tensor | bool) -> None:
         self.window = window
         self.skipped = skipped
         self.loss = window.loss
         self.counts_for_scale = window.has_gradients
+        before = window.overflowed
+        self.overflowed = skipped if before is None or skipped is True or before is False else before
+        if isinstance(skipped, Tensor) and isinstance(before, Tensor):
+            self.overflowed = torch.maximum(skipped, before.to(skipped.device))
+
+    @property
+    def bad_loss(self) -> Tensor | bool:
+        """Whether the loss was not finite: a bool where the host knows, else a flag [], bool, on the device."""
+        if self.loss is None:
+            return False
+        return not math.isfinite(host_value(self.loss)) if in_host_memory(self.loss) else nonfinite(self.loss)
 
     def flag(self, like: Tensor) -> Tensor:
-        """1.0 for a skip, shape [], on the device of `like`."""
-        if isinstance(self.skipped, Tensor):
-            return self.skipped.to(like.device)
-        return torch.full((), float(self.skipped), device=like.device, dtype=torch.float32)
+        """1.0 for an overflow, shape [], on the device of `like`."""
+        if isinstance(self.overflowed, Tensor):
+            return self.overflowed.to(like.device)
+        return torch.full((), float(self.overflowed), device=like.device, dtype=torch.float32)
 
 
 class Guards(Protocol):

@@ -19,16 +19,16 @@ from lightning_amp.numerics import replay
 SCRIPT = Path(__file__).parents[1] / "ddp_scenarios.py"
 ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
 REASONS = {
+    "infinite_losses_with_finite_gradients": ["none"] * 9,
+    "mended_gradients": ["none"] * 9,
     "accumulation": ["gradient", "loss", "none"],
     "accumulation_unfused": ["none", "loss", "gradient"],
     "overflow_reports": ["none", "loss", "none", "loss", *["none"] * 5],
     "overflow_reports_of_a_step_with_collectives": ["loss", "none", "gradient", "none", "none"],
     "gradient_figures": ["none", "loss", "none", "loss", *["none"] * 5],
 }
-for name in ("manual_bsbs_fused", "manual_bsbs_unfused"):
+for name in ("manual_bsbs_fused", "manual_bsbs_unfused", "manual_bbss_fused", "manual_bbss_unfused"):
     REASONS[name] = [reason for second in ONE_PER_BATCH for reason in ("none", second)]
-for name in ("manual_bbss_fused", "manual_bbss_unfused"):
-    REASONS[name] = [r for r in ("none", "loss", "loss", "none", "none", "none", "loss", "none", "none") for _ in "ab"]
 TRAINED = [name for name in SCENARIOS if name not in ("no_gradients_on_one_rank", "stuck")]
 
 
@@ -57,6 +57,7 @@ def test_ranks_agree_and_the_bad_batches_leave_no_trace(name: str, ranks: list[d
 def test_only_an_overflow_lowers_the_scale(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["every_kind_fused"]["with"]["scales"] == [1024.0] * 4 + [512.0] * 4 + [1024.0]
     assert ranks[0]["accumulation"]["with"]["scales"] == [512.0] * 3
+    assert ranks[0]["mended_gradients"]["with"]["scales"] == [1024.0] * 4 + [512.0] * 4 + [1024.0]
 
 
 def test_equals_one_process_with_the_whole_batches(ranks: list[dict[str, Any]]) -> None:
@@ -67,13 +68,14 @@ def test_equals_one_process_with_the_whole_batches(ranks: list[dict[str, Any]]) 
 
 
 def test_an_optimizer_without_gradients_on_one_rank(ranks: list[dict[str, Any]]) -> None:
-    """Step 2 has none anywhere and is no reason to grow; step 3 has a NaN loss on the rank without gradients."""
+    """Step 2 has none anywhere and is no reason to grow; step 3, with a NaN loss on the rank without gradients, is a
+    step; step 5 overflows, and that loss is the reason."""
     one, other = (rank["no_gradients_on_one_rank"] for rank in ranks)
     for key in ("scales", "tracker", "counts"):
         assert one[key] == other[key]
-    assert one["scales"] == [1024.0, 2048.0, 2048.0, 2048.0, 2048.0]
-    assert (one["tracker"], one["counts"]) == (1, (4, 1))
-    assert one["weight"] == [1 - 0.5 * 3] * 3
+    assert one["scales"] == [1024.0, 2048.0, 2048.0, 2048.0, 4096.0, 4096.0]
+    assert (one["tracker"], one["counts"]) == (0, (5, 1))
+    assert one["weight"] == [1 - 0.5 * 4] * 3
     assert other["weight"] == [1.0] * 3
 
 

@@ -82,7 +82,7 @@ def test_at_most_max_reports_then_silent_and_free(caplog: pytest.LogCaptureFixtu
     assert waits == [(i, i < 2) for i in range(8)]
     assert not locator._window
     assert caplog.text.count("was skipped") == 2
-    assert "2 skipped steps looked into; no more in this fit" in caplog.text
+    assert "2 skipped steps looked into; no more in this run" in caplog.text
     assert plugin.num_skipped == 3
 
 

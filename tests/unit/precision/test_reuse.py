@@ -136,9 +136,7 @@ def frozen_bias(module: nn.Linear) -> nn.Linear:
     return module
 
 
-def gradients(
-    root: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor], context: Any
-) -> dict[str, Any]:
+def gradients(root: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor], context: Any) -> dict[str, Any]:
     root.zero_grad()
     x = x.detach().requires_grad_()
     with context:

@@ -1,0 +1,29 @@
+"""Whether a fit goes on where the one before it ended."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+
+class LastTrainer:
+    """Remembers the Trainer of the last fit, without keeping it alive.
+
+    A second fit of the same Trainer goes on: Lightning keeps its own counters, too. One in another Trainer starts
+    afresh (k folds). Copies remember none.
+    """
+
+    def __init__(self) -> None:
+        self._trainer: weakref.ref[Any] | None = None
+
+    def goes_on(self, trainer: Any) -> bool:
+        """Ask once, as a fit begins; remembers its Trainer."""
+        same = self._trainer is not None and self._trainer() is trainer
+        try:
+            self._trainer = weakref.ref(trainer)
+        except TypeError:  # something that stands in for a Trainer
+            self._trainer = None
+        return same
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LastTrainer, ()
