@@ -31,7 +31,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -47,7 +47,14 @@ from lightning_amp.precision._hooks import HookGate
 from lightning_amp.precision._manual import ManualHelpers
 from lightning_amp.precision._reuse import ReusedWeights
 from lightning_amp.precision._unseen_steps import UnseenSteps
-from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
+from lightning_amp.scaling import (
+    DerivativeScale,
+    DynamicLossScaler,
+    HalfGradientsError,
+    OptimizerSteps,
+    RecordLog,
+    StepRecord,
+)
 
 
 class AmpPrecision(ManualHelpers, ForwardContexts):
@@ -146,6 +153,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         self._guards: FitGuards | None = None
         self._unseen: UnseenSteps | None = None
         self._anomaly: AnomalyCheck | None = None
+        self._stepped = False
         self._surroundings = Surroundings()
         self._reused = ReusedWeights()
         self._compiling = _compat.CompiledBackwardWithoutAutocast()
@@ -355,18 +363,28 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         optimizer = _compat.unwrap_optimizer(optimizer)
         automatic = model.automatic_optimization
         fold, max_norm = self._gate(model).fold()
-        with self._autocast_off():
-            output = self._steps.step(
-                optimizer,
-                # in automatic optimization Lightning's closure enters the forward context around `training_step` itself
-                closure if automatic else partial(self._in_forward_context, closure),
-                partial(self._look, model, optimizer),
-                fold=fold,
-                max_norm=max_norm,
-                closure_runs_backward=isinstance(closure, Closure),
-                **kwargs,
-            )
+        try:
+            with self._autocast_off():
+                output = self._steps.step(
+                    optimizer,
+                    # in automatic optimization Lightning's closure enters the forward context around `training_step`
+                    closure if automatic else partial(self._in_forward_context, closure),
+                    partial(self._look, model, optimizer),
+                    fold=fold,
+                    max_norm=max_norm,
+                    closure_runs_backward=isinstance(closure, Closure),
+                    **kwargs,
+                )
+        except HalfGradientsError as error:
+            raise ValueError(
+                f"In precision {self._settled().name!r} {_checks.half_in_a_step(model) or error}."
+            ) from error
         self._reused.forget()
+        if not self._stepped:
+            self._stepped = True
+            found = _checks.half_in_a_step(model) if self._settled().mixed else ""
+            if found:
+                rank_zero_warn(f"lightning_amp: {found}.")
         if automatic:
             self._steps.finish_batch()
         return output

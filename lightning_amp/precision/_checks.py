@@ -121,6 +121,20 @@ def _slow(choice: Choice, device: torch.device) -> list[str]:
     )
 
 
+def half_in_a_step(module: nn.Module) -> str:
+    """What to say of trainable parameters that are half precision once a step ran; empty if there are none."""
+    names = [n for n, p in module.named_parameters() if p.requires_grad and p.dtype in _HALF]
+    if not names:
+        return ""
+    owner = names[0].rpartition(".")[0] or "..."
+    return (
+        f"trainable parameters became half precision during the step: {_names(names)}. The code that uses them casts"
+        " them to the dtype of its input (`weight.data = weight.data.to(x.dtype)`), and in half precision most small"
+        f" updates are rounded away. Keep that module in float32, `fp32_modules=[{_compat.plain_name(owner)!r}]`, or"
+        " cast its input: `x.float()`"
+    )
+
+
 def nonfinite_gradients(module: nn.Module) -> str:
     """Names of the first parameters whose gradients are not finite, where gradients are still there."""
     names = [n for n, p in module.named_parameters() if p.grad is not None and not all_finite(p.grad)]

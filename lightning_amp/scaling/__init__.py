@@ -1,7 +1,7 @@
 """Loss scaling in plain torch: the scaler, its policy, and the record of every step."""
 
 from lightning_amp.scaling._derivatives import DerivativeScale
-from lightning_amp.scaling._gradients import all_finite, has_gradients, parameters
+from lightning_amp.scaling._gradients import HalfGradientsError, all_finite, has_gradients, parameters
 from lightning_amp.scaling._history import ScaleHistory
 from lightning_amp.scaling._records import RecordLog, StepRecord
 from lightning_amp.scaling._saved import Saved, check_scaler_state
@@ -12,6 +12,7 @@ from lightning_amp.scaling._windows import Outcome
 __all__ = [
     "DerivativeScale",
     "DynamicLossScaler",
+    "HalfGradientsError",
     "OptimizerSteps",
     "Outcome",
     "RecordLog",

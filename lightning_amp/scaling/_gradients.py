@@ -12,6 +12,22 @@ from torch import Tensor
 from lightning_amp import _compat
 
 
+class HalfGradientsError(ValueError):
+    """Gradients under a loss scale are half precision, since their parameters are.
+
+    Args:
+        parameter: The first of them.
+
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__(
+            f"A parameter of shape {list(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')} when its"
+            " optimizer steps. Mixed precision keeps float32 parameters."
+        )
+        self.parameter = parameter
+
+
 class Gradients:
     """Real, dense views of the gradients of one optimizer, grouped by device and dtype.
 
@@ -64,6 +80,17 @@ class Gradients:
 
     def __bool__(self) -> bool:
         return bool(self.groups)
+
+    def require_full_precision(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse half-precision gradients, which a division by the scale would round to zero, as `GradScaler` does.
+
+        Raises:
+            HalfGradientsError: Naming the first parameter.
+
+        """
+        if any(dtype in (torch.float16, torch.bfloat16) for _, dtype in self.groups):
+            params = (p for p in parameters(optimizer) if p.grad is not None)
+            raise HalfGradientsError(next(p for p in params if p.grad.dtype in (torch.float16, torch.bfloat16)))
 
     @property
     def device(self) -> torch.device | None:

@@ -65,6 +65,7 @@ class RecordLog:
         self.describe_skips: Callable[[], str] = str
         self._pending: list[tuple[_Open, Tensor | None]] = []  # with the scale that followed
         self._open: list[_Open] = []  # it is not known yet
+        self._in_batch = False  # there are records since the last batch was closed
         self._streak: list[Reason] = []
         self._known_skips = 0
         self._known_streak = 0  # the same, as far as the host knows without reading
@@ -105,13 +106,19 @@ class RecordLog:
         else:
             self._known_streak = 0
 
-    def close_batch(self, next_scale: Tensor | None) -> None:
-        """Complete this batch's records with the scale that follows; reads a full block back."""
-        if not self._open:
-            return
+    def complete(self, next_scale: Tensor | None) -> None:
+        """Complete the records so far with the scale that follows, in the middle of a batch. Reads nothing back."""
+        self._in_batch |= bool(self._open)
         for step in self._open:
             self._pending.append((step, next_scale))
         self._open.clear()
+
+    def close_batch(self, next_scale: Tensor | None) -> None:
+        """Complete this batch's records with the scale that follows; reads a full block back."""
+        self.complete(next_scale)
+        if not self._in_batch:
+            return
+        self._in_batch = False
         stuck = self.max_consecutive_skips is not None and self._known_streak >= self.max_consecutive_skips
         if stuck or self.listeners_at_once or len(self._pending) >= self.block:
             self.flush()

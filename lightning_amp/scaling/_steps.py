@@ -22,7 +22,7 @@ from lightning_amp.scaling._gradients import (
     in_host_memory,
     parameters,
 )
-from lightning_amp.scaling._moves import move_scale
+from lightning_amp.scaling._moves import lower_scale, move_scale
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite_flag
 from lightning_amp.scaling._windows import Guards, Outcome, Window, always_calls_closure, inverse, snapshot
@@ -88,9 +88,23 @@ class OptimizerSteps:
             window.found_inf = window.overflowed = window.clamped = None
         if self.scaler is None:
             return loss
+        if len(self._attempts) >= len(self.windows) > 0:
+            self._lower_scale(self.scaler)
         scaled = self.scaler.scale(loss)  # first: it makes the scale, and a float16 loss may lower it
         self._carry(_compat.scale_tensor(self.scaler))
         return scaled
+
+    def _lower_scale(self, scaler: torch.amp.GradScaler) -> None:
+        """Lower the scale for the steps that follow in a batch whose optimizers have all stepped already.
+
+        Several epochs over a rollout in one `training_step` would else lose every step of it, and end as stuck. Two
+        optimizers that step once each are one round, after which no backward follows.
+        """
+        overflowed = [a for a in self._attempts if a.overflowed is not False]
+        if overflowed:
+            lower_scale(scaler, [a for a in overflowed if a.counts_for_scale])
+            self._attempts = [a for a in self._attempts if a.overflowed is False]
+            self.log.complete(_compat.scale_tensor(scaler))
 
     def begin_backward(self) -> None:
         """The backward of a scaled loss begins; `backward_scale` is `None` again when it is over."""
@@ -139,6 +153,7 @@ class OptimizerSteps:
         shared = self._true_elsewhere(window)
         gradients = Gradients(window.optimizer, shared)
         everything = Gradients(window.optimizer) if shared else gradients
+        everything.require_full_precision(window.optimizer)
         window.has_gradients = bool(everything)
         window.had_gradients |= window.has_gradients
         found_inf = _new_flag(window, scale.device)
@@ -318,6 +333,8 @@ class OptimizerSteps:
         device = gradients.device
         if device is None or not gradients.plain:
             return False
+        if scale is not None:
+            gradients.require_full_precision(window.optimizer)
         grad_scale = None if scale is None else scale.to(device)
         if max_norm is None:
             if scale is not None and self._scale_may_be_below_one():

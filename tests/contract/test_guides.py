@@ -32,7 +32,7 @@ def is_named(word: str, text: str) -> bool:
     return re.search(rf"`{re.escape(word)}(?![\w/]*\w/)[^\w`][^`]*`|`{re.escape(word)}`", text) is not None
 
 
-@pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids="-".join)
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids=lambda value: value)
 def test_every_argument(name: str, argument: str) -> None:
     assert is_named(argument, GUIDES), f"no guide names `{argument}` of `{name}`"
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from helpers import FEATURES, Toy, batches, fit
+from helpers import FEATURES, Toy, batches, fit, stock
 from promises import Plugins, plain_sgd, promise
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+from lightning_amp import AmpPrecision
 
 
 class Never(Toy):
@@ -97,3 +100,43 @@ def test_batches_are_not_copied_for_nothing() -> None:
     from lightning_amp.precision import _inputs
 
     assert _inputs.downcast(batch, Toy()) is batch
+
+
+class CastsItsWeight(Toy):
+    """As some libraries of metric losses do: the weight follows the dtype of what comes in."""
+
+    class Proxies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, FEATURES))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data.to(x.dtype)
+            return (x @ self.weight.T).float().square().mean()
+
+    def __init__(self, make: Any = torch.optim.Adam) -> None:
+        super().__init__(lambda params: make(params, lr=1e-3), nn.Linear(FEATURES, FEATURES))
+        self.proxies = self.Proxies()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return self.proxies(self.net(batch))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_parameter_that_becomes_float16_in_the_forward(fused: bool) -> None:
+    make = functools.partial(torch.optim.Adam, fused=fused)
+    with pytest.raises(ValueError, match=r"became half precision.*`proxies.weight`.*fp32_modules=\['proxies'\]"):
+        fit(lambda: CastsItsWeight(make), AmpPrecision("fp16"))
+    plugin = AmpPrecision("fp16", fp32_modules=["proxies"])  # what it says
+    trainer = fit(lambda: CastsItsWeight(make), plugin)
+    assert plugin.num_steps > 0
+    assert {p.dtype for p in trainer.lightning_module.parameters()} == {torch.float32}
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        fit(lambda: CastsItsWeight(functools.partial(torch.optim.Adam)), stock("fp16"))
+
+
+def test_a_parameter_that_becomes_bfloat16_in_the_forward_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"became half precision.*`proxies.weight`") as warned:
+        fit(CastsItsWeight, AmpPrecision("bf16"))
+    assert len([w for w in warned if "became half" in str(w.message)]) == 1
+    fit(CastsItsWeight, AmpPrecision("bf16", fp32_modules=["proxies"]))

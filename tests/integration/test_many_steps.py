@@ -1,0 +1,97 @@
+"""Many optimizer steps in one `training_step`: several epochs over a rollout, a critic that steps five times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import FEATURES, StockWithoutAutocast, Toy, assert_same, batches, fit, scaled_fp32, stock, weights
+from torch import Tensor, nn
+
+from lightning_amp import AmpPrecision, ScaleMonitor
+
+
+class ManySteps(Toy):
+    """Chosen steps (numbered over the whole run) overflow; with `leave_out` they are not taken at all."""
+
+    def __init__(self, steps: int, overflows: Any = (), *, leave_out: bool = False, size: float = 1.0) -> None:
+        super().__init__(lambda params: torch.optim.SGD(params, lr=1e-5))
+        self.automatic_optimization = False
+        self.steps, self.overflows, self.leave_out, self.size = steps, set(overflows), leave_out, size
+        self.number = -1
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(self.steps):
+            self.number += 1
+            bad = self.number in self.overflows
+            if bad and self.leave_out:
+                continue
+            optimizer.zero_grad()
+            self.manual_backward(
+                nn.functional.mse_loss(self.net(batch).float(), self.size * batch.sum(1, keepdim=True))
+            )
+            if bad:
+                next(self.parameters()).grad[0, 0] = torch.inf
+            optimizer.step()
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_the_scale_falls_for_the_steps_that_follow() -> None:
+    plugin, monitor = scaled_fp32(init_scale=1024.0, growth_interval=3), ScaleMonitor(log_every_n_steps=1)
+    seen: list[tuple[float, float, bool]] = []
+    ours = fit(lambda: ManySteps(5, [0, 1, 7]), plugin, batches(4), callbacks=[monitor])
+    plugin_records = list(monitor.history)
+    seen = [(r.scale, r.next_scale, r.skipped) for r in plugin_records if r.skipped]
+    assert seen == [(1024.0, 512.0, True), (512.0, 256.0, True), (256.0, 128.0, True)]
+    # growth is counted once per batch: clean in its last steps are batch 0, 1, 2, 3, and 1 began anew
+    assert plugin.scaler.get_scale() == 256.0
+    assert (plugin.num_steps, plugin.num_skipped) == (17, 3)
+    assert_same(ours, fit(lambda: ManySteps(5, [0, 1, 7], leave_out=True), None, batches(4)))
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_scale_that_is_too_large_costs_a_few_steps_and_not_the_run(theirs: bool) -> None:
+    """From the default scale; targets in the hundreds makes gradients that overflow fp16 at first."""
+    scaler = torch.amp.GradScaler("cpu") if theirs else None
+    plugin = AmpPrecision("fp16", scaler=scaler)
+    fit(lambda: ManySteps(80, size=300.0), plugin, batches(2))
+    assert 3 < plugin.num_skipped < 20
+    assert plugin.num_steps + plugin.num_skipped == 160
+    stocks = stock("fp16")
+    fit(lambda: ManySteps(80, size=300.0), stocks, batches(2))
+    assert plugin.scaler.get_scale() == stocks.scaler.get_scale()
+
+
+class TwoOptimizers(ManySteps):
+    def configure_optimizers(self) -> Any:
+        first, second = (torch.optim.SGD([p], lr=0.05) for p in (self.net[0].weight, self.net[2].weight))
+        return first, second
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            for parameter in self.parameters():
+                if batch_idx == 1 and parameter.grad is not None:
+                    parameter.grad[0] = torch.inf
+            optimizer.step()
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_two_optimizers_that_step_once_each_still_lower_it_once() -> None:
+    plugin, monitor = scaled_fp32(init_scale=1024.0), ScaleMonitor(log_every_n_steps=1)
+    fit(lambda: TwoOptimizers(1), plugin, batches(3), callbacks=[monitor])
+    skips = [(r.scale, r.next_scale) for r in monitor.history if r.skipped]
+    assert skips == [(1024.0, 512.0)] * 2
+
+
+def test_what_is_injected_matters() -> None:
+    poisoned = fit(
+        lambda: ManySteps(5, [0]), StockWithoutAutocast("16-mixed", "cpu", torch.amp.GradScaler("cpu")), batches(1)
+    )
+    assert all(torch.isfinite(w).all() for w in weights(poisoned).values())
+    plain = fit(lambda: ManySteps(5, [0]), None, batches(1))
+    assert not all(torch.isfinite(w).all() for w in weights(plain).values())
+    assert FEATURES == 8
