@@ -168,9 +168,7 @@ class ComparisonTable(Sequence[ComparisonRow]):
             for name, *cells in lines
         ]
         if len(shown) < len(rows):
-            text.append(
-                f"... and {len(rows) - len(shown)} more with smaller differences: `print(callback.table.to_text(None))`"
-            )
+            text.append(f"... and {len(rows) - len(shown)} more, none of them worse: `.table.to_text(None)` has all")
         return "\n".join(text)
 
     def exceeding(self) -> str:

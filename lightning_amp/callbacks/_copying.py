@@ -12,6 +12,7 @@ import functools
 import sys
 import threading
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -155,6 +156,9 @@ class _Copier:
             result = copy.deepcopy(module, self.memo)
         else:
             result = self.memo[id(module)] = cls.__new__(cls)  # before the children, which may point back
+            for reference in weakref.getweakrefs(module):
+                if type(reference) in weakref.ProxyTypes:  # `deepcopy` would copy what it points to once more
+                    self.memo[id(reference)] = weakref.proxy(result)
             for name, child in module.named_children():
                 self.module(child, f"{path}.{name}")
             state = _compat.uncompiled_state(_state_of(module))
@@ -187,7 +191,9 @@ class _Copier:
         cls = type(value)
         if id(value) in self.memo:
             return self.memo[id(value)]
-        if isinstance(value, Tensor):  # with a graph behind it
+        if cls in weakref.ProxyTypes:
+            result = value
+        elif isinstance(value, Tensor):  # with a graph behind it
             result = value.detach().clone()
         elif isinstance(value, nn.Module):
             return self.module(value, path)

@@ -57,7 +57,9 @@ class EvaluationPass:
         self._hook_context = hook_context
         self._step_context = step_context
         self._epoch_end_context = epoch_end_context
-        self._shadow = Shadow(trainer, module, upcast=upcast)
+        self._module = module
+        # Some steps edit parameters, in validation too: the momentum encoder of MoCo.
+        self._shadow = Shadow(trainer, module, own_parameters=True, upcast=upcast)
         self._loader_idx = _compat.evaluation_loader_idx(trainer)
         self._metrics = {**(metrics or {}), **_compat.evaluation_metrics(self._shadow.view)}
 
@@ -100,6 +102,8 @@ class EvaluationPass:
             random_state: what the random generators were when the real module's hook ran.
         """
         shadow = self._shadow
+        # Averaged weights may have been swapped out again before the real hook ran.
+        shadow.follow_parameters(self._module)
         with paired_random(self._device_type, random_state), self._hook_context(shadow.module):
             self._finish_loader()
             _compat.start_evaluation_epoch_end(shadow.view)

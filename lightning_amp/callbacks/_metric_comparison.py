@@ -64,8 +64,8 @@ class MetricComparison(Callback):
 
     `trainer.validate()` and `trainer.test()` compare too and print the table. `.table` has all rows, of all of them.
 
-    Training is bit-identical with and without it: the shadow shares the parameters and has its own buffers, metrics,
-    lists, logger and trainer attributes. What user code does outside of the module (prints, files, global variables)
+    Training is bit-identical with and without it: the shadow has its own parameters, buffers, metrics, lists, logger
+    and trainer attributes. What user code does outside of the module (prints, files, global variables)
     happens twice in a compared validation. An attribute that cannot be copied (an open file, a generator) is left out
     of the shadow; if `validation_step` uses it, the callback says which one and stops comparing. Forward hooks run in
     the shadow as in the module, because they may change what it computes: with their own copies of what they keep on
@@ -73,8 +73,8 @@ class MetricComparison(Callback):
 
     Weights, buffers and batches that are half precision already are upcast for the fp32 side.
 
-    Cost: the fp32 pass and one copy of buffers, metric states and other attributes per compared validation; in memory
-    these, one batch, float32 copies of half-precision weights, and the activations of one fp32 step. It does not stop
+    Cost: the fp32 pass and one copy of parameters, buffers, metric states and other attributes per compared validation;
+    in memory these, one batch, and the activations of one fp32 step. It does not stop
     the GPU between batches; at the end it reads each metric once, as Lightning does. Compiled modules run eagerly in
     the shadow. You do not want it in every epoch when validation takes a large part of the training time: use
     `every_n_epochs` or `limit_batches`.
@@ -82,7 +82,8 @@ class MetricComparison(Callback):
     What it does not see: the hooks before the first batch (`on_validation_epoch_start`) run once, outside of autocast
     anyway, and the shadow takes over what they left. Metrics that callbacks log exist on one side only and are named
     in a warning. Another callback that draws random numbers or edits the batch in `on_validation_batch_start` should
-    stand before this one. Modules that take a `dataloader_iter` are not compared.
+    stand before this one. Random numbers that a step draws in half precision (`torch.randn_like` of an activation) are
+    other numbers in float32, on the CPU at least. Modules that take a `dataloader_iter` are not compared.
 
     One device and DDP. On sharded strategies it says that it does not run. In DDP, values that are not reduced
     (`sync_dist=False`) are those of each rank, and rank 0 logs its own.

@@ -32,7 +32,7 @@ class Shadow:
         module: the real module. Neither is changed.
         trainer_attributes: further attributes of the trainer that the shadow is to see.
         strategy_attributes: the same for `trainer.strategy`.
-        own_parameters: copy the parameters too, so that a training step can neither change them nor their gradients.
+        own_parameters: copy the parameters too, so that a step can neither change them nor their gradients.
         upcast: parameters and buffers in half precision are float32 in the shadow. For one that runs in fp32.
     """
 
@@ -67,6 +67,12 @@ class Shadow:
             view.compute(name, lambda name=name: _compat.connector_metrics(view, name))
         vars(view).update(lightning_module=self.module, model=self.module)
         self.module.trainer = cast(Trainer, view)
+
+    def follow_parameters(self, module: LightningModule) -> None:
+        """Take the values that the parameters of the real module have now."""
+        with torch.inference_mode(False), torch.no_grad():
+            for own, real in zip(self.module.parameters(), module.parameters(), strict=True):
+                own.copy_(real)
 
     def call(self, hook: str, *args: Any) -> Any:
         """Run a hook or step of the shadow; `self.log` works in it. Compiled code runs eagerly.

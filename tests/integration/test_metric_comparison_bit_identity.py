@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from comparison_models import Everything, Rows, everything_of, fit
+from comparison_models import Everything, Rows, everything_of, fit, loaders
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision, Precision
 
@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
     pytest.mark.filterwarnings("ignore:The default behavior for interval-based checkpointing"),
+    pytest.mark.filterwarnings("ignore:The PyTorch ?Profiler"),
 ]
 
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -40,6 +41,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "averaged weights, before": {"average": "before"},
     "averaged weights, after": {"average": "after"},
     "no inference mode": {"inference_mode": False},
+    "PyTorchProfiler": {"profiler": "pytorch"},
     "own plugin": {"own": True},
     "own plugin, limited, two loaders": {"own": True, "num_loaders": 2, "limit_batches": 2},
 }
@@ -87,8 +89,6 @@ def test_in_fp32_both_sides_are_equal(scenario: str, tmp_path: Path) -> None:
 def test_fp32_side_is_what_an_fp32_validation_says(tmp_path: Path) -> None:
     _, comparison, trainer = run(compare=True, precision=bf16(), tmp_path=tmp_path)
     model: Any = trainer.lightning_module
-    from comparison_models import loaders
-
     results: dict[str, dict[str, float]] = {}
     for name, plugin, callbacks in (("amp", bf16(), [comparison]), ("fp32", Precision(), [])):
         pl.seed_everything(4, verbose=False)
@@ -102,6 +102,41 @@ def test_fp32_side_is_what_an_fp32_validation_says(tmp_path: Path) -> None:
     assert {name: row.fp32 for name, row in rows.items() if name in results["fp32"]} == results["fp32"]
     assert {name: row.amp for name, row in rows.items() if name in results["amp"]} == results["amp"]
     assert results["amp"] != results["fp32"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("limit_batches", [None, 2])
+@pytest.mark.parametrize("num_loaders", [1, 2])
+def test_test_is_the_same_with_and_without(num_loaders: int, limit_batches: int | None, own: bool) -> None:
+    class Tests(Everything):
+        """Does in tests what `Everything` does in validation."""
+
+        on_test_epoch_start = Everything.on_validation_epoch_start
+        on_test_batch_start = Everything.on_validation_batch_start
+        test_step = Everything.validation_step
+        on_test_batch_end = Everything.on_validation_batch_end
+        on_test_epoch_end = Everything.on_validation_epoch_end
+
+    def run(comparison: MetricComparison | None, precision: str) -> tuple[Any, ...]:
+        pl.seed_everything(3, verbose=False)
+        model: Any = Tests(num_loaders=num_loaders)
+        plugin: Any = AmpPrecision("bf16" if precision == "bf16" else "fp32")
+        if not own:
+            plugin = bf16() if precision == "bf16" else Precision()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, plugins=plugin, callbacks=[] if comparison is None else [comparison],
+            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        results = trainer.test(model, loaders(num_loaders), verbose=False)
+        state = {name: value.tolist() for name, value in model.state_dict().items()}
+        return results, state, model.history, model.seen, torch.rand(1).item(), model.generator.get_state().tolist()
+
+    comparison, exact = MetricComparison(limit_batches=limit_batches), MetricComparison(limit_batches=limit_batches)
+    assert run(comparison, "bf16") == run(None, "bf16")
+    assert run(exact, "fp32") == run(None, "fp32")
+    assert len({row.metric for row in comparison.table}) >= 9
+    assert {row.diff for row in exact.table} == {0.0}
+    assert 0.0 < max(abs(row.relative_diff) for row in comparison.table if row.metric.startswith("mse")) < 0.02
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])

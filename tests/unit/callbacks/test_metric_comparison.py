@@ -870,7 +870,7 @@ def many(number: int = 20, tolerance: Any = None) -> ComparisonTable:
 def test_at_most_fifteen_rows_the_worst() -> None:
     lines = str(many()).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == [f"m{i}" for i in range(19, 4, -1)]
-    assert lines[-1] == "... and 5 more with smaller differences: `print(callback.table.to_text(None))`"
+    assert lines[-1] == "... and 5 more, none of them worse: `.table.to_text(None)` has all"
     assert len(many().to_text(None).splitlines()) == 21
     assert [line.split()[0] for line in many().to_text(2).splitlines()] == ["metric", "m19", "m18", "..."]
     assert len(str(many(15)).splitlines()) == 16
