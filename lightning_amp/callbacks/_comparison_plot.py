@@ -33,7 +33,7 @@ def plot_comparison(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("`plot` needs matplotlib: `pip install lightning-amp[plot]`") from error
+        raise ImportError("`plot` needs matplotlib: `pip install matplotlib`") from error
 
     number = max(len(groups), 1)
     figure = Figure(figsize=(10.0, 0.6 + 2.0 * number), layout="constrained")

@@ -168,7 +168,10 @@ class ComparisonTable(Sequence[ComparisonRow]):
             for name, *cells in lines
         ]
         if len(shown) < len(rows):
-            text.append(f"... and {len(rows) - len(shown)} more, none of them worse: `.table.to_text(None)` has all")
+            text.append(
+                f"These are the {len(shown)} worst of {len(rows)}; `print(comparison.table.to_text(max_rows=None))`"
+                " shows all."
+            )
         return "\n".join(text)
 
     def exceeding(self) -> str:

@@ -130,7 +130,7 @@ class _Copier:
 
     def _share(self, value: Any, depth: int) -> None:
         cls = type(value)
-        if cls in _ATOMS or cls is nn.Parameter or id(value) in self.searched:
+        if cls in _ATOMS or cls is nn.Parameter or cls in weakref.ProxyTypes or id(value) in self.searched:
             return
         if cls in _MAPPINGS or cls in _CONTAINERS:
             if depth < 3:

@@ -104,6 +104,48 @@ def test_fp32_side_is_what_an_fp32_validation_says(tmp_path: Path) -> None:
     assert results["amp"] != results["fp32"]
 
 
+class Edits(Everything):
+    """Moves weights in validation, as a momentum encoder does; reads them when the epoch ends; has gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Linear(6, 1).requires_grad_(False)
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        x = batch["x"].clone()
+        for mine, other in zip(self.teacher.parameters(), self.net[4].parameters(), strict=True):
+            mine.data.mul_(0.9).add_(other.data.mean(), alpha=0.1)
+        self.log("teacher", self.teacher(x).square().mean())
+        with torch.enable_grad():
+            self(x).sum().backward()
+        return super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.log("weights", self.net[0].weight.norm())
+        self.log("teachers", self.teacher.weight.norm())
+
+
+@pytest.mark.parametrize("limit_batches", [None, 1])
+@pytest.mark.parametrize("average", [False, True])
+def test_steps_that_edit_weights(average: bool, limit_batches: int | None, tmp_path: Path) -> None:
+    def run(comparison: MetricComparison | None, precision: str) -> Any:
+        pl.seed_everything(3, verbose=False)
+        model, logger = Edits(), Rows()
+        callbacks: list[pl.Callback] = [EMAWeightAveraging(decay=0.5)] if average else []
+        callbacks += [] if comparison is None else [comparison]
+        plugin, folder = AmpPrecision(precision), tmp_path / str(comparison is None)
+        trainer = fit(model, *callbacks, tmp_path=folder, logger=logger, plugins=plugin, inference_mode=False)
+        gradients = [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+        return everything_of(model, trainer, logger), gradients
+
+    comparison, exact = MetricComparison(limit_batches=limit_batches), MetricComparison(limit_batches=limit_batches)
+    assert run(comparison, "bf16") == run(None, "bf16")
+    assert run(exact, "fp32") == run(None, "fp32")
+    assert {row.diff for row in exact.table} == {0.0}
+    assert {"teacher", "teachers", "weights"} < {row.metric for row in comparison.table}
+
+
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("limit_batches", [None, 2])
 @pytest.mark.parametrize("num_loaders", [1, 2])

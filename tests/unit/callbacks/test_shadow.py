@@ -4,6 +4,7 @@ import functools
 import random
 import threading
 import types
+import weakref
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
+from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, OverflowLocator
 from lightning_amp.callbacks._copying import NotCopied, NotCopiedError, copy_batch, copy_module
 from lightning_amp.callbacks._shadow import Shadow, full_precision, paired_random
 
@@ -206,6 +208,47 @@ def test_hooks_may_use_what_cannot_be_copied(kind: str, tmp_path: Any) -> None:
         with pytest.raises(NotCopiedError, match=r"file` cannot be copied"):
             copy.recorder.file.write("y")
     assert (tmp_path / "log.txt").read_text() == "xx"
+
+
+def test_a_weak_proxy_of_the_module_is_one_of_the_copy() -> None:
+    module: Any = Module()
+    module.lock = threading.Lock()
+    module.profiled = [weakref.proxy(module)]
+    copy: Any = copied(module)
+    copy.profiled[0].values.append(1.0)
+    assert copy.values == [1.0]
+    assert module.values == []
+    assert type(copy.profiled[0]) in weakref.ProxyTypes
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The PyTorch ?Profiler")
+def test_the_pytorch_profiler_switches_no_callback_off() -> None:
+    comparison, monitor, locator = MetricComparison(), GradientMonitor(1), OverflowLocator()
+
+    class Inf(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch).float().sum() * (torch.inf if batch_idx == 1 else 1.0)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("val_loss", self.net(batch).sum())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, profiler="pytorch", plugins=AmpPrecision("fp16", scaler=64.0),
+        callbacks=[comparison, monitor, locator],
+    )  # fmt: skip
+    loader = DataLoader(torch.randn(8, 2), batch_size=4)
+    trainer.fit(Inf(), loader, loader)
+    assert [row.metric for row in comparison.table] == ["val_loss"]
+    assert {row.name for row in monitor.table} == {"net.0", "net.1", "(all)"}
+    assert [(report.cause, report.note) for report in locator.reports] == [("loss", "")]
 
 
 def test_hooks_that_draw_from_a_generator_share_it() -> None:
