@@ -387,7 +387,9 @@ def evaluation_metrics(trainer: Any) -> dict[str, Tensor]:
 def evaluation_names(trainer: Any) -> set[str]:
     """Names of `evaluation_metrics`, known before the values are: the sanity check does not reduce them."""
     results = trainer._results
-    items = [] if results is None else [item for item in results.values() if item.meta.on_epoch and not item.has_reset]
+    if results is None:
+        return set()
+    items = [item for item in results.values() if item.meta.on_epoch and not item.has_reset]
     return {name for item in items for name in results._forked_name(item, on_step=False)}
 
 

@@ -183,7 +183,9 @@ class _Search:
         try:
             largest = _largest_true_gradient(self._trainer, exact, self._step)
         finally:
-            exact.forget_gradients() if exact is self._replay else exact.close()
+            exact.forget_gradients()
+            if exact is not self._replay:
+                exact.close()
         if self._wants_measure and self.finding is not None:
             self.finding.largest_gradient = largest
 

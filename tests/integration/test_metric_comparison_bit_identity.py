@@ -17,6 +17,7 @@ import torch
 from comparison_models import Everything, Rows, everything_of, fit, loaders
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_amp import AmpPrecision
 from lightning_amp.callbacks._metric_comparison import MetricComparison
@@ -41,7 +42,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "averaged weights, before": {"average": "before"},
     "averaged weights, after": {"average": "after"},
     "no inference mode": {"inference_mode": False},
-    "PyTorchProfiler": {"profiler": "pytorch"},
+    "PyTorchProfiler": {"profile": True},
     "own plugin": {"own": True},
     "own plugin, limited, two loaders": {"own": True, "num_loaders": 2, "limit_batches": 2},
 }
@@ -53,6 +54,8 @@ def run(*, compare: bool, precision: Any, tmp_path: Path, average: str = "", **o
     model = Everything(num_loaders=options.pop("num_loaders", 1), manual=options.pop("manual", False))
     if options.pop("own", False):
         precision = AmpPrecision("bf16" if isinstance(precision, MixedPrecision) else "fp32")
+    if options.pop("profile", False):
+        options["profiler"] = PyTorchProfiler(export_to_chrome=False)
     comparison = MetricComparison(limit_batches=options.pop("limit_batches", None))
     callbacks: list[pl.Callback] = [comparison] if compare else []
     if average:

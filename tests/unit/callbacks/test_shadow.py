@@ -13,6 +13,7 @@ import pytest
 import torch
 from comparison_models import Rows
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -241,8 +242,8 @@ def test_the_pytorch_profiler_switches_no_callback_off() -> None:
 
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, profiler="pytorch", plugins=AmpPrecision("fp16", scaler=64.0),
-        callbacks=[comparison, monitor, locator],
+        enable_checkpointing=False, profiler=PyTorchProfiler(export_to_chrome=False),
+        plugins=AmpPrecision("fp16", scaler=64.0), callbacks=[comparison, monitor, locator],
     )  # fmt: skip
     loader = DataLoader(torch.randn(8, 2), batch_size=4)
     trainer.fit(Inf(), loader, loader)
