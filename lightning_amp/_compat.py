@@ -444,6 +444,15 @@ def evaluation_metrics(trainer: Any) -> dict[str, Tensor]:
     return metrics
 
 
+def evaluation_names(trainer: Any) -> set[str]:
+    """Names of `evaluation_metrics`, known before the values are: the sanity check does not reduce them."""
+    results = trainer._results
+    if results is None:
+        return set()
+    items = [item for item in results.values() if item.meta.on_epoch and not item.has_reset]
+    return {name for item in items for name in results._forked_name(item, on_step=False)}
+
+
 def add_callback_metrics(trainer: Any, metrics: dict[str, Tensor]) -> None:
     """Add values to `trainer.callback_metrics` where `self.log` is not allowed (`on_validation_end`)."""
     trainer._logger_connector._callback_metrics.update(metrics)

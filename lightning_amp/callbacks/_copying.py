@@ -2,19 +2,20 @@
 
 `copy.deepcopy` of a real LightningModule fails on the first lock, open file or generator that it meets, and copies
 what must not be copied: the trainer, data sets, the parameters. The copies here take what can be taken, piece by piece.
-What cannot be copied is replaced by an object that raises when it is used: sharing it would let the copy change the
-original.
+What cannot be copied is replaced by an object that raises when it is used, but in hooks: see `_not_copied`.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import threading
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -23,6 +24,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_amp import _compat
+from lightning_amp.callbacks._not_copied import NotCopied, NotCopiedError, Permission, PermittedHook
+from lightning_amp.callbacks._upcasting import HALF, upcast_tensors
+
+__all__ = ["NotCopied", "NotCopiedError", "copy_batch", "copy_module", "is_out_of_memory"]
 
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 
@@ -45,29 +50,6 @@ _CONTAINERS: tuple[type, ...] = (list, tuple, set, deque)
 _MAPPINGS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
 
 
-class NotCopiedError(RuntimeError):
-    """A copy of a module used something that could not be copied."""
-
-
-class NotCopied:
-    """Stands in a copy for an object that could not be copied, and says so when it is used."""
-
-    def __init__(self, path: str, kind: type) -> None:
-        vars(self)["message"] = (
-            f"`{path}` cannot be copied (`{kind.__module__}.{kind.__qualname__}`), so a copy of the module must not use"
-            " it. If sharing it is harmless, give it a `__deepcopy__` method that returns `self`"
-        )
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise NotCopiedError(vars(self)["message"])
-
-    __getattr__ = __setattr__ = __call__ = __iter__ = __next__ = __len__ = __enter__ = __exit__ = _refuse
-    __getitem__ = __setitem__ = __contains__ = __bool__ = _refuse
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NotCopied:
-        return self
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that a device, or the host, has no memory left."""
     text = str(error).lower()
@@ -76,40 +58,53 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def copy_module(module: LightningModule, memo: dict[int, Any], *, own_parameters: bool = False) -> LightningModule:
+def copy_module(
+    module: LightningModule, memo: dict[int, Any], *, own_parameters: bool = False, upcast: bool = False
+) -> LightningModule:
     """Copy a module: its parameters are shared, everything else is its own.
 
     Buffers, metric states, lists and other attributes are copied as deep as they go. Compiled parts come back
     uncompiled. Bound methods and closures that refer to the module (a forward hook that appends to `self.features`)
-    refer to the copy. Data sets, loaders, optimizers and callbacks that the module holds are shared.
+    refer to the copy. Data sets, loaders, optimizers and callbacks that the module holds are shared. So is, with its
+    hooks alone, what they use and what cannot be copied.
 
     Args:
         module: what to copy. Unchanged.
         memo: of `copy.deepcopy`: what to put in the place of which object, by `id` (the trainer, for example).
         own_parameters: copy the parameters too, without gradients and hooks: for a copy that runs a training step.
+        upcast: for a copy that computes in fp32: parameters and buffers in half precision become float32, its own.
     """
-    copier = _Copier(memo, own_parameters)
+    copier = _Copier(memo, own_parameters, upcast)
     # Outside of inference mode, so that buffers of the copy are as ordinary as those of the original: a step may turn
     # inference mode off to take gradients.
     with torch.inference_mode(False), torch.no_grad():
         copier.share(module)
         result = copier.module(module, type(module).__name__)
         copier.rebind_closures()
+        copier.permit_hooks()
     _compat.forget_metric_names(result)
     return cast(LightningModule, result)
 
 
-def copy_batch(batch: Any) -> Any:
-    """Copy a batch so that in-place edits of the copy stay there. Costs the memory of one batch."""
-    return _Copier({}).batch(batch)
+def copy_batch(batch: Any, *, upcast: bool = False) -> Any:
+    """Copy a batch so that in-place edits of the copy stay there. Costs the memory of one batch.
+
+    Args:
+        batch: what to copy. Unchanged.
+        upcast: for a step that computes in fp32: tensors in half precision become float32, in whatever container.
+    """
+    result = _Copier({}).batch(batch)
+    return upcast_tensors(result) if upcast else result
 
 
 class _Copier:
     """One deep copy in progress."""
 
-    def __init__(self, memo: dict[int, Any], own_parameters: bool = False) -> None:
+    def __init__(self, memo: dict[int, Any], own_parameters: bool = False, upcast: bool = False) -> None:
         self.memo = memo
-        self.own_parameters = own_parameters
+        self.own_parameters, self.upcast = own_parameters, upcast
+        self.permission = Permission()
+        self.refused = False
         self.modules: list[nn.Module] = []
         self.searched: set[int] = set()
         self.shared = (*_SHARED, *_process_group_types())
@@ -117,11 +112,16 @@ class _Copier:
     def share(self, module: nn.Module) -> None:
         """Enter into the memo what is not to be copied of a module."""
         for parameter in module.parameters():
-            if not self.own_parameters:
+            upcast = self.upcast and parameter.dtype in HALF
+            if not self.own_parameters and not upcast:
                 self.memo[id(parameter)] = parameter
             elif id(parameter) not in self.memo:
-                self.memo[id(parameter)] = own = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                values = parameter.detach().float() if upcast else parameter.detach().clone()
+                self.memo[id(parameter)] = own = nn.Parameter(values, parameter.requires_grad)
                 vars(own).update(vars(parameter))  # marks such as `no_weight_decay`
+        for buffer in module.buffers() if self.upcast else ():
+            if buffer.dtype in HALF:
+                self.memo[id(buffer)] = buffer.detach().float()
         submodules = list(module.modules())
         self.searched.update(id(submodule) for submodule in submodules)
         for submodule in submodules:
@@ -130,7 +130,7 @@ class _Copier:
 
     def _share(self, value: Any, depth: int) -> None:
         cls = type(value)
-        if cls in _ATOMS or cls is nn.Parameter or id(value) in self.searched:
+        if cls in _ATOMS or cls is nn.Parameter or cls in weakref.ProxyTypes or id(value) in self.searched:
             return
         if cls in _MAPPINGS or cls in _CONTAINERS:
             if depth < 3:
@@ -156,6 +156,9 @@ class _Copier:
             result = copy.deepcopy(module, self.memo)
         else:
             result = self.memo[id(module)] = cls.__new__(cls)  # before the children, which may point back
+            for reference in weakref.getweakrefs(module):
+                if type(reference) in weakref.ProxyTypes:  # `deepcopy` would copy what it points to once more
+                    self.memo[id(reference)] = weakref.proxy(result)
             for name, child in module.named_children():
                 self.module(child, f"{path}.{name}")
             state = _compat.uncompiled_state(_state_of(module))
@@ -188,11 +191,13 @@ class _Copier:
         cls = type(value)
         if id(value) in self.memo:
             return self.memo[id(value)]
-        if isinstance(value, Tensor):  # with a graph behind it
+        if cls in weakref.ProxyTypes:
+            result = value
+        elif isinstance(value, Tensor):  # with a graph behind it
             result = value.detach().clone()
         elif isinstance(value, nn.Module):
             return self.module(value, path)
-        elif isinstance(value, _LOCKS):
+        elif isinstance(value, (*_LOCKS, types.ModuleType)):
             result = value
         elif cls in _MAPPINGS:
             result = self.memo[id(value)] = copy.copy(value)
@@ -206,12 +211,18 @@ class _Copier:
             result = cls(self.value(item, f"{path}[...]") for item in value)
         elif isinstance(value, types.MethodType):
             result = types.MethodType(value.__func__, self.value(value.__self__, path))
+        elif cls is functools.partial:
+            keywords = {key: self.value(item, f"{path}({key}=)") for key, item in value.keywords.items()}
+            args = (self.value(item, f"{path}(...)") for item in value.args)
+            result = functools.partial(self.value(value.func, path), *args, **keywords)
         elif hasattr(value, "__dict__") and not _from_stdlib(cls) and not _reduces(cls):
             result = self.memo[id(value)] = object.__new__(cls)
             for name, item in _state_of(value).items():
                 vars(result)[name] = self.value(item, f"{path}.{name}")
         else:
-            result = NotCopied(path, cls)
+            # Not into the memo: closures of hooks keep the original.
+            self.refused = True
+            return NotCopied(path, value, self.permission)
         self.memo[id(value)] = result
         return result
 
@@ -250,6 +261,17 @@ class _Copier:
                     for key, function in list(item.items()):
                         if isinstance(function, types.FunctionType):
                             item[key] = self._rebound(function)
+
+    def permit_hooks(self) -> None:
+        """Let hooks use what could not be copied."""
+        if not self.refused:
+            return
+        for module in self.modules:
+            for name, hooks in vars(module).items():
+                if name.endswith("_hooks") and type(hooks) in _MAPPINGS:
+                    for key, hook in hooks.items():
+                        if callable(hook):
+                            hooks[key] = PermittedHook(hook, self.permission)
 
     def _rebound(self, function: types.FunctionType) -> types.FunctionType:
         cells = function.__closure__ or ()

@@ -109,7 +109,7 @@ def _measure(
 ) -> None:
     device_type = trainer.strategy.root_device.type
     total = groups[TOTAL]
-    exact = TrainingPass(trainer, module)
+    exact = TrainingPass(trainer, module, upcast=True)
     try:
         with Trace(exact.module, values=False) as trace:
             exact.run(batch, batch_idx, context=full_precision(device_type), trace=trace)

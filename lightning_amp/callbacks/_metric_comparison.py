@@ -1,10 +1,11 @@
-"""`MetricComparison`: what mixed precision costs, in the user's own validation metrics."""
+"""`MetricComparison`: what mixed precision costs, in the user's own metrics."""
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,15 +16,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_amp import _compat
 from lightning_amp._last_trainer import LastTrainer
+from lightning_amp.callbacks._comparison_names import why_not_logged
 from lightning_amp.callbacks._comparison_settings import (
     checked_every_n_epochs,
     checked_limit,
     checked_on_exceed,
     checked_tolerance,
 )
-from lightning_amp.callbacks._comparison_table import ComparisonRow, ComparisonTable
+from lightning_amp.callbacks._comparison_table import MAX_ROWS, ComparisonRow, ComparisonTable
 from lightning_amp.callbacks._copying import is_out_of_memory
-from lightning_amp.callbacks._paired_validation import PairedValidation
+from lightning_amp.callbacks._evaluation_pass import Stage
+from lightning_amp.callbacks._paired_evaluation import PairedEvaluation, describe_failure
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.scaling import Saved
 
@@ -32,16 +35,17 @@ if TYPE_CHECKING:
 
 FP32_PREFIX = "amp/fp32/"
 DIFF_PREFIX = "amp/diff/"
+ABS_DIFF_PREFIX = "amp/abs_diff/"
 
 # Lightning takes these two, when a user logs them, for the axes of the plots.
-_AXES = ("step", "epoch")
+_AXES = {"step", "epoch"}
 
 # The others compute in one low or high precision throughout: there is no fp32 to compare with.
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 
 
 class MetricComparison(Callback):
-    """Measures what mixed precision costs in the metrics that you log in validation.
+    """Measures what mixed precision costs in the metrics that you log in validation and test.
 
     In a compared validation each batch is also run through a shadow of the module in true fp32: the same weights, the
     same batches, the same random draws, but autocast and TF32 off. Every metric that the module logs with
@@ -51,40 +55,52 @@ class MetricComparison(Callback):
     |---|---|
     | `amp/fp32/<metric>` | the metric in fp32 |
     | `amp/diff/<metric>` | AMP minus fp32 |
+    | `amp/abs_diff/<metric>` | its magnitude: to monitor (`mode="min"` on a difference finds the most negative) |
 
-    Both go to all loggers and to `trainer.callback_metrics` at `on_validation_end`; a callback that monitors them
-    belongs after this one in the list of callbacks (`ModelCheckpoint` always is). `<metric>` is each name that
-    `trainer.callback_metrics` has: `val_loss`, `val_loss_epoch`, `val_loss/dataloader_idx_1`. A logged `step` or
-    `epoch` is an axis and not compared. `.table` has all rows.
+    All go to all loggers and to `trainer.callback_metrics` at `on_validation_end`; a callback that monitors them
+    belongs after this one in the list of callbacks (`ModelCheckpoint` always is). Between two comparisons
+    `trainer.callback_metrics` keeps the values of the last, in a resumed run those of the checkpoint; they are NaN as
+    long as no comparison worked. `<metric>` is each name that `trainer.callback_metrics` has: `val_loss`,
+    `val_loss_epoch`, `val_loss/dataloader_idx_1`. A logged `step` or `epoch` is an axis and not compared.
 
-    Training is bit-identical with and without it: the shadow shares the parameters and has its own buffers, metrics,
-    lists, logger and trainer attributes. What user code does outside of the module (prints, files, global variables)
+    `trainer.validate()` and `trainer.test()` compare too and print the table. `.table` has all rows, of all of them.
+
+    Training is bit-identical with and without it: the shadow has its own parameters, buffers, metrics, lists, logger
+    and trainer attributes. What user code does outside of the module (prints, files, global variables)
     happens twice in a compared validation. An attribute that cannot be copied (an open file, a generator) is left out
-    of the shadow; if `validation_step` uses it, the callback says which one and stops comparing.
+    of the shadow; if `validation_step` uses it, the callback says which one and stops comparing. Forward hooks run in
+    the shadow as in the module, because they may change what it computes: with their own copies of what they keep on
+    the module, and with the originals of what cannot be copied or lies elsewhere, to which everything happens twice.
 
-    Cost: the fp32 pass and one copy of buffers, metric states and other attributes per compared validation; in memory
-    these, one batch, and the activations of one fp32 step. It does not stop the GPU between batches; at the end it
-    reads each metric once, as Lightning does. Compiled modules run eagerly in the shadow. You do not want it in every
-    epoch when validation takes a large part of the training time: use `every_n_epochs` or `limit_batches`.
+    Weights, buffers and batches that are half precision already are upcast for the fp32 side.
+
+    Cost: the fp32 pass and one copy of parameters, buffers, metric states and other attributes per compared validation;
+    in memory these, one batch, and the activations of one fp32 step. It does not stop
+    the GPU between batches; at the end it reads each metric once, as Lightning does. Compiled modules run eagerly in
+    the shadow. You do not want it in every epoch when validation takes a large part of the training time: use
+    `every_n_epochs` or `limit_batches`.
 
     What it does not see: the hooks before the first batch (`on_validation_epoch_start`) run once, outside of autocast
     anyway, and the shadow takes over what they left. Metrics that callbacks log exist on one side only and are named
     in a warning. Another callback that draws random numbers or edits the batch in `on_validation_batch_start` should
-    stand before this one. Modules that take a `dataloader_iter` are not compared.
+    stand before this one. Random numbers that a step draws in half precision (`torch.randn_like` of an activation) are
+    other numbers in float32, on the CPU at least. Modules that take a `dataloader_iter` are not compared.
 
     One device and DDP. On sharded strategies it says that it does not run. In DDP, values that are not reduced
     (`sync_dist=False`) are those of each rank, and rank 0 logs its own.
 
     Args:
-        every_n_epochs: compare in every n-th validation epoch, that is in every n-th run of the validation loop: with
-            `val_check_interval=0.5` there are two in each training epoch. The sanity check does not count;
-            `trainer.validate()` always compares.
+        every_n_epochs: compare in the first validation of a fit and in every n-th, that is in every n-th run of the
+            validation loop: with `val_check_interval=0.5` there are two in each training epoch. The sanity check does
+            not count; a resumed fit goes on counting; `trainer.validate()` and `trainer.test()` always compare.
         limit_batches: compare over the first batches of each loader only: how many, or which share. Both sides are
             limited; the metrics that you log stay over all batches. With one loader the AMP side costs no further
             forward pass; with several, the limited batches of later loaders run once more in AMP as soon as one
             loader was cut short.
         tolerance: largest absolute difference to accept, in the unit of the metric: one number for all, or one for
-            each metric. NaN on one side only always exceeds it. `None`: accept all.
+            each metric, those of validation and test in one mapping. NaN on one side only always exceeds it. `None`:
+            accept all. A name that the module does not log is an error: already in the sanity check, unless the
+            module's code writes that name out or asks for `sanity_checking`; then in the first comparison.
         on_exceed: `"warn"`, or `"raise"` a `RuntimeError` at the end of the validation, on all ranks.
     """
 
@@ -118,13 +134,17 @@ class MetricComparison(Callback):
         """Write `.table` as CSV, with a header line. The file is replaced at once or not at all."""
         self._table.to_csv(path)
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Plot the differences over epochs: one axis per metric, and the tolerance as a band. Needs matplotlib.
+    def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:
+        """Plot each metric over epochs: its values in AMP and in fp32, and beside them the difference.
+
+        Several loaders are lines of one panel; the tolerance is a band. Needs matplotlib.
 
         Args:
             path: where to save the figure. Default: do not save it.
+            max_rows: how many metrics to show; of more, the worst: those beyond their tolerance or with the largest
+                relative difference in the last comparison. `None`: all.
         """
-        return self._table.plot(path)
+        return self._table.plot(path, max_rows=max_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """The table so far, in plain types."""
@@ -144,24 +164,19 @@ class MetricComparison(Callback):
             raise saved.wrong("rows", f"a list of rows of {len(ComparisonRow._fields)} values") from error
         self._table = ComparisonTable(rows, tolerance=self.tolerance)
         self._num_validations = num_validations
+        self._resumed = bool(rows)
 
     # --- hooks ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin a run; see whether this module, strategy and precision can be compared."""
         require_lightning_trainer(self, trainer)
-        if stage not in ("fit", "validate"):
+        if stage not in ("fit", "validate", "test"):
             return
-        if not is_overridden("validation_step", pl_module):
-            # Not a warning: nothing that this callback is for can ever happen in the run.
-            raise ValueError(
-                f"`MetricComparison` compares what is logged in validation, but `{type(pl_module).__name__}` has no"
-                " `validation_step`. Define one, or remove the callback"
-            )
         self._begin_run()
         if stage == "fit" and not self._last_trainer.goes_on(trainer):
             self._forget()
-        reason = _why_not(trainer, pl_module)
+        reason = _why_not(trainer, pl_module, "test_step" if stage == "test" else "validation_step")
         if reason is not None:
             self._runs = False
             rank_zero_warn(f"`MetricComparison` does not run: {reason}.")
@@ -174,16 +189,28 @@ class MetricComparison(Callback):
                 " validation loader, and a `limit_val_batches` other than 0."
             )
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let callbacks find the last values before this run has any of its own."""
+        if self._resumed:
+            _compat.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last()))
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Decide whether this validation is compared."""
         self._close()
         if trainer.sanity_checking or not self._runs:
             return
         if trainer.state.fn == "fit":
+            is_first, self._is_first = self._is_first and not self._resumed, False
             self._num_validations += 1
-            if self._num_validations % self.every_n_epochs:
+            if self._num_validations % self.every_n_epochs and not is_first:
                 return
-        self._current = PairedValidation(trainer, pl_module, self.limit_batches, partial(self._report, trainer))
+        self._open(trainer, pl_module, "validation")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to compare."""
+        self._close()
+        if self._runs:
+            self._open(trainer, pl_module, "test")
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -192,20 +219,33 @@ class MetricComparison(Callback):
         if self._current is not None and self._current.running:
             self._current.run_batch(batch, batch_idx)
 
+    on_test_batch_start = on_validation_batch_start
+
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the random generators for the shadow's `on_validation_epoch_end`."""
+        """Remember the random generators for the shadow's own hook of this name."""
         if self._current is not None and self._current.running:
             self._current.remember_random_state()
 
+    on_test_epoch_end = on_validation_epoch_end
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare and log. Only now do the AMP values of `on_validation_epoch_end` exist."""
+        """Compare and log. Only now do the AMP values of the epoch-end hook exist."""
+        if trainer.sanity_checking and self._runs:
+            self._check_names(trainer, pl_module, _compat.evaluation_names(trainer))
         current, self._current = self._current, None
         if current is None:
             return
         sides = current.finish()
         self._runs = not current.failed_for_good
         if sides is not None:
-            self._compare(trainer, *sides)
+            self._compare(trainer, pl_module, *sides)
+        elif trainer.state.fn == "fit":
+            # A callback that monitors a difference must not end the run that goes on without it.
+            names = _compat.evaluation_names(trainer) - _AXES
+            unknown = _as_metrics(trainer, [ComparisonRow.of(0, 0, name, math.nan, math.nan) for name in names])
+            _compat.add_callback_metrics(trainer, unknown | trainer.callback_metrics)
+
+    on_test_end = on_validation_end
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last comparison as a text table."""
@@ -225,29 +265,22 @@ class MetricComparison(Callback):
             self._current.close()
         self._current = None
 
+    def _open(self, trainer: Trainer, module: LightningModule, stage: Stage) -> None:
+        report = partial(self._report, trainer, stage)
+        self._current = PairedEvaluation(trainer, module, stage, self.limit_batches, report)
+
     def _begin_run(self) -> None:
-        self._runs = True
-        self._current: PairedValidation | None = None
+        self._runs = self._is_first = True
+        self._resumed = False
+        self._current: PairedEvaluation | None = None
         self._warned: set[str] = set()
         self._names_checked = False
 
-    def _report(self, trainer: Trainer, error: Exception) -> None:
+    def _report(self, trainer: Trainer, stage: Stage, error: Exception) -> None:
         """Say, on the rank where it happened, what ended a comparison; once per run."""
-        if is_out_of_memory(error):
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-            kind = "out of memory"
-            text = (
-                f"out of memory in the fp32 pass of epoch {trainer.current_epoch}: this comparison is dropped, training"
-                " goes on, and the next comparison tries again. A smaller validation batch needs less"
-            )
-        else:
-            kind = "error"
-            last_line = (str(error).strip().splitlines() or [""])[-1]
-            text = (
-                f"the module's validation could not be run a second time ({type(error).__name__}: {last_line})."
-                " Comparisons are off for the rest of this run, training goes on"
-            )
+        if is_out_of_memory(error) and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        kind, text = describe_failure(error, stage, trainer.current_epoch)
         if self._is_news(kind):
             warnings.warn(f"`MetricComparison` on rank {trainer.global_rank}: {text}.", stacklevel=2)
 
@@ -257,53 +290,51 @@ class MetricComparison(Callback):
         self._warned.add(kind)
         return True
 
-    def _compare(self, trainer: Trainer, amp: dict[str, float], fp32: dict[str, float]) -> None:
+    def _compare(
+        self, trainer: Trainer, module: LightningModule, amp: dict[str, float], fp32: dict[str, float]
+    ) -> None:
         one_sided = sorted(amp.keys() ^ fp32.keys())
         if one_sided and self._is_news("one side"):
             rank_zero_warn(
                 f"`MetricComparison`: logged on one side only and not compared: {', '.join(one_sided)}. A callback logs"
                 " them, or the module does so depending on a value."
             )
-        self._check_tolerance_names(trainer, amp, fp32)
-        names = [name for name in amp if name in fp32 and name not in _AXES]
-        metrics: dict[str, torch.Tensor] = {}
-        device = trainer.strategy.root_device
-        for name in names:
-            # float64 does not exist on all devices
-            metrics[FP32_PREFIX + name] = torch.tensor(fp32[name], dtype=torch.float32, device=device)
-            metrics[DIFF_PREFIX + name] = torch.tensor(amp[name] - fp32[name], dtype=torch.float32, device=device)
+        self._check_names(trainer, module, amp.keys() | fp32.keys())
+        rows = [
+            ComparisonRow.of(trainer.current_epoch, 0, name, amp[name], fp32[name])
+            for name in amp
+            if name in fp32 and name not in _AXES
+        ]
+        if not rows:
+            if self._is_news("nothing"):
+                rank_zero_warn("`MetricComparison` has nothing to compare: nothing was logged with `on_epoch=True`.")
+            return
+        metrics = _as_metrics(trainer, rows)
         _compat.add_callback_metrics(trainer, metrics)
         step = _compat.log_evaluation_metrics(trainer, metrics, amp.get("step"))
-        rows = [ComparisonRow.of(trainer.current_epoch, step, name, amp[name], fp32[name]) for name in names]
-        self._table.extend(rows)
+        self._table.extend(row._replace(step=step) for row in rows)
         if trainer.state.fn != "fit":
             rank_zero_info(f"MetricComparison, epoch {trainer.current_epoch}:\n{self._table}")
-        self._judge(trainer, rows)
+        self._judge(trainer)
 
-    def _check_tolerance_names(self, trainer: Trainer, amp: dict[str, float], fp32: dict[str, float]) -> None:
+    def _check_names(self, trainer: Trainer, module: LightningModule, logged: Iterable[str]) -> None:
         if not isinstance(self.tolerance, Mapping) or self._names_checked:
             return
-        self._names_checked = True
-        available = sorted((amp.keys() | fp32.keys()).difference(_AXES))
-        unknown = sorted(self.tolerance.keys() - set(available))
+        if not trainer.sanity_checking:
+            self._names_checked = True
+        stage: Stage = "test" if trainer.testing else "validation"
+        error = why_not_logged(self.tolerance, set(logged) - _AXES, module, stage, sanity=trainer.sanity_checking)
         # A metric that is logged on rank 0 only is unknown to the others.
-        if trainer.strategy.reduce_boolean_decision(bool(unknown), all=True):
-            raise ValueError(
-                f"`tolerance` names metrics that validation does not log: {unknown}. Choose from {available}"
-            )
+        if trainer.strategy.reduce_boolean_decision(error is not None, all=True):
+            raise ValueError(error)
 
-    def _judge(self, trainer: Trainer, rows: list[ComparisonRow]) -> None:
+    def _judge(self, trainer: Trainer) -> None:
         if self.tolerance is None:
             return
-        exceeding = [
-            f"`{row.metric}`: AMP {row.amp:.6g}, fp32 {row.fp32:.6g}, difference {row.diff:+.3g}, tolerance"
-            f" {tolerance:g}"
-            for row in rows
-            if (tolerance := self._table.tolerance_of(row.metric)) is not None and row.exceeds(tolerance)
-        ]
-        if not trainer.strategy.reduce_boolean_decision(bool(exceeding), all=False):
+        where = self._table.exceeding()
+        if not trainer.strategy.reduce_boolean_decision(bool(where), all=False):
             return
-        where = "; ".join(exceeding) or "on another rank"
+        where = where or "on another rank"
         epoch = trainer.current_epoch
         text = f"`MetricComparison`: mixed precision costs more than the tolerance in epoch {epoch}: {where}"
         if self.on_exceed == "raise":
@@ -311,8 +342,21 @@ class MetricComparison(Callback):
         rank_zero_warn(f"{text}.")
 
 
-def _why_not(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    reason = why_not_twice(trainer, pl_module, "validation_step")
+def _as_metrics(trainer: Trainer, rows: Iterable[ComparisonRow]) -> dict[str, torch.Tensor]:
+    metrics: dict[str, float] = {}
+    for row in rows:
+        metrics[FP32_PREFIX + row.metric] = row.fp32
+        metrics[DIFF_PREFIX + row.metric] = row.diff
+        metrics[ABS_DIFF_PREFIX + row.metric] = abs(row.diff)
+    device = trainer.strategy.root_device
+    # float64 does not exist on all devices
+    return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in metrics.items()}
+
+
+def _why_not(trainer: Trainer, pl_module: LightningModule, step: str) -> str | None:
+    if not is_overridden(step, pl_module):
+        return f"`{type(pl_module).__name__}` has no `{step}`, in which it would compare what is logged"
+    reason = why_not_twice(trainer, pl_module, step)
     if reason is None and trainer.precision_plugin.precision not in _PRECISIONS:
         reason = f"with precision {trainer.precision_plugin.precision!r} there is no fp32 to compare with"
     return reason

@@ -17,6 +17,7 @@ from lightning_amp.callbacks._copying import copy_batch, is_out_of_memory
 from lightning_amp.callbacks._ranks import gather
 from lightning_amp.callbacks._shadow import RandomState, full_precision
 from lightning_amp.callbacks._training_pass import TrainingPass
+from lightning_amp.callbacks._upcasting import HALF
 from lightning_amp.numerics import Diagnosis, Trace, diagnose, make_bundle, nonfinite_gradients, pack_random_state
 
 _WINDOW_BYTES = 2**28
@@ -176,8 +177,15 @@ class _Search:
 
     def _measure(self) -> None:
         assert self._replay is not None
-        largest = _largest_true_gradient(self._trainer, self._replay, self._step)
-        self._replay.forget_gradients()
+        exact = self._replay
+        if any(parameter.dtype in HALF for parameter in self._module.parameters()):
+            exact = TrainingPass(self._trainer, self._module, upcast=True)
+        try:
+            largest = _largest_true_gradient(self._trainer, exact, self._step)
+        finally:
+            exact.forget_gradients()
+            if exact is not self._replay:
+                exact.close()
         if self._wants_measure and self.finding is not None:
             self.finding.largest_gradient = largest
 
@@ -199,8 +207,9 @@ def _run(trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float) 
 def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBatch) -> float:
     """In fp32, of parameters and of outputs of modules: which scale would have been low enough?"""
     context = full_precision(trainer.strategy.root_device.type)
+    batch = copy_batch(step.batch, upcast=True)
     with Trace(replay.module, values=False) as trace:
-        replay.run(step.batch, step.batch_idx, context=context, random_state=step.random_state, trace=trace)
+        replay.run(batch, step.batch_idx, context=context, random_state=step.random_state, trace=trace)
     return float(torch.stack([arrival.largest for arrival in trace.arrivals]).max())
 
 

@@ -32,7 +32,8 @@ class Shadow:
         module: the real module. Neither is changed.
         trainer_attributes: further attributes of the trainer that the shadow is to see.
         strategy_attributes: the same for `trainer.strategy`.
-        own_parameters: copy the parameters too, so that a training step can neither change them nor their gradients.
+        own_parameters: copy the parameters too, so that a step can neither change them nor their gradients.
+        upcast: parameters and buffers in half precision are float32 in the shadow. For one that runs in fp32.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Shadow:
         trainer_attributes: Mapping[str, Any] | None = None,
         strategy_attributes: Mapping[str, Any] | None = None,
         own_parameters: bool = False,
+        upcast: bool = False,
     ) -> None:
         self.reduce = Reduce(trainer.strategy)
         plugin = replaying(trainer.precision_plugin)
@@ -61,12 +63,18 @@ class Shadow:
         memo: dict[int, Any] = {id(trainer): view, id(trainer.strategy): strategy}
         memo.update({id(logger): silent for logger, silent in zip(trainer.loggers, loggers, strict=True)})
         self.view: Any = view
-        self.module = copy_module(module, memo, own_parameters=own_parameters)
+        self.module = copy_module(module, memo, own_parameters=own_parameters, upcast=upcast)
         _compat.own_results(view, trainer, memo)
         for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
             view.compute(name, lambda name=name: _compat.connector_metrics(view, name))
         vars(view).update(lightning_module=self.module, model=self.module)
         self.module.trainer = cast(Trainer, view)
+
+    def follow_parameters(self, module: LightningModule) -> None:
+        """Take the values that the parameters of the real module have now."""
+        with torch.inference_mode(False), torch.no_grad():
+            for own, real in zip(self.module.parameters(), module.parameters(), strict=True):
+                own.copy_(real)
 
     def call(self, hook: str, *args: Any) -> Any:
         """Run a hook or step of the shadow; `self.log` works in it. Compiled code runs eagerly.

@@ -26,7 +26,7 @@ def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
 
 
 def why_not_twice(trainer: Trainer, module: LightningModule, step: str) -> str | None:
-    """Why `training_step` or `validation_step` cannot be run a second time here; `None` if it can."""
+    """Why `training_step`, `validation_step` or `test_step` cannot be run a second time here; `None` if it can."""
     strategy = trainer.strategy
     if isinstance(strategy, DeepSpeedStrategy) or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         return f"it works on one device and in DDP, and the strategy is `{type(strategy).__name__}`"

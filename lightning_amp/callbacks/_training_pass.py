@@ -29,12 +29,13 @@ class TrainingPass:
     Args:
         trainer: the trainer, inside a training epoch.
         module: the real module. Neither is changed.
+        upcast: parameters, buffers and batches in half precision become float32. For a pass in fp32.
 
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, module: LightningModule, *, upcast: bool = False) -> None:
+        self._trainer, self._upcast = trainer, upcast
         self._device_type = trainer.strategy.root_device.type
         self._automatic = module.automatic_optimization
         self._factor: float | Tensor = 1.0
@@ -54,6 +55,7 @@ class TrainingPass:
             },
             strategy_attributes={**strategy, **stand_ins},
             own_parameters=True,
+            upcast=upcast,
         )
         # By position: a parameter that two modules share is one in the copy, too.
         pairs = zip(module.parameters(), self._shadow.module.parameters(), strict=True)
@@ -96,7 +98,7 @@ class TrainingPass:
         self._stepped.clear()
         shadow = self._shadow
         with paired_random(self._device_type, random_state), torch.enable_grad():
-            batch = copy_batch(batch)
+            batch = copy_batch(batch, upcast=self._upcast)
             shadow.reduce.enabled = False  # the other ranks may not be doing this
             try:
                 if is_overridden("on_train_batch_start", shadow.module):

@@ -14,9 +14,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from comparison_models import Everything, Rows, everything_of, fit
+from comparison_models import Everything, Rows, everything_of, fit, loaders
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_amp import AmpPrecision
 from lightning_amp.callbacks._metric_comparison import MetricComparison
@@ -27,6 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
     pytest.mark.filterwarnings("ignore:The default behavior for interval-based checkpointing"),
+    pytest.mark.filterwarnings("ignore:The PyTorch ?Profiler"),
 ]
 
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -40,6 +42,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "averaged weights, before": {"average": "before"},
     "averaged weights, after": {"average": "after"},
     "no inference mode": {"inference_mode": False},
+    "PyTorchProfiler": {"profile": True},
     "own plugin": {"own": True},
     "own plugin, limited, two loaders": {"own": True, "num_loaders": 2, "limit_batches": 2},
 }
@@ -51,6 +54,8 @@ def run(*, compare: bool, precision: Any, tmp_path: Path, average: str = "", **o
     model = Everything(num_loaders=options.pop("num_loaders", 1), manual=options.pop("manual", False))
     if options.pop("own", False):
         precision = AmpPrecision("bf16" if isinstance(precision, MixedPrecision) else "fp32")
+    if options.pop("profile", False):
+        options["profiler"] = PyTorchProfiler(export_to_chrome=False)
     comparison = MetricComparison(limit_batches=options.pop("limit_batches", None))
     callbacks: list[pl.Callback] = [comparison] if compare else []
     if average:
@@ -87,8 +92,6 @@ def test_in_fp32_both_sides_are_equal(scenario: str, tmp_path: Path) -> None:
 def test_fp32_side_is_what_an_fp32_validation_says(tmp_path: Path) -> None:
     _, comparison, trainer = run(compare=True, precision=bf16(), tmp_path=tmp_path)
     model: Any = trainer.lightning_module
-    from comparison_models import loaders
-
     results: dict[str, dict[str, float]] = {}
     for name, plugin, callbacks in (("amp", bf16(), [comparison]), ("fp32", Precision(), [])):
         pl.seed_everything(4, verbose=False)
@@ -102,6 +105,83 @@ def test_fp32_side_is_what_an_fp32_validation_says(tmp_path: Path) -> None:
     assert {name: row.fp32 for name, row in rows.items() if name in results["fp32"]} == results["fp32"]
     assert {name: row.amp for name, row in rows.items() if name in results["amp"]} == results["amp"]
     assert results["amp"] != results["fp32"]
+
+
+class Edits(Everything):
+    """Moves weights in validation, as a momentum encoder does; reads them when the epoch ends; has gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Linear(6, 1).requires_grad_(False)
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        x = batch["x"].clone()
+        for mine, other in zip(self.teacher.parameters(), self.net[4].parameters(), strict=True):
+            mine.data.mul_(0.9).add_(other.data.mean(), alpha=0.1)
+        self.log("teacher", self.teacher(x).square().mean())
+        with torch.enable_grad():
+            self(x).sum().backward()
+        return super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.log("weights", self.net[0].weight.norm())
+        self.log("teachers", self.teacher.weight.norm())
+
+
+@pytest.mark.parametrize("limit_batches", [None, 1])
+@pytest.mark.parametrize("average", [False, True])
+def test_steps_that_edit_weights(average: bool, limit_batches: int | None, tmp_path: Path) -> None:
+    def run(comparison: MetricComparison | None, precision: str) -> Any:
+        pl.seed_everything(3, verbose=False)
+        model, logger = Edits(), Rows()
+        callbacks: list[pl.Callback] = [EMAWeightAveraging(decay=0.5)] if average else []
+        callbacks += [] if comparison is None else [comparison]
+        plugin, folder = AmpPrecision(precision), tmp_path / str(comparison is None)
+        trainer = fit(model, *callbacks, tmp_path=folder, logger=logger, plugins=plugin, inference_mode=False)
+        gradients = [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+        return everything_of(model, trainer, logger), gradients
+
+    comparison, exact = MetricComparison(limit_batches=limit_batches), MetricComparison(limit_batches=limit_batches)
+    assert run(comparison, "bf16") == run(None, "bf16")
+    assert run(exact, "fp32") == run(None, "fp32")
+    assert {row.diff for row in exact.table} == {0.0}
+    assert {"teacher", "teachers", "weights"} < {row.metric for row in comparison.table}
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("limit_batches", [None, 2])
+@pytest.mark.parametrize("num_loaders", [1, 2])
+def test_test_is_the_same_with_and_without(num_loaders: int, limit_batches: int | None, own: bool) -> None:
+    class Tests(Everything):
+        """Does in tests what `Everything` does in validation."""
+
+        on_test_epoch_start = Everything.on_validation_epoch_start
+        on_test_batch_start = Everything.on_validation_batch_start
+        test_step = Everything.validation_step
+        on_test_batch_end = Everything.on_validation_batch_end
+        on_test_epoch_end = Everything.on_validation_epoch_end
+
+    def run(comparison: MetricComparison | None, precision: str) -> tuple[Any, ...]:
+        pl.seed_everything(3, verbose=False)
+        model: Any = Tests(num_loaders=num_loaders)
+        plugin: Any = AmpPrecision("bf16" if precision == "bf16" else "fp32")
+        if not own:
+            plugin = bf16() if precision == "bf16" else Precision()
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, plugins=plugin, callbacks=[] if comparison is None else [comparison],
+            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        results = trainer.test(model, loaders(num_loaders), verbose=False)
+        state = {name: value.tolist() for name, value in model.state_dict().items()}
+        return results, state, model.history, model.seen, torch.rand(1).item(), model.generator.get_state().tolist()
+
+    comparison, exact = MetricComparison(limit_batches=limit_batches), MetricComparison(limit_batches=limit_batches)
+    assert run(comparison, "bf16") == run(None, "bf16")
+    assert run(exact, "fp32") == run(None, "fp32")
+    assert len({row.metric for row in comparison.table}) >= 9
+    assert {row.diff for row in exact.table} == {0.0}
+    assert 0.0 < max(abs(row.relative_diff) for row in comparison.table if row.metric.startswith("mse")) < 0.02
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])

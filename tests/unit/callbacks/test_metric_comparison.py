@@ -7,6 +7,7 @@ import math
 import re
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.callbacks._comparison_table import ComparisonRow, ComparisonTable
-from lightning_amp.callbacks._metric_comparison import DIFF_PREFIX, FP32_PREFIX, MetricComparison
+from lightning_amp.callbacks._metric_comparison import ABS_DIFF_PREFIX, DIFF_PREFIX, FP32_PREFIX, MetricComparison
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -91,7 +92,8 @@ def test_keys_rows_and_steps() -> None:
     comparison, logger = MetricComparison(), Rows()
     trainer = fit(comparison, logger=logger)
     names = {"val_loss", "autocast", "batches"}
-    keys = {prefix + name for prefix in (FP32_PREFIX, DIFF_PREFIX) for name in names}
+    prefixes = (FP32_PREFIX, DIFF_PREFIX, ABS_DIFF_PREFIX)
+    keys = {prefix + name for prefix in prefixes for name in names}
     assert {key for key in trainer.callback_metrics if key.startswith("amp/")} == keys
     assert {key for key in trainer.logged_metrics if key.startswith("amp/")} == keys
     ours = [(step, row) for step, row in logger.rows if DIFF_PREFIX + "val_loss" in row]
@@ -104,9 +106,11 @@ def test_keys_rows_and_steps() -> None:
     (last,) = [row for row in comparison.table if row.epoch == 1 and row.metric == "val_loss"]
     assert last.amp == float(trainer.callback_metrics["val_loss"])
     assert last.diff != 0.0
+    assert float(trainer.callback_metrics[DIFF_PREFIX + "val_loss"]) == pytest.approx(last.diff)
+    assert float(trainer.callback_metrics[ABS_DIFF_PREFIX + "val_loss"]) == pytest.approx(abs(last.diff))
     assert values(comparison, "autocast", "amp") == [1.0, 1.0]
     assert values(comparison, "autocast", "fp32") == [0.0, 0.0]
-    assert all(f"`{prefix}<metric>`" in str(MetricComparison.__doc__) for prefix in (FP32_PREFIX, DIFF_PREFIX))
+    assert all(f"`{prefix}<metric>`" in str(MetricComparison.__doc__) for prefix in prefixes)
 
 
 def test_a_logged_step_is_the_axis() -> None:
@@ -125,15 +129,15 @@ def test_a_logged_step_is_the_axis() -> None:
     ("kwargs", "epochs"),
     [
         ({}, [0, 1, 2, 3]),
-        ({"every_n_epochs": 2}, [1, 3]),
-        ({"every_n_epochs": 2, "val_check_interval": 0.5}, [0, 1, 2, 3]),
-        ({"every_n_epochs": 2, "check_val_every_n_epoch": 2}, [3]),
-        ({"every_n_epochs": 9}, []),
+        ({"every_n_epochs": 2}, [0, 1, 3]),
+        ({"every_n_epochs": 2, "val_check_interval": 0.5}, [0, 0, 1, 2, 3]),
+        ({"every_n_epochs": 2, "check_val_every_n_epoch": 2}, [1, 3]),
+        ({"every_n_epochs": 9}, [0]),
     ],
 )
 def test_which_validations_are_compared(kwargs: dict[str, Any], epochs: list[int]) -> None:
-    comparison = MetricComparison(kwargs.pop("every_n_epochs", 1))
-    fit(comparison, max_epochs=4, **kwargs)
+    comparison = MetricComparison(**{k: v for k, v in kwargs.items() if k == "every_n_epochs"})
+    fit(comparison, max_epochs=4, **{k: v for k, v in kwargs.items() if k != "every_n_epochs"})
     assert [row.epoch for row in comparison.table if row.metric == "val_loss"] == epochs
 
 
@@ -143,6 +147,72 @@ def test_validate_alone_compares(caplog: pytest.LogCaptureFixture) -> None:
         make_trainer(comparison).validate(Model(), data(), verbose=False)
     assert len(comparison.table) == 3
     assert "AMP - fp32" in caplog.text
+
+
+class WithTest(Model):
+    """Has a `test_step` with hooks of its own."""
+
+    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        loss = self.net(batch).square().mean()
+        self.log("test_loss", loss)
+        self.log("autocast", float(torch.is_autocast_enabled("cpu")))
+        self.log("batches", 1.0, reduce_fx="sum")
+        return loss
+
+    def on_test_batch_start(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.events = [*getattr(self, "events", []), "start"]
+
+    def on_test_batch_end(self, outputs: Tensor, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("output_bits", float(torch.finfo(outputs.dtype).bits))
+        self.events = [*self.events, "end"]
+
+    def on_test_epoch_end(self) -> None:
+        self.log("hooks", float(len(self.events)))
+
+
+class OnlyTest(WithTest):
+    validation_step = pl.LightningModule.validation_step  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.parametrize("num_loaders", [1, 2])
+@pytest.mark.parametrize("module", [WithTest, OnlyTest])
+def test_test_is_compared(
+    module: type[WithTest], num_loaders: int, limit: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    comparison, logger, model = MetricComparison(limit_batches=limit), Rows(), module()
+    trainer = make_trainer(comparison, logger=logger)
+    with caplog.at_level(logging.INFO):
+        trainer.test(model, [data() for _ in range(num_loaders)], verbose=False)
+    suffixes = [""] if num_loaders == 1 else ["/dataloader_idx_0", "/dataloader_idx_1"]
+    for suffix in suffixes:
+        assert values(comparison, "autocast" + suffix, "amp") == [1.0]
+        assert values(comparison, "autocast" + suffix, "fp32") == [0.0]
+        assert values(comparison, "output_bits" + suffix, "amp") == [16.0]
+        assert values(comparison, "output_bits" + suffix, "fp32") == [32.0]
+        assert values(comparison, "batches" + suffix, "amp") == values(comparison, "batches" + suffix, "fp32")
+        assert values(comparison, "batches" + suffix, "amp") == [limit or 4]
+        (row,) = [row for row in comparison.table if row.metric == "test_loss" + suffix]
+        assert 0.0 < abs(row.relative_diff) < 0.05
+        for prefix, value in ((FP32_PREFIX, row.fp32), (DIFF_PREFIX, row.diff), (ABS_DIFF_PREFIX, abs(row.diff))):
+            key = f"{prefix}test_loss{suffix}"
+            assert float(trainer.callback_metrics[key]) == pytest.approx(value)
+            assert sum(key in logged for _, logged in logger.rows) == 1
+    assert values(comparison, "hooks", "diff") == [0.0]
+    assert values(comparison, "hooks", "amp") == [2.0 * (limit or 4) * num_loaders]
+    assert model.events.count("start") == 4 * num_loaders  # the shadow's are its own
+    assert f"MetricComparison, epoch 0:\n{comparison.table}" in caplog.text
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_the_text_is_of_the_last_comparison_alone(stage: str) -> None:
+    comparison, model = MetricComparison(), WithTest()
+    trainer = fit(comparison, model)
+    getattr(trainer, stage)(model, data(), verbose=False)
+    metrics = {line.split()[0] for line in str(comparison.table).splitlines()[1:]}
+    assert metrics == {"autocast", "batches"} | (
+        {"test_loss", "hooks", "output_bits"} if stage == "test" else {"val_loss"}
+    )
 
 
 @pytest.mark.parametrize(("limit", "batches"), [(None, 4), (1, 1), (3, 3), (9, 4), (0.5, 2), (0.1, 1), (1.0, 4)])
@@ -249,6 +319,81 @@ def test_tolerance_for_an_unknown_metric_names_the_known() -> None:
         fit(MetricComparison(tolerance={"acc": 0.1, "metric": 5.0}), Off(1.0, 1.0))
 
 
+def test_a_misspelt_name_is_found_in_the_sanity_check() -> None:
+    module = Model()
+    with pytest.raises(
+        ValueError, match=r"\['val_los'\]\. Choose from .*'val_loss'\]; .*`num_sanity_val_steps=0`"
+    ) as error:
+        fit(MetricComparison(tolerance={"val_los": 0.1, "val_loss": 5.0}), module)
+    assert module.global_step == 0
+    assert "validation does not log" in str(error.value)
+
+
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_the_advice_for_a_name_that_comes_later_is_right(loaders: int) -> None:
+    class Last(Model):
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            super().validation_step(batch, batch_idx)
+            if batch_idx == 3:
+                self.log("_".join(["val", "last"]), 1.0)  # the code does not write the name out
+
+    name = "val_last" if loaders == 1 else "val_last/dataloader_idx_1"
+    val = [data() for _ in range(loaders)]
+    with pytest.raises(ValueError, match="`num_sanity_val_steps=0`"):
+        make_trainer(MetricComparison(tolerance={name: 0.1})).fit(Last(), data(), val)
+    make_trainer(MetricComparison(tolerance={name: 0.1}), num_sanity_val_steps=0).fit(Last(), data(), val)
+
+
+@pytest.mark.parametrize("how", ["asks", "value", "batch", "keys"])
+def test_a_name_that_the_sanity_check_does_not_log_yet(how: str) -> None:
+    class Later(Model):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            if how == "asks" and not self.trainer.sanity_checking:
+                self.log("_".join(["val", "later"]), 1.0)
+            if how == "value" and self.current_epoch == 1:
+                self.log("val_later", 1.0)
+            if how == "batch" and batch_idx == 3:
+                self.log("val_later", 1.0)
+
+        def on_validation_epoch_end(self) -> None:
+            if how == "keys" and self.global_step > 0:
+                self.log_dict({"val_later": 1.0, "val_more": 2.0})
+
+    comparison = MetricComparison(tolerance={"val_later": 0.1}, every_n_epochs=1)
+    if how == "value":  # nothing says that it will be logged: an error in the first comparison, as without sanity check
+        with pytest.raises(ValueError, match=r"\['val_later'\]\. Choose from .*'val_loss'\]$"):
+            fit(comparison, Later())
+        assert comparison.table is not None
+    else:
+        fit(comparison, Later())
+        assert values(comparison, "val_later", "diff") == [0.0, 0.0]
+
+
+def test_one_tolerance_for_validation_and_test() -> None:
+    comparison = MetricComparison(tolerance={"val_loss": 5.0, "test_loss": 5.0})
+    model = WithTest()
+    trainer = fit(comparison, model)
+    trainer.test(model, data(), verbose=False)
+    wrong = MetricComparison(tolerance={"val_loss": 5.0, "test_los": 5.0})
+    trainer = fit(wrong, model)
+    with pytest.raises(ValueError, match=r"test does not log: \['test_los'\]\. Choose from"):
+        trainer.test(model, data(), verbose=False)
+    with pytest.raises(ValueError, match=r"test does not log: \['acc'\]"):
+        make_trainer(MetricComparison(tolerance={"acc": 1.0})).test(OnlyTest(), data(), verbose=False)
+
+
+def test_a_name_without_its_loader_is_found_in_the_sanity_check() -> None:
+    class Loaders(Model):
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            super().validation_step(batch, batch_idx)
+
+    module = Loaders()
+    with pytest.raises(ValueError, match=r"\['val_loss'\]\. Choose from .*'val_loss/dataloader_idx_1'"):
+        make_trainer(MetricComparison(tolerance={"val_loss": 1.0})).fit(module, data(), [data(), data()])
+    assert module.global_step == 0
+
+
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
@@ -271,6 +416,55 @@ def test_tolerance_for_an_unknown_metric_names_the_known() -> None:
 def test_settings_are_checked(kwargs: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         MetricComparison(**kwargs)
+
+
+# --- half precision that was there before ---
+
+
+class Features(Model):
+    """Sees what the dtype of its batch is."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x = batch["x"][0]
+        self.log("val_loss", self.net(x).square().mean(), batch_size=4)
+        self.log("bits", float(torch.finfo(x.dtype).bits), batch_size=4)
+        self.log("class_id", batch["y"].float().mean(), batch_size=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch["x"][0]).square().mean()
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_batches_are_upcast_for_fp32_only(dtype: torch.dtype, limit: int | None) -> None:
+    batches = [{"x": (x.to(dtype),), "y": torch.tensor(3)} for x in data()]
+    comparison = MetricComparison(limit_batches=limit)
+    loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    make_trainer(comparison).fit(Features(), loader, loader)
+    assert values(comparison, "bits", "amp") == [16.0, 16.0]
+    assert values(comparison, "bits", "fp32") == [32.0, 32.0]
+    assert values(comparison, "class_id", "diff") == [0.0, 0.0]
+    assert 0.0 < abs(values(comparison, "val_loss", "relative_diff")[0]) < 0.05
+    assert batches[0]["x"][0].dtype == dtype
+
+
+def test_frozen_half_precision_weights_are_upcast_for_fp32_only() -> None:
+    class Frozen(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 4).bfloat16().requires_grad_(False)
+            self.register_buffer("shift", torch.zeros(4, dtype=torch.bfloat16))
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            assert self.shift.dtype == self.body.weight.dtype
+            self.log("bits", float(torch.finfo(self.shift.dtype).bits))
+            self.log("val_loss", self.net(self.body(batch) + self.shift).square().mean())
+
+    comparison, module = MetricComparison(), Frozen()
+    fit(comparison, module)
+    assert module.body.weight.dtype == torch.bfloat16
+    assert values(comparison, "bits", "fp32") == [32.0, 32.0]
+    assert 0.0 < abs(values(comparison, "val_loss", "relative_diff")[0]) < 0.05
 
 
 # --- what cannot be compared ---
@@ -349,14 +543,43 @@ def test_what_cannot_be_copied_is_named_when_it_is_used() -> None:
     assert next(module.numbers) == 8.0
 
 
-def test_no_validation_step() -> None:
+@pytest.mark.parametrize("stage", ["fit", "test"])
+def test_a_module_without_the_step_is_left_alone(stage: str) -> None:
     class Without(pl.LightningModule):
-        def training_step(self, batch: Tensor, batch_idx: int) -> None: ...
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 1)
 
-        def configure_optimizers(self) -> None: ...
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch).square().mean()
 
-    with pytest.raises(ValueError, match=r"`Without` has no `validation_step`\. Define one, or remove the callback"):
-        make_trainer(MetricComparison()).fit(Without(), data())
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    comparison, step = MetricComparison(), "test_step" if stage == "test" else "validation_step"
+    trainer = make_trainer(comparison)
+    # Lightning refuses `test` without a `test_step`, and asks only after the setup of callbacks.
+    run = (
+        partial(trainer.fit, Without(), data())
+        if stage == "fit"
+        else partial(comparison.setup, trainer, Without(), stage)
+    )
+    with pytest.warns(UserWarning, match=f"does not run: `Without` has no `{step}`") as caught:
+        run()
+    assert count(caught) == 1
+    assert len(comparison.table) == 0
+
+
+def test_nothing_logged() -> None:
+    class Silent(Model):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("per_step", 1.0, on_step=True, on_epoch=False)
+
+    comparison = MetricComparison()
+    with pytest.warns(UserWarning, match="nothing was logged with `on_epoch=True`") as caught:
+        fit(comparison, Silent())
+    assert count(caught) == 1
+    assert len(comparison.table) == 0
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
@@ -416,6 +639,57 @@ def test_share_of_a_loader_without_length() -> None:
 # --- with others ---
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_every_epoch_can_be_monitored(mode: str, tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, monitor="amp/abs_diff/val_loss", mode=mode, save_top_k=-1)
+    comparison = MetricComparison(every_n_epochs=3)
+    seen: list[float] = []
+
+    class Look(Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            seen.append(float(trainer.callback_metrics["amp/diff/val_loss"]))
+
+    fit(comparison, callbacks=[Look(), checkpoint], max_epochs=7, enable_checkpointing=True)
+    assert [row.epoch for row in comparison.table if row.metric == "val_loss"] == [0, 2, 5]
+    first, third, sixth = values(comparison, "val_loss", "diff")
+    assert seen == pytest.approx([first, first, third, third, third, sixth, sixth])
+    best = (min if mode == "min" else max)(abs(value) for value in (first, third, sixth))
+    assert float(checkpoint.best_model_score or NAN) == pytest.approx(best)
+
+
+def test_a_resumed_run_has_the_last_values_before_it_compares(tmp_path: Path) -> None:
+    first = MetricComparison(every_n_epochs=3)
+    fit(first, max_epochs=1).save_checkpoint(tmp_path / "first.ckpt")
+    second = MetricComparison(every_n_epochs=3)
+    checkpoint = ModelCheckpoint(tmp_path / "best", monitor="amp/diff/val_loss", save_top_k=-1)
+    trainer = make_trainer(second, checkpoint, max_epochs=2, enable_checkpointing=True)
+    trainer.fit(Model(), data(), data(), ckpt_path=tmp_path / "first.ckpt", weights_only=True)
+    assert list(second.table) == list(first.table)
+    (diff,) = values(second, "val_loss", "diff")
+    assert float(trainer.callback_metrics["amp/diff/val_loss"]) == pytest.approx(diff)
+
+
+def test_a_second_fit_compares_its_first_validation() -> None:
+    comparison = MetricComparison(every_n_epochs=3)
+    trainer = fit(comparison, max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Model(), data(), data())
+    assert [row.epoch for row in comparison.table if row.metric == "val_loss"] == [0, 1]
+
+
+def test_a_failed_comparison_does_not_end_a_run_that_monitors_it(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, monitor="amp/abs_diff/val_loss", save_top_k=1)
+    with pytest.warns(UserWarning, match="Comparisons are off"):
+        trainer = fit(
+            MetricComparison(),
+            Fails(KeyError("once"), (0, 1, 2)),
+            callbacks=[checkpoint],
+            enable_checkpointing=True,
+        )
+    assert trainer.current_epoch == 2
+    assert math.isnan(float(trainer.callback_metrics["amp/abs_diff/val_loss"]))
+
+
 def test_differences_can_be_monitored(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, monitor="amp/diff/val_loss", save_top_k=-1)
     early = EarlyStopping("amp/fp32/val_loss", patience=5)
@@ -465,8 +739,8 @@ def test_resume_continues_the_table(tmp_path: Path) -> None:
     second = MetricComparison(every_n_epochs=2, tolerance=100.0)
     resumed = make_trainer(second, max_epochs=6)
     resumed.fit(Model(), data(), data(), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
-    assert list(second.table)[:3] == list(first.table)
-    assert [row.epoch for row in second.table if row.metric == "val_loss"] == [1, 3, 5]
+    assert list(second.table)[:6] == list(first.table)
+    assert [row.epoch for row in second.table if row.metric == "val_loss"] == [0, 1, 3, 5]
 
 
 def test_a_new_run_begins_a_new_table() -> None:
@@ -536,20 +810,94 @@ def test_a_failed_csv_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def panels(figure: Any) -> list[tuple[Any, Any]]:
+    """Pairs of the panel of values and that of differences."""
+    return list(zip(figure.axes[::2], figure.axes[1::2], strict=True))
+
+
+def heights(axis: Any) -> list[list[float]]:
+    """What the lines that have a point per epoch show."""
+    return [list(line.get_ydata()) for line in axis.get_lines() if len(line.get_xdata()) == 3]
+
+
 def test_plot(tmp_path: Path) -> None:
     figure = table().plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
-    assert [axis.get_ylabel().splitlines()[0] for axis in figure.axes] == ["acc", "loss"]
-    lines = [line for line in figure.axes[0].get_lines() if len(line.get_xdata()) == 3]
-    assert [list(line.get_xdata()) for line in lines] == [[0, 1, 2]] * 2
-    assert len(figure.axes[1].patches) == 1
-    assert len(figure.axes[0].patches) == 0
+    (acc, acc_diff), (loss, loss_diff) = panels(figure)
+    assert [axis.get_ylabel() for axis in (acc, loss)] == ["acc", "loss"]
+    assert heights(loss) == [[1.0] * 3, pytest.approx([1.0, 1.1, 1.2])]
+    assert heights(loss_diff) == [pytest.approx([0.0, 0.1, 0.2])]
+    assert len(heights(acc)) == 4  # two loaders
+    assert len(heights(acc_diff)) == 2
+    assert [text.get_text() for text in acc.get_legend().get_texts()] == ["loader 0", "loader 1"]
+    assert (len(acc_diff.patches), len(loss_diff.patches)) == (0, 1)
+    assert loss_diff.get_ylim() == pytest.approx((-0.24, 0.24))
+    low, high = loss.get_ylim()
+    assert 0.9 < low < 1.0  # its size, not its difference
+    assert 1.2 < high < 1.3
     ComparisonTable().plot()
+
+
+def test_plot_of_one_epoch_and_of_several_validations_in_one() -> None:
+    ((sizes, _),) = panels(ComparisonTable([ComparisonRow.of(3, 40, "m", 1.0, 1.0)]).plot())
+    assert sizes.get_xlim() == (2.5, 3.5)
+    assert list(sizes.get_xticks()) == [3]
+    rows = [ComparisonRow.of(step // 20, step, "m", 1.0, 1.0) for step in (0, 10, 20)]
+    ((sizes, _),) = panels(ComparisonTable(rows).plot())
+    assert sizes.get_xlabel() == "step"
+    assert list(sizes.get_lines()[0].get_xdata()) == [0, 10, 20]
+
+
+def test_plot_marks_what_is_not_finite_and_keeps_small_differences_readable() -> None:
+    rows = [ComparisonRow.of(epoch, epoch, "m", 5.0 if epoch != 1 else NAN, 5.001) for epoch in range(3)]
+    ((_, differences),) = panels(ComparisonTable(rows, tolerance=100.0).plot())
+    (marks,) = [line for line in differences.get_lines() if line.get_marker() == "x"]
+    assert list(marks.get_xdata()) == [1]
+    assert differences.get_ylim() == pytest.approx((-0.0012, 0.0012))
+    assert "tolerance 100 (beyond this panel)" in {text.get_text() for text in differences.get_legend().get_texts()}
+
+
+def many(number: int = 20, tolerance: Any = None) -> ComparisonTable:
+    """Metric `i` differs by `i` per mille, and is of another size than its neighbours."""
+    rows = [
+        ComparisonRow.of(epoch, epoch, f"m{i}", 10.0 ** (i % 3) * (1 + i / 1000), 10.0 ** (i % 3))
+        for epoch in range(2)
+        for i in range(number)
+    ]
+    return ComparisonTable(rows, tolerance=tolerance)
+
+
+def test_at_most_fifteen_rows_the_worst() -> None:
+    lines = str(many()).splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == [f"m{i}" for i in range(19, 4, -1)]
+    assert lines[-1] == "These are the 15 worst of 20; `print(comparison.table.to_text(max_rows=None))` shows all."
+    assert len(many().to_text(None).splitlines()) == 21
+    assert [line.split()[0] for line in many().to_text(2).splitlines()] == ["metric", "m19", "m18", "These"]
+    assert len(str(many(15)).splitlines()) == 16
+    figure = many().plot()
+    assert [values.get_ylabel() for values, _ in panels(figure)] == [f"m{i}" for i in range(19, 4, -1)]
+    assert "worst 15 of 20" in figure.get_suptitle()
+    assert len(panels(many().plot(max_rows=None))) == 20
+    with pytest.raises(ValueError, match="`max_rows` must be at least 1, got 0"):
+        many().to_text(0)
+
+
+def test_the_worst_are_beyond_their_tolerance_or_nan() -> None:
+    table = many(tolerance={"m3": 0.0})
+    table.extend([*table.last(), ComparisonRow.of(1, 1, "nan", NAN, 1.0), ComparisonRow.of(1, 1, "both", NAN, NAN)])
+    names = [line.split()[0] for line in table.to_text(3).splitlines()]
+    assert names == ["metric", "m3", "nan", "m19", "These"]
+    assert "both" not in table.to_text(21)
+    assert table.exceeding().startswith("`m3`: AMP")
+
+
+def test_a_warning_does_not_name_a_hundred_metrics() -> None:
+    assert many(100, tolerance=0.0).exceeding().endswith("; and 84 more metrics")  # m0 does not differ
 
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install lightning-amp\[plot\]"):
+    with pytest.raises(ImportError, match="pip install matplotlib"):
         MetricComparison().plot()
 
 

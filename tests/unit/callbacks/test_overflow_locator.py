@@ -69,6 +69,29 @@ def test_report_has_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         report.rank = 1
 
 
+class HalfBody(L.LightningModule):
+    """Frozen weights, and features, that are bfloat16 already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4).bfloat16().requires_grad_(False), nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return 1e6 * self.head(self.body(batch)).float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_half_precision_that_was_there_before_is_no_reason_to_give_up() -> None:
+    locator = OverflowLocator(max_reports=1)
+    loader = torch.utils.data.DataLoader(torch.randn(8, 4).bfloat16(), batch_size=4)
+    fit(HalfBody, fp16(1024.0), loader, callbacks=[locator])
+    (report,) = locator.reports
+    assert (report.cause, report.note) == ("backward", "")
+    assert "largest true gradient of this batch is" in str(report)
+
+
 def test_at_most_max_reports_then_silent_and_free(caplog: pytest.LogCaptureFixture) -> None:
     locator, plugin = OverflowLocator(max_reports=2), fp16()
     waits: list[tuple[int, bool]] = []

@@ -4,6 +4,7 @@ import functools
 import random
 import threading
 import types
+import weakref
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,11 +13,13 @@ import pytest
 import torch
 from comparison_models import Rows
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
+from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, OverflowLocator
 from lightning_amp.callbacks._copying import NotCopied, NotCopiedError, copy_batch, copy_module
 from lightning_amp.callbacks._shadow import Shadow, full_precision, paired_random
 
@@ -168,6 +171,134 @@ def test_hooks_that_close_over_the_module_see_the_copy() -> None:
     assert features == []
     module.net(torch.randn(3, 2))
     assert len(module.values) == len(features) == 1
+
+
+class Recorder:
+    """Writes to a file, counts, and changes what the layer returns."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.lock, self.calls = file, threading.Lock(), 0
+
+    def __call__(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
+        with self.lock:
+            self.calls += 1
+            self.file.write("x")
+        return output + 1
+
+
+@pytest.mark.parametrize("kind", ["object", "bound method", "partial", "closure", "method of the module"])
+def test_hooks_may_use_what_cannot_be_copied(kind: str, tmp_path: Any) -> None:
+    module: Any = Module().eval()
+    with (tmp_path / "log.txt").open("w") as file:
+        recorder = Recorder(file)
+        module.recorder = recorder  # of the module too: there it may not be used
+        if kind == "method of the module":
+            module.hook = types.MethodType(lambda self, *args: self.recorder(*args), module)
+        hooks: dict[str, Any] = {
+            "object": recorder,
+            "bound method": recorder.__call__,
+            "partial": functools.partial(recorder.__call__),
+            "closure": lambda *args: recorder(*args) * 1,
+            "method of the module": getattr(module, "hook", None),
+        }
+        module.net[0].register_forward_hook(hooks[kind])
+        copy: Any = copied(module)
+        x = torch.randn(3, 2)
+        assert torch.equal(copy.net(x), module.net(x))
+        assert recorder.calls == 1  # the copy has its own
+        with pytest.raises(NotCopiedError, match=r"file` cannot be copied"):
+            copy.recorder.file.write("y")
+    assert (tmp_path / "log.txt").read_text() == "xx"
+
+
+def test_a_weak_proxy_of_the_module_is_one_of_the_copy() -> None:
+    module: Any = Module()
+    module.lock = threading.Lock()
+    module.profiled = [weakref.proxy(module)]
+    copy: Any = copied(module)
+    copy.profiled[0].values.append(1.0)
+    assert copy.values == [1.0]
+    assert module.values == []
+    assert type(copy.profiled[0]) in weakref.ProxyTypes
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The PyTorch ?Profiler")
+def test_the_pytorch_profiler_switches_no_callback_off() -> None:
+    comparison, monitor, locator = MetricComparison(), GradientMonitor(1), OverflowLocator()
+
+    class Inf(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch).float().sum() * (torch.inf if batch_idx == 1 else 1.0)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("val_loss", self.net(batch).sum())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, profiler=PyTorchProfiler(export_to_chrome=False),
+        plugins=AmpPrecision("fp16", scaler=64.0), callbacks=[comparison, monitor, locator],
+    )  # fmt: skip
+    loader = DataLoader(torch.randn(8, 2), batch_size=4)
+    trainer.fit(Inf(), loader, loader)
+    assert [row.metric for row in comparison.table] == ["val_loss"]
+    assert {row.name for row in monitor.table} == {"net.0", "net.1", "(all)"}
+    assert [(report.cause, report.note) for report in locator.reports] == [("loss", "")]
+
+
+def test_hooks_that_draw_from_a_generator_share_it() -> None:
+    module: Any = Module().eval()
+    noise = (torch.full((2,), float(i)) for i in range(10))
+    module.net[0].register_forward_hook(lambda _module, _inputs, output: output + next(noise))
+    copied(module).net(torch.zeros(1, 2))
+    assert next(noise)[0] == 1.0
+
+
+def test_imported_modules_are_shared() -> None:
+    module: Any = Module()
+    module.numpy = np
+    assert copied(module).numpy is np
+
+
+def test_half_precision_is_upcast_on_demand() -> None:
+    module: Any = Module()
+    module.net[0].bfloat16()
+    module.again = module.net[0].weight  # another name for it
+    module.net[1].half()
+    copy: Any = copy_module(module, {}, upcast=True)
+    assert {value.dtype for value in copy.state_dict().values()} == {torch.float32, torch.int64}
+    assert copy.net[0].weight is copy.again
+    assert torch.equal(copy.net[0].weight, module.net[0].weight.float())
+    assert module.net[0].weight.dtype == torch.bfloat16
+    assert module.net[1].running_mean.dtype == torch.float16
+    assert copied(module).net[0].weight is module.net[0].weight
+
+
+class Graphs:
+    """A batch of a class of its own, as graph libraries have them."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.store = {"x": x, "itself": self}
+
+
+def test_half_precision_batches_are_upcast_however_deep() -> None:
+    x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    batch = {"list": [x, (x, 1)], "point": Point(x, 1), "graph": Graphs(x), "index": torch.arange(2), "name": "a"}
+    copy = copy_batch(batch, upcast=True)
+    assert copy["list"][0].dtype == torch.float32
+    assert copy["list"][0].requires_grad
+    assert copy["list"][1][0] is copy["list"][0] is copy["point"][0]
+    assert isinstance(copy["point"], Point)
+    assert copy["graph"].store["x"].dtype == torch.float32
+    assert copy["graph"].store["itself"] is copy["graph"]
+    assert copy["index"].dtype == torch.int64
+    assert x.dtype == batch["graph"].store["x"].dtype == torch.bfloat16  # type: ignore[attr-defined]
 
 
 def test_forward_redirection_of_ddp_is_rebound() -> None:

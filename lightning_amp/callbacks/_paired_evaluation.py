@@ -1,4 +1,4 @@
-"""One compared validation: which batches the two sides see, and what happens when one side fails."""
+"""One compared validation or test: which batches the two sides see, and what happens when one side fails."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lightning_amp import _compat
 from lightning_amp.callbacks._copying import is_out_of_memory
+from lightning_amp.callbacks._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers
 from lightning_amp.callbacks._shadow import RandomState, full_precision
-from lightning_amp.callbacks._validation_pass import ValidationPass, follow_ddp_buffers
 from lightning_amp.precision import AmpPrecision
 
 
-class PairedValidation:
-    """Runs the fp32 side of one validation, and finds the AMP side of it.
+class PairedEvaluation:
+    """Runs the fp32 side of one validation or test, and finds the AMP side of it.
 
     The AMP side is the real module. Where batches are left out, it is the real module up to there and then a copy of
     it, which must run the batches of later loaders itself.
@@ -28,8 +28,9 @@ class PairedValidation:
     What goes wrong in the observer does not reach what it observes: an exception ends this comparison.
 
     Args:
-        trainer: the trainer, at the start of its validation loop.
+        trainer: the trainer, at the start of its evaluation loop.
         module: the real module.
+        stage: whose step and hooks run.
         limit_batches: see `MetricComparison`.
         on_error: called, on the rank where it happened, with an exception that ended the comparison.
     """
@@ -38,6 +39,7 @@ class PairedValidation:
         self,
         trainer: Trainer,
         module: LightningModule,
+        stage: Stage,
         limit_batches: int | float | None,
         on_error: Callable[[Exception], None],
     ) -> None:
@@ -46,9 +48,10 @@ class PairedValidation:
         self.failed_for_good = False
         """Whether on any rank it failed in a way that the next one will, too."""
         self._trainer, self._module, self._on_error = trainer, module, on_error
+        self._stage: Stage = stage
         self._limit_batches = limit_batches
-        self._fp32: ValidationPass | None = None
-        self._amp: ValidationPass | None = None  # `None`: the real module is the AMP side
+        self._fp32: EvaluationPass | None = None
+        self._amp: EvaluationPass | None = None  # `None`: the real module is the AMP side
         self._failed = self._fatal = self._started = False
         self._loader_idx: int | None = None
         self._random_state: RandomState | None = None
@@ -73,7 +76,7 @@ class PairedValidation:
                     one.step(batch, batch_idx, loader_idx)
 
     def remember_random_state(self) -> None:
-        """Remember the random generators as the real `on_validation_epoch_end` finds them."""
+        """Remember the random generators as the real epoch-end hook finds them."""
         self._random_state = RandomState.capture(self._trainer.strategy.root_device.type)
 
     def finish(self) -> tuple[dict[str, float], dict[str, float]] | None:
@@ -103,17 +106,19 @@ class PairedValidation:
         self._fp32 = self._amp = None
 
     def _start(self) -> None:
-        # Not before the first batch: only now have all callbacks and the module had `on_validation_epoch_start`, in
+        # Not before the first batch: only now have all callbacks and the module had their epoch-start hooks, in
         # which averaged weights are swapped in and per-epoch attributes made.
         self._started = True
         device_type = self._trainer.strategy.root_device.type
         with self._observing():
-            self._fp32 = ValidationPass(
+            self._fp32 = EvaluationPass(
                 self._trainer,
                 self._module,
+                self._stage,
                 hook_context=lambda _: full_precision(device_type),
                 step_context=lambda _: full_precision(device_type),
                 epoch_end_context=_nothing,
+                upcast=True,
             )
         if isinstance(self._trainer.strategy, DDPStrategy) and self._agree():
             follow_ddp_buffers(self._trainer, self._fp32.module)
@@ -122,16 +127,16 @@ class PairedValidation:
         """From here on the real module sees more than it should: go on with a copy of it as the AMP side."""
         if self._amp is not None or self._failed:
             return
-        plugin = self._trainer.precision_plugin
+        plugin, step = self._trainer.precision_plugin, f"{self._stage}_step"
+        in_step = plugin.test_step_context if self._stage == "test" else plugin.val_step_context
         ours = isinstance(plugin, AmpPrecision)  # which treats metrics, outputs and the hook at the end as well
         with self._observing():
-            self._amp = ValidationPass(
+            self._amp = EvaluationPass(
                 self._trainer,
                 self._module,
+                self._stage,
                 hook_context=_nothing,
-                step_context=partial(plugin.evaluation_context, step="validation_step")
-                if ours
-                else lambda _: plugin.val_step_context(),
+                step_context=partial(plugin.evaluation_context, step=step) if ours else lambda _: in_step(),
                 epoch_end_context=plugin.evaluation_context if ours else _nothing,
                 metrics=self._amp_metrics,
             )
@@ -140,7 +145,7 @@ class PairedValidation:
         limit = self._limit_batches
         if limit is None or isinstance(limit, int):
             return math.inf if limit is None else limit
-        available = self._trainer.num_val_batches
+        available = self._trainer.num_test_batches if self._stage == "test" else self._trainer.num_val_batches
         num_batches = max(available) if loader_idx is None else available[loader_idx]
         if math.isinf(num_batches) and limit < 1.0:
             raise ValueError(
@@ -177,3 +182,17 @@ def _nothing(_: LightningModule) -> AbstractContextManager[None]:
 
 def _as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
+
+
+def describe_failure(error: Exception, stage: Stage, epoch: int) -> tuple[str, str]:
+    """What ended a comparison: its kind, and a sentence for the user."""
+    if is_out_of_memory(error):
+        return "out of memory", (
+            f"out of memory in the fp32 pass of epoch {epoch}: this comparison is dropped, training goes on, and the"
+            f" next comparison tries again. A smaller {stage} batch needs less"
+        )
+    last_line = (str(error).strip().splitlines() or [""])[-1]
+    return "error", (
+        f"the module's {stage} could not be run a second time ({type(error).__name__}: {last_line}). Comparisons are"
+        " off for the rest of this run, training goes on"
+    )

@@ -1,10 +1,10 @@
-"""One side of a comparison: a shadow of the module, validated batch by batch as Lightning's loop would do it."""
+"""One side of a comparison: a shadow of the module, evaluated batch by batch as Lightning's loop would do it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -16,39 +16,50 @@ from lightning_amp import _compat
 from lightning_amp.callbacks._copying import copy_batch
 from lightning_amp.callbacks._shadow import RandomState, Shadow, paired_random
 
+Stage = Literal["validation", "test"]
+"""As in the names of hooks, `on_test_batch_start`, and steps, `test_step`."""
+
 Context = Callable[[LightningModule], AbstractContextManager[Any]]
 
 
-class ValidationPass:
-    """Validates a shadow.
+class EvaluationPass:
+    """Validates or tests a shadow.
 
-    The shadow is made of the module as it is now, so a pass may begin in the middle of a validation: it then has seen
+    The shadow is made of the module as it is now, so a pass may begin in the middle of an evaluation: it then has seen
     the batches that the module has seen. Hooks before the first batch have already run and are not run again.
 
     Args:
-        trainer: the trainer, inside its validation loop.
+        trainer: the trainer, inside its evaluation loop.
         module: the real module.
+        stage: whose step and hooks run.
         hook_context: entered, for the shadow's module, around its hooks.
-        step_context: entered around its `validation_step`.
-        epoch_end_context: entered around its `on_validation_epoch_end`, inside of `hook_context`.
+        step_context: entered around its step.
+        epoch_end_context: entered around its epoch-end hook, inside of `hook_context`.
         metrics: of loaders that the module is done with.
+        upcast: weights, buffers and batches in half precision become float32. For a pass in fp32.
     """
 
     def __init__(
         self,
         trainer: Trainer,
         module: LightningModule,
+        stage: Stage,
         *,
         hook_context: Context,
         step_context: Context,
         epoch_end_context: Context,
         metrics: Mapping[str, Tensor] | None = None,
+        upcast: bool = False,
     ) -> None:
+        self._stage: Stage = stage
+        self._upcast = upcast
         self._device_type = trainer.strategy.root_device.type
         self._hook_context = hook_context
         self._step_context = step_context
         self._epoch_end_context = epoch_end_context
-        self._shadow = Shadow(trainer, module)
+        self._module = module
+        # Some steps edit parameters, in validation too: the momentum encoder of MoCo.
+        self._shadow = Shadow(trainer, module, own_parameters=True, upcast=upcast)
         self._loader_idx = _compat.evaluation_loader_idx(trainer)
         self._metrics = {**(metrics or {}), **_compat.evaluation_metrics(self._shadow.view)}
 
@@ -58,16 +69,16 @@ class ValidationPass:
         return self._shadow.module
 
     def step(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
-        """Run the batch hooks and `validation_step` on a copy of a batch, and leave the random generators as found."""
+        """Run the batch hooks and the step on a copy of a batch, and leave the random generators as found."""
         if loader_idx != self._loader_idx:
             self._finish_loader()
             self._loader_idx = loader_idx
-        shadow = self._shadow
+        shadow, stage = self._shadow, self._stage
         with paired_random(self._device_type):
-            batch = copy_batch(batch)
+            batch = copy_batch(batch, upcast=self._upcast)
             args = (batch, batch_idx) if loader_idx is None else (batch, batch_idx, loader_idx)
             step_args = args
-            if not is_param_in_hook_signature(shadow.module.validation_step, "batch_idx", min_args=2):
+            if not is_param_in_hook_signature(getattr(shadow.module, f"{stage}_step"), "batch_idx", min_args=2):
                 step_args = (batch, *args[2:])
             _compat.start_evaluation_batch(shadow.view, batch, loader_idx)
             # Step values are not compared. Reducing them could leave the other ranks waiting, should this one run out
@@ -75,27 +86,29 @@ class ValidationPass:
             shadow.reduce.enabled = False
             try:
                 with self._hook_context(shadow.module):
-                    shadow.call("on_validation_batch_start", *args)
+                    shadow.call(f"on_{stage}_batch_start", *args)
                 with self._step_context(shadow.module):
-                    outputs = shadow.call("validation_step", *step_args)
+                    outputs = shadow.call(f"{stage}_step", *step_args)
                 with self._hook_context(shadow.module):
-                    shadow.call("on_validation_batch_end", outputs, *args)
+                    shadow.call(f"on_{stage}_batch_end", outputs, *args)
             finally:
                 shadow.reduce.enabled = True
                 _compat.finish_evaluation_batch(shadow.view)
 
     def finish(self, random_state: RandomState | None) -> dict[str, Tensor]:
-        """Run `on_validation_epoch_end` and return the epoch's metrics by name.
+        """Run the epoch-end hook and return the epoch's metrics by name.
 
         Args:
             random_state: what the random generators were when the real module's hook ran.
         """
         shadow = self._shadow
+        # Averaged weights may have been swapped out again before the real hook ran.
+        shadow.follow_parameters(self._module)
         with paired_random(self._device_type, random_state), self._hook_context(shadow.module):
             self._finish_loader()
             _compat.start_evaluation_epoch_end(shadow.view)
             with self._epoch_end_context(shadow.module):
-                shadow.call("on_validation_epoch_end")
+                shadow.call(f"on_{self._stage}_epoch_end")
             self._metrics.update(_compat.finish_evaluation_epoch_end(shadow.view))
         return self._metrics
 
