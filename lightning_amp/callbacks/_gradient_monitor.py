@@ -15,8 +15,9 @@ from typing_extensions import override
 
 from lightning_amp import _compat
 from lightning_amp.callbacks._copying import is_out_of_memory
+from lightning_amp.callbacks._gradient_plot import Quantity
 from lightning_amp.callbacks._gradient_sample import take_sample
-from lightning_amp.callbacks._gradient_table import TOTAL, GradientRow, GradientTable, Quantity, fitting_scale
+from lightning_amp.callbacks._gradient_table import MAX_ROWS, TOTAL, GradientRow, GradientTable, fitting_scale
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import ExponentHistogram
 from lightning_amp.scaling import Saved
@@ -107,19 +108,27 @@ class GradientMonitor(Callback):
         """
         return fitting_scale(self._largest) if self._largest > 0 else None
 
-    def plot(self, path: str | os.PathLike[str] | None = None, *, quantity: Quantity = "headroom_bits") -> Figure:
+    def plot(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        quantity: Quantity = "headroom_bits",
+        max_rows: int | None = MAX_ROWS,
+    ) -> Figure:
         """Heat map over modules and steps.
 
         Args:
             path: Also saves the picture there.
-            quantity: `"headroom_bits"`, `"underflow_fraction"`, `"subnormal_fraction"`, `"sqnr_db"` or `"cosine"`.
+            quantity: `"headroom_bits"` (blue: room, white: just fits, red: overflows), `"underflow_fraction"`,
+                `"subnormal_fraction"`, `"sqnr_db"` or `"cosine"`.
+            max_rows: Of more rows only the worst are drawn, by their worst step. `None` draws all.
 
         Raises:
             ModuleNotFoundError: Without matplotlib (`pip install lightning-amp[plot]`).
-            ValueError: For another quantity.
+            ValueError: For another quantity, or number of rows.
 
         """
-        return self._table.plot(quantity, path)
+        return self._table.plot(quantity, path, max_rows=max_rows)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
