@@ -226,7 +226,8 @@ def packed_step(
 def unpacked_step(packed: bytes, module: LightningModule) -> dict[str, Any]:
     """The whole bundle, with the parameters of this rank, which are those of all."""
     bundle = torch.load(io.BytesIO(packed), weights_only=False)
-    state = {name: value.detach().cpu() for name, value in module.state_dict().items()}
+    state = {name: value for name, value in module.state_dict().items() if name not in bundle["module_state"]}
+    state = {name: value.detach().cpu() for name, value in state.items()}
     return {**bundle, "module_state": {**state, **bundle["module_state"]}}
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.numerics._ranges import count_nonfinite, largest_finite
+from lightning_amp.numerics._ranges import count_nonfinite, dense, largest_finite
 from lightning_amp.numerics._trace import Call, Trace, Where, nonfinite, tensors_in
 
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "none"]
@@ -109,8 +109,7 @@ def nonfinite_gradients(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ..
     for name, parameter in parameters.items():
         grad = parameter.grad
         if grad is not None:
-            grad = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
-            flags.setdefault(grad.device, {})[name] = torch.isfinite(grad).all()
+            flags.setdefault(grad.device, {})[name] = torch.isfinite(dense(grad)).all()
     fine: dict[str, bool] = {}
     for group in flags.values():
         fine.update(zip(group, torch.stack(list(group.values())).tolist(), strict=True))

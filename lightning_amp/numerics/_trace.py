@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.numerics._ranges import largest, largest_finite
+from lightning_amp.numerics._ranges import dense, largest, largest_finite
 
 Where = Literal["output", "input", "parameter"]
 
@@ -38,8 +38,13 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def nonfinite(values: Any) -> Tensor | None:
     """Whether any tensor in `values` has a value that is not finite: bool, shape []; `None` if there are none."""
-    flags = [(~torch.isfinite(_dense(t.detach()))).any() for _, t in tensors_in(values)]
+    flags = [(~torch.isfinite(dense(t.detach()))).any() for _, t in tensors_in(values)]
     return _any(flags)
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Its shape; of a nested tensor that of its values, for it has none."""
+    return tuple(dense(tensor).shape if tensor.is_nested else tensor.shape)
 
 
 def _any(flags: list[Tensor]) -> Tensor | None:
@@ -164,10 +169,11 @@ class Trace:
             return
         call = self._open.pop()
         outputs = [t for _, t in tensors_in(output)]
-        call.outputs = [(t.dtype, tuple(t.shape)) for t in outputs]
+        call.outputs = [(t.dtype, shape_of(t)) for t in outputs]
         if self.values:
             call.bad_output, call.largest_output = nonfinite(outputs), _largest(outputs)
-            call.overflowed = _any([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in outputs])
+            values = [dense(t.detach()) for t in outputs]
+            call.overflowed = _any([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in values])
         self.calls.append(call)
         for tensor in outputs:
             self._watch("output", call, tensor)
@@ -178,7 +184,7 @@ class Trace:
 
     @torch.no_grad()
     def _arrived(self, where: Where, call: Call | None, parameter: str, gradient: Tensor) -> None:
-        magnitude = largest(_dense(gradient))  # one pass: infinity and NaN show in it
+        magnitude = largest(dense(gradient))  # one pass: infinity and NaN show in it
         key = (gradient.data_ptr() if gradient.layout is torch.strided else id(gradient), gradient.numel())
         self.arrivals.append(
             Arrival(
@@ -188,7 +194,7 @@ class Trace:
                 ~torch.isfinite(magnitude),
                 magnitude,
                 gradient.dtype,
-                tuple(gradient.shape),
+                shape_of(gradient),
                 key,
             )
         )
@@ -243,9 +249,3 @@ def _largest(tensors: list[Tensor]) -> Tensor | None:
     if not tensors:
         return None
     return _stack([largest_finite(t) for t in tensors]).max()
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    if gradient.layout is torch.sparse_coo:
-        return gradient.coalesce().values()
-    return gradient
