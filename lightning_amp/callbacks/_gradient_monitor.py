@@ -56,7 +56,9 @@ class GradientMonitor(Callback):
     runs it tells whether fp16 would do, at the scale 1 that these use. In DDP each rank looks at the gradients of its
     own batch, before they are averaged; the figures are over the values of all ranks, and the same on each. The run is
     bit-identical to one without; what user code does outside of the module (prints, files, global variables) happens
-    again in a sampled step.
+    again in a sampled step. What `torch.compile` compiled runs eagerly in it; of modules that TorchScript compiled only
+    the gradients of parameters are seen. (A TorchScript *function* that the module does not hold is optimized from its
+    second run on, and the sample is its first: the first training step may differ from one without in its last bits.)
 
     Args:
         every_n_steps: Optimizer steps between two samples; the first step is sampled. With accumulation the first batch
@@ -88,6 +90,7 @@ class GradientMonitor(Callback):
         self._largest = 0.0
         self._next_step = 0
         self._runs = True
+        self._said_unseen = False
 
     @property
     def table(self) -> GradientTable:
@@ -185,6 +188,13 @@ class GradientMonitor(Callback):
         sample = take_sample(trainer, module, batch, batch_idx, self.by, scale, partial(self._excuse, trainer))
         if sample is None:
             return
+        if sample.unseen and not self._said_unseen:
+            self._said_unseen = True
+            names = ", ".join(f"`{name}`" for name in sample.unseen[:3]) + (", ..." if len(sample.unseen) > 3 else "")
+            rank_zero_info(
+                f"`GradientMonitor` does not see into {names}, compiled by TorchScript: gradients of parameters count,"
+                " those of outputs do not."
+            )
         self._table.add(sample.rows)
         self._histograms = sample.histograms
         total = sample.rows[-1]

@@ -108,9 +108,8 @@ def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: 
     steps = steps[-min(gather(trainer, len(steps))) :]
     search = _Search(trainer, module, scale, steps[-1])
     search.run(steps)
-    return search.finding or Finding(
-        Diagnosis("none"), steps[-1].batch_idx, len(steps), note=_edited(steps[-1]), step=steps[-1]
-    )
+    note = "; ".join(filter(None, (_edited(steps[-1]), search.unseen)))
+    return search.finding or Finding(Diagnosis("none"), steps[-1].batch_idx, len(steps), note=note, step=steps[-1])
 
 
 class _Search:
@@ -122,6 +121,13 @@ class _Search:
         self._step, self._number = last, 0
         self._replay: TrainingPass | None = None
         self._is_new = False
+        self._unseen: list[str] = []
+
+    @property
+    def unseen(self) -> str:
+        """What cannot be looked into, in words."""
+        names = ", ".join(f"`{name}`" for name in self._unseen[:3]) + (", ..." if len(self._unseen) > 3 else "")
+        return names and f"{names} is compiled by TorchScript, which cannot be looked into"
 
     def run(self, steps: list[KeptBatch]) -> None:
         """Ends when all ranks have found something, or one cannot go on."""
@@ -167,12 +173,13 @@ class _Search:
     def _look(self) -> None:
         assert self._replay is not None
         self._is_new = False
-        found, parameters = _run(self._trainer, self._replay, self._step, self._loss_scale)
+        found, parameters, self._unseen = _run(self._trainer, self._replay, self._step, self._loss_scale)
         self._replay.forget_gradients()
         if found.cause != "none" and self.finding is None:
             self._is_new = True
             step = self._step
-            self.finding = Finding(found, step.batch_idx, self._number, parameters, _edited(step), step)
+            note = "; ".join(filter(None, (_edited(step), self.unseen)))
+            self.finding = Finding(found, step.batch_idx, self._number, parameters, note, step)
 
     def _measure(self) -> None:
         assert self._replay is not None
@@ -182,7 +189,9 @@ class _Search:
             self.finding.largest_gradient = largest
 
 
-def _run(trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float) -> tuple[Diagnosis, tuple[str, ...]]:
+def _run(
+    trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float
+) -> tuple[Diagnosis, tuple[str, ...], list[str]]:
     with Trace(replay.module) as trace:
         loss = replay.run(
             step.batch,
@@ -193,7 +202,8 @@ def _run(trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float) 
             trace=trace,
         )
     found = diagnose(trace, loss, step.batch)
-    return found, nonfinite_gradients(dict(replay.module.named_parameters())) if found.cause != "none" else ()
+    parameters = nonfinite_gradients(_compat.plain_parameters(replay.module)) if found.cause != "none" else ()
+    return found, parameters, trace.unseen
 
 
 def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBatch) -> float:

@@ -101,7 +101,7 @@ def copy_to(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(copy_to(item, device) for item in value))
     if type(value) in (list, tuple):
-        return type(value)(copy_to(item, device) for item in value)
+        return type(value)(copy_to(item, device) for item in cast(Any, value))
     if is_dataclass(value) and not isinstance(value, type):
         result: Any = copy.copy(value)
         for field in fields(result):

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_amp import _compat
 from lightning_amp.numerics._bundles import copy_to, load_bundle
 from lightning_amp.numerics._diagnosis import Diagnosis, diagnose, nonfinite_gradients
 from lightning_amp.numerics._limits import limits
@@ -93,13 +94,13 @@ def _replay(
     module = copy.deepcopy(module_fn) if isinstance(module_fn, nn.Module) else module_fn()
     if not isinstance(module, nn.Module):
         raise TypeError(f"`module_fn` must return a module, its result is a `{type(module).__name__}`.")
-    module.to(device).load_state_dict(bundle["module_state"])
+    module.to(device).load_state_dict(_renamed(bundle["module_state"], module))
     module.train().zero_grad()
     batch = copy_to(bundle["batch"], device)
     used_scale = float(bundle["scale"] if scale is None else scale)
     run: Step = step or (lambda module, batch: cast(Any, module).training_step(batch, bundle["batch_idx"]))
     _set_random_state(bundle["random_state"], device)
-    with Trace(module) as trace:
+    with torch.compiler.set_stance("force_eager"), Trace(module) as trace:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
             output = run(module, batch)
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
@@ -109,12 +110,18 @@ def _replay(
                 " batch: ...`: a step of manual optimization has none to return."
             )
         trace.backward(loss.float() / bundle["loss_divisor"] * used_scale)
-    parameters = dict(module.named_parameters())
+    parameters = _compat.plain_parameters(module)
     magnitudes = [largest(p.grad) for p in parameters.values() if p.grad is not None]
     room = headroom_bits(torch.stack(magnitudes)) if magnitudes else torch.tensor(torch.inf)
     return Replay(
         float(loss.detach()), diagnose(trace, loss, batch), nonfinite_gradients(parameters), float(room)
     )  # fmt: skip
+
+
+def _renamed(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """A saved state under the names of `module`: one of the two may be compiled, the other not."""
+    own = {_compat.plain_name(name): str(name) for name in module.state_dict()}
+    return {own.get(_compat.plain_name(name), name): value for name, value in state.items()}
 
 
 def pack_random_state(python: Any, numpy: Any, cpu: Tensor, accelerator: Any) -> dict[str, Any]:

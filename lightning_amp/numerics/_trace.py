@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_amp import _compat
 from lightning_amp.numerics._ranges import dense, largest, largest_finite
 
 Where = Literal["output", "input", "parameter"]
@@ -109,12 +110,16 @@ class Trace:
     """Context in which forwards and backwards of `module` are watched. All its hooks come off at the end.
 
     Args:
-        module: What is watched, with all its submodules. It must not be compiled.
+        module: What is watched, with all its submodules. It must not be compiled. Names are without what
+            `torch.compile` and activation checkpointing put in between.
         values: Also measure the inputs and outputs of each forward. Without it only gradients are.
 
     Attributes:
         calls: Forwards, in the order in which they ended.
         arrivals: Gradients, in the order in which they were computed.
+        owners: Of each watched parameter the module that has it, with its name.
+        unseen: Names of modules whose forwards cannot be watched, nor those of their submodules, since they are
+            compiled by TorchScript. Gradients of their parameters are.
 
     Cost: one pass over every input, output and gradient. For looking into a failure, not for every step.
 
@@ -126,17 +131,31 @@ class Trace:
         self.calls: list[Call] = []
         self.arrivals: list[Arrival] = []
         self._handles: list[Any] = []
+        self._watched: set[int] = set()
         self._open: list[Call] = []
         self._in_backward = False
+        self.owners: dict[str, tuple[str, nn.Module]] = {}
+        self.unseen: list[str] = []
 
     def __enter__(self) -> Trace:
-        for name, module in self.module.named_modules():
-            self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(partial(self._arrived, "parameter", None, name)))
+        for full_name, module in self.module.named_modules():
+            name = _compat.plain_name(full_name)
+            if isinstance(module, torch.jit.ScriptModule):  # they take no hooks
+                if not any(name.startswith(f"{outer}.") for outer in self.unseen):
+                    self.unseen.append(name)
+            else:
+                self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                self._watch_parameter(f"{name}.{parameter_name}" if name else parameter_name, parameter, name, module)
         return self
+
+    def _watch_parameter(self, parameter_name: str, parameter: nn.Parameter, name: str, module: nn.Module) -> None:
+        # One that two modules share has one gradient.
+        if parameter.requires_grad and id(parameter) not in self._watched:
+            self._watched.add(id(parameter))
+            self.owners[parameter_name] = name, module
+            self._handles.append(parameter.register_hook(partial(self._arrived, "parameter", None, parameter_name)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -150,13 +169,14 @@ class Trace:
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_backward:  # activation checkpointing runs forwards again
             return
-        inputs = [t for _, t in tensors_in([args, kwargs])]
         call = Call(name, module)
-        if self.values:
-            call.bad_input, call.largest_input = nonfinite(inputs), _largest(inputs)
         self._open.append(call)
-        for tensor in inputs:
-            self._watch("input", call, tensor)
+        with _compat.outside_transforms():
+            inputs = [_compat.behind_transforms(t) for _, t in tensors_in([args, kwargs])]
+            if self.values:
+                call.bad_input, call.largest_input = nonfinite(inputs), _largest(inputs)
+            for tensor in inputs:
+                self._watch("input", call, tensor)
 
     @torch.no_grad()
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -168,15 +188,16 @@ class Trace:
         if not self._open:
             return
         call = self._open.pop()
-        outputs = [t for _, t in tensors_in(output)]
-        call.outputs = [(t.dtype, shape_of(t)) for t in outputs]
-        if self.values:
-            call.bad_output, call.largest_output = nonfinite(outputs), _largest(outputs)
-            values = [dense(t.detach()) for t in outputs]
-            call.overflowed = _any([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in values])
         self.calls.append(call)
-        for tensor in outputs:
-            self._watch("output", call, tensor)
+        with _compat.outside_transforms():
+            outputs = [_compat.behind_transforms(t) for _, t in tensors_in(output)]
+            call.outputs = [(t.dtype, shape_of(t)) for t in outputs]
+            if self.values:
+                call.bad_output, call.largest_output = nonfinite(outputs), _largest(outputs)
+                values = [dense(t.detach()) for t in outputs]
+                call.overflowed = _any([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in values])
+            for tensor in outputs:
+                self._watch("output", call, tensor)
 
     def _watch(self, where: Where, call: Call, tensor: Tensor) -> None:
         if tensor.requires_grad:
@@ -184,20 +205,22 @@ class Trace:
 
     @torch.no_grad()
     def _arrived(self, where: Where, call: Call | None, parameter: str, gradient: Tensor) -> None:
-        magnitude = largest(dense(gradient))  # one pass: infinity and NaN show in it
-        key = (gradient.data_ptr() if gradient.layout is torch.strided else id(gradient), gradient.numel())
-        self.arrivals.append(
-            Arrival(
-                where,
-                call,
-                parameter,
-                ~torch.isfinite(magnitude),
-                magnitude,
-                gradient.dtype,
-                shape_of(gradient),
-                key,
+        with _compat.outside_transforms():
+            gradient = _compat.behind_transforms(gradient)
+            magnitude = largest(gradient)  # one pass: infinity and NaN show in it
+            key = (gradient.data_ptr() if gradient.layout is torch.strided else id(gradient), gradient.numel())
+            self.arrivals.append(
+                Arrival(
+                    where,
+                    call,
+                    parameter,
+                    ~torch.isfinite(magnitude),
+                    magnitude,
+                    gradient.dtype,
+                    shape_of(gradient),
+                    key,
+                )
             )
-        )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run `loss.backward(...)`; forwards that it runs again (activation checkpointing) are not counted."""
