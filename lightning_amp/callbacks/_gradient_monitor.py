@@ -19,6 +19,7 @@ from lightning_amp.callbacks._gradient_plot import Quantity
 from lightning_amp.callbacks._gradient_sample import take_sample
 from lightning_amp.callbacks._gradient_table import MAX_ROWS, TOTAL, GradientRow, GradientTable, fitting_scale
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
+from lightning_amp.callbacks._training_pass import in_one_line
 from lightning_amp.numerics import ExponentHistogram
 from lightning_amp.scaling import Saved
 
@@ -214,9 +215,8 @@ class GradientMonitor(Callback):
             text = f"out of memory in the sample of step {trainer.global_step}: it is left out, training goes on"
         else:
             self._runs = trainer.world_size > 1  # the others wait for this one's figures
-            last_line = (str(error).strip().splitlines() or [""])[-1]
             text = (
-                f"the training step could not be run a second time ({type(error).__name__}: {last_line})."
+                f"the training step could not be run a second time ({in_one_line(error)})."
                 f" {'Its batch is left out' if self._runs else 'It is off for the rest of this run'}, training goes on"
             )
         # The frames of the traceback would keep the memory that there may not be enough of.

@@ -122,16 +122,18 @@ def _measure(
         exact.close()
     if not reference:
         return trace.unseen
-    rows = {row_of[name] for name in reference}
-    for arrival in trace.arrivals:
-        # What autocast computes in half precision: gradients of outputs, too, and they may be larger.
-        total.magnitudes.append(arrival.largest)
-        if by == "module" and arrival.where == "output" and arrival.call is not None and arrival.call.name in rows:
-            groups[arrival.call.name].magnitudes.append(arrival.largest)
     rounded = TrainingPass(trainer, module)
     try:
-        rounded.run(batch, batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale)
+        with Trace(rounded.module, values=False) as half:
+            context = trainer.precision_plugin.forward_context()
+            rounded.run(batch, batch_idx, context=context, scale=scale, trace=half)
         gradients = rounded.gradients()
+        rows = {row_of[name] for name in reference}
+        for arrival in trace.gradients_in_half(half.half_places):
+            # Gradients of outputs, too: they may be larger than those of parameters.
+            total.magnitudes.append(arrival.largest)
+            if by == "module" and arrival.where == "output" and arrival.call is not None and arrival.call.name in rows:
+                groups[arrival.call.name].magnitudes.append(arrival.largest)
         for name, true in reference.items():
             counts = underflow_counts(true, "fp16", scale)
             histogram = exponent_histogram(true, _LOWEST, _HIGHEST).counts

@@ -16,8 +16,16 @@ from lightning_amp import _compat
 from lightning_amp.callbacks._copying import copy_batch, is_out_of_memory
 from lightning_amp.callbacks._ranks import gather
 from lightning_amp.callbacks._shadow import RandomState, full_precision
-from lightning_amp.callbacks._training_pass import TrainingPass
-from lightning_amp.numerics import Diagnosis, Trace, diagnose, make_bundle, nonfinite_gradients, pack_random_state
+from lightning_amp.callbacks._training_pass import TrainingPass, in_one_line
+from lightning_amp.numerics import (
+    Diagnosis,
+    Place,
+    Trace,
+    diagnose,
+    make_bundle,
+    nonfinite_gradients,
+    pack_random_state,
+)
 
 _WINDOW_BYTES = 2**28
 """What the batches of an accumulation window may take in memory; of a larger one the first are forgotten."""
@@ -122,6 +130,7 @@ class _Search:
         self._replay: TrainingPass | None = None
         self._is_new = False
         self._unseen: list[str] = []
+        self._half_places: set[Place] = set()
 
     @property
     def unseen(self) -> str:
@@ -173,7 +182,8 @@ class _Search:
     def _look(self) -> None:
         assert self._replay is not None
         self._is_new = False
-        found, parameters, self._unseen = _run(self._trainer, self._replay, self._step, self._loss_scale)
+        found, parameters, trace = _run(self._trainer, self._replay, self._step, self._loss_scale)
+        self._unseen, self._half_places = trace.unseen, trace.half_places
         self._replay.forget_gradients()
         if found.cause != "none" and self.finding is None:
             self._is_new = True
@@ -183,7 +193,7 @@ class _Search:
 
     def _measure(self) -> None:
         assert self._replay is not None
-        largest = _largest_true_gradient(self._trainer, self._replay, self._step)
+        largest = _largest_true_gradient(self._trainer, self._replay, self._step, self._half_places)
         self._replay.forget_gradients()
         if self._wants_measure and self.finding is not None:
             self.finding.largest_gradient = largest
@@ -191,7 +201,7 @@ class _Search:
 
 def _run(
     trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float
-) -> tuple[Diagnosis, tuple[str, ...], list[str]]:
+) -> tuple[Diagnosis, tuple[str, ...], Trace]:
     with Trace(replay.module) as trace:
         loss = replay.run(
             step.batch,
@@ -203,15 +213,15 @@ def _run(
         )
     found = diagnose(trace, loss, step.batch)
     parameters = nonfinite_gradients(_compat.plain_parameters(replay.module)) if found.cause != "none" else ()
-    return found, parameters, trace.unseen
+    return found, parameters, trace
 
 
-def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBatch) -> float:
+def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBatch, half_places: set[Place]) -> float:
     """In fp32, of parameters and of outputs of modules: which scale would have been low enough?"""
     context = full_precision(trainer.strategy.root_device.type)
     with Trace(replay.module, values=False) as trace:
         replay.run(step.batch, step.batch_idx, context=context, random_state=step.random_state, trace=trace)
-    return float(torch.stack([arrival.largest for arrival in trace.arrivals]).max())
+    return float(torch.stack([arrival.largest for arrival in trace.gradients_in_half(half_places)]).max())
 
 
 def packed_step(
@@ -260,8 +270,7 @@ def _excuse(error: Exception) -> str:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         return "out of memory in the replay: there is no cause to report. A smaller batch needs less"
-    last_line = (str(error).strip().splitlines() or [""])[-1]
-    return f"the training step could not be run a second time ({type(error).__name__}: {last_line})"
+    return f"the training step could not be run a second time ({in_one_line(error)})"
 
 
 def _all_tensors(value: Any) -> Any:

@@ -184,6 +184,12 @@ def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
             parameter.requires_grad_(True)
 
 
+def in_one_line(error: BaseException) -> str:
+    """Class and message of an exception: of a long message the first line, or what comes after its traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[-1 if 'Traceback' in str(error) else 0]}"
+
+
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 

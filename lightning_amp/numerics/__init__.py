@@ -17,13 +17,14 @@ from lightning_amp.numerics._ranges import (
     underflow_counts,
 )
 from lightning_amp.numerics._replay import Replay, pack_random_state, replay
-from lightning_amp.numerics._trace import Trace
+from lightning_amp.numerics._trace import Place, Trace
 
 __all__ = [
     "FORMATS",
     "Diagnosis",
     "ExponentHistogram",
     "FormatLimits",
+    "Place",
     "Replay",
     "Trace",
     "Underflow",

@@ -18,6 +18,7 @@ from lightning_amp import _compat
 from lightning_amp.numerics._ranges import dense, largest, largest_finite
 
 Where = Literal["output", "input", "parameter"]
+Place = tuple[Where, int, int, str]
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -61,6 +62,7 @@ class Call:
     Attributes:
         name: Qualified; empty for the module that is traced itself.
         module: Which.
+        number: How many forwards began before it.
         outputs: Dtype and shape of each floating-point output.
         bad_input: Whether an input was not finite, bool [].
         bad_output: The same for the outputs.
@@ -72,6 +74,7 @@ class Call:
 
     name: str
     module: nn.Module
+    number: int = 0
     outputs: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)
     bad_input: Tensor | None = None
     bad_output: Tensor | None = None
@@ -93,6 +96,7 @@ class Arrival:
         dtype: Of the gradient.
         shape: Of the gradient.
         key: The same for arrivals of one and the same gradient.
+        place: The same for arrivals of another trace of the same step, in another precision.
 
     """
 
@@ -104,6 +108,15 @@ class Arrival:
     dtype: torch.dtype
     shape: tuple[int, ...]
     key: tuple[int, int]
+    place: Place
+
+    @property
+    def in_half(self) -> bool:
+        """Whether it was computed in half precision; a module that puts that out computes its input's gradient so."""
+        dtypes = [self.dtype]
+        if self.where == "input" and self.call is not None:
+            dtypes += [dtype for dtype, _ in self.call.outputs]
+        return any(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes)
 
 
 class Trace:
@@ -132,6 +145,7 @@ class Trace:
         self.arrivals: list[Arrival] = []
         self._handles: list[Any] = []
         self._watched: set[int] = set()
+        self._num_calls = 0
         self._open: list[Call] = []
         self._in_backward = False
         self.owners: dict[str, tuple[str, nn.Module]] = {}
@@ -155,7 +169,8 @@ class Trace:
         if parameter.requires_grad and id(parameter) not in self._watched:
             self._watched.add(id(parameter))
             self.owners[parameter_name] = name, module
-            self._handles.append(parameter.register_hook(partial(self._arrived, "parameter", None, parameter_name)))
+            place: Place = ("parameter", 0, 0, parameter_name)
+            self._handles.append(parameter.register_hook(partial(self._arrived, place, None)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -169,14 +184,15 @@ class Trace:
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_backward:  # activation checkpointing runs forwards again
             return
-        call = Call(name, module)
+        call = Call(name, module, self._num_calls)
+        self._num_calls += 1
         self._open.append(call)
         with _compat.outside_transforms():
             inputs = [_compat.behind_transforms(t) for _, t in tensors_in([args, kwargs])]
             if self.values:
                 call.bad_input, call.largest_input = nonfinite(inputs), _largest(inputs)
-            for tensor in inputs:
-                self._watch("input", call, tensor)
+            for i, tensor in enumerate(inputs):
+                self._watch("input", call, i, tensor)
 
     @torch.no_grad()
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -196,29 +212,30 @@ class Trace:
                 call.bad_output, call.largest_output = nonfinite(outputs), _largest(outputs)
                 values = [dense(t.detach()) for t in outputs]
                 call.overflowed = _any([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in values])
-            for tensor in outputs:
-                self._watch("output", call, tensor)
+            for i, tensor in enumerate(outputs):
+                self._watch("output", call, i, tensor)
 
-    def _watch(self, where: Where, call: Call, tensor: Tensor) -> None:
+    def _watch(self, where: Where, call: Call, position: int, tensor: Tensor) -> None:
         if tensor.requires_grad:
-            self._handles.append(tensor.register_hook(partial(self._arrived, where, call, "")))
+            self._handles.append(tensor.register_hook(partial(self._arrived, (where, call.number, position, ""), call)))
 
     @torch.no_grad()
-    def _arrived(self, where: Where, call: Call | None, parameter: str, gradient: Tensor) -> None:
+    def _arrived(self, place: Place, call: Call | None, gradient: Tensor) -> None:
         with _compat.outside_transforms():
             gradient = _compat.behind_transforms(gradient)
             magnitude = largest(gradient)  # one pass: infinity and NaN show in it
             key = (gradient.data_ptr() if gradient.layout is torch.strided else id(gradient), gradient.numel())
             self.arrivals.append(
                 Arrival(
-                    where,
+                    place[0],
                     call,
-                    parameter,
+                    place[3],
                     ~torch.isfinite(magnitude),
                     magnitude,
                     gradient.dtype,
                     shape_of(gradient),
                     key,
+                    place,
                 )
             )
 
@@ -229,6 +246,23 @@ class Trace:
             loss.backward(*args, **kwargs)
         finally:
             self._in_backward = False
+
+    @property
+    def half_places(self) -> set[Place]:
+        """Where this pass computed gradients in half precision."""
+        return {arrival.place for arrival in self.arrivals if arrival.in_half}
+
+    def gradients_in_half(self, half_places: set[Place]) -> list[Arrival]:
+        """The gradients that fp16 would have to hold: of parameters, and those that another trace found in half.
+
+        The gradient of a loss is fp32, and as large as the scale: it says nothing. Where that trace found none in half
+        (it ran in fp32), these are all but those of scalars.
+        """
+        return [
+            arrival
+            for arrival in self.arrivals
+            if arrival.where == "parameter" or (arrival.place in half_places if half_places else arrival.shape)
+        ]
 
     def first_bad_call(self, *, overflowed: bool = False) -> Call | None:
         """The first forward with an output that is not finite, or that `overflowed`. Waits for the device."""

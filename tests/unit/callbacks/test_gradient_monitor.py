@@ -227,6 +227,27 @@ def test_a_step_that_cannot_run_twice_is_excused() -> None:
     assert monitor.recommended_scale is None
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_the_gradient_of_the_loss_itself_says_nothing(precision: str) -> None:
+    """A criterion, or a model of Hugging Face, puts out the loss: its gradient is the scale, in fp32."""
+
+    class WithCriterion(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.criterion = nn.MSELoss()
+
+        def loss(self, batch: Tensor) -> Tensor:
+            return self.criterion(0.01 * self.net(batch).float(), batch.sum(1, keepdim=True))
+
+    monitor = GradientMonitor()
+    trainer = fit(WithCriterion, AmpPrecision(precision), callbacks=[monitor])
+    if precision == "fp16":
+        assert trainer.precision_plugin.num_skipped == 0
+    total, *rows = reversed(monitor.table.last)
+    assert total.headroom_bits > 1
+    assert total.headroom_bits == min(row.headroom_bits for row in rows)
+
+
 @pytest.mark.filterwarnings("ignore:.*returned `None`")  # Lightning says so once per process
 def test_no_gradients() -> None:
     class Skips(Toy):
