@@ -142,6 +142,8 @@ class OverflowReport:
             return "'bf16', whose range is that of fp32"
         scale = fitting_scale(self.largest_gradient, spare_bits=0, lowest=-126)
         size = f"the largest true gradient of this batch is {self.largest_gradient:.3g}"
+        if scale >= self.record.scale:
+            return f"'bf16', whose range is that of fp32: {size}, which fits; something on the way to it does not"
         if scale < 1:
             divisor = 1 / fitting_scale(self.largest_gradient, lowest=-126)  # with room for other batches
             return (
@@ -158,6 +160,11 @@ class OverflowReport:
             return "clean the data, or leave this batch out; no precision can help"
         if self.cause == "weights":
             return "go back to a checkpoint from before it; no step can be taken with such a weight, in any precision"
+        if self.cause == "forward" and self.diagnosis.dtype == "bfloat16":
+            return (
+                "making what goes into the module smaller (a normalisation before it), and epsilons under roots,"
+                " logarithms and quotients; no precision holds larger numbers than bfloat16"
+            )
         if self.cause == "forward":
             return (
                 "'bf16', whose range is that of fp32; or make what goes into the module smaller (a normalisation before"

@@ -237,15 +237,16 @@ def test_the_gradient_of_the_loss_itself_says_nothing(precision: str) -> None:
             self.criterion = nn.MSELoss()
 
         def loss(self, batch: Tensor) -> Tensor:
-            return self.criterion(0.01 * self.net(batch).float(), batch.sum(1, keepdim=True))
+            return self.criterion(0.1 * self.net(batch).float(), 0.1 * batch.sum(1, keepdim=True))
 
     monitor = GradientMonitor()
     trainer = fit(WithCriterion, AmpPrecision(precision), callbacks=[monitor])
     if precision == "fp16":
         assert trainer.precision_plugin.num_skipped == 0
     total, *rows = reversed(monitor.table.last)
-    assert total.headroom_bits > 1
-    assert total.headroom_bits == min(row.headroom_bits for row in rows)
+    assert total.largest < 0.5
+    if precision != "fp32":  # in which nothing is known of what fp16 would compute in fp32
+        assert total.headroom_bits == min(row.headroom_bits for row in rows)
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`")  # Lightning says so once per process
