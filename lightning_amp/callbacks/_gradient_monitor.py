@@ -238,6 +238,6 @@ class GradientMonitor(Callback):
         text = f"For fp16, start with `DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})`"
         if last.underflow_fraction > 0.01 and last.scale < scale:
             return f"{text}: at {last.scale:g}, {last.underflow_fraction:.0%} of the gradients become zero."
-        if last.headroom_bits < 0:
+        if last.headroom_bits < 0 and math.isnan(last.sqnr_db):  # of a gradient that is fp32 it may be
             return f"{text}: at {last.scale:g} the largest gradient overflows."
         return f"{text}, or leave it as it is: at {last.scale:g} the gradients fit."

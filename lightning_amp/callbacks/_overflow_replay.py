@@ -164,9 +164,8 @@ class _Search:
             # The frames of the traceback would keep the memory that there may not be enough of.
             error.__traceback__ = error.__context__ = error.__cause__ = None
             if self.finding is None or self._is_new:
-                self.finding = Finding(
-                    Diagnosis("none"), self._step.batch_idx, self._number, note=note, step=self._step
-                )
+                done = max(self._number - 1, 0)
+                self.finding = Finding(Diagnosis("none"), self._step.batch_idx, done, note=note, step=self._step)
         return not self._any(failed)
 
     def _any(self, flag: bool) -> bool:

@@ -85,8 +85,13 @@ class OverflowReport:
             lines.append(f"  non-finite gradients: {names}{more}")
         if self.note:
             lines.append(f"  note: {self.note}")
-        lines.append(f"  try: {self._advice()}")
+        if self._was_replayed:
+            lines.append(f"  try: {self._advice()}")
         return "\n".join(lines)
+
+    @property
+    def _was_replayed(self) -> bool:
+        return self.cause != "not reproduced" or self.num_replayed > 0
 
     def _module(self) -> str:
         found = self.diagnosis
@@ -124,6 +129,8 @@ class OverflowReport:
             return "the loss: every module's output is finite, what `training_step` computes from them is not"
         if self.cause == "backward":
             return f"the scaled backward alone, the loss is finite: {self._backward()}"
+        if not self._was_replayed:
+            return "not looked for"
         where = f", on all of {self.world_size} ranks" if self.world_size > 1 else ""
         return f"not found: every replay of the batch was finite, forward and backward{where}"
 
@@ -163,7 +170,7 @@ class OverflowReport:
         if self.cause == "forward" and self.diagnosis.dtype == "bfloat16":
             return (
                 "making what goes into the module smaller (a normalisation before it), and epsilons under roots,"
-                " logarithms and quotients; no precision holds larger numbers than bfloat16"
+                " logarithms and quotients; 'fp32' holds no larger numbers than bfloat16"
             )
         if self.cause == "forward":
             return (

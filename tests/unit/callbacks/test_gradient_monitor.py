@@ -249,6 +249,23 @@ def test_the_gradient_of_the_loss_itself_says_nothing(precision: str) -> None:
         assert total.headroom_bits == min(row.headroom_bits for row in rows)
 
 
+def test_a_gradient_that_is_fp32_in_mixed_precision_does_not_overflow(caplog: pytest.LogCaptureFixture) -> None:
+    class Parametrized(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.offset = nn.Parameter(torch.zeros(()))
+
+        def loss(self, batch: Tensor) -> Tensor:
+            return 0.01 * super().loss(batch) + 1.5 * self.offset
+
+    monitor = GradientMonitor()
+    with caplog.at_level("INFO"):
+        trainer = fit(Parametrized, AmpPrecision("fp16"), callbacks=[monitor])
+    assert trainer.precision_plugin.num_skipped == 0
+    assert monitor.table.last[-1].headroom_bits < 0
+    assert "at 65536 the gradients fit" in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:.*returned `None`")  # Lightning says so once per process
 def test_no_gradients() -> None:
     class Skips(Toy):
