@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.optim.optimizer as _optimizer_module
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue, reportMissingModuleSource]
 
 # --- torch: foreach and amp kernels ----------------------------------------------------------------------------------
 # The multi-tensor kernels that `GradScaler` and `torch.optim` run on are private; their public wrappers
@@ -315,6 +316,28 @@ class CompiledBackwardWithoutAutocast:
             self._on = False
 
 
+# --- torch: torch.func ---
+# Inside `vmap` or `grad` a hook sees wrapped tensors: what it computes from them stays inside of the transform, and a
+# hook on one cannot run. There is no public way to the tensor behind them. Can go when module and tensor hooks are
+# called outside of transforms.
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[None]:
+    """Compute as if no transform of `torch.func` was under way."""
+    if _functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()  # pyright: ignore[reportReturnType]
+
+
+def behind_transforms(tensor: Tensor) -> Tensor:
+    """The tensor that holds the values: of a batch inside `vmap` all of them."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
 # --- Lightning: the precision plugin ----------------------------------------------------------------------------------
 
 
@@ -500,6 +523,11 @@ WRAPPED_CHILDREN = {COMPILED_CHILD, "_fsdp_wrapped_module", "_checkpoint_wrapped
 def plain_name(name: str) -> str:
     """A qualified name without what wrappers put in between: as it was before the module was compiled or sharded."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED_CHILDREN)
+
+
+def plain_parameters(module: Any) -> dict[str, Any]:
+    """The parameters of a module by their :func:`plain_name`."""
+    return {plain_name(name): parameter for name, parameter in module.named_parameters()}
 
 
 def uncompiled_module(module: Any) -> Any:

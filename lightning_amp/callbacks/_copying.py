@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import sys
 import threading
 import types
@@ -48,6 +49,7 @@ _SHARED: tuple[type, ...] = (
 _ATOMS: tuple[type, ...] = (bool, int, float, str, type(None))
 _CONTAINERS: tuple[type, ...] = (list, tuple, set, deque)
 _MAPPINGS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
+_FUNCTIONS: tuple[type, ...] = (types.FunctionType, functools.partial)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -107,6 +109,7 @@ class _Copier:
         self.refused = False
         self.modules: list[nn.Module] = []
         self.searched: set[int] = set()
+        self.rebinding: set[int] = set()
         self.shared = (*_SHARED, *_process_group_types())
 
     def share(self, module: nn.Module) -> None:
@@ -139,6 +142,8 @@ class _Copier:
         elif isinstance(value, nn.Module):
             # A module in a plain list, the usual way to keep a large frozen teacher out of `parameters()`.
             self.share(value)
+        elif isinstance(value, torch.jit.ScriptFunction):
+            self.memo[id(value)] = _script_copy(value) if self.own_parameters else value
         elif isinstance(value, self.shared):
             self.memo.setdefault(id(value), value)
 
@@ -150,6 +155,8 @@ class _Copier:
             result = self.memo[id(module)] = self.module(inner, path)
             return result
         cls = type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            return self.script_module(module)
         if hasattr(cls, "__deepcopy__") or _reduces(cls):
             for name, child in module.named_children():
                 self.module(child, f"{path}.{name}")
@@ -164,6 +171,13 @@ class _Copier:
             state = _compat.uncompiled_state(_state_of(module))
             result.__setstate__({name: self.value(item, f"{path}.{name}") for name, item in state.items()})
         self.modules.append(result)
+        return result
+
+    def script_module(self, module: nn.Module) -> nn.Module:
+        """Copy a module that TorchScript compiled: its parameters cannot be shared, they are copied."""
+        result = self.memo[id(module)] = _script_copy(module) if self.own_parameters else copy.deepcopy(module)
+        for own, real in zip(result.parameters(), module.parameters(), strict=True):
+            own.requires_grad_(real.requires_grad)
         return result
 
     def value(self, value: Any, path: str) -> Any:
@@ -255,12 +269,32 @@ class _Copier:
         for module in self.modules:
             attributes = vars(module)
             for name, item in list(attributes.items()):
-                if isinstance(item, types.FunctionType):
-                    attributes[name] = self._rebound(item)
+                if isinstance(item, _FUNCTIONS):
+                    attributes[name] = self._counterpart(item)
                 elif type(item) in _MAPPINGS:
                     for key, function in list(item.items()):
-                        if isinstance(function, types.FunctionType):
-                            item[key] = self._rebound(function)
+                        if isinstance(function, _FUNCTIONS):
+                            item[key] = self._counterpart(function)
+
+    def _counterpart(self, item: Any) -> Any:
+        """What the copy uses in the place of something that a function closes over."""
+        if id(item) in self.memo:
+            return self.memo[id(item)]
+        if isinstance(item, types.MethodType):  # `torch.compile(self.encode)` closes over one
+            owner = self._counterpart(item.__self__)
+            return item if owner is item.__self__ else types.MethodType(item.__func__, owner)
+        if isinstance(item, functools.partial):
+            return functools.partial(
+                self._counterpart(item.func),
+                *map(self._counterpart, item.args),
+                **{key: self._counterpart(value) for key, value in item.keywords.items()},
+            )
+        if isinstance(item, types.FunctionType) and id(item) not in self.rebinding:
+            self.rebinding.add(id(item))  # it may close over itself
+            result = self._rebound(item)
+            self.rebinding.discard(id(item))
+            return result
+        return item
 
     def permit_hooks(self) -> None:
         """Let hooks use what could not be copied."""
@@ -276,17 +310,25 @@ class _Copier:
     def _rebound(self, function: types.FunctionType) -> types.FunctionType:
         cells = function.__closure__ or ()
         contents = [_cell_contents(cell) for cell in cells]
-        if not any(self.memo.get(id(item), item) is not item for item in contents):
+        own = [self._counterpart(item) for item in contents]
+        if all(new is item for new, item in zip(own, contents, strict=True)):
             return function
         closure = tuple(
-            cell if (new := self.memo.get(id(item), item)) is item else types.CellType(new)
-            for cell, item in zip(cells, contents, strict=True)
+            cell if new is item else types.CellType(new) for cell, new, item in zip(cells, own, contents, strict=True)
         )
         code, name, defaults = function.__code__, function.__name__, function.__defaults__
         result = types.FunctionType(code, function.__globals__, name, defaults, closure)
         result.__kwdefaults__ = function.__kwdefaults__
         vars(result).update(vars(function))
         return result
+
+
+def _script_copy(script: Any) -> Any:
+    """A copy that shares no code: TorchScript optimizes a function from its second run on, whoever ran it first."""
+    file = io.BytesIO()
+    torch.jit.save(script, file)
+    file.seek(0)
+    return torch.jit.load(file)
 
 
 _EMPTY = object()

@@ -16,9 +16,11 @@ from typing_extensions import override
 from lightning_amp import _compat
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.callbacks._copying import is_out_of_memory
+from lightning_amp.callbacks._gradient_plot import Quantity
 from lightning_amp.callbacks._gradient_sample import take_sample
-from lightning_amp.callbacks._gradient_table import TOTAL, GradientRow, GradientTable, Quantity, fitting_scale
+from lightning_amp.callbacks._gradient_table import MAX_ROWS, TOTAL, GradientRow, GradientTable, fitting_scale
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
+from lightning_amp.callbacks._training_pass import in_one_line
 from lightning_amp.numerics import ExponentHistogram
 from lightning_amp.scaling import Saved
 
@@ -56,7 +58,9 @@ class GradientMonitor(Callback):
     runs it tells whether fp16 would do, at the scale 1 that these use. In DDP each rank looks at the gradients of its
     own batch, before they are averaged; the figures are over the values of all ranks, and the same on each. The run is
     bit-identical to one without; what user code does outside of the module (prints, files, global variables) happens
-    again in a sampled step.
+    again in a sampled step. What `torch.compile` compiled runs eagerly in it; of modules that TorchScript compiled only
+    the gradients of parameters are seen. (A TorchScript *function* that the module does not hold is optimized from its
+    second run on, and the sample is its first: the first training step may differ from one without in its last bits.)
 
     Args:
         every_n_steps: Optimizer steps between two samples; the first step is sampled. With accumulation the first batch
@@ -81,7 +85,6 @@ class GradientMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.by = by
         self._last_trainer = LastTrainer()
-        self._runs = True
         self._forget()
 
     def _forget(self) -> None:
@@ -89,6 +92,8 @@ class GradientMonitor(Callback):
         self._histograms: dict[str, ExponentHistogram] = {}
         self._largest = 0.0
         self._next_step = 0
+        self._runs = True
+        self._said_unseen = False
 
     @property
     def table(self) -> GradientTable:
@@ -109,19 +114,27 @@ class GradientMonitor(Callback):
         """
         return fitting_scale(self._largest) if self._largest > 0 else None
 
-    def plot(self, path: str | os.PathLike[str] | None = None, *, quantity: Quantity = "headroom_bits") -> Figure:
+    def plot(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        quantity: Quantity = "headroom_bits",
+        max_rows: int | None = MAX_ROWS,
+    ) -> Figure:
         """Heat map over modules and steps.
 
         Args:
             path: Also saves the picture there.
-            quantity: `"headroom_bits"`, `"underflow_fraction"`, `"subnormal_fraction"`, `"sqnr_db"` or `"cosine"`.
+            quantity: `"headroom_bits"` (blue: room, white: just fits, red: overflows), `"underflow_fraction"`,
+                `"subnormal_fraction"`, `"sqnr_db"` or `"cosine"`.
+            max_rows: Of more rows only the worst are drawn, by their worst step. `None` draws all.
 
         Raises:
             ModuleNotFoundError: Without matplotlib (`pip install lightning-amp[plot]`).
-            ValueError: For another quantity.
+            ValueError: For another quantity, or number of rows.
 
         """
-        return self._table.plot(quantity, path)
+        return self._table.plot(quantity, path, max_rows=max_rows)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -182,6 +195,13 @@ class GradientMonitor(Callback):
         sample = take_sample(trainer, module, batch, batch_idx, self.by, scale, partial(self._excuse, trainer))
         if sample is None:
             return
+        if sample.unseen and not self._said_unseen:
+            self._said_unseen = True
+            names = ", ".join(f"`{name}`" for name in sample.unseen[:3]) + (", ..." if len(sample.unseen) > 3 else "")
+            rank_zero_info(
+                f"`GradientMonitor` does not see into {names}, compiled by TorchScript: gradients of parameters count,"
+                " those of outputs do not."
+            )
         self._table.add(sample.rows)
         self._histograms = sample.histograms
         total = sample.rows[-1]
@@ -201,9 +221,8 @@ class GradientMonitor(Callback):
             text = f"out of memory in the sample of step {trainer.global_step}: it is left out, training goes on"
         else:
             self._runs = trainer.world_size > 1  # the others wait for this one's figures
-            last_line = (str(error).strip().splitlines() or [""])[-1]
             text = (
-                f"the training step could not be run a second time ({type(error).__name__}: {last_line})."
+                f"the training step could not be run a second time ({in_one_line(error)})."
                 f" {'Its batch is left out' if self._runs else 'It is off for the rest of this run'}, training goes on"
             )
         # The frames of the traceback would keep the memory that there may not be enough of.
@@ -225,6 +244,6 @@ class GradientMonitor(Callback):
         text = f"For fp16, start with `DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})`"
         if last.underflow_fraction > 0.01 and last.scale < scale:
             return f"{text}: at {last.scale:g}, {last.underflow_fraction:.0%} of the gradients become zero."
-        if last.headroom_bits < 0:
+        if last.headroom_bits < 0 and math.isnan(last.sqnr_db):  # of a gradient that is fp32 it may be
             return f"{text}: at {last.scale:g} the largest gradient overflows."
         return f"{text}, or leave it as it is: at {last.scale:g} the gradients fit."

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_amp import _compat
 from lightning_amp.callbacks._gradient_table import TOTAL, GradientRow
 from lightning_amp.callbacks._shadow import full_precision
 from lightning_amp.callbacks._training_pass import TrainingPass
@@ -28,10 +29,11 @@ _NUM_BINS = _HIGHEST - _LOWEST + 1
 
 
 class Sample(NamedTuple):
-    """One sampled step: its rows, one histogram of true gradients per row, on the host."""
+    """One sampled step: its rows, one histogram of true gradients per row, on the host; modules that were not seen."""
 
     rows: list[GradientRow]
     histograms: dict[str, ExponentHistogram]
+    unseen: list[str]
 
 
 class _Group:
@@ -73,11 +75,12 @@ def take_sample(
     All ranks must call: figures are over the values of all of them. One that cannot run its batch, which goes to
     `on_error`, has none to add.
     """
-    names = [name for name, _ in module.named_parameters()]
+    names = list(_compat.plain_parameters(module))
     row_of = {name: name.rpartition(".")[0] if by == "module" else name for name in names}
     groups = {row: _Group() for row in (*row_of.values(), TOTAL)}
+    unseen: list[str] = []
     try:
-        _measure(trainer, module, batch, batch_idx, by, scale, row_of, groups)
+        unseen = _measure(trainer, module, batch, batch_idx, by, scale, row_of, groups)
     except Exception as error:
         on_error(error)
         groups = {row: _Group() for row in groups}
@@ -94,6 +97,7 @@ def take_sample(
     return Sample(
         [_row(trainer.global_step, name, scale, sums, top) for name, sums, top in found],
         {name: _histogram(sums) for name, sums, _ in found},
+        unseen,
     )
 
 
@@ -106,7 +110,7 @@ def _measure(
     scale: float,
     row_of: dict[str, str],
     groups: dict[str, _Group],
-) -> None:
+) -> list[str]:
     device_type = trainer.strategy.root_device.type
     total = groups[TOTAL]
     exact = TrainingPass(trainer, module, upcast=True)
@@ -117,29 +121,32 @@ def _measure(
     finally:
         exact.close()
     if not reference:
-        return
-    rows = {row_of[name] for name in reference}
-    for arrival in trace.arrivals:
-        # What autocast computes in half precision: gradients of outputs, too, and they may be larger.
-        total.magnitudes.append(arrival.largest)
-        if by == "module" and arrival.where == "output" and arrival.call is not None and arrival.call.name in rows:
-            groups[arrival.call.name].magnitudes.append(arrival.largest)
+        return trace.unseen
     rounded = TrainingPass(trainer, module)
     try:
-        rounded.run(batch, batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale)
+        with Trace(rounded.module, values=False) as half:
+            context = trainer.precision_plugin.forward_context()
+            rounded.run(batch, batch_idx, context=context, scale=scale, trace=half)
         gradients = rounded.gradients()
+        rows = {row_of[name] for name in reference}
+        for arrival in trace.gradients_in_half(half.half_places):
+            # Gradients of outputs, too: they may be larger than those of parameters.
+            total.magnitudes.append(arrival.largest)
+            if by == "module" and arrival.where == "output" and arrival.call is not None and arrival.call.name in rows:
+                groups[arrival.call.name].magnitudes.append(arrival.largest)
         for name, true in reference.items():
             counts = underflow_counts(true, "fp16", scale)
             histogram = exponent_histogram(true, _LOWEST, _HIGHEST).counts
-            sums = fidelity_sums(true, gradients[name] / scale) if name in gradients else None
+            # What only fp32 has a gradient for is lost in mixed precision.
+            sums = fidelity_sums(true, gradients[name] / scale if name in gradients else torch.zeros_like(true))
             for one in (groups[row_of[name]], total):
                 one.counts.append(counts)
                 one.histograms.append(histogram)
                 one.magnitudes.append(largest(true))
-                if sums is not None:
-                    one.sums.append(sums)
+                one.sums.append(sums)
     finally:
         rounded.close()
+    return trace.unseen
 
 
 def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor) -> GradientRow:

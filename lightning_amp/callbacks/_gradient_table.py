@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from itertools import chain, zip_longest
+from typing import TYPE_CHECKING, NamedTuple, overload
 
+from lightning_amp.callbacks._gradient_plot import QUANTITIES, Quantity, draw_heat_map
 from lightning_amp.numerics import limits
 
 if TYPE_CHECKING:
@@ -14,15 +16,7 @@ if TYPE_CHECKING:
 
 TOTAL = "(all)"
 MAX_SAMPLES = 200
-
-Quantity = Literal["headroom_bits", "underflow_fraction", "subnormal_fraction", "sqnr_db", "cosine"]
-_LABELS: dict[Quantity, str] = {
-    "headroom_bits": "headroom in fp16 [bits]",
-    "underflow_fraction": "share of gradients that become zero in fp16",
-    "subnormal_fraction": "share of gradients that become subnormal in fp16",
-    "sqnr_db": "gradient SQNR against fp32 [dB]",
-    "cosine": "cosine with the fp32 gradient",
-}
+MAX_ROWS = 15
 
 
 class GradientRow(NamedTuple):
@@ -93,58 +87,80 @@ class GradientTable(Sequence[GradientRow]):
         return list(self)[index]
 
     def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, max_rows: int | None = MAX_ROWS) -> str:
+        """The latest sample as a table, the least headroom first.
+
+        Args:
+            max_rows: Of more rows only the worst are shown: those with the least headroom, the lowest SQNR, or the
+                largest share that becomes zero, as many of each. `None` shows all.
+
+        """
+        rows = [row for row in self.last if row.name != TOTAL]
+        shown = _worst(rows, require_max_rows(max_rows))
+        total = [row for row in self.last if row.name == TOTAL]
         header = ("name", "to zero", "subnormal", "headroom", "SQNR", "cosine")
-        rows = sorted(self.last, key=lambda row: (row.name == TOTAL, row.headroom_bits))
-        cells = [header, *(_cells(row) for row in rows)]
+        cells = [header, *(_cells(row) for row in (*sorted(shown, key=_room), *total))]
         widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
         lines = [
             "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
             for row in cells
         ]
+        if len(shown) < len(rows):
+            lines.append(
+                f"These are the {len(shown)} worst of {len(rows)}; `print(monitor.table.to_text(max_rows=None))` shows"
+                " all."
+            )
         return "\n".join(line.rstrip() for line in lines)
 
-    def plot(self, quantity: Quantity, path: str | os.PathLike[str] | None) -> Figure:
+    def plot(
+        self, quantity: Quantity, path: str | os.PathLike[str] | None, *, max_rows: int | None = MAX_ROWS
+    ) -> Figure:
         """See `GradientMonitor.plot`."""
-        if quantity not in _LABELS:
-            raise ValueError(f"`quantity` must be one of {list(_LABELS)}, got {quantity!r}.")
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "Plotting needs matplotlib, which is not installed. Run `pip install lightning-amp[plot]`."
-            ) from error
-        names = list(dict.fromkeys(row.name for row in self if row.name != TOTAL))
-        steps = [sample[0].step for sample in self._samples]
-        grid = [[math.nan] * len(steps) for _ in names]
-        for column, sample in enumerate(self._samples):
-            for row in sample:
-                value = getattr(row, quantity)
-                if row.name != TOTAL and math.isfinite(value):
-                    grid[names.index(row.name)][column] = value
-        figure = Figure(figsize=(8, 1.5 + 0.25 * max(len(names), 4)), layout="constrained")
-        axes: Any = figure.add_subplot()  # no pyplot: its global state is the user's
-        if names:
-            colors = "viridis_r" if quantity.endswith("fraction") else "viridis"
-            image = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap=colors)
-            figure.colorbar(image, ax=axes, label=_LABELS[quantity])
-            axes.set_yticks(range(len(names)), names, fontsize="small")
-            every = max(1, len(steps) // 10)
-            axes.set_xticks(range(0, len(steps), every), steps[::every])
-        axes.set_xlabel("step")
-        axes.set_title(_LABELS[quantity], fontsize="medium")
-        if path is not None:
-            figure.savefig(path, dpi=120)
-        return figure
+        if quantity not in QUANTITIES:
+            raise ValueError(f"`quantity` must be one of {list(QUANTITIES)}, got {quantity!r}.")
+        samples = [[row for row in sample if row.name != TOTAL] for sample in self._samples]
+        return draw_heat_map(samples, quantity, path, require_max_rows(max_rows))
+
+
+def require_max_rows(max_rows: int | None) -> int | None:
+    """Check it.
+
+    Raises:
+        ValueError: If it is out of its range.
+
+    """
+    if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
+        raise ValueError(f"`max_rows` must be an integer of 1 or more, or `None` for all rows; got {max_rows!r}.")
+    return max_rows
+
+
+def _room(row: GradientRow) -> float:
+    return -math.inf if math.isnan(row.headroom_bits) else row.headroom_bits
+
+
+def _worst(rows: list[GradientRow], max_rows: int | None) -> list[GradientRow]:
+    """In turn the worst by each of the measures: a row that loses everything to zero has the most headroom of all."""
+    orders = (
+        sorted(rows, key=_room),
+        sorted(rows, key=lambda row: -math.inf if math.isnan(row.sqnr_db) else row.sqnr_db),
+        sorted((row for row in rows if row.underflow_fraction > 0), key=lambda row: -row.underflow_fraction),
+    )
+    ranked = dict.fromkeys(row for row in chain.from_iterable(zip_longest(*orders)) if row is not None)
+    return list(ranked)[:max_rows]
 
 
 def _cells(row: GradientRow) -> tuple[str, ...]:
+    if row.largest == 0:
+        return (row.name, "all zero", "", "", "", "")
     return (
         row.name,
         f"{row.underflow_fraction:.1%}",
         f"{row.subnormal_fraction:.1%}",
-        f"{row.headroom_bits:.1f} bits",
-        f"{row.sqnr_db:.1f} dB",
-        f"{row.cosine:.4f}",
+        f"{row.headroom_bits:.1f} bits" if math.isfinite(row.headroom_bits) else "overflow",
+        f"{row.sqnr_db:.1f} dB" if math.isfinite(row.sqnr_db) else "equal" if row.sqnr_db > 0 else "overflow",
+        "" if math.isnan(row.cosine) else f"{row.cosine:.4f}",
     )
 
 

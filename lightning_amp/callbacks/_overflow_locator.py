@@ -60,7 +60,8 @@ class OverflowLocator(Callback):
     What may differ in a replay: attributes of the module that its step changed (a counter, a schedule of its own); a
     batch that is edited in place (it is copied before each step, as soon as that was noticed once); weights that
     another optimizer changed in the same manual step. Callbacks that draw random numbers or edit the batch in
-    `on_train_batch_start` should stand before this one in the list. Only skips of
+    `on_train_batch_start` should stand before this one in the list. The replay runs eagerly what `torch.compile`
+    compiled, and sees nothing inside of modules that TorchScript compiled, which the report says. Only skips of
     :class:`~lightning_amp.AmpPrecision` can be seen; with another plugin it says so and does nothing.
 
     Args:
@@ -247,7 +248,7 @@ class OverflowLocator(Callback):
 
     def _report(self, trainer: Trainer, module: LightningModule, record: StepRecord, finding: Finding) -> None:
         """Report to all ranks. All are here, for the same step: they agree on what is skipped."""
-        parameters = dict(module.named_parameters())
+        parameters = _compat.plain_parameters(module)
         mine = OverflowReport(
             record=record,
             rank=trainer.global_rank,

@@ -16,9 +16,17 @@ from lightning_amp import _compat
 from lightning_amp.callbacks._copying import copy_batch, is_out_of_memory
 from lightning_amp.callbacks._ranks import gather
 from lightning_amp.callbacks._shadow import RandomState, full_precision
-from lightning_amp.callbacks._training_pass import TrainingPass
+from lightning_amp.callbacks._training_pass import TrainingPass, in_one_line
 from lightning_amp.callbacks._upcasting import HALF
-from lightning_amp.numerics import Diagnosis, Trace, diagnose, make_bundle, nonfinite_gradients, pack_random_state
+from lightning_amp.numerics import (
+    Diagnosis,
+    Place,
+    Trace,
+    diagnose,
+    make_bundle,
+    nonfinite_gradients,
+    pack_random_state,
+)
 
 _WINDOW_BYTES = 2**28
 """What the batches of an accumulation window may take in memory; of a larger one the first are forgotten."""
@@ -109,9 +117,8 @@ def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: 
     steps = steps[-min(gather(trainer, len(steps))) :]
     search = _Search(trainer, module, scale, steps[-1])
     search.run(steps)
-    return search.finding or Finding(
-        Diagnosis("none"), steps[-1].batch_idx, len(steps), note=_edited(steps[-1]), step=steps[-1]
-    )
+    note = "; ".join(filter(None, (_edited(steps[-1]), search.unseen)))
+    return search.finding or Finding(Diagnosis("none"), steps[-1].batch_idx, len(steps), note=note, step=steps[-1])
 
 
 class _Search:
@@ -123,6 +130,14 @@ class _Search:
         self._step, self._number = last, 0
         self._replay: TrainingPass | None = None
         self._is_new = False
+        self._unseen: list[str] = []
+        self._half_places: set[Place] = set()
+
+    @property
+    def unseen(self) -> str:
+        """What cannot be looked into, in words."""
+        names = ", ".join(f"`{name}`" for name in self._unseen[:3]) + (", ..." if len(self._unseen) > 3 else "")
+        return names and f"{names} is compiled by TorchScript, which cannot be looked into"
 
     def run(self, steps: list[KeptBatch]) -> None:
         """Ends when all ranks have found something, or one cannot go on."""
@@ -150,9 +165,8 @@ class _Search:
             # The frames of the traceback would keep the memory that there may not be enough of.
             error.__traceback__ = error.__context__ = error.__cause__ = None
             if self.finding is None or self._is_new:
-                self.finding = Finding(
-                    Diagnosis("none"), self._step.batch_idx, self._number, note=note, step=self._step
-                )
+                done = max(self._number - 1, 0)
+                self.finding = Finding(Diagnosis("none"), self._step.batch_idx, done, note=note, step=self._step)
         return not self._any(failed)
 
     def _any(self, flag: bool) -> bool:
@@ -168,12 +182,14 @@ class _Search:
     def _look(self) -> None:
         assert self._replay is not None
         self._is_new = False
-        found, parameters = _run(self._trainer, self._replay, self._step, self._loss_scale)
+        found, parameters, trace = _run(self._trainer, self._replay, self._step, self._loss_scale)
+        self._unseen, self._half_places = trace.unseen, trace.half_places
         self._replay.forget_gradients()
         if found.cause != "none" and self.finding is None:
             self._is_new = True
             step = self._step
-            self.finding = Finding(found, step.batch_idx, self._number, parameters, _edited(step), step)
+            note = "; ".join(filter(None, (_edited(step), self.unseen)))
+            self.finding = Finding(found, step.batch_idx, self._number, parameters, note, step)
 
     def _measure(self) -> None:
         assert self._replay is not None
@@ -181,7 +197,7 @@ class _Search:
         if any(parameter.dtype in HALF for parameter in self._module.parameters()):
             exact = TrainingPass(self._trainer, self._module, upcast=True)
         try:
-            largest = _largest_true_gradient(self._trainer, exact, self._step)
+            largest = _largest_true_gradient(self._trainer, exact, self._step, self._half_places)
         finally:
             exact.forget_gradients()
             if exact is not self._replay:
@@ -190,7 +206,9 @@ class _Search:
             self.finding.largest_gradient = largest
 
 
-def _run(trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float) -> tuple[Diagnosis, tuple[str, ...]]:
+def _run(
+    trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float
+) -> tuple[Diagnosis, tuple[str, ...], Trace]:
     with Trace(replay.module) as trace:
         loss = replay.run(
             step.batch,
@@ -201,16 +219,17 @@ def _run(trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float) 
             trace=trace,
         )
     found = diagnose(trace, loss, step.batch)
-    return found, nonfinite_gradients(dict(replay.module.named_parameters())) if found.cause != "none" else ()
+    parameters = nonfinite_gradients(_compat.plain_parameters(replay.module)) if found.cause != "none" else ()
+    return found, parameters, trace
 
 
-def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBatch) -> float:
+def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBatch, half_places: set[Place]) -> float:
     """In fp32, of parameters and of outputs of modules: which scale would have been low enough?"""
     context = full_precision(trainer.strategy.root_device.type)
     batch = copy_batch(step.batch, upcast=True)
     with Trace(replay.module, values=False) as trace:
         replay.run(batch, step.batch_idx, context=context, random_state=step.random_state, trace=trace)
-    return float(torch.stack([arrival.largest for arrival in trace.arrivals]).max())
+    return float(torch.stack([arrival.largest for arrival in trace.gradients_in_half(half_places)]).max())
 
 
 def packed_step(
@@ -235,7 +254,8 @@ def packed_step(
 def unpacked_step(packed: bytes, module: LightningModule) -> dict[str, Any]:
     """The whole bundle, with the parameters of this rank, which are those of all."""
     bundle = torch.load(io.BytesIO(packed), weights_only=False)
-    state = {name: value.detach().cpu() for name, value in module.state_dict().items()}
+    state = {name: value for name, value in module.state_dict().items() if name not in bundle["module_state"]}
+    state = {name: value.detach().cpu() for name, value in state.items()}
     return {**bundle, "module_state": {**state, **bundle["module_state"]}}
 
 
@@ -258,8 +278,7 @@ def _excuse(error: Exception) -> str:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         return "out of memory in the replay: there is no cause to report. A smaller batch needs less"
-    last_line = (str(error).strip().splitlines() or [""])[-1]
-    return f"the training step could not be run a second time ({type(error).__name__}: {last_line})"
+    return f"the training step could not be run a second time ({in_one_line(error)})"
 
 
 def _all_tensors(value: Any) -> Any:

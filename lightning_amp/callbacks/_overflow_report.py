@@ -85,8 +85,13 @@ class OverflowReport:
             lines.append(f"  non-finite gradients: {names}{more}")
         if self.note:
             lines.append(f"  note: {self.note}")
-        lines.append(f"  try: {self._advice()}")
+        if self._was_replayed:
+            lines.append(f"  try: {self._advice()}")
         return "\n".join(lines)
+
+    @property
+    def _was_replayed(self) -> bool:
+        return self.cause != "not reproduced" or self.num_replayed > 0
 
     def _module(self) -> str:
         found = self.diagnosis
@@ -124,6 +129,8 @@ class OverflowReport:
             return "the loss: every module's output is finite, what `training_step` computes from them is not"
         if self.cause == "backward":
             return f"the scaled backward alone, the loss is finite: {self._backward()}"
+        if not self._was_replayed:
+            return "not looked for"
         where = f", on all of {self.world_size} ranks" if self.world_size > 1 else ""
         return f"not found: every replay of the batch was finite, forward and backward{where}"
 
@@ -142,6 +149,8 @@ class OverflowReport:
             return "'bf16', whose range is that of fp32"
         scale = fitting_scale(self.largest_gradient, spare_bits=0, lowest=-126)
         size = f"the largest true gradient of this batch is {self.largest_gradient:.3g}"
+        if scale >= self.record.scale:
+            return f"'bf16', whose range is that of fp32: {size}, which fits; something on the way to it does not"
         if scale < 1:
             divisor = 1 / fitting_scale(self.largest_gradient, lowest=-126)  # with room for other batches
             return (
@@ -158,6 +167,11 @@ class OverflowReport:
             return "clean the data, or leave this batch out; no precision can help"
         if self.cause == "weights":
             return "go back to a checkpoint from before it; no step can be taken with such a weight, in any precision"
+        if self.cause == "forward" and self.diagnosis.dtype == "bfloat16":
+            return (
+                "making what goes into the module smaller (a normalisation before it), and epsilons under roots,"
+                " logarithms and quotients; 'fp32' holds no larger numbers than bfloat16"
+            )
         if self.cause == "forward":
             return (
                 "'bf16', whose range is that of fp32; or make what goes into the module smaller (a normalisation before"

@@ -57,6 +57,8 @@ class TrainingPass:
             own_parameters=True,
             upcast=upcast,
         )
+        optimized = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._real = list({id(parameter): parameter for parameter in (*module.parameters(), *optimized)}.values())
         # By position: a parameter that two modules share is one in the copy, too.
         pairs = zip(module.parameters(), self._shadow.module.parameters(), strict=True)
         twins = {id(real): own for real, own in pairs}
@@ -97,7 +99,7 @@ class TrainingPass:
         self._factor, self._trace, self._losses = scale, trace, list[Tensor]()
         self._stepped.clear()
         shadow = self._shadow
-        with paired_random(self._device_type, random_state), torch.enable_grad():
+        with paired_random(self._device_type, random_state), torch.enable_grad(), _frozen(self._real):
             batch = copy_batch(batch, upcast=self._upcast)
             shadow.reduce.enabled = False  # the other ranks may not be doing this
             try:
@@ -120,7 +122,7 @@ class TrainingPass:
         Multiplied with the scale.
         """
         found: dict[str, Tensor] = {}
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in _compat.plain_parameters(self.module).items():
             gradient = self._stepped.get(id(parameter), parameter.grad)
             if gradient is not None:
                 found[name] = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
@@ -169,6 +171,25 @@ class TrainingPass:
         self.module.toggle_optimizer(stand_in)
         yield
         self.module.untoggle_optimizer(stand_in)
+
+
+@contextmanager
+def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
+    """No gradient reaches these, whatever the step gets hold of: a global variable, an object that cannot be copied."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Class and message of an exception: of a long message the first line, or what comes after its traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[-1 if 'Traceback' in str(error) else 0]}"
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """Numbers in low precision: what formats hold, how well values fit, where a non-finite value arose. Plain torch."""
 
+from lightning_amp.numerics._bundles import make_bundle
 from lightning_amp.numerics._diagnosis import Diagnosis, diagnose, nonfinite_entries, nonfinite_gradients
 from lightning_amp.numerics._fidelity import cosine, fidelity, fidelity_sums, sqnr_db
 from lightning_amp.numerics._limits import FORMATS, FormatLimits, limits
@@ -15,14 +16,15 @@ from lightning_amp.numerics._ranges import (
     underflow,
     underflow_counts,
 )
-from lightning_amp.numerics._replay import Replay, make_bundle, pack_random_state, replay
-from lightning_amp.numerics._trace import Trace
+from lightning_amp.numerics._replay import Replay, pack_random_state, replay
+from lightning_amp.numerics._trace import Place, Trace
 
 __all__ = [
     "FORMATS",
     "Diagnosis",
     "ExponentHistogram",
     "FormatLimits",
+    "Place",
     "Replay",
     "Trace",
     "Underflow",

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.numerics._ranges import count_nonfinite, largest_finite
+from lightning_amp import _compat
+from lightning_amp.numerics._ranges import count_nonfinite, dense, largest_finite
 from lightning_amp.numerics._trace import Call, Trace, Where, nonfinite, tensors_in
 
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "none"]
@@ -81,7 +82,7 @@ def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
         )
     if arrival is None:
         return Diagnosis("none")
-    owner, name = _owner(trace.module, arrival.parameter) if arrival.call is None else _of(arrival.call)
+    name, owner = trace.owners[arrival.parameter] if arrival.call is None else (arrival.call.name, arrival.call.module)
     before = [float(a.largest) for a in trace.arrivals]
     return Diagnosis(
         "backward",
@@ -109,8 +110,7 @@ def nonfinite_gradients(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ..
     for name, parameter in parameters.items():
         grad = parameter.grad
         if grad is not None:
-            grad = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
-            flags.setdefault(grad.device, {})[name] = torch.isfinite(grad).all()
+            flags.setdefault(grad.device, {})[name] = torch.isfinite(dense(grad)).all()
     fine: dict[str, bool] = {}
     for group in flags.values():
         fine.update(zip(group, torch.stack(list(group.values())).tolist(), strict=True))
@@ -120,7 +120,7 @@ def nonfinite_gradients(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ..
 def _forward(call: Call, batch: Any) -> Diagnosis:
     entries: tuple[tuple[str, int], ...] = ()
     cause: Cause = "forward"
-    parameter = next((n for n, p in call.module.named_parameters() if count_nonfinite(p)), None)
+    parameter = next((n for n, p in _compat.plain_parameters(call.module).items() if count_nonfinite(p)), None)
     if parameter is not None:
         cause, parameter = "weights", f"{call.name}.{parameter}" if call.name else parameter
     elif call.bad_input is not None and bool(call.bad_input):
@@ -139,15 +139,6 @@ def _forward(call: Call, batch: Any) -> Diagnosis:
         largest_weight=_largest_weight(call.module),
         entries=entries,
     )
-
-
-def _of(call: Call) -> tuple[nn.Module, str]:
-    return call.module, call.name
-
-
-def _owner(root: nn.Module, parameter: str) -> tuple[nn.Module, str]:
-    name = parameter.rpartition(".")[0]
-    return root.get_submodule(name), name
 
 
 def _largest_weight(module: nn.Module) -> float | None:

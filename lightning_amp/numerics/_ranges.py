@@ -12,6 +12,8 @@ from lightning_amp.numerics._limits import limits
 
 Scale = float | Tensor
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 class Underflow(NamedTuple):
     """Shares of the finite non-zero values, each of shape [].
@@ -83,8 +85,18 @@ def headroom_bits(values: Tensor, number_format: str | torch.dtype = "fp16", sca
     return math.log2(limits(number_format).largest) - torch.log2(largest(values)) - factor
 
 
+def dense(values: Tensor) -> Tensor:
+    """The values that a sparse or nested tensor stores, as a plain one; any other as it is."""
+    if values.is_nested:
+        return values.values() if values.layout is torch.jagged else torch.cat([v.flatten() for v in values.unbind()])
+    if values.layout is torch.sparse_coo:
+        return values.coalesce().values()
+    return values.values() if values.layout in _COMPRESSED else values
+
+
 def largest(values: Tensor) -> Tensor:
     """The largest magnitude, shape [], float32: 0 if there are no values, NaN if one is."""
+    values = dense(values)
     if values.numel() == 0:
         return torch.zeros((), device=values.device)
     return values.detach().abs().max().float()
@@ -92,6 +104,7 @@ def largest(values: Tensor) -> Tensor:
 
 def largest_finite(values: Tensor) -> Tensor:
     """The largest finite magnitude, shape [], float32: 0 if there are none."""
+    values = dense(values)
     if values.numel() == 0:
         return torch.zeros((), device=values.device)
     magnitude = values.detach().abs()
@@ -100,7 +113,7 @@ def largest_finite(values: Tensor) -> Tensor:
 
 def count_nonfinite(values: Tensor) -> Tensor:
     """How many values are infinite or NaN, int64, shape []."""
-    return (~torch.isfinite(values.detach())).sum()
+    return (~torch.isfinite(dense(values.detach()))).sum()
 
 
 class ExponentHistogram(NamedTuple):

@@ -1,7 +1,8 @@
-"""A step that overflowed, in a file, and run again: in fp32, or at another scale, without a Trainer."""
+"""A step that overflowed, run again from its file: in fp32, or at another scale, without a Trainer."""
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import sys
@@ -12,6 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_amp import _compat
+from lightning_amp.numerics._bundles import copy_to, load_bundle
 from lightning_amp.numerics._diagnosis import Diagnosis, diagnose, nonfinite_gradients
 from lightning_amp.numerics._limits import limits
 from lightning_amp.numerics._ranges import headroom_bits, largest
@@ -41,7 +44,7 @@ class Replay:
 
 def replay(
     bundle: str | os.PathLike[str] | Mapping[str, Any],
-    module_fn: Callable[[], nn.Module],
+    module_fn: Callable[[], nn.Module] | nn.Module,
     *,
     step: Step | None = None,
     precision: str | torch.dtype = "fp32",
@@ -53,58 +56,61 @@ def replay(
 
     Args:
         bundle: What `OverflowLocator(save_bundles=True)` saved: its path, or the loaded dictionary.
-        module_fn: Makes a module that the saved state fits.
-        step: Gets the module and the batch, returns the loss. `None` calls `module.training_step(batch, batch_idx)`;
-            what that logs goes nowhere.
+        module_fn: Makes a module that the saved state fits; or such a module, which is copied.
+        step: Gets the module and the batch, returns the loss, or a mapping with it under `"loss"`. `None` calls
+            `module.training_step(batch, batch_idx)`; what that logs goes nowhere.
         precision: What to compute in: `"fp32"`, `"fp16"`, `"bf16"` or their dtypes.
         scale: What to multiply the loss with. `None` takes the scale of the failed step, in fp32 too: an fp32 replay
             then shows how far outside of fp16 the gradients are.
         device: Where to run.
-        weights_only: Passed to `torch.load`. `False` lets the file run code; needed if the batch is of a class of
-            yours.
+        weights_only: Passed to `torch.load`. `False` lets the file run code; needed if the batch holds anything but
+            tensors, numbers, strings and plain containers: NumPy arrays, a dataclass, a `BatchEncoding`.
 
     Raises:
-        ValueError: If it is not a bundle, or the precision is none of these.
+        ValueError: If it is not a bundle, cannot be loaded like this, or the precision is none of these.
+        TypeError: If there is no module, or the step returns no loss.
 
     """
-    if not isinstance(bundle, Mapping):
-        bundle = cast(Mapping[str, Any], torch.load(bundle, map_location="cpu", weights_only=weights_only))
-    if bundle.get("format") != 1:
-        raise ValueError(
-            f"This is not a bundle of `OverflowLocator`, or one of a later version: it has {list(bundle)}."
-        )
+    loaded = load_bundle(bundle, weights_only)
     dtype = limits(precision).dtype
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"`precision` must be 'fp32', 'fp16' or 'bf16'; got {precision!r}.")
     device = torch.device(device)
     found = _random_state(device)
     try:
-        return _replay(bundle, module_fn, step, dtype, scale, device)
+        return _replay(loaded, module_fn, step, dtype, scale, device)
     finally:
         _set_random_state(found, device)
 
 
 def _replay(
     bundle: Mapping[str, Any],
-    module_fn: Callable[[], nn.Module],
+    module_fn: Callable[[], nn.Module] | nn.Module,
     step: Step | None,
     dtype: torch.dtype,
     scale: float | None,
     device: torch.device,
 ) -> Replay:
-    module = module_fn().to(device)
-    module.load_state_dict(bundle["module_state"])
-    module.train()
-    batch = _to(bundle["batch"], device)
+    module = copy.deepcopy(module_fn) if isinstance(module_fn, nn.Module) else module_fn()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"`module_fn` must return a module, its result is a `{type(module).__name__}`.")
+    module.to(device).load_state_dict(_renamed(bundle["module_state"], module))
+    module.train().zero_grad()
+    batch = copy_to(bundle["batch"], device)
     used_scale = float(bundle["scale"] if scale is None else scale)
     run: Step = step or (lambda module, batch: cast(Any, module).training_step(batch, bundle["batch_idx"]))
     _set_random_state(bundle["random_state"], device)
-    with Trace(module) as trace:
+    with torch.compiler.set_stance("force_eager"), Trace(module) as trace:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
             output = run(module, batch)
-        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+        loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"The step returned no loss, but a `{type(loss).__name__}`. Pass one that does, `step=lambda module,"
+                " batch: ...`: a step of manual optimization has none to return."
+            )
         trace.backward(loss.float() / bundle["loss_divisor"] * used_scale)
-    parameters = dict(module.named_parameters())
+    parameters = _compat.plain_parameters(module)
     magnitudes = [largest(p.grad) for p in parameters.values() if p.grad is not None]
     room = headroom_bits(torch.stack(magnitudes)) if magnitudes else torch.tensor(torch.inf)
     return Replay(
@@ -112,33 +118,10 @@ def _replay(
     )  # fmt: skip
 
 
-def make_bundle(
-    *, module_state: Mapping[str, Tensor], batch: Any, batch_idx: int, random_state: Mapping[str, Any], scale: float,
-    loss_divisor: float, report: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """What :func:`replay` takes, on the CPU. A plain dictionary that `torch.save` writes.
-
-    Args:
-        module_state: `state_dict` before the step.
-        batch: As the step got it.
-        batch_idx: Its second argument.
-        random_state: From :func:`pack_random_state`.
-        scale: Loss scale of the step.
-        loss_divisor: What the loss is divided by before: micro-batches per step.
-        report: Anything in plain types.
-
-    """
-    cpu = torch.device("cpu")
-    return {
-        "format": 1,
-        "module_state": {name: value.detach().to(cpu, copy=True) for name, value in module_state.items()},
-        "batch": _to(batch, cpu),
-        "batch_idx": batch_idx,
-        "random_state": dict(random_state),
-        "scale": scale,
-        "loss_divisor": loss_divisor,
-        "report": dict(report),
-    }
+def _renamed(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """A saved state under the names of `module`: one of the two may be compiled, the other not."""
+    own = {_compat.plain_name(name): str(name) for name in module.state_dict()}
+    return {own.get(_compat.plain_name(name), name): value for name, value in state.items()}
 
 
 def pack_random_state(python: Any, numpy: Any, cpu: Tensor, accelerator: Any) -> dict[str, Any]:
@@ -168,17 +151,3 @@ def _set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         index = device.index or 0
         states = state["accelerator"]
         torch.get_device_module(device).set_rng_state(states[min(index, len(states) - 1)].cpu())
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    """A copy on `device` of tensors in nested lists, tuples and dictionaries; anything else as it is."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device, copy=True)
-    if isinstance(value, Mapping):
-        items = {key: _to(item, device) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to(item, device) for item in value)
-    return value

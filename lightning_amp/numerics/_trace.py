@@ -14,9 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.numerics._ranges import largest, largest_finite
+from lightning_amp import _compat
+from lightning_amp.numerics._ranges import dense, largest, largest_finite
 
 Where = Literal["output", "input", "parameter"]
+Place = tuple[Where, int, int, str]
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -38,8 +40,13 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def nonfinite(values: Any) -> Tensor | None:
     """Whether any tensor in `values` has a value that is not finite: bool, shape []; `None` if there are none."""
-    flags = [(~torch.isfinite(_dense(t.detach()))).any() for _, t in tensors_in(values)]
+    flags = [(~torch.isfinite(dense(t.detach()))).any() for _, t in tensors_in(values)]
     return _any(flags)
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Its shape; of a nested tensor that of its values, for it has none."""
+    return tuple(dense(tensor).shape if tensor.is_nested else tensor.shape)
 
 
 def _any(flags: list[Tensor]) -> Tensor | None:
@@ -55,6 +62,7 @@ class Call:
     Attributes:
         name: Qualified; empty for the module that is traced itself.
         module: Which.
+        number: How many forwards began before it.
         outputs: Dtype and shape of each floating-point output.
         bad_input: Whether an input was not finite, bool [].
         bad_output: The same for the outputs.
@@ -66,6 +74,7 @@ class Call:
 
     name: str
     module: nn.Module
+    number: int = 0
     outputs: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)
     bad_input: Tensor | None = None
     bad_output: Tensor | None = None
@@ -87,6 +96,7 @@ class Arrival:
         dtype: Of the gradient.
         shape: Of the gradient.
         key: The same for arrivals of one and the same gradient.
+        place: The same for arrivals of another trace of the same step, in another precision.
 
     """
 
@@ -98,18 +108,31 @@ class Arrival:
     dtype: torch.dtype
     shape: tuple[int, ...]
     key: tuple[int, int]
+    place: Place
+
+    @property
+    def in_half(self) -> bool:
+        """Whether it was computed in half precision; a module that puts that out computes its input's gradient so."""
+        dtypes = [self.dtype]
+        if self.where == "input" and self.call is not None:
+            dtypes += [dtype for dtype, _ in self.call.outputs]
+        return any(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes)
 
 
 class Trace:
     """Context in which forwards and backwards of `module` are watched. All its hooks come off at the end.
 
     Args:
-        module: What is watched, with all its submodules. It must not be compiled.
+        module: What is watched, with all its submodules. It must not be compiled. Names are without what
+            `torch.compile` and activation checkpointing put in between.
         values: Also measure the inputs and outputs of each forward. Without it only gradients are.
 
     Attributes:
         calls: Forwards, in the order in which they ended.
         arrivals: Gradients, in the order in which they were computed.
+        owners: Of each watched parameter the module that has it, with its name.
+        unseen: Names of modules whose forwards cannot be watched, nor those of their submodules, since they are
+            compiled by TorchScript. Gradients of their parameters are.
 
     Cost: one pass over every input, output and gradient. For looking into a failure, not for every step.
 
@@ -121,17 +144,33 @@ class Trace:
         self.calls: list[Call] = []
         self.arrivals: list[Arrival] = []
         self._handles: list[Any] = []
+        self._watched: set[int] = set()
+        self._num_calls = 0
         self._open: list[Call] = []
         self._in_backward = False
+        self.owners: dict[str, tuple[str, nn.Module]] = {}
+        self.unseen: list[str] = []
 
     def __enter__(self) -> Trace:
-        for name, module in self.module.named_modules():
-            self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(partial(self._arrived, "parameter", None, name)))
+        for full_name, module in self.module.named_modules():
+            name = _compat.plain_name(full_name)
+            if isinstance(module, torch.jit.ScriptModule):  # they take no hooks
+                if not any(name.startswith(f"{outer}.") for outer in self.unseen):
+                    self.unseen.append(name)
+            else:
+                self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                self._watch_parameter(f"{name}.{parameter_name}" if name else parameter_name, parameter, name, module)
         return self
+
+    def _watch_parameter(self, parameter_name: str, parameter: nn.Parameter, name: str, module: nn.Module) -> None:
+        # One that two modules share has one gradient.
+        if parameter.requires_grad and id(parameter) not in self._watched:
+            self._watched.add(id(parameter))
+            self.owners[parameter_name] = name, module
+            place: Place = ("parameter", 0, 0, parameter_name)
+            self._handles.append(parameter.register_hook(partial(self._arrived, place, None)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -145,13 +184,15 @@ class Trace:
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_backward:  # activation checkpointing runs forwards again
             return
-        inputs = [t for _, t in tensors_in([args, kwargs])]
-        call = Call(name, module)
-        if self.values:
-            call.bad_input, call.largest_input = nonfinite(inputs), _largest(inputs)
+        call = Call(name, module, self._num_calls)
+        self._num_calls += 1
         self._open.append(call)
-        for tensor in inputs:
-            self._watch("input", call, tensor)
+        with _compat.outside_transforms():
+            inputs = [_compat.behind_transforms(t) for _, t in tensors_in([args, kwargs])]
+            if self.values:
+                call.bad_input, call.largest_input = nonfinite(inputs), _largest(inputs)
+            for i, tensor in enumerate(inputs):
+                self._watch("input", call, i, tensor)
 
     @torch.no_grad()
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -163,35 +204,40 @@ class Trace:
         if not self._open:
             return
         call = self._open.pop()
-        outputs = [t for _, t in tensors_in(output)]
-        call.outputs = [(t.dtype, tuple(t.shape)) for t in outputs]
-        if self.values:
-            call.bad_output, call.largest_output = nonfinite(outputs), _largest(outputs)
-            call.overflowed = _any([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in outputs])
         self.calls.append(call)
-        for tensor in outputs:
-            self._watch("output", call, tensor)
+        with _compat.outside_transforms():
+            outputs = [_compat.behind_transforms(t) for _, t in tensors_in(output)]
+            call.outputs = [(t.dtype, shape_of(t)) for t in outputs]
+            if self.values:
+                call.bad_output, call.largest_output = nonfinite(outputs), _largest(outputs)
+                values = [dense(t.detach()) for t in outputs]
+                call.overflowed = _any([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in values])
+            for i, tensor in enumerate(outputs):
+                self._watch("output", call, i, tensor)
 
-    def _watch(self, where: Where, call: Call, tensor: Tensor) -> None:
+    def _watch(self, where: Where, call: Call, position: int, tensor: Tensor) -> None:
         if tensor.requires_grad:
-            self._handles.append(tensor.register_hook(partial(self._arrived, where, call, "")))
+            self._handles.append(tensor.register_hook(partial(self._arrived, (where, call.number, position, ""), call)))
 
     @torch.no_grad()
-    def _arrived(self, where: Where, call: Call | None, parameter: str, gradient: Tensor) -> None:
-        magnitude = largest(_dense(gradient))  # one pass: infinity and NaN show in it
-        key = (gradient.data_ptr() if gradient.layout is torch.strided else id(gradient), gradient.numel())
-        self.arrivals.append(
-            Arrival(
-                where,
-                call,
-                parameter,
-                ~torch.isfinite(magnitude),
-                magnitude,
-                gradient.dtype,
-                tuple(gradient.shape),
-                key,
+    def _arrived(self, place: Place, call: Call | None, gradient: Tensor) -> None:
+        with _compat.outside_transforms():
+            gradient = _compat.behind_transforms(gradient)
+            magnitude = largest(gradient)  # one pass: infinity and NaN show in it
+            key = (gradient.data_ptr() if gradient.layout is torch.strided else id(gradient), gradient.numel())
+            self.arrivals.append(
+                Arrival(
+                    place[0],
+                    call,
+                    place[3],
+                    ~torch.isfinite(magnitude),
+                    magnitude,
+                    gradient.dtype,
+                    shape_of(gradient),
+                    key,
+                    place,
+                )
             )
-        )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run `loss.backward(...)`; forwards that it runs again (activation checkpointing) are not counted."""
@@ -200,6 +246,23 @@ class Trace:
             loss.backward(*args, **kwargs)
         finally:
             self._in_backward = False
+
+    @property
+    def half_places(self) -> set[Place]:
+        """Where this pass computed gradients in half precision."""
+        return {arrival.place for arrival in self.arrivals if arrival.in_half}
+
+    def gradients_in_half(self, half_places: set[Place]) -> list[Arrival]:
+        """The gradients that fp16 would have to hold: of parameters, and those that another trace found in half.
+
+        The gradient of a loss is fp32, and as large as the scale: it says nothing. Where that trace found none in half
+        (it ran in fp32), these are all but those of scalars.
+        """
+        return [
+            arrival
+            for arrival in self.arrivals
+            if arrival.where == "parameter" or (arrival.place in half_places if half_places else arrival.shape)
+        ]
 
     def first_bad_call(self, *, overflowed: bool = False) -> Call | None:
         """The first forward with an output that is not finite, or that `overflowed`. Waits for the device."""
@@ -243,9 +306,3 @@ def _largest(tensors: list[Tensor]) -> Tensor | None:
     if not tensors:
         return None
     return _stack([largest_finite(t) for t in tensors]).max()
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    if gradient.layout is torch.sparse_coo:
-        return gradient.coalesce().values()
-    return gradient

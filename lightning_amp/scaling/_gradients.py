@@ -89,8 +89,8 @@ class Gradients:
 
         """
         if any(dtype in (torch.float16, torch.bfloat16) for _, dtype in self.groups):
-            params = (p for p in parameters(optimizer) if p.grad is not None)
-            raise HalfGradientsError(next(p for p in params if p.grad.dtype in (torch.float16, torch.bfloat16)))
+            half = (torch.float16, torch.bfloat16)
+            raise HalfGradientsError(next(p for p in parameters(optimizer) if p.grad is not None and p.dtype in half))
 
     @property
     def device(self) -> torch.device | None:

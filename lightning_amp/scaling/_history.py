@@ -197,7 +197,7 @@ class ScaleHistory:
     # -- picture -------------------------------------------------------------------------------------------------------
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Log2 of the scale over steps; skips and growth are marked.
+        """Log2 of the scale over steps; skips are marked, and growth if it is not more than 100 times.
 
         Args:
             path: Also saves the picture there.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import textwrap
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,25 +16,39 @@ def plot_history(history: ScaleHistory, path: str | os.PathLike[str] | None = No
     """See :meth:`ScaleHistory.plot`."""
     try:
         from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "Plotting needs matplotlib, which is not installed. Run `pip install lightning-amp[plot]`."
         ) from error
-    figure = Figure(figsize=(8, 3.2), layout="constrained")  # no pyplot: its global state is the user's
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(8, 3.6), layout="constrained")  # no pyplot: its global state is the user's
+    axes: Any = figure.add_subplot()
+    if history.last is None:
+        axes.set(xticks=[], yticks=[])
+        axes.text(0.5, 0.5, "no optimizer step was taken", ha="center", va="center", transform=axes.transAxes)
+    else:
+        _draw(figure, axes, history)
+    axes.set_xlabel("optimizer steps attempted")
+    axes.set_ylabel("loss scale")
+    axes.set_title(textwrap.fill(f"Loss scale: {history.summary()}", 90, break_on_hyphens=False), fontsize="medium")
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _draw(figure: Figure, axes: Any, history: ScaleHistory) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     records = list(history)
     # Steps at which nothing changed are not stored; each record tells the scale before and after its own step.
-    axes.plot(
-        [step for r in records for step in (r.index, r.index + 1, r.index + 1)],
-        [scale for r in records for scale in (r.scale, r.scale, r.next_scale)],
-        color="tab:blue",
-        label="loss scale",
-    )
+    steps = [step for r in records for step in (r.index, r.index + 1, r.index + 1)]
+    scales = [scale for r in records for scale in (r.scale, r.scale, r.next_scale)]
+    axes.plot(steps, scales, color="#0072b2", label="loss scale")
+    many = 100  # marks: from here on they are small, or would hide the line that they stand on
+    grown = [r for r in records if r.next_scale > r.scale]
     for label, marker, color, wanted in (
-        ("skipped: gradients overflowed", "v", "tab:red", [r for r in records if r.skipped and r.reason == "gradient"]),
+        ("skipped: gradients overflowed", "v", "#d55e00", [r for r in records if r.skipped and r.reason == "gradient"]),
         ("skipped: loss was not finite", "x", "black", [r for r in records if r.skipped and r.reason == "loss"]),
-        ("scale grew", "^", "tab:green", [r for r in records if r.next_scale > r.scale]),
+        ("scale grew", "^", "#009e73", grown if len(grown) <= many else []),
     ):
         if wanted:
             axes.plot(
@@ -41,16 +56,11 @@ def plot_history(history: ScaleHistory, path: str | os.PathLike[str] | None = No
                 [r.scale for r in wanted],
                 linestyle="none",
                 marker=marker,
+                markersize=6 if len(wanted) <= many else 2,
                 color=color,
                 label=f"{label} ({len(wanted):,})",
             )
     axes.set_yscale("log", base=2)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("optimizer steps attempted")
-    axes.set_ylabel("loss scale")
-    axes.set_title(history.summary(), fontsize="medium")
-    if records:
-        axes.legend(fontsize="small")
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small", markerscale=1.5, frameon=False)

@@ -227,6 +227,45 @@ def test_a_step_that_cannot_run_twice_is_excused() -> None:
     assert monitor.recommended_scale is None
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_the_gradient_of_the_loss_itself_says_nothing(precision: str) -> None:
+    """A criterion, or a model of Hugging Face, puts out the loss: its gradient is the scale, in fp32."""
+
+    class WithCriterion(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.criterion = nn.MSELoss()
+
+        def loss(self, batch: Tensor) -> Tensor:
+            return self.criterion(0.1 * self.net(batch).float(), 0.1 * batch.sum(1, keepdim=True))
+
+    monitor = GradientMonitor()
+    trainer = fit(WithCriterion, AmpPrecision(precision), callbacks=[monitor])
+    if precision == "fp16":
+        assert trainer.precision_plugin.num_skipped == 0
+    total, *rows = reversed(monitor.table.last)
+    assert total.largest < 0.5
+    if precision != "fp32":  # in which nothing is known of what fp16 would compute in fp32
+        assert total.headroom_bits == min(row.headroom_bits for row in rows)
+
+
+def test_a_gradient_that_is_fp32_in_mixed_precision_does_not_overflow(caplog: pytest.LogCaptureFixture) -> None:
+    class Parametrized(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.offset = nn.Parameter(torch.zeros(()))
+
+        def loss(self, batch: Tensor) -> Tensor:
+            return 0.01 * super().loss(batch) + 1.5 * self.offset
+
+    monitor = GradientMonitor()
+    with caplog.at_level("INFO"):
+        trainer = fit(Parametrized, AmpPrecision("fp16"), callbacks=[monitor])
+    assert trainer.precision_plugin.num_skipped == 0
+    assert monitor.table.last[-1].headroom_bits < 0
+    assert "at 65536 the gradients fit" in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:.*returned `None`")  # Lightning says so once per process
 def test_no_gradients() -> None:
     class Skips(Toy):

@@ -168,6 +168,49 @@ def test_the_scale_that_would_fit() -> None:
     assert plugin.num_skipped == 1
 
 
+def test_a_scale_that_fits_already_is_not_advised() -> None:
+    """A huge input meets saturated gates: its weight gradient is 0 times infinity in fp16, and small in fp32."""
+
+    class Saturates(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(8, 8)
+
+        def loss(self, batch: Tensor) -> Tensor:
+            return self.cell(batch).float().square().mean()
+
+    batch = torch.randn(4, 8)
+    batch[0, 0] = 1e30
+    data = torch.utils.data.DataLoader(batch, batch_size=4)
+    locator = OverflowLocator()
+    fit(Saturates, AmpPrecision("fp16", scaler=64.0), data, callbacks=[locator])
+    (report,) = locator.reports
+    assert report.cause == "backward"
+    assert "which fits; something on the way to it does not" in str(report)
+    assert "there by itself" not in str(report)
+    advised = AmpPrecision("bf16")
+    fit(Saturates, advised, data)
+    assert advised.num_skipped == 0
+
+
+def test_bf16_is_not_advised_in_bf16() -> None:
+    class Explodes(Toy):
+        def __init__(self) -> None:
+            super().__init__(net=nn.Linear(8, 1))
+            nn.init.ones_(self.net.weight)
+
+        def loss(self, batch: Tensor) -> Tensor:
+            return self.net(batch).float().mean()
+
+    data = torch.utils.data.DataLoader(torch.full((4, 8), 3e38), batch_size=4)
+    locator = OverflowLocator()
+    fit(Explodes, AmpPrecision("bf16"), data, callbacks=[locator])
+    (report,) = locator.reports
+    assert (report.cause, report.diagnosis.dtype) == ("forward", "bfloat16")
+    assert "'fp32' holds no larger numbers than bfloat16" in str(report)
+    assert "'bf16'" not in str(report)
+
+
 class Drops(Toy):
     def __init__(self) -> None:
         super().__init__(net=nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1)))
@@ -219,6 +262,9 @@ def test_a_step_that_cannot_run_twice_is_excused() -> None:
     fit(Once, plugin, with_bad(1), callbacks=[locator])
     (report,) = locator.reports
     assert report.note == "the training step could not be run a second time (ZeroDivisionError: only once)"
+    assert "cause: not looked for\n" in str(report)
+    assert "every replay" not in str(report)
+    assert "try:" not in str(report)
     assert report.parameters
     assert plugin.num_steps == 7
 

@@ -136,3 +136,20 @@ def test_nothing_is_read_from_the_device() -> None:
         fidelity_sums(values, other)
     with pytest.raises(AssertionError, match="waited"), NoReads():
         bool(values.sum() > 0)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "nested", "jagged"])
+def test_tensors_that_are_not_plain(kind: str) -> None:
+    """Batches and gradients of such layouts are looked at as the values that they store."""
+    plain = torch.tensor([[0.0, -3.0], [torch.inf, 2.0]])
+    layouts = {
+        "sparse_coo": plain.to_sparse,
+        "sparse_csr": plain.to_sparse_csr,
+        "nested": lambda: torch.nested.nested_tensor([plain[0], plain[1]]),
+        "jagged": lambda: torch.nested.nested_tensor([plain[0], plain[1]], layout=torch.jagged),
+    }
+    values = layouts[kind]()
+    assert largest(values) == torch.inf
+    assert largest_finite(values) == 3
+    assert count_nonfinite(values) == 1

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import copy
 import math
 import random
+import sys
+from collections import UserDict, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.numerics import make_bundle, pack_random_state, replay
+from lightning_amp.numerics._bundles import copy_to
 
 
 class Net(nn.Module):
@@ -23,10 +28,47 @@ class Net(nn.Module):
         return self.net(batch["x"]).float().sum() * (1 + noise) + 0 * batch_idx
 
 
-def bundle(module: nn.Module, scale: float = 64.0) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Sample:
+    x: Tensor
+    name: str = "a"
+
+    def __getitem__(self, key: str) -> Tensor:
+        return getattr(self, key)
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """As `transformers.BatchEncoding`: a mapping that moves itself."""
+
+    def to(self, device: Any) -> Encoding:
+        return Encoding({key: value.to(device) for key, value in self.items()})
+
+
+class Moves:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: Any) -> Moves:
+        return Moves(self.x.to(device))
+
+    def __getitem__(self, key: str) -> Tensor:
+        return getattr(self, key)
+
+
+REFUSED = {
+    "dataclass": (Sample, "Sample"),
+    "numpy array": (lambda x: {"x": x, "ids": np.arange(3)}, "numpy"),
+    "numpy scalar": (lambda x: {"x": x, "id": np.int64(3)}, "numpy"),
+    "BatchEncoding": (lambda x: Encoding({"x": x}), "Encoding"),
+    "defaultdict": (lambda x: defaultdict(list, {"x": x}), "collections.defaultdict"),
+    "a class": (Moves, "Moves"),
+}
+
+
+def bundle(module: nn.Module, scale: float = 64.0, batch: Any = None) -> dict[str, Any]:
     return make_bundle(
         module_state=module.state_dict(),
-        batch={"x": torch.randn(3, 4), "names": ["a"]},
+        batch={"x": torch.randn(3, 4), "names": ["a"]} if batch is None else batch,
         batch_idx=2,
         random_state=pack_random_state(random.getstate(), np.random.get_state(), torch.get_rng_state(), None),
         scale=scale,
@@ -74,3 +116,85 @@ def test_what_is_refused() -> None:
         replay({"a": 1}, Net)
     with pytest.raises(ValueError, match="`precision` must be 'fp32', 'fp16' or 'bf16'; got 'e4m3'"):
         replay(bundle(Net()), Net, precision="e4m3")
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_batch_that_weights_only_refuses(kind: str, tmp_path: Path) -> None:
+    """The error names what is in the file and the argument; and the argument works."""
+    make, name = REFUSED[kind]
+    torch.save(bundle(Net(), batch=make(torch.randn(3, 4))), tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=rf"{name}.*If you trust it, pass `weights_only=False` to `replay`") as caught:
+        replay(tmp_path / "a.pt", Net)
+    assert len(str(caught.value).splitlines()) == 1
+    assert replay(tmp_path / "a.pt", Net, weights_only=False).diagnosis.cause == "none"
+
+
+@pytest.mark.parametrize("make", [Sample, Moves, lambda x: Encoding({"x": x}), lambda x: defaultdict(list, {"x": x})])
+def test_such_a_batch_goes_to_the_device(make: Any) -> None:
+    seen: list[torch.device] = []
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        seen.append(batch["x"].device)
+        return torch.zeros((), requires_grad=True)
+
+    batch = make(torch.randn(3, 4))
+    saved = bundle(Net(), batch=batch)
+    assert type(saved["batch"]) is type(batch)
+    replay(saved, Net, step=step)
+    assert seen == [torch.device("cpu")]
+    moved = copy_to(batch, torch.device("meta"))
+    assert moved["x"].device.type == "meta"
+    assert batch["x"].device.type == "cpu"
+
+
+def test_a_class_that_is_not_there_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(bundle(Net(), batch=Sample(torch.randn(3, 4))), tmp_path / "a.pt")
+    monkeypatch.delattr(sys.modules[__name__], "Sample")
+    with pytest.raises(ValueError, match=r"cannot be found here \(.*Sample.*\). Call `replay` where the class"):
+        replay(tmp_path / "a.pt", Net, weights_only=False)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_what_is_no_bundle_is_not_advised_to_be_trusted(weights_only: bool, tmp_path: Path) -> None:
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match="This is not a bundle .* it is a `list`"):
+        replay(tmp_path / "list.pt", Net, weights_only=weights_only)
+    (tmp_path / "text.pt").write_text("nothing")
+    with pytest.raises(ValueError, match=r"This is not a bundle .*text.pt` cannot be loaded"):
+        replay(tmp_path / "text.pt", Net, weights_only=weights_only)
+    with pytest.raises(FileNotFoundError):
+        replay(tmp_path / "missing.pt", Net, weights_only=weights_only)
+
+
+def test_a_module_in_place_of_a_factory_is_copied() -> None:
+    module, other = Net(), Net()
+    saved = bundle(other)
+    other.zero_grad()
+    before = copy.deepcopy(module.state_dict())
+    (module.net[0].weight.sum() * 3).backward()
+    module.eval()
+    assert replay(saved, module) == replay(saved, Net)
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+    assert (module.net[0].weight.grad == 3).all()
+    assert not module.training
+
+
+def test_what_is_no_module_and_what_is_no_loss_is_said() -> None:
+    with pytest.raises(TypeError, match="`module_fn` must return a module, its result is a `NoneType`"):
+        replay(bundle(Net()), lambda: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match="The step returned no loss, but a `NoneType`. Pass one that does, `step="):
+        replay(bundle(Net()), Net, step=lambda module, batch: None)
+    with pytest.raises(TypeError, match="no loss"):
+        replay(bundle(Net()), Net, step=lambda module, batch: {"other": 1})
+
+
+def test_extra_state_of_a_module_that_is_no_tensor() -> None:
+    class Extra(Net):
+        def get_extra_state(self) -> Any:
+            return {"step": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.state = state
+
+    module = Extra()
+    assert replay(bundle(module), Extra).diagnosis.cause == "none"

@@ -1,0 +1,110 @@
+"""A step that overflowed, in a file: what `OverflowLocator` saves and :func:`replay` takes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from pickle import UnpicklingError
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+_NOT_A_BUNDLE = "This is not a bundle of `OverflowLocator`, or one of a later version"
+
+
+def make_bundle(
+    *, module_state: Mapping[str, Any], batch: Any, batch_idx: int, random_state: Mapping[str, Any], scale: float,
+    loss_divisor: float, report: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """What :func:`replay` takes, on the CPU. A plain dictionary that `torch.save` writes.
+
+    Args:
+        module_state: `state_dict` before the step.
+        batch: As the step got it.
+        batch_idx: Its second argument.
+        random_state: From :func:`pack_random_state`.
+        scale: Loss scale of the step.
+        loss_divisor: What the loss is divided by before: micro-batches per step.
+        report: Anything in plain types.
+
+    """
+    cpu = torch.device("cpu")
+    return {
+        "format": 1,
+        "module_state": {name: copy_to(value, cpu) for name, value in module_state.items()},
+        "batch": copy_to(batch, cpu),
+        "batch_idx": batch_idx,
+        "random_state": dict(random_state),
+        "scale": scale,
+        "loss_divisor": loss_divisor,
+        "report": dict(report),
+    }
+
+
+def load_bundle(bundle: str | os.PathLike[str] | Mapping[str, Any], weights_only: bool) -> Mapping[str, Any]:
+    """The dictionary of a bundle, on the CPU, from its file or as it is.
+
+    Raises:
+        ValueError: If it is not one, or its batch needs classes that may not, or cannot, be loaded here.
+
+    """
+    loaded: Any = bundle if isinstance(bundle, Mapping) else _load(bundle, weights_only)
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"{_NOT_A_BUNDLE}: it is a `{type(loaded).__name__}`.")
+    if cast(Mapping[str, Any], loaded).get("format") != 1:
+        raise ValueError(f"{_NOT_A_BUNDLE}: it has {list(loaded)}.")
+    return cast(Mapping[str, Any], loaded)
+
+
+def _load(path: str | os.PathLike[str], weights_only: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
+    except UnpicklingError as error:
+        classes = _classes(path) if weights_only else []
+        if not classes:
+            raise ValueError(f"{_NOT_A_BUNDLE}: `{path}` cannot be loaded.") from error
+        names = ", ".join(f"`{name}`" for name in classes[:4]) + (", ..." if len(classes) > 4 else "")
+        raise ValueError(
+            f"`{path}` holds more than tensors and plain containers ({names}), which `weights_only=True` refuses, for"
+            " such a file can run code. If you trust it, pass `weights_only=False` to `replay`."
+        ) from error
+    except (EOFError, RuntimeError) as error:
+        raise ValueError(f"{_NOT_A_BUNDLE}: `{path}` cannot be loaded ({str(error).partition(chr(10))[0]}).") from error
+    except (AttributeError, ImportError) as error:
+        raise ValueError(
+            f"`{path}` holds objects of a class that cannot be found here ({error}). Call `replay` where the class can"
+            " be imported under the name that it had in the run: one of the script that was run is in `__main__`."
+        ) from error
+
+
+def _classes(path: str | os.PathLike[str]) -> list[str]:
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except (ValueError, RuntimeError):  # not a file of `torch.save`
+        return []
+
+
+def copy_to(value: Any, device: torch.device) -> Any:
+    """A copy on `device` of the tensors in nested containers and dataclasses; what has `.to` decides itself."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True)
+    if isinstance(value, MutableMapping):
+        result = copy.copy(cast(MutableMapping[Any, Any], value))  # keeps what its class needs (`defaultdict`)
+        for key, item in value.items():
+            result[key] = copy_to(item, device)
+        return result
+    if callable(getattr(value, "to", None)) and not isinstance(value, type):  # Lightning moves batches by this rule too
+        return value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(copy_to(item, device) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(copy_to(item, device) for item in cast(Any, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        result: Any = copy.copy(value)
+        for field in fields(result):
+            object.__setattr__(result, field.name, copy_to(getattr(result, field.name), device))
+        return result
+    return value
