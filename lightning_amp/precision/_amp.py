@@ -61,9 +61,10 @@ class AmpPrecision(Clipping, ForwardContexts):
 
     Args:
         precision: `"auto"`, `"bf16"`, `"fp16"` or `"fp32"`, or what you have in your hands: `"bf16-mixed"`,
-            `"16-mixed"`, `"32-true"`, `16`, `32`, `torch.bfloat16`, `torch.float16`, `torch.float32`. `"fp32"` runs the
-            same pipeline without autocast: one word turns mixed precision off. `"auto"` picks by the device and says in
-            one log line what and why. A precision that the device cannot run raises before the first batch.
+            `"16-mixed"`, `"32-true"`, `16`, `32`, `torch.bfloat16`, `torch.float16`, `torch.float32`, and these as
+            strings. `"fp32"` runs the same pipeline without autocast: one word turns mixed precision off. `"auto"`
+            picks by the device and says in one log line what and why. A precision that the device cannot run raises
+            before the first batch.
         scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, any
             `torch.amp.GradScaler`, or a float for a scale that never moves. You would *not* pass one with bf16 or fp32,
             whose range needs no scaling: that is an error.

@@ -96,3 +96,27 @@ def test_fp32_modules_and_eval_precision_from_yaml(
     assert plugin.fp32_modules == expected
     assert plugin.num_steps == 8
     assert repr(plugin) == "AmpPrecision('bf16')"
+
+
+QUIET = [
+    "--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.logger=false",
+    "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false", "--trainer.plugins", "lightning_amp.AmpPrecision",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.parametrize(
+    ("spelling", "precision"),
+    [("16", "16-mixed"), ("torch.bfloat16", "bf16-mixed"), ("float16", "16-mixed"), ("32", "32-true")],
+)
+def test_from_the_command_line(
+    spelling: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--trainer.plugins.precision", spelling, "--trainer.plugins.eval_precision", spelling]
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", *QUIET, *arguments])
+    monkeypatch.chdir(tmp_path)
+    plugin = LightningCLI(CliToy, save_config_callback=None).trainer.strategy.precision_plugin
+    assert type(plugin) is AmpPrecision
+    assert plugin.precision == precision
+    assert plugin.num_steps + plugin.num_skipped == 8
