@@ -110,7 +110,7 @@ class ComparisonTable(Sequence[ComparisonRow]):
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError("`plot` needs matplotlib: `pip install lightning-amp[plot]`") from error
+            raise ImportError("`plot` needs matplotlib: `pip install matplotlib`") from error
 
         groups: dict[str, dict[str, list[ComparisonRow]]] = {}
         for row in self:

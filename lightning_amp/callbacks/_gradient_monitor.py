@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_amp import _compat
+from lightning_amp._numbers import exact, rounded
 from lightning_amp.callbacks._copying import is_out_of_memory
 from lightning_amp.callbacks._gradient_sample import take_sample
 from lightning_amp.callbacks._gradient_table import TOTAL, GradientRow, GradientTable, Quantity, fitting_scale
@@ -115,7 +116,7 @@ class GradientMonitor(Callback):
             quantity: `"headroom_bits"`, `"underflow_fraction"`, `"subnormal_fraction"`, `"sqnr_db"` or `"cosine"`.
 
         Raises:
-            ModuleNotFoundError: Without matplotlib (`pip install lightning-amp[plot]`).
+            ModuleNotFoundError: Without matplotlib (`pip install matplotlib`).
             ValueError: For another quantity.
 
         """
@@ -151,7 +152,8 @@ class GradientMonitor(Callback):
         last = self._total()
         if last is not None:
             rank_zero_info(
-                f"GradientMonitor, step {last.step}, loss scale {last.scale:g}:\n{self._table}\n{self._verdict(last)}"
+                f"GradientMonitor, step {last.step}, loss scale {exact(last.scale)}:\n{self._table}\n"
+                f"{self._verdict(last)}"
             )
 
     @override
@@ -213,12 +215,12 @@ class GradientMonitor(Callback):
             return "All gradients are zero."
         if scale < 1:
             return (
-                f"The largest gradient, {self._largest:.3g}, fits into fp16 only with a scale of {scale:g}: divide the"
-                " loss by a constant, or use 'bf16'."
+                f"The largest gradient, {rounded(self._largest)}, fits into fp16 only with a scale of {exact(scale)}:"
+                " divide the loss by a constant, or use 'bf16'."
             )
         text = f"For fp16, start with `DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})`"
         if last.underflow_fraction > 0.01 and last.scale < scale:
-            return f"{text}: at {last.scale:g}, {last.underflow_fraction:.0%} of the gradients become zero."
+            return f"{text}: at {exact(last.scale)}, {last.underflow_fraction:.0%} of the gradients become zero."
         if last.headroom_bits < 0:
-            return f"{text}: at {last.scale:g} the largest gradient overflows."
-        return f"{text}, or leave it as it is: at {last.scale:g} the gradients fit."
+            return f"{text}: at {exact(last.scale)} the largest gradient overflows."
+        return f"{text}, or leave it as it is: at {exact(last.scale)} the gradients fit."

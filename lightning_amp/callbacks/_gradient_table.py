@@ -111,7 +111,7 @@ class GradientTable(Sequence[GradientRow]):
             from matplotlib.figure import Figure
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "Plotting needs matplotlib, which is not installed. Run `pip install lightning-amp[plot]`."
+                "Plotting needs matplotlib, which is not installed. Run `pip install matplotlib`."
             ) from error
         names = list(dict.fromkeys(row.name for row in self if row.name != TOTAL))
         steps = [sample[0].step for sample in self._samples]

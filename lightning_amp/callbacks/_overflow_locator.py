@@ -43,7 +43,7 @@ class OverflowLocator(Callback):
 
     .. code-block:: text
 
-        OverflowLocator: step 7 was skipped: epoch 0, batch 7, loss scale 65536
+        OverflowLocator: step 7 was skipped: epoch 0, batch 7, loss scale 2**16
           cause: the forward: the output of `net.2` (Linear, ...), float16 [4, 16], is not finite; ...
           non-finite gradients: `net.0.weight`, `net.0.bias`, `net.2.weight` and 1 more
           try: 'bf16', whose range is that of fp32; or ...

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_amp import _compat
+from lightning_amp._numbers import exact
 from lightning_amp.callbacks._trainers import require_lightning_trainer
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.scaling import RecordLog, Saved, ScaleHistory, StepRecord
@@ -41,7 +42,7 @@ class ScaleMonitor(Callback):
     `amp/skip_rate`      that, divided by the steps attempted so far; from 0 to 1
     ==================== ===============================================================================
 
-    At the end of fit one line sums up: `12 of 4,000 steps skipped, 11 in the first 20; scale 65536 -> 1024`.
+    At the end of fit one line sums up: `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`.
 
     With :class:`~lightning_amp.AmpPrecision` it reads the plugin's records, which are exact, in every precision. With
     Lightning's own `MixedPrecision` or `FSDPPrecision` it watches their `GradScaler`: a fall of the scale is all there
@@ -231,7 +232,7 @@ class ScaleMonitor(Callback):
         if self.warn_below is not None and last.next_scale < self.warn_below and not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"The loss scale fell to {last.next_scale:g}, below {self.warn_below:g}"
+                f"The loss scale fell to {exact(last.next_scale)}, below {exact(self.warn_below)}"
                 f" ({self._history.summary()}): the gradients overflow however small it gets. Look for a module whose"
                 " gradients are unusually large, or use 'bf16', whose range is that of fp32."
             )
@@ -246,8 +247,8 @@ class ScaleMonitor(Callback):
             self._warned_of_skips = True
             rank_zero_warn(
                 f"{skips} of the latest {RECENT_STEPS} optimizer steps were skipped, at a loss scale of"
-                f" {last.next_scale:g} now ({self._history.summary()}). `OverflowLocator` finds out which module and"
-                " which batch it is."
+                f" {exact(last.next_scale)} now ({self._history.summary()}). `OverflowLocator` finds out which module"
+                " and which batch it is."
             )
 
     def _save(self) -> None:

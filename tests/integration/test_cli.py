@@ -110,9 +110,7 @@ QUIET = [
     ("spelling", "precision"),
     [("16", "16-mixed"), ("torch.bfloat16", "bf16-mixed"), ("float16", "16-mixed"), ("32", "32-true")],
 )
-def test_from_the_command_line(
-    spelling: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_the_command_line(spelling: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--trainer.plugins.precision", spelling, "--trainer.plugins.eval_precision", spelling]
     monkeypatch.setattr(sys, "argv", ["train.py", "fit", *QUIET, *arguments])
     monkeypatch.chdir(tmp_path)

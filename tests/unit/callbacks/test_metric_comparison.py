@@ -549,7 +549,7 @@ def test_plot(tmp_path: Path) -> None:
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install lightning-amp\[plot\]"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         MetricComparison().plot()
 
 

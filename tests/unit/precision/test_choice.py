@@ -36,7 +36,9 @@ def test_spellings(spelling: Any, name: str, canonical: str, dtype: torch.dtype)
 def test_anything_else_lists_the_legal_values(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"`precision` must be one of 'auto', 'bf16', 'fp16', 'fp32'.*got") as caught:
         _choice.parse(bad)
-    groups = r"bf16 is also 'bf16-mixed', .*torch.bfloat16; fp16: '16-mixed', .*16.*; fp32: '32-true', .*torch.float32\)"
+    groups = (
+        r"bf16 is also 'bf16-mixed', .*torch.bfloat16; fp16: '16-mixed', .*16.*; fp32: '32-true', .*torch.float32\)"
+    )
     assert re.search(groups, str(caught.value))
     assert "fp8" not in str(caught.value)
 
