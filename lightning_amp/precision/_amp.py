@@ -40,6 +40,7 @@ from lightning_amp.precision import _checks, _choice, _islands, _state, _strateg
 from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._clipping import Clipping
 from lightning_amp.precision._evaluation import Surroundings
+from lightning_amp.precision._first_line import first_line, precision_on
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._guards import FitGuards
 from lightning_amp.precision._hooks import HookGate
@@ -66,8 +67,9 @@ class AmpPrecision(Clipping, ForwardContexts):
             picks by the device and says in one log line what and why. A precision that the device cannot run raises
             before the first batch.
         scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, any
-            `torch.amp.GradScaler`, or a float for a scale that never moves. You would *not* pass one with bf16 or fp32,
-            whose range needs no scaling: that is an error.
+            `torch.amp.GradScaler`, or a float for a scale that never moves. bf16 and fp32 need none, since their range
+            is that of fp32: with `"bf16"` it is an error, with `"auto"` and `"fp32"` it is left unused there (one line
+            says so, and :attr:`scaler` is `None`), so that one configuration serves all machines.
         fp32_modules: Rules for modules that compute in fp32, forward and backward, with their floating inputs upcast:
             globs on qualified names (`"decoder.head"`, `"*.norm"`) or module classes. For what half precision breaks:
             positional phases, large logits.
@@ -76,7 +78,7 @@ class AmpPrecision(Clipping, ForwardContexts):
             stop the run. `False` gives plain fp32 behaviour: the NaN reaches the weights.
 
     Raises:
-        ValueError: For an unknown precision, or a scaler where none is used; when the Trainer attaches, for a precision
+        ValueError: For an unknown precision, or a scaler with `"bf16"`; when the Trainer attaches, for a precision
             that the device cannot run, or a rule that matches no module.
         FloatingPointError: During training, after so many skipped steps in a row that the run is stuck.
 
@@ -101,7 +103,6 @@ class AmpPrecision(Clipping, ForwardContexts):
         if eval_precision is not None:
             self._eval_requested = _choice.parse(eval_precision, "eval_precision")
         self._eval_choice: _choice.Choice | None = None  # when the Trainer attaches
-        self._user_scaler = scaler is not None
         if isinstance(scaler, (int, float)):
             scaler = DynamicLossScaler.static(scaler)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -114,6 +115,7 @@ class AmpPrecision(Clipping, ForwardContexts):
         self.skip_nonfinite = skip_nonfinite
         self.device = "cuda" if torch.cuda.is_available() else "cpu"  # until the strategy says which
         self.scaler: torch.amp.GradScaler | None = scaler
+        self._given_scaler = scaler  # "auto" on another machine, with the same plugin, may use it again
         self._first_scaler_state = None if scaler is None else scaler.state_dict()
         if self._choice is not None:
             self._settle_scaler()
@@ -122,14 +124,16 @@ class AmpPrecision(Clipping, ForwardContexts):
     def _settle_scaler(self) -> None:
         assert self._choice is not None
         if self._choice.name == "fp16":
-            if self.scaler is None:
-                self.scaler = DynamicLossScaler()
-                self._first_scaler_state = self.scaler.state_dict()
-        elif self.scaler is not None:
+            self.scaler = self._given_scaler or self.scaler or DynamicLossScaler()
+            self._first_scaler_state = self._first_scaler_state or self.scaler.state_dict()
+            return
+        if self._given_scaler is not None and self._requested not in ("auto", "fp32"):
             raise ValueError(
-                f"`precision={self._choice.name!r}` does not use a loss scaler, got `scaler={self.scaler!r}`. Its range"
-                " is that of fp32, so nothing underflows: leave `scaler` out, or use precision 'fp16'."
+                f"`precision={self._requested!r}` does not use a loss scaler, got `scaler={self._given_scaler!r}`. Its"
+                " range is that of fp32, so nothing underflows: leave `scaler` out, or use precision 'fp16'. With"
+                " 'auto', one that is not needed is left unused."
             )
+        self.scaler = None
 
     def _start_run(self) -> None:
         limit = self.scaler.max_consecutive_skips if isinstance(self.scaler, DynamicLossScaler) else 64
@@ -206,10 +210,10 @@ class AmpPrecision(Clipping, ForwardContexts):
         self._surroundings.detach()
         self._training_step = None
         self.device = device.type
+        why = ""
         if self._requested == "auto":
             self._choice, why = _choice.pick(device)
             self._settle_scaler()
-            rank_zero_info(f"lightning_amp: precision 'auto' is {self._choice.name!r} here: {why}.")
         assert self._choice is not None
         _choice.require(self._choice, device)
         self._eval_choice = _choice.for_evaluation(self._eval_requested, self._choice, device)
@@ -227,6 +231,27 @@ class AmpPrecision(Clipping, ForwardContexts):
         self._module = module
         if module.trainer.state.fn == TrainerFn.FITTING:  # here, since a strategy may wrap what it is given
             _checks.check(module, self._choice, device, self._surroundings.fp32_modules)
+        self._say_what_is_on(module, why)
+
+    def _say_what_is_on(self, module: LightningModule, why: str) -> None:
+        assert self._choice is not None
+        assert self._eval_choice is not None
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            line = first_line(
+                self._choice,
+                self._eval_choice,
+                self.device,
+                why,
+                scaler=self.scaler,
+                scaler_unused=self._given_scaler is not None and self.scaler is None,
+                resumed=module.trainer.ckpt_path is not None,
+                num_fp32_modules=self._surroundings.num_fp32_modules,
+                num_restored_buffers=0,
+                skips=self._steps.guarded,
+            )
+            rank_zero_info(line)
+        elif why and self._eval_choice == self._choice:
+            rank_zero_info(f"lightning_amp: {precision_on(self._choice, self.device, why)}.")
 
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:

@@ -70,6 +70,11 @@ class Surroundings:
         """All modules that compute in fp32, those inside the matching ones included."""
         return set() if self._islands is None else self._islands.modules
 
+    @property
+    def num_fp32_modules(self) -> int:
+        """How many modules the rules match, those inside the matching ones not counted."""
+        return 0 if self._islands is None else len(self._islands)
+
     def training(self, context: Context) -> contextlib.AbstractContextManager[Any]:
         """What surrounds a training step. Made once per epoch; otherwise 0.2 us.
 

@@ -152,6 +152,9 @@ class Islands:
             self._islands.append(island)
             self.modules.update(module.modules())
 
+    def __len__(self) -> int:
+        return len(self._islands)
+
     def remove(self) -> None:
         """The modules are as they were."""
         for island in self._islands:

@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 from lightning_amp import AmpPrecision, ScaleMonitor
+from lightning_amp.precision import _choice
 
 CONFIG = """
 seed_everything: 0
@@ -65,6 +66,21 @@ def test_from_yaml(precision: str, scaler: str, tmp_path: Path, monkeypatch: pyt
     if scaler:
         assert plugin.last_step.scale in {1024.0, 2048.0, 4096.0, 256.0, 512.0}
     assert any(isinstance(c, ScaleMonitor) and c.history.num_attempted == 8 for c in cli.trainer.callbacks)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.parametrize("machine", ["bf16", "fp16", "fp32"])
+def test_one_yaml_for_all_machines(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 39."""
+    monkeypatch.setattr(_choice, "pick", lambda device: (_choice.choice(machine), "this test says so"))
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(precision="auto", scaler=SCALER.strip("\n")))
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
+    monkeypatch.chdir(tmp_path)
+    plugin = LightningCLI(CliToy, save_config_callback=None).trainer.strategy.precision_plugin
+    assert (plugin.scaler is not None) == (machine == "fp16")
+    assert plugin.num_steps + plugin.num_skipped == 8
+    assert plugin.last_step.scale in ({1024.0, 2048.0, 4096.0} if machine == "fp16" else {1.0})
 
 
 FORWARD = """

@@ -1,0 +1,71 @@
+"""The one line at the start of a fit: what is on."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_amp._numbers import exact
+from lightning_amp.precision._choice import Choice
+from lightning_amp.scaling import DynamicLossScaler
+
+
+def first_line(
+    training: Choice,
+    evaluation: Choice,
+    device_type: str,
+    why: str,
+    *,
+    scaler: torch.amp.GradScaler | None,
+    scaler_unused: bool,
+    resumed: bool,
+    num_fp32_modules: int,
+    num_restored_buffers: int,
+    skips: bool,
+) -> str:
+    """Say precision, device, scaler, and what is protected, for somebody who glances at a terminal.
+
+    Args:
+        training: The precision of training.
+        evaluation: That of validation.
+        device_type: Where.
+        why: The reason of `"auto"`; empty for a precision that was asked for.
+        scaler: In use.
+        scaler_unused: Whether one was passed that this precision does not need.
+        resumed: Whether a checkpoint is about to say what the scale is.
+        num_fp32_modules: How many modules the rules of `fp32_modules` match.
+        num_restored_buffers: The same for `restore_buffers`.
+        skips: Whether a step that is not finite is skipped.
+
+    """
+    parts = [precision_on(training, device_type, why)]
+    if scaler is not None:
+        parts.append(_scale(scaler, resumed))
+    if scaler_unused:
+        parts.append("`scaler` is left unused")
+    if evaluation != training:
+        parts.append(f"evaluation in {evaluation.name}")
+    if num_fp32_modules:
+        parts.append(f"{_counted(num_fp32_modules, 'module')} in fp32")
+    ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
+    if num_restored_buffers and skips:
+        ending += f", which also puts back {_counted(num_restored_buffers, 'buffer')}"
+    return f"lightning_amp: {', '.join(parts)}; {ending}."
+
+
+def precision_on(choice: Choice, device_type: str, why: str) -> str:
+    """Say precision and device, with the reason if there is one."""
+    what = f"{choice.name} autocast on {device_type}" if choice.mixed else f"fp32 on {device_type}, no autocast"
+    return f"{what} ('auto': {why})" if why else what
+
+
+def _scale(scaler: torch.amp.GradScaler, resumed: bool) -> str:
+    kind = type(scaler).__name__
+    if not scaler.is_enabled():
+        return f"no loss scale ({kind}, disabled)"
+    if isinstance(scaler, DynamicLossScaler):
+        kind = "static" if scaler.min_scale == scaler.max_scale else "dynamic"
+    return f"loss scale {'from the checkpoint' if resumed else exact(scaler.get_scale())} ({kind})"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
