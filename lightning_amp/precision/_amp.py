@@ -22,6 +22,7 @@ instead of four times; the result is the same within rounding (`scaling/_steps.p
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -192,15 +193,17 @@ class AmpPrecision(Clipping, ForwardContexts):
         return _checks.as_text(repr(self))
 
     def __format__(self, spec: str) -> str:
-        """In a message that Lightning formats before it attaches us: which plugin its strategy takes instead."""
-        return format(f"{self!s}{_strategies.hint(self) if self._module is None else ''}", spec)
+        """Add which plugin a strategy takes instead, where a strategy refuses this one in its message."""
+        frame = inspect.currentframe()
+        return format(f"{self!s}{_strategies.hint(self, None if frame is None else frame.f_back)}", spec)
 
     # -- the Trainer attaches ------------------------------------------------------------------------------------------
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        if isinstance(module, LightningModule):
-            self._attach(module)
+        _strategies.require_trainer(self, module)
+        assert isinstance(module, LightningModule)
+        self._attach(module)
         return module
 
     def _attach(self, module: LightningModule) -> None:
@@ -315,6 +318,8 @@ class AmpPrecision(Clipping, ForwardContexts):
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self._module is None:
+            _strategies.require_trainer(self, module)
         with self._autocast_off():
             if self._gate(module).somebody_sees_backward:
                 _compat.run_hook(module, "on_before_backward", tensor)
