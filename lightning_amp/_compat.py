@@ -200,6 +200,11 @@ def norm_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
+def buffer_names(module: torch.nn.Module) -> list[str]:
+    """The names of a module's own buffers. `named_buffers` leaves out those that are `None` as yet; no public way."""
+    return list(module._buffers)
+
+
 def version(tensor: Tensor) -> int:
     """How often the tensor was changed in place; autograd's counter, which has no public name."""
     return tensor._version

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp import _compat
-from lightning_amp.precision import _checks, _choice, _islands, _state, _strategies
+from lightning_amp.precision import _checks, _choice, _islands, _named_buffers, _state, _strategies
 from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._clipping import Clipping
 from lightning_amp.precision._evaluation import Surroundings
@@ -77,10 +77,13 @@ class AmpPrecision(Clipping, ForwardContexts):
         eval_precision: Validate, test and predict in another precision, any spelling of `precision`. `None`: the same.
         skip_nonfinite: Skip a step with non-finite gradients in bf16 and fp32 too, where no scaler does. 64 in a row
             stop the run. `False` gives plain fp32 behaviour: the NaN reaches the weights.
+        restore_buffers: Rules for buffers that a skipped step puts back, beside the statistics of normalisation layers:
+            globs on qualified names (`"queue*"`, `"head.centre"`). For what a step writes by itself: queues of keys,
+            centres, codebooks, of any dtype, in place or replaced.
 
     Raises:
         ValueError: For an unknown precision, or a scaler with `"bf16"`; when the Trainer attaches, for a precision
-            that the device cannot run, or a rule that matches no module.
+            that the device cannot run, or a rule that matches nothing.
         FloatingPointError: During training, after so many skipped steps in a row that the run is stuck.
 
     Cost: no synchronisation is added. An optimizer that is not fused costs one read of the flag per step, as in torch.
@@ -96,6 +99,7 @@ class AmpPrecision(Clipping, ForwardContexts):
         fp32_modules: Sequence[type[nn.Module] | str] = (),
         eval_precision: str | int | torch.dtype | None = None,
         skip_nonfinite: bool = True,
+        restore_buffers: Sequence[str] = (),
     ) -> None:
         self._requested = _choice.parse(precision)
         self._choice = None if self._requested == "auto" else _choice.choice(self._requested)
@@ -114,6 +118,7 @@ class AmpPrecision(Clipping, ForwardContexts):
         if not isinstance(skip_nonfinite, bool):
             raise ValueError(f"`skip_nonfinite` must be `True` or `False`, got {skip_nonfinite!r}.")
         self.skip_nonfinite = skip_nonfinite
+        self.restore_buffers = _named_buffers.checked_rules(restore_buffers)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"  # until the strategy says which
         self.scaler: torch.amp.GradScaler | None = scaler
         self._given_scaler = scaler  # "auto" on another machine, with the same plugin, may use it again
@@ -143,6 +148,7 @@ class AmpPrecision(Clipping, ForwardContexts):
         self._module: LightningModule | None = None
         self._hook_gate: HookGate | None = None
         self._guards: FitGuards | None = None
+        self._named_buffers: list[_named_buffers.Place] = []
         self._anomaly: AnomalyCheck | None = None
         self._surroundings = Surroundings()
         self._compiling = _compat.CompiledBackwardWithoutAutocast()
@@ -234,6 +240,7 @@ class AmpPrecision(Clipping, ForwardContexts):
         self._module = module
         if module.trainer.state.fn == TrainerFn.FITTING:  # here, since a strategy may wrap what it is given
             _checks.check(module, self._choice, device, self._surroundings.fp32_modules)
+            self._named_buffers = _named_buffers.matching_places(module, self.restore_buffers)
         self._say_what_is_on(module, why)
 
     def _say_what_is_on(self, module: LightningModule, why: str) -> None:
@@ -249,7 +256,7 @@ class AmpPrecision(Clipping, ForwardContexts):
                 scaler_unused=self._given_scaler is not None and self.scaler is None,
                 resumed=module.trainer.ckpt_path is not None,
                 num_fp32_modules=self._surroundings.num_fp32_modules,
-                num_restored_buffers=0,
+                num_restored_buffers=len(self._named_buffers),
                 skips=self._steps.guarded,
             )
             rank_zero_info(line)
@@ -266,7 +273,7 @@ class AmpPrecision(Clipping, ForwardContexts):
                 self._steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
             self._compiling.start()
             if self._steps.guarded:  # the schedulers are not in the strategy yet; `enter_step` finds them
-                self._guards = FitGuards(module, self._steps)
+                self._guards = FitGuards(module, self._steps, self._named_buffers)
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
@@ -282,6 +289,7 @@ class AmpPrecision(Clipping, ForwardContexts):
             self._surroundings.detach()
             self._compiling.stop()
             self._module = self._hook_gate = self._guards = self._training_step = None
+            self._named_buffers = []
             self._steps.attach([])
             super().teardown()
 
@@ -466,7 +474,7 @@ class AmpPrecision(Clipping, ForwardContexts):
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the scaler, not the run."""
         run = ("_log", "_steps", "_module", "_hook_gate", "_guards", "_anomaly", "_compiling", "_surroundings")
-        run += ("_training_step",)
+        run += ("_training_step", "_named_buffers")
         return {k: v for k, v in vars(self).items() if k not in run}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
