@@ -200,6 +200,15 @@ def norm_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
+def constant_while_compiling(function: Any) -> Any:
+    """Let `torch.compile` call a function while it traces, and not again: it leaves no trace in the graph.
+
+    What `torch.compiler.assume_constant_result` does; that one imports the whole compiler. Can go when it does not.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 def buffer_names(module: torch.nn.Module) -> list[str]:
     """The names of a module's own buffers. `named_buffers` leaves out those that are `None` as yet; no public way."""
     return list(module._buffers)

@@ -31,26 +31,34 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp import _compat
-from lightning_amp.precision import _checks, _choice, _islands, _named_buffers, _state, _strategies
+from lightning_amp.precision import (
+    _checks,
+    _choice,
+    _first_line,
+    _islands,
+    _named_buffers,
+    _scalers,
+    _state,
+    _strategies,
+)
 from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._clipping import Clipping
+from lightning_amp.precision._counters import Counters
 from lightning_amp.precision._evaluation import Surroundings
-from lightning_amp.precision._first_line import first_line, precision_on
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._guards import FitGuards
 from lightning_amp.precision._hooks import HookGate
-from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepRecord
+from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog
 
 _NOTHING = contextlib.nullcontext()
 
 
-class AmpPrecision(Clipping, ForwardContexts):
+class AmpPrecision(Clipping, ForwardContexts, Counters):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -101,45 +109,29 @@ class AmpPrecision(Clipping, ForwardContexts):
         skip_nonfinite: bool = True,
         restore_buffers: Sequence[str] = (),
     ) -> None:
-        self._requested = _choice.parse(precision)
+        self._requested: _choice.Precision = _choice.parse(precision)
         self._choice = None if self._requested == "auto" else _choice.choice(self._requested)
         self.fp32_modules = _islands.checked_rules(fp32_modules)
         self._eval_requested: _choice.Precision | None = None
         if eval_precision is not None:
             self._eval_requested = _choice.parse(eval_precision, "eval_precision")
         self._eval_choice: _choice.Choice | None = None  # when the Trainer attaches
-        if isinstance(scaler, (int, float)):
-            scaler = DynamicLossScaler.static(scaler)
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise ValueError(
-                "`scaler` must be a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static"
-                f" scale, or `None`; got {scaler!r}."
-            )
         if not isinstance(skip_nonfinite, bool):
             raise ValueError(f"`skip_nonfinite` must be `True` or `False`, got {skip_nonfinite!r}.")
         self.skip_nonfinite = skip_nonfinite
         self.restore_buffers = _named_buffers.checked_rules(restore_buffers)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"  # until the strategy says which
-        self.scaler: torch.amp.GradScaler | None = scaler
-        self._given_scaler = scaler  # "auto" on another machine, with the same plugin, may use it again
-        self._first_scaler_state = None if scaler is None else scaler.state_dict()
+        self.scaler = self._given_scaler = _scalers.checked_scaler(scaler)  # "auto" may use it on another machine
+        self._first_scaler_state = None if self.scaler is None else self.scaler.state_dict()
         if self._choice is not None:
             self._settle_scaler()
         self._start_run()
 
     def _settle_scaler(self) -> None:
         assert self._choice is not None
-        if self._choice.name == "fp16":
-            self.scaler = self._given_scaler or self.scaler or DynamicLossScaler()
+        self.scaler = _scalers.settled_scaler(self._choice.name, self._requested, self._given_scaler, self.scaler)
+        if self.scaler is not None:
             self._first_scaler_state = self._first_scaler_state or self.scaler.state_dict()
-            return
-        if self._given_scaler is not None and self._requested not in ("auto", "fp32"):
-            raise ValueError(
-                f"`precision={self._requested!r}` does not use a loss scaler, got `scaler={self._given_scaler!r}`. Its"
-                " range is that of fp32, so nothing underflows: leave `scaler` out, or use precision 'fp16'. With"
-                " 'auto', one that is not needed is left unused."
-            )
-        self.scaler = None
 
     def _start_run(self) -> None:
         limit = self.scaler.max_consecutive_skips if isinstance(self.scaler, DynamicLossScaler) else 64
@@ -168,29 +160,6 @@ class AmpPrecision(Clipping, ForwardContexts):
     def _settled(self) -> _choice.Choice:
         # "auto" before a Trainer attached: what it would be on the device that Lightning chooses by default
         return self._choice or _choice.pick(torch.device(self.device))[0]
-
-    @property
-    def last_step(self) -> StepRecord | None:
-        """The last attempted optimizer step. Waits for the device."""
-        self._log.flush()
-        return self._log.last
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps that were applied in this run. Waits for the device."""
-        self._log.flush()
-        return self._log.num_steps
-
-    @property
-    def num_skipped(self) -> int:
-        """Optimizer steps that were skipped in this run. Waits for the device."""
-        self._log.flush()
-        return self._log.num_skipped
-
-    @property
-    def records(self) -> RecordLog:
-        """The log that callbacks listen to."""
-        return self._log
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._requested!r})"
@@ -241,27 +210,19 @@ class AmpPrecision(Clipping, ForwardContexts):
         if module.trainer.state.fn == TrainerFn.FITTING:  # here, since a strategy may wrap what it is given
             _checks.check(module, self._choice, device, self._surroundings.fp32_modules)
             self._named_buffers = _named_buffers.matching_places(module, self.restore_buffers)
-        self._say_what_is_on(module, why)
-
-    def _say_what_is_on(self, module: LightningModule, why: str) -> None:
-        assert self._choice is not None
-        assert self._eval_choice is not None
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            line = first_line(
-                self._choice,
-                self._eval_choice,
-                self.device,
-                why,
-                scaler=self.scaler,
-                scaler_unused=self._given_scaler is not None and self.scaler is None,
-                resumed=module.trainer.ckpt_path is not None,
-                num_fp32_modules=self._surroundings.num_fp32_modules,
-                num_restored_buffers=len(self._named_buffers),
-                skips=self._steps.guarded,
-            )
-            rank_zero_info(line)
-        elif why and self._eval_choice == self._choice:
-            rank_zero_info(f"lightning_amp: {precision_on(self._choice, self.device, why)}.")
+        _first_line.say(
+            self._choice,
+            self._eval_choice,
+            self.device,
+            why,
+            fitting=module.trainer.state.fn == TrainerFn.FITTING,
+            scaler=self.scaler,
+            scaler_unused=self._given_scaler is not None and self.scaler is None,
+            resumed=module.trainer.ckpt_path is not None,
+            num_fp32_modules=self._surroundings.num_fp32_modules,
+            num_restored_buffers=len(self._named_buffers),
+            skips=self._steps.guarded,
+        )
 
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -283,6 +244,8 @@ class AmpPrecision(Clipping, ForwardContexts):
             with contextlib.suppress(*([Exception] if interrupted else [])):
                 self._steps.finish_batch()
                 self._log.flush()
+                if not interrupted:
+                    self._surroundings.finish()
         finally:
             if self._guards is not None:
                 self._guards.detach()

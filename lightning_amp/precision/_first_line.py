@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_amp._numbers import exact
 from lightning_amp.precision._choice import Choice
 from lightning_amp.scaling import DynamicLossScaler
 
 
-def first_line(
+def say(
     training: Choice,
     evaluation: Choice,
     device_type: str,
     why: str,
     *,
+    fitting: bool,
     scaler: torch.amp.GradScaler | None,
     scaler_unused: bool,
     resumed: bool,
     num_fp32_modules: int,
     num_restored_buffers: int,
     skips: bool,
-) -> str:
+) -> None:
     """Say precision, device, scaler, and what is protected, for somebody who glances at a terminal.
+
+    Where nothing is trained only a choice of `"auto"` is worth a line.
 
     Args:
         training: The precision of training.
         evaluation: That of validation.
         device_type: Where.
         why: The reason of `"auto"`; empty for a precision that was asked for.
+        fitting: Whether a fit begins.
         scaler: In use.
         scaler_unused: Whether one was passed that this precision does not need.
         resumed: Whether a checkpoint is about to say what the scale is.
@@ -37,7 +42,11 @@ def first_line(
         skips: Whether a step that is not finite is skipped.
 
     """
-    parts = [precision_on(training, device_type, why)]
+    parts = [_precision_on(training, device_type, why)]
+    if not fitting:
+        if why and evaluation == training:
+            rank_zero_info(f"lightning_amp: {parts[0]}.")
+        return
     if scaler is not None:
         parts.append(_scale(scaler, resumed))
     if scaler_unused:
@@ -49,11 +58,10 @@ def first_line(
     ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
     if num_restored_buffers and skips:
         ending += f", which also puts back {_counted(num_restored_buffers, 'buffer')}"
-    return f"lightning_amp: {', '.join(parts)}; {ending}."
+    rank_zero_info(f"lightning_amp: {', '.join(parts)}; {ending}.")
 
 
-def precision_on(choice: Choice, device_type: str, why: str) -> str:
-    """Say precision and device, with the reason if there is one."""
+def _precision_on(choice: Choice, device_type: str, why: str) -> str:
     what = f"{choice.name} autocast on {device_type}" if choice.mixed else f"fp32 on {device_type}, no autocast"
     return f"{what} ('auto': {why})" if why else what
 

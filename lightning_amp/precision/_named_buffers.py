@@ -91,7 +91,7 @@ def _nothing(rule: str, root: nn.Module, names: list[str]) -> str:
     parameter = next((n for n, _ in root.named_parameters() if fnmatchcase(_compat.plain_name(n), rule)), None)
     if parameter is not None:
         return f"{text}. `{parameter}` is a parameter: what a step writes into by itself should be a buffer."
-    plain = next((name for name, value in _plain_tensors(root) if fnmatchcase(name, rule)), None)
+    plain = next((name for name in _plain_tensors(root) if fnmatchcase(name, rule)), None)
     if plain is not None:
         last = plain.rpartition(".")[2]
         return f"{text}. `{plain}` is a plain attribute: make it a buffer with `register_buffer({last!r}, ...)`."
@@ -103,9 +103,9 @@ def _nothing(rule: str, root: nn.Module, names: list[str]) -> str:
     return f"{text}. {'Close to it' if close else 'There'} are: {shown}{more}."
 
 
-def _plain_tensors(root: nn.Module) -> list[tuple[str, Tensor]]:
+def _plain_tensors(root: nn.Module) -> list[str]:
     return [
-        (_compat.plain_name(f"{prefix}.{name}" if prefix else name), value)
+        _compat.plain_name(f"{prefix}.{name}" if prefix else name)
         for prefix, module in root.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, Tensor)

@@ -87,7 +87,7 @@ class Growing(MoCo):
     @torch.no_grad()
     def write(self, key: Tensor) -> None:
         self.queue = torch.cat([self.queue, key.mT], 1)
-        if self.queue_first is None:
+        if getattr(self, "queue_first", None) is None:
             self.queue_first = key.mean(0)
 
 
