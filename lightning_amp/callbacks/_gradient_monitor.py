@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_amp import _compat
+from lightning_amp import _compat, _messages
 from lightning_amp._numbers import exact, rounded
 from lightning_amp.callbacks._copying import is_out_of_memory
 from lightning_amp.callbacks._gradient_sample import take_sample
@@ -137,7 +135,7 @@ class GradientMonitor(Callback):
             reason = f"with precision {trainer.precision_plugin.precision!r} there is no fp32 to compare with"
         self._runs = reason is None
         if reason is not None:
-            rank_zero_info(f"`GradientMonitor` does not run: {reason}.")
+            _messages.info(f"`GradientMonitor` does not run: {reason}.")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -151,7 +149,7 @@ class GradientMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         last = self._total()
         if last is not None:
-            rank_zero_info(
+            _messages.info(
                 f"GradientMonitor, step {last.step}, loss scale {exact(last.scale)}:\n{self._table}\n"
                 f"{self._verdict(last)}"
             )
@@ -204,7 +202,7 @@ class GradientMonitor(Callback):
             )
         # The frames of the traceback would keep the memory that there may not be enough of.
         error.__traceback__ = error.__context__ = error.__cause__ = None
-        warnings.warn(f"`GradientMonitor` on rank {trainer.global_rank}: {text}.", stacklevel=2)
+        _messages.warn_on_this_rank(f"`GradientMonitor` on rank {trainer.global_rank}: {text}.")
 
     def _total(self) -> GradientRow | None:
         return next((row for row in self._table.last if row.name == TOTAL), None)

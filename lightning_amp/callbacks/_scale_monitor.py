@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_amp import _compat
+from lightning_amp import _compat, _messages
 from lightning_amp._numbers import exact
 from lightning_amp.callbacks._trainers import require_lightning_trainer
 from lightning_amp.precision import AmpPrecision
@@ -133,7 +132,7 @@ class ScaleMonitor(Callback):
         elif isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
             self._watch = _ScalerWatch(scaler, self._history.last, self._extend)
         else:
-            rank_zero_info(
+            _messages.info(
                 f"`ScaleMonitor` has nothing to show: the precision plugin {type(plugin).__name__} has no loss scaler."
                 " With `plugins=[AmpPrecision(...)]` it shows skipped steps in every precision."
             )
@@ -161,7 +160,7 @@ class ScaleMonitor(Callback):
             return
         self._read()
         self._save()
-        rank_zero_info(f"ScaleMonitor: {self._history.summary()}.")
+        _messages.info(f"ScaleMonitor: {self._history.summary()}.")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -231,7 +230,7 @@ class ScaleMonitor(Callback):
             logger.log_metrics(metrics, step=_compat.logging_step(trainer))
         if self.warn_below is not None and last.next_scale < self.warn_below and not self._warned:
             self._warned = True
-            rank_zero_warn(
+            _messages.warn(
                 f"The loss scale fell to {exact(last.next_scale)}, below {exact(self.warn_below)}"
                 f" ({self._history.summary()}): the gradients overflow however small it gets. Look for a module whose"
                 " gradients are unusually large, or use 'bf16', whose range is that of fp32."
@@ -245,7 +244,7 @@ class ScaleMonitor(Callback):
             and not self._warned_of_skips
         ):
             self._warned_of_skips = True
-            rank_zero_warn(
+            _messages.warn(
                 f"{skips} of the latest {RECENT_STEPS} optimizer steps were skipped, at a loss scale of"
                 f" {exact(last.next_scale)} now ({self._history.summary()}). `OverflowLocator` finds out which module"
                 " and which batch it is."
@@ -260,7 +259,7 @@ class ScaleMonitor(Callback):
             if self._warned_of_folder:
                 return
             self._warned_of_folder = True
-            rank_zero_warn(f"`ScaleMonitor` could not write to `{self.dirpath}`: {error}. Training is not affected.")
+            _messages.warn(f"`ScaleMonitor` could not write to `{self.dirpath}`: {error}. Training is not affected.")
 
 
 class _ScalerWatch:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_amp import _messages
 from lightning_amp._numbers import exact
 from lightning_amp.precision._choice import Choice
 from lightning_amp.scaling import DynamicLossScaler
@@ -45,7 +45,7 @@ def say(
     parts = [_precision_on(training, device_type, why)]
     if not fitting:
         if why and evaluation == training:
-            rank_zero_info(f"lightning_amp: {parts[0]}.")
+            _messages.info(f"lightning_amp: {parts[0]}.")
         return
     if scaler is not None:
         parts.append(_scale(scaler, resumed))
@@ -58,7 +58,7 @@ def say(
     ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
     if num_restored_buffers and skips:
         ending += f", which also puts back {_counted(num_restored_buffers, 'buffer')}"
-    rank_zero_info(f"lightning_amp: {', '.join(parts)}; {ending}.")
+    _messages.info(f"lightning_amp: {', '.join(parts)}; {ending}.")
 
 
 def _precision_on(choice: Choice, device_type: str, why: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_amp import _messages
 from lightning_amp.precision._islands import Islands, Rule
 
 ENOUGH_STEPS = 100
@@ -52,14 +52,14 @@ class IdleRules:
             inside = next((name for name in names if self._islands.has_children(name)), None)
             child = f", such as '{inside}.*'" if inside else ""
             said = ", ".join(_spelled(rule) for rule in rules)
-            rank_zero_warn(
+            _messages.warn(
                 f"lightning_amp: `fp32_modules` has no effect so far where it says {said}: the `forward` of"
                 f" {_listed(names)} has not run in {steps}, and another method of a module, or its weight alone,"
                 " computes as the rest does. Call the module itself, match a module inside or around it whose `forward`"
                 f" runs{child}, or put that code into `with lightning_amp.precision.fp32_region():`."
             )
         if others:
-            rank_zero_info(
+            _messages.info(
                 f"lightning_amp: `fp32_modules` also matches {_listed(others)}, whose `forward` has not run in {steps}:"
                 " what uses the weight itself, as `nn.MultiheadAttention` does, is in fp32 only if it is matched too."
             )

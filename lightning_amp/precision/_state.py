@@ -6,8 +6,8 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_amp import _messages
 from lightning_amp._numbers import literal
 from lightning_amp.scaling import DynamicLossScaler, RecordLog, Saved, check_scaler_state
 
@@ -59,7 +59,7 @@ def load(state: dict[str, Any], scaler: torch.amp.GradScaler | None, log: Record
         return  # bf16 and fp32 have nothing to restore; fp16 from a bf16 checkpoint starts its scale afresh
     if isinstance(scaler, DynamicLossScaler):
         for setting, (mine, theirs) in scaler.overridden(scaler_state).items():
-            rank_zero_info(
+            _messages.info(
                 f"lightning_amp: `{setting}={literal(mine)}`, as passed, is used; the checkpoint had {literal(theirs)}."
             )
     else:
@@ -78,7 +78,7 @@ def _passed(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> dict[str, An
     mine = {name: getattr(scaler, f"get_{name}")() for name in defaults}
     passed = {n: v for n, v in mine.items() if v != defaults[n] and state.get(n, v) != v}
     for name, value in passed.items():
-        rank_zero_info(
+        _messages.info(
             f"lightning_amp: `{name}={literal(value)}`, as passed, is used; the checkpoint had {literal(state[name])}."
         )
     return passed

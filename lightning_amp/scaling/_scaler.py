@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_amp import _compat
 from lightning_amp._numbers import exact, literal
+from lightning_amp._terminal import own_lines
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._saved import check_scaler_state
 
@@ -187,13 +188,14 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self.max_scale = HALF_LOSS_CEILING
         self.min_scale = min(self.min_scale, HALF_LOSS_CEILING)
         _compat.set_scale_tensor(self, self.scale_tensor.clamp(max=HALF_LOSS_CEILING))
-        warnings.warn(
-            "The loss is float16. Its gradient is the loss scale itself, and float16 ends at 65504, so every step at a"
-            f" scale of 2**16 or more would be lost: `max_scale` is now {exact(HALF_LOSS_CEILING)}. A float32 loss"
-            " (for example `loss.float()` before the mean) lifts this ceiling.",
-            UserWarning,
-            stacklevel=5,
-        )
+        with own_lines():
+            warnings.warn(
+                "The loss is float16. Its gradient is the loss scale itself, and float16 ends at 65504, so every step"
+                f" at a scale of 2**16 or more would be lost: `max_scale` is now {exact(HALF_LOSS_CEILING)}. A float32"
+                " loss (for example `loss.float()` before the mean) lifts this ceiling.",
+                UserWarning,
+                stacklevel=5,
+            )
 
     @property
     def scale_tensor(self) -> Tensor:
