@@ -63,7 +63,7 @@ def say(
 
 def _precision_on(choice: Choice, device_type: str, why: str) -> str:
     what = f"{choice.name} autocast on {device_type}" if choice.mixed else f"fp32 on {device_type}, no autocast"
-    return f"{what} ('auto': {why})" if why else what
+    return f"precision 'auto' is {choice.name!r} here ({why}): {what}" if why else what
 
 
 def _scale(scaler: torch.amp.GradScaler, resumed: bool) -> str:

@@ -46,7 +46,7 @@ def test_auto_leaves_a_scaler_unused(
     plugin = AmpPrecision("auto", scaler=given())
     trainer = fit(Toy, plugin)
     (line,) = said(caplog)
-    assert f"('auto': the machine likes {name})" in line
+    assert line.startswith(f"lightning_amp: precision 'auto' is '{name}' here (the machine likes {name}): {name}")
     assert "`scaler` is left unused" in line
     assert plugin.scaler is None
     assert_same(trainer, fit(Toy, AmpPrecision(name)))
@@ -155,7 +155,9 @@ def test_a_resumed_run_does_not_claim_a_scale(caplog: pytest.LogCaptureFixture, 
 def test_auto_says_so_in_evaluation_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     machine(monkeypatch, "bf16")
     quiet_trainer(plugins=[AmpPrecision("auto", scaler=64.0)]).validate(Heads(), batches(1), verbose=False)
-    assert said(caplog) == ["lightning_amp: bf16 autocast on cpu ('auto': the machine likes bf16)."]
+    assert said(caplog) == [
+        "lightning_amp: precision 'auto' is 'bf16' here (the machine likes bf16): bf16 autocast on cpu."
+    ]
 
 
 def test_the_monitor_reads_a_run_whose_scaler_is_unused(monkeypatch: pytest.MonkeyPatch) -> None:
