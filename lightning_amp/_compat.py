@@ -260,6 +260,20 @@ def is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
+def constant_while_compiling(function: Any) -> Any:
+    """Let `torch.compile` call a function while it traces, and not again: it leaves no trace in the graph.
+
+    What `torch.compiler.assume_constant_result` does; that one imports the whole compiler. Can go when it does not.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+def buffer_names(module: torch.nn.Module) -> list[str]:
+    """The names of a module's own buffers. `named_buffers` leaves out those that are `None` as yet; no public way."""
+    return list(module._buffers)
+
+
 def version(tensor: Tensor) -> int:
     """How often the tensor was changed in place; autograd's counter, which has no public name."""
     return tensor._version

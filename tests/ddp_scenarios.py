@@ -192,6 +192,53 @@ def fused(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, fused=True)
 
 
+class Queue(Net):
+    """Each rank keeps what it has seen; a gradient alone never tells that a batch was bad."""
+
+    def __init__(self, *args: Any, replaced: bool = False) -> None:
+        super().__init__(*args)
+        self.replaced = replaced
+        self.register_buffer("queue", torch.zeros(4, FEATURES))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.replaced:
+            self.queue = self.queue.roll(1, 0) * 0.5
+            self.pointer = self.pointer + 1
+        self.queue[0] = batch[0].mean(0)
+        self.pointer += 1
+        return super().training_step(batch, batch_idx) + self.queue.mean()
+
+
+def queues(optimizer: Any, replaced: bool) -> Any:
+    def plugin() -> AmpPrecision:
+        scaler = DynamicLossScaler(1024.0, growth_interval=3)
+        return WithoutAutocast("fp16", scaler=scaler, restore_buffers=["queue", "pointer"])
+
+    own = {"broadcast_buffers": False}  # else rank 0's are everybody's
+    return both(lambda t: Queue(t, optimizer, replaced=replaced), EVERY_KIND, (1, 2, 4, 6), plugin=plugin, strategy=own)
+
+
+@scenario
+def queue_unfused() -> Any:
+    return queues(None, False)
+
+
+@scenario
+def queue_fused() -> Any:
+    return queues(fused, False)
+
+
+@scenario
+def replaced_queue_unfused() -> Any:
+    return queues(None, True)
+
+
+@scenario
+def replaced_queue_fused() -> Any:
+    return queues(fused, True)
+
+
 @scenario
 def every_kind_unfused() -> Any:
     return both(Net, EVERY_KIND, (1, 2, 4, 6), gradient_clip_val=0.5)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_amp import _compat
+from lightning_amp import _compat, _messages
 from lightning_amp._last_trainer import LastTrainer
+from lightning_amp._numbers import exact, rounded
 from lightning_amp.callbacks._copying import is_out_of_memory
 from lightning_amp.callbacks._gradient_plot import Quantity
 from lightning_amp.callbacks._gradient_sample import take_sample
@@ -130,7 +129,7 @@ class GradientMonitor(Callback):
             max_rows: Of more rows only the worst are drawn, by their worst step. `None` draws all.
 
         Raises:
-            ModuleNotFoundError: Without matplotlib (`pip install lightning-amp[plot]`).
+            ModuleNotFoundError: Without matplotlib (`pip install matplotlib`).
             ValueError: For another quantity, or number of rows.
 
         """
@@ -151,7 +150,7 @@ class GradientMonitor(Callback):
             reason = f"with precision {trainer.precision_plugin.precision!r} there is no fp32 to compare with"
         self._runs = reason is None
         if reason is not None:
-            rank_zero_info(f"`GradientMonitor` does not run: {reason}.")
+            _messages.info(f"`GradientMonitor` does not run: {reason}.")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -165,8 +164,9 @@ class GradientMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         last = self._total()
         if last is not None:
-            rank_zero_info(
-                f"GradientMonitor, step {last.step}, loss scale {last.scale:g}:\n{self._table}\n{self._verdict(last)}"
+            _messages.info(
+                f"GradientMonitor, step {last.step}, loss scale {exact(last.scale)}:\n{self._table}\n"
+                f"{self._verdict(last)}"
             )
 
     @override
@@ -198,7 +198,7 @@ class GradientMonitor(Callback):
         if sample.unseen and not self._said_unseen:
             self._said_unseen = True
             names = ", ".join(f"`{name}`" for name in sample.unseen[:3]) + (", ..." if len(sample.unseen) > 3 else "")
-            rank_zero_info(
+            _messages.info(
                 f"`GradientMonitor` does not see into {names}, compiled by TorchScript: gradients of parameters count,"
                 " those of outputs do not."
             )
@@ -227,7 +227,7 @@ class GradientMonitor(Callback):
             )
         # The frames of the traceback would keep the memory that there may not be enough of.
         error.__traceback__ = error.__context__ = error.__cause__ = None
-        warnings.warn(f"`GradientMonitor` on rank {trainer.global_rank}: {text}.", stacklevel=2)
+        _messages.warn_on_this_rank(f"`GradientMonitor` on rank {trainer.global_rank}: {text}.")
 
     def _total(self) -> GradientRow | None:
         return next((row for row in self._table.last if row.name == TOTAL), None)
@@ -238,12 +238,12 @@ class GradientMonitor(Callback):
             return "All gradients are zero."
         if scale < 1:
             return (
-                f"The largest gradient, {self._largest:.3g}, fits into fp16 only with a scale of {scale:g}: divide the"
-                " loss by a constant, or use 'bf16'."
+                f"The largest gradient, {rounded(self._largest)}, fits into fp16 only with a scale of {exact(scale)}:"
+                " divide the loss by a constant, or use 'bf16'."
             )
         text = f"For fp16, start with `DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})`"
         if last.underflow_fraction > 0.01 and last.scale < scale:
-            return f"{text}: at {last.scale:g}, {last.underflow_fraction:.0%} of the gradients become zero."
+            return f"{text}: at {exact(last.scale)}, {last.underflow_fraction:.0%} of the gradients become zero."
         if last.headroom_bits < 0 and math.isnan(last.sqnr_db):  # of a gradient that is fp32 it may be
-            return f"{text}: at {last.scale:g} the largest gradient overflows."
-        return f"{text}, or leave it as it is: at {last.scale:g} the gradients fit."
+            return f"{text}: at {exact(last.scale)} the largest gradient overflows."
+        return f"{text}, or leave it as it is: at {exact(last.scale)} the gradients fit."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_amp import _compat
+from lightning_amp import _compat, _messages
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.callbacks._comparison_names import why_not_logged
 from lightning_amp.callbacks._comparison_settings import (
@@ -179,12 +177,12 @@ class MetricComparison(Callback):
         reason = _why_not(trainer, pl_module, "test_step" if stage == "test" else "validation_step")
         if reason is not None:
             self._runs = False
-            rank_zero_warn(f"`MetricComparison` does not run: {reason}.")
+            _messages.warn(f"`MetricComparison` does not run: {reason}.")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so if there will be nothing to compare."""
         if self._runs and not trainer.enable_validation:
-            rank_zero_warn(
+            _messages.warn(
                 "`MetricComparison` has nothing to compare: no validation runs in this fit. Give the trainer a"
                 " validation loader, and a `limit_val_batches` other than 0."
             )
@@ -250,7 +248,7 @@ class MetricComparison(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last comparison as a text table."""
         if self._table:
-            rank_zero_info(f"MetricComparison, epoch {self._table[-1].epoch}:\n{self._table}")
+            _messages.info(f"MetricComparison, epoch {self._table[-1].epoch}:\n{self._table}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Free the shadow."""
@@ -282,7 +280,7 @@ class MetricComparison(Callback):
             torch.cuda.empty_cache()
         kind, text = describe_failure(error, stage, trainer.current_epoch)
         if self._is_news(kind):
-            warnings.warn(f"`MetricComparison` on rank {trainer.global_rank}: {text}.", stacklevel=2)
+            _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {text}.")
 
     def _is_news(self, kind: str) -> bool:
         if kind in self._warned:
@@ -295,7 +293,7 @@ class MetricComparison(Callback):
     ) -> None:
         one_sided = sorted(amp.keys() ^ fp32.keys())
         if one_sided and self._is_news("one side"):
-            rank_zero_warn(
+            _messages.warn(
                 f"`MetricComparison`: logged on one side only and not compared: {', '.join(one_sided)}. A callback logs"
                 " them, or the module does so depending on a value."
             )
@@ -307,14 +305,14 @@ class MetricComparison(Callback):
         ]
         if not rows:
             if self._is_news("nothing"):
-                rank_zero_warn("`MetricComparison` has nothing to compare: nothing was logged with `on_epoch=True`.")
+                _messages.warn("`MetricComparison` has nothing to compare: nothing was logged with `on_epoch=True`.")
             return
         metrics = _as_metrics(trainer, rows)
         _compat.add_callback_metrics(trainer, metrics)
         step = _compat.log_evaluation_metrics(trainer, metrics, amp.get("step"))
         self._table.extend(row._replace(step=step) for row in rows)
         if trainer.state.fn != "fit":
-            rank_zero_info(f"MetricComparison, epoch {trainer.current_epoch}:\n{self._table}")
+            _messages.info(f"MetricComparison, epoch {trainer.current_epoch}:\n{self._table}")
         self._judge(trainer)
 
     def _check_names(self, trainer: Trainer, module: LightningModule, logged: Iterable[str]) -> None:
@@ -339,7 +337,7 @@ class MetricComparison(Callback):
         text = f"`MetricComparison`: mixed precision costs more than the tolerance in epoch {epoch}: {where}"
         if self.on_exceed == "raise":
             raise RuntimeError(f"{text}. Keep sensitive modules in fp32, or raise the tolerance")
-        rank_zero_warn(f"{text}.")
+        _messages.warn(f"{text}.")
 
 
 def _as_metrics(trainer: Trainer, rows: Iterable[ComparisonRow]) -> dict[str, torch.Tensor]:

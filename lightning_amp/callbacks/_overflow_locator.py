@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_amp import _compat
+from lightning_amp import _compat, _messages
 from lightning_amp._files import write_atomically
 from lightning_amp._last_trainer import LastTrainer
+from lightning_amp._terminal import own_lines
 from lightning_amp.callbacks._overflow_replay import BatchWindow, Finding, find, packed_step, unpacked_step
 from lightning_amp.callbacks._overflow_report import OverflowReport
 from lightning_amp.callbacks._ranks import gather, gather_on_zero
@@ -44,7 +43,7 @@ class OverflowLocator(Callback):
 
     .. code-block:: text
 
-        OverflowLocator: step 7 was skipped: epoch 0, batch 7, loss scale 65536
+        OverflowLocator: step 7 was skipped: epoch 0, batch 7, loss scale 2**16
           cause: the forward: the output of `net.2` (Linear, ...), float16 [4, 16], is not finite; ...
           non-finite gradients: `net.0.weight`, `net.0.bias`, `net.2.weight` and 1 more
           try: 'bf16', whose range is that of fp32; or ...
@@ -137,7 +136,7 @@ class OverflowLocator(Callback):
         plugin = trainer.strategy.precision_plugin
         self._steps_seen = trainer.global_step
         if not isinstance(plugin, AmpPrecision):
-            rank_zero_info(
+            _messages.info(
                 f"`OverflowLocator` has nothing to look at: the precision plugin {type(plugin).__name__} does not say"
                 " which steps it skips. Use `plugins=[AmpPrecision(...)]`."
             )
@@ -146,7 +145,7 @@ class OverflowLocator(Callback):
         self._records.listeners.append(self._count)
         reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
-            rank_zero_info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
+            _messages.info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
         elif self._num_located < self.max_reports:
             self._records.listeners_at_once.append(self._notice)
 
@@ -269,11 +268,12 @@ class OverflowLocator(Callback):
         self._num_located += 1
         done = self._num_located == self.max_reports
         if trainer.global_rank == 0:
-            for report in reports:
-                _log.warning(f"OverflowLocator: {report}")
-            if done:
-                steps = "1 skipped step" if self.max_reports == 1 else f"{self.max_reports} skipped steps"
-                _log.warning(f"OverflowLocator: {steps} looked into; no more in this run.")
+            with own_lines():
+                for report in reports:
+                    _log.warning(f"OverflowLocator: {report}")
+                if done:
+                    steps = "1 skipped step" if self.max_reports == 1 else f"{self.max_reports} skipped steps"
+                    _log.warning(f"OverflowLocator: {steps} looked into; no more in this run.")
         if self.dirpath is not None:
             self._save(trainer, module, reports, finding)
 
@@ -312,7 +312,7 @@ class OverflowLocator(Callback):
         if not self._warned:
             self._warned = True
             text = f"`OverflowLocator` could not write to `{self.dirpath}`: {error}. Training is not affected."
-            warnings.warn(text, stacklevel=2)
+            _messages.warn_on_this_rank(text)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a deep copy takes along: the settings and the reports, not the run."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from lightning_amp._numbers import exact, rounded
 from lightning_amp.callbacks._gradient_table import fitting_scale
 from lightning_amp.numerics import Diagnosis
 from lightning_amp.scaling import StepRecord
@@ -76,7 +77,7 @@ class OverflowReport:
         rank = f", rank {self.rank}" if self.world_size > 1 else ""
         lines = [
             f"step {self.record.index} was skipped: epoch {self.epoch}, {where}{rank}, loss scale"
-            f" {self.record.scale:g}",
+            f" {exact(self.record.scale)}",
             f"  cause: {self._cause()}",
         ]
         if self.parameters:
@@ -105,9 +106,9 @@ class OverflowReport:
         found = self.diagnosis
         parts: list[str] = []
         if found.largest_input is not None:
-            parts.append(f"the largest finite input is {found.largest_input:.3g}")
+            parts.append(f"the largest finite input is {rounded(found.largest_input)}")
         if found.largest_weight is not None:
-            parts.append(f"the largest finite weight {found.largest_weight:.3g}")
+            parts.append(f"the largest finite weight {rounded(found.largest_weight)}")
         return " and ".join(parts)
 
     def _cause(self) -> str:
@@ -148,17 +149,17 @@ class OverflowReport:
         if self.largest_gradient is None or not math.isfinite(self.largest_gradient):
             return "'bf16', whose range is that of fp32"
         scale = fitting_scale(self.largest_gradient, spare_bits=0, lowest=-126)
-        size = f"the largest true gradient of this batch is {self.largest_gradient:.3g}"
+        size = f"the largest true gradient of this batch is {rounded(self.largest_gradient)}"
         if scale >= self.record.scale:
             return f"'bf16', whose range is that of fp32: {size}, which fits; something on the way to it does not"
         if scale < 1:
             divisor = 1 / fitting_scale(self.largest_gradient, lowest=-126)  # with room for other batches
             return (
-                f"dividing the loss by a constant ({divisor:g} at least), or 'bf16': {size}, which does not fit into"
-                " fp16 even without a loss scale"
+                f"dividing the loss by a constant ({exact(divisor)} at least), or 'bf16': {size}, which does not fit"
+                " into fp16 even without a loss scale"
             )
         return (
-            f"nothing, if it happens now and then: {size}, which fits at a scale of {scale:g}, and the scaler goes"
+            f"nothing, if it happens now and then: {size}, which fits at a scale of {exact(scale)}, and the scaler goes"
             " there by itself"
         )
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_amp import _compat
+from lightning_amp import _compat, _messages
 from lightning_amp._last_trainer import LastTrainer
+from lightning_amp._numbers import exact
 from lightning_amp.callbacks._trainers import require_lightning_trainer
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.scaling import RecordLog, Saved, ScaleHistory, StepRecord
@@ -42,7 +42,7 @@ class ScaleMonitor(Callback):
     `amp/skip_rate`      that, divided by the steps attempted so far; from 0 to 1
     ==================== ===============================================================================
 
-    At the end of fit one line sums up: `12 of 4,000 steps skipped, 11 in the first 20; scale 65536 -> 1024`.
+    At the end of fit one line sums up: `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`.
 
     With :class:`~lightning_amp.AmpPrecision` it reads the plugin's records, which are exact, in every precision. With
     Lightning's own `MixedPrecision` or `FSDPPrecision` it watches their `GradScaler`: a fall of the scale is all there
@@ -139,7 +139,7 @@ class ScaleMonitor(Callback):
         elif isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
             self._watch = _ScalerWatch(scaler, self._history.last, self._extend)
         else:
-            rank_zero_info(
+            _messages.info(
                 f"`ScaleMonitor` has nothing to show: the precision plugin {type(plugin).__name__} has no loss scaler."
                 " With `plugins=[AmpPrecision(...)]` it shows skipped steps in every precision."
             )
@@ -167,7 +167,7 @@ class ScaleMonitor(Callback):
             return
         self._read()
         self._save()
-        rank_zero_info(f"ScaleMonitor: {self._history.summary()}.")
+        _messages.info(f"ScaleMonitor: {self._history.summary()}.")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -241,8 +241,8 @@ class ScaleMonitor(Callback):
             logger.log_metrics(metrics, step=_compat.logging_step(trainer))
         if self.warn_below is not None and last.next_scale < self.warn_below and not self._warned:
             self._warned = True
-            rank_zero_warn(
-                f"The loss scale fell to {last.next_scale:g}, below {self.warn_below:g}"
+            _messages.warn(
+                f"The loss scale fell to {exact(last.next_scale)}, below {exact(self.warn_below)}"
                 f" ({self._history.summary()}): the gradients overflow however small it gets. Look for a module whose"
                 " gradients are unusually large, or use 'bf16', whose range is that of fp32."
             )
@@ -255,10 +255,10 @@ class ScaleMonitor(Callback):
             and not self._warned_of_skips
         ):
             self._warned_of_skips = True
-            rank_zero_warn(
+            _messages.warn(
                 f"{skips} of the latest {RECENT_STEPS} optimizer steps were skipped, at a loss scale of"
-                f" {last.next_scale:g} now ({self._history.summary()}). `OverflowLocator` finds out which module and"
-                " which batch it is."
+                f" {exact(last.next_scale)} now ({self._history.summary()}). `OverflowLocator` finds out which module"
+                " and which batch it is."
             )
 
     def _save(self) -> None:
@@ -270,7 +270,7 @@ class ScaleMonitor(Callback):
             if self._warned_of_folder:
                 return
             self._warned_of_folder = True
-            rank_zero_warn(f"`ScaleMonitor` could not write to `{self.dirpath}`: {error}. Training is not affected.")
+            _messages.warn(f"`ScaleMonitor` could not write to `{self.dirpath}`: {error}. Training is not affected.")
 
 
 class _ScalerWatch:

@@ -23,6 +23,7 @@ instead of four times; the result is the same within rounding (`scaling/_steps.p
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,15 +32,24 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_amp import _compat
+from lightning_amp import _compat, _messages
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.precision import _checks, _choice, _islands, _state, _strategies
+from lightning_amp.precision import (
+    _checks,
+    _choice,
+    _first_line,
+    _islands,
+    _named_buffers,
+    _scalers,
+    _state,
+    _strategies,
+)
 from lightning_amp.precision._anomaly import AnomalyCheck
+from lightning_amp.precision._counters import Counters
 from lightning_amp.precision._evaluation import Surroundings
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.precision._guards import FitGuards
@@ -53,11 +63,10 @@ from lightning_amp.scaling import (
     HalfGradientsError,
     OptimizerSteps,
     RecordLog,
-    StepRecord,
 )
 
 
-class AmpPrecision(ManualHelpers, ForwardContexts):
+class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -70,22 +79,27 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
 
     Args:
         precision: `"auto"`, `"bf16"`, `"fp16"` or `"fp32"`, or what you have in your hands: `"bf16-mixed"`,
-            `"16-mixed"`, `"32-true"`, `16`, `32`, `torch.bfloat16`, `torch.float16`, `torch.float32`. `"fp32"` runs the
-            same pipeline without autocast: one word turns mixed precision off. `"auto"` picks by the device and says in
-            one log line what and why. A precision that the device cannot run raises before the first batch.
+            `"16-mixed"`, `"32-true"`, `16`, `32`, `torch.bfloat16`, `torch.float16`, `torch.float32`, and these as
+            strings. `"fp32"` runs the same pipeline without autocast: one word turns mixed precision off. `"auto"`
+            picks by the device and says in one log line what and why. A precision that the device cannot run raises
+            before the first batch.
         scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, any
-            `torch.amp.GradScaler`, or a float for a scale that never moves. You would *not* pass one with bf16 or fp32,
-            whose range needs no scaling: that is an error.
+            `torch.amp.GradScaler`, or a float for a scale that never moves. bf16 and fp32 need none, since their range
+            is that of fp32: with `"bf16"` it is an error, with `"auto"` and `"fp32"` it is left unused there (one line
+            says so, and :attr:`scaler` is `None`), so that one configuration serves all machines.
         fp32_modules: Rules for modules that compute in fp32, forward and backward, with their floating inputs upcast:
             globs on qualified names (`"decoder.head"`, `"*.norm"`) or module classes. For what half precision breaks:
             positional phases, large logits.
         eval_precision: Validate, test and predict in another precision, any spelling of `precision`. `None`: the same.
         skip_nonfinite: Skip a step with non-finite gradients in bf16 and fp32 too, where no scaler does. 64 in a row
             stop the run. `False` gives plain fp32 behaviour: the NaN reaches the weights.
+        restore_buffers: Rules for buffers that a skipped step puts back, beside the statistics of normalisation layers:
+            globs on qualified names (`"queue*"`, `"head.centre"`). For what a step writes by itself: queues of keys,
+            centres, codebooks, of any dtype, in place or replaced.
 
     Raises:
-        ValueError: For an unknown precision, or a scaler where none is used; when the Trainer attaches, for a precision
-            that the device cannot run, or a rule that matches no module.
+        ValueError: For an unknown precision, or a scaler with `"bf16"`; when the Trainer attaches, for a precision
+            that the device cannot run, or a rule that matches nothing.
         FloatingPointError: During training, after so many skipped steps in a row that the run is stuck.
 
     Cost: no synchronisation is added. An optimizer that is not fused costs one read of the flag per step, as in torch.
@@ -101,28 +115,22 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         fp32_modules: Sequence[type[nn.Module] | str] = (),
         eval_precision: str | int | torch.dtype | None = None,
         skip_nonfinite: bool = True,
+        restore_buffers: Sequence[str] = (),
     ) -> None:
-        self._requested = _choice.parse(precision)
+        self._requested: _choice.Precision = _choice.parse(precision)
         self._choice = None if self._requested == "auto" else _choice.choice(self._requested)
         self.fp32_modules = _islands.checked_rules(fp32_modules)
         self._eval_requested: _choice.Precision | None = None
         if eval_precision is not None:
             self._eval_requested = _choice.parse(eval_precision, "eval_precision")
         self._eval_choice: _choice.Choice | None = None  # when the Trainer attaches
-        self._user_scaler = scaler is not None
-        if isinstance(scaler, (int, float)):
-            scaler = DynamicLossScaler.static(scaler)
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise ValueError(
-                "`scaler` must be a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static"
-                f" scale, or `None`; got {scaler!r}."
-            )
         if not isinstance(skip_nonfinite, bool):
             raise ValueError(f"`skip_nonfinite` must be `True` or `False`, got {skip_nonfinite!r}.")
         self.skip_nonfinite = skip_nonfinite
+        self.restore_buffers = _named_buffers.checked_rules(restore_buffers)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"  # until the strategy says which
-        self.scaler: torch.amp.GradScaler | None = scaler
-        self._first_scaler_state = None if scaler is None else scaler.state_dict()
+        self.scaler = self._given_scaler = _scalers.checked_scaler(scaler)  # "auto" may use it on another machine
+        self._first_scaler_state = None if self.scaler is None else self.scaler.state_dict()
         if self._choice is not None:
             self._settle_scaler()
         self._last_trainer = LastTrainer()
@@ -130,15 +138,9 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
 
     def _settle_scaler(self) -> None:
         assert self._choice is not None
-        if self._choice.name == "fp16":
-            if self.scaler is None:
-                self.scaler = DynamicLossScaler()
-                self._first_scaler_state = self.scaler.state_dict()
-        elif self.scaler is not None:
-            raise ValueError(
-                f"`precision={self._choice.name!r}` does not use a loss scaler, got `scaler={self.scaler!r}`. Its range"
-                " is that of fp32, so nothing underflows: leave `scaler` out, or use precision 'fp16'."
-            )
+        self.scaler = _scalers.settled_scaler(self._choice.name, self._requested, self._given_scaler, self.scaler)
+        if self.scaler is not None:
+            self._first_scaler_state = self._first_scaler_state or self.scaler.state_dict()
 
     def _start_run(self, goes_on: bool = False) -> None:
         limit = self.scaler.max_consecutive_skips if isinstance(self.scaler, DynamicLossScaler) else 64
@@ -152,6 +154,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         self._hook_gate: HookGate | None = None
         self._guards: FitGuards | None = None
         self._unseen: UnseenSteps | None = None
+        self._named_buffers: list[_named_buffers.Place] = []
         self._anomaly: AnomalyCheck | None = None
         self._stepped = False
         self._surroundings = Surroundings()
@@ -174,29 +177,6 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         # "auto" before a Trainer attached: what it would be on the device that Lightning chooses by default
         return self._choice or _choice.pick(torch.device(self.device))[0]
 
-    @property
-    def last_step(self) -> StepRecord | None:
-        """The last attempted optimizer step. Waits for the device."""
-        self._log.flush()
-        return self._log.last
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps that were applied in this run: in all fits of one Trainer. Waits for the device."""
-        self._log.flush()
-        return self._log.num_steps
-
-    @property
-    def num_skipped(self) -> int:
-        """Optimizer steps that were skipped in this run: in all fits of one Trainer. Waits for the device."""
-        self._log.flush()
-        return self._log.num_skipped
-
-    @property
-    def records(self) -> RecordLog:
-        """The log that callbacks listen to."""
-        return self._log
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._requested!r})"
 
@@ -204,15 +184,17 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         return _checks.as_text(repr(self))
 
     def __format__(self, spec: str) -> str:
-        """In a message that Lightning formats before it attaches us: which plugin its strategy takes instead."""
-        return format(f"{self!s}{_strategies.hint(self) if self._module is None else ''}", spec)
+        """Add which plugin a strategy takes instead, where a strategy refuses this one in its message."""
+        frame = inspect.currentframe()
+        return format(f"{self!s}{_strategies.hint(self, None if frame is None else frame.f_back)}", spec)
 
     # -- the Trainer attaches ------------------------------------------------------------------------------------------
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        if isinstance(module, LightningModule):
-            self._attach(module)
+        _strategies.require_trainer(self, module)
+        assert isinstance(module, LightningModule)
+        self._attach(module)
         return module
 
     def _attach(self, module: LightningModule) -> None:
@@ -223,10 +205,10 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         self._reused.detach()
         self._training_step = None
         self.device = device.type
+        why = ""
         if self._requested == "auto":
             self._choice, why = _choice.pick(device)
             self._settle_scaler()
-            rank_zero_info(f"lightning_amp: precision 'auto' is {self._choice.name!r} here: {why}.")
         assert self._choice is not None
         _choice.require(self._choice, device)
         self._eval_choice = _choice.for_evaluation(self._eval_requested, self._choice, device)
@@ -245,6 +227,20 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
         self._module = module
         if module.trainer.state.fn == TrainerFn.FITTING:  # here, since a strategy may wrap what it is given
             _checks.check(module, self._choice, device, self._surroundings.fp32_modules)
+            self._named_buffers = _named_buffers.matching_places(module, self.restore_buffers)
+        _first_line.say(
+            self._choice,
+            self._eval_choice,
+            self.device,
+            why,
+            fitting=module.trainer.state.fn == TrainerFn.FITTING,
+            scaler=self.scaler,
+            scaler_unused=self._given_scaler is not None and self.scaler is None,
+            resumed=module.trainer.ckpt_path is not None,
+            num_fp32_modules=self._surroundings.num_fp32_modules,
+            num_restored_buffers=len(self._named_buffers),
+            skips=self._steps.guarded,
+        )
 
     def _reset_scaler(self) -> None:
         if isinstance(self.scaler, DynamicLossScaler):
@@ -264,7 +260,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
             if self._steps.scaler is not None:
                 self._unseen = UnseenSteps(module, self._steps)
             if self._steps.guarded:  # the schedulers are not in the strategy yet; `enter_step` finds them
-                self._guards = FitGuards(module, self._steps)
+                self._guards = FitGuards(module, self._steps, self._named_buffers)
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
@@ -274,6 +270,8 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
             with contextlib.suppress(*([Exception] if interrupted else [])):
                 self._steps.finish_batch()
                 self._log.flush()
+                if not interrupted:
+                    self._surroundings.finish()
         finally:
             if self._guards is not None:
                 self._guards.detach()
@@ -283,6 +281,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
             self._reused.detach()
             self._compiling.stop()
             self._module = self._hook_gate = self._guards = self._unseen = self._training_step = None
+            self._named_buffers = []
             self._steps.attach([])
             super().teardown()
 
@@ -314,6 +313,8 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self._module is None:
+            _strategies.require_trainer(self, module)
         with self._autocast_off():
             if self._gate(module).somebody_sees_backward:
                 _compat.run_hook(module, "on_before_backward", tensor)
@@ -384,7 +385,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
             self._stepped = True
             found = _checks.half_in_a_step(model) if self._settled().mixed else ""
             if found:
-                rank_zero_warn(f"lightning_amp: {found}.")
+                _messages.warn(f"lightning_amp: {found}.")
         if automatic:
             self._steps.finish_batch()
         return output
@@ -457,7 +458,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts):
             "_anomaly",
             "_compiling",
         }
-        run |= {"_surroundings", "_reused", "_training_step"}
+        run |= {"_surroundings", "_reused", "_training_step", "_named_buffers"}
         return {k: v for k, v in vars(self).items() if k not in run}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

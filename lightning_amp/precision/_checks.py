@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_amp import _compat
+from lightning_amp import _compat, _messages
 from lightning_amp.precision._choice import Choice, cpu_has_bf16
 from lightning_amp.scaling import all_finite
 
@@ -39,7 +38,7 @@ def check(module: LightningModule, choice: Choice, device: torch.device, in_fp32
         raise ValueError(_report(f"precision {choice.name!r} cannot train this module", errors))
     warnings = [*_own_scaling(module), *_unsafe_losses(module, device, in_fp32), *_slow(choice, device)]
     if warnings:
-        rank_zero_warn(_report(f"precision {choice.name!r} found something to look at", warnings))
+        _messages.warn(_report(f"precision {choice.name!r} found something to look at", warnings))
 
 
 def _report(title: str, findings: list[str]) -> str:

@@ -11,16 +11,14 @@ import torch
 Precision = Literal["auto", "bf16", "fp16", "fp8", "fp32"]
 Canonical = Literal["16-mixed", "bf16-mixed", "32-true"]
 
+_ALSO: dict[Precision, tuple[Any, ...]] = {
+    "bf16": ("bf16-mixed", "bfloat16", "torch.bfloat16", torch.bfloat16),
+    "fp16": ("16-mixed", "16", 16, "float16", "torch.float16", torch.float16),
+    "fp32": ("32-true", "32", 32, "float32", "torch.float32", torch.float32),
+}
 _SPELLINGS: dict[Any, Precision] = {
     **{name: name for name in get_args(Precision)},
-    "bf16-mixed": "bf16",
-    "16-mixed": "fp16",
-    "32-true": "fp32",
-    16: "fp16",
-    32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
+    **{spelling: name for name, spellings in _ALSO.items() for spelling in spellings},
 }
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CANONICAL: dict[str, Canonical] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
@@ -51,14 +49,19 @@ def parse(value: Any, argument: str = "precision") -> Precision:
     except TypeError:  # unhashable
         known = None
     if known is None:
-        legal = ", ".join(repr(spelling) for spelling in _SPELLINGS if spelling != "fp8")
-        raise ValueError(f"`{argument}` must be one of {legal}; got {value!r}.")
+        raise ValueError(f"`{argument}` must be one of {_legal()}; got {value!r}.")
     if known == "fp8":
         raise ValueError(
             f"`{argument}='fp8'` is not available in this version of lightning_amp. Use 'bf16', which fp8 training is"
             " built on, until it is."
         )
     return known
+
+
+def _legal() -> str:
+    names = ", ".join(repr(name) for name in get_args(Precision) if name != "fp8")
+    also = [f"{name}: {', '.join(map(repr, spellings))}" for name, spellings in _ALSO.items()]
+    return f"{names} ({'; '.join(also).replace(':', ' is also', 1)})"
 
 
 def choice(name: str) -> Choice:

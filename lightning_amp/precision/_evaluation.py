@@ -8,9 +8,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_amp.precision._idle_rules import IdleRules
 from lightning_amp.precision._islands import Islands, Rule
 from lightning_amp.precision._metrics import MetricGuards
 from lightning_amp.precision._outputs import EpochEnd, Fp32Outputs
@@ -36,6 +38,7 @@ class Surroundings:
         self._module: LightningModule | None = None
         self._device_type = "cpu"
         self._islands: Islands | None = None
+        self._idle_rules: IdleRules | None = None
         self._step: str | None = None  # which kind of step ran last
         self._metrics: MetricGuards | None = None
         self._hooks: dict[str, EpochEnd] = {}
@@ -55,6 +58,13 @@ class Surroundings:
         self.detach()
         self._islands = Islands(module, rules, device_type, active=mixed)
         self._module, self._device_type = module, device_type
+        if len(self._islands) and module.trainer.state.fn == TrainerFn.FITTING:
+            self._idle_rules = IdleRules(module, self._islands)
+
+    def finish(self) -> None:
+        """A fit has come to its end."""
+        if self._idle_rules is not None:
+            self._idle_rules.say()
 
     def detach(self) -> None:
         """The module is as it was."""
@@ -62,13 +72,18 @@ class Surroundings:
             hook.restore()
         if self._islands is not None:
             self._islands.remove()
-        self._module = self._islands = self._step = self._metrics = None
+        self._module = self._islands = self._idle_rules = self._step = self._metrics = None
         self._hooks = {}
 
     @property
     def fp32_modules(self) -> set[nn.Module]:
         """All modules that compute in fp32, those inside the matching ones included."""
         return set() if self._islands is None else self._islands.modules
+
+    @property
+    def num_fp32_modules(self) -> int:
+        """How many modules the rules match, those inside the matching ones not counted."""
+        return 0 if self._islands is None else len(self._islands)
 
     def training(self, context: Context) -> contextlib.AbstractContextManager[Any]:
         """What surrounds a training step. Made once per epoch; otherwise 0.2 us.
@@ -79,6 +94,8 @@ class Surroundings:
         """
         if self._module is None:
             return _NOTHING
+        if self._idle_rules is not None:
+            self._idle_rules.before_training_step()
         if self._metrics is None or self._step != "training_step":
             self._metrics = self._begin(self._module, "training_step", context)
         return self._metrics
@@ -105,6 +122,8 @@ class Surroundings:
             metrics = self._begin(self._module, step, context)
         with metrics, _NOTHING if step is None else Fp32Outputs(module, step):
             yield
+        if self._idle_rules is not None and step is not None:
+            self._idle_rules.after_evaluation_step()
 
     def _begin(self, module: LightningModule, step: str | None, context: Context) -> MetricGuards:
         """The first step of an epoch, or the first after steps of another kind."""

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import FSDPPrecision
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_amp import _compat
+from lightning_amp import _compat, _messages
 from lightning_amp.precision import _state
 from lightning_amp.precision._amp import AmpPrecision
 from lightning_amp.scaling import parameters
@@ -123,7 +122,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
                         f" can compute in fp32, which `{argument}` asks for. Leave `param_dtype` out there, or ask for"
                         " none here."
                     )
-        rank_zero_info(
+        _messages.info(
             f"lightning_amp: `FSDPStrategy(mixed_precision=...)` decides how parameters, gradients (in"
             f" {theirs.reduce_dtype or theirs.param_dtype or torch.float32}) and buffers are cast;"
             f" `reduce_dtype={self.reduce_dtype}` of the plugin is not used."

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from lightning_amp.precision._averaging import AveragingGate
 from lightning_amp.precision._buffers import BufferGuard
+from lightning_amp.precision._named_buffers import Place
 from lightning_amp.precision._schedules import ScheduleGate
 from lightning_amp.scaling import OptimizerSteps, Outcome
 
 
 class FitGuards:
-    """Schedules, averaged weights and normalisation buffers, told of each outcome.
+    """Schedules, averaged weights and buffers, told of each outcome.
 
     Args:
         module: The user's.
         steps: Whose outcomes.
+        named: Buffers to put back besides the statistics of normalisation layers.
 
     """
 
-    def __init__(self, module: LightningModule, steps: OptimizerSteps) -> None:
+    def __init__(self, module: LightningModule, steps: OptimizerSteps, named: Sequence[Place] = ()) -> None:
         self._steps = steps
         self._inside_manual_step = False
         self.schedules = ScheduleGate(module)
         self.averaging = AveragingGate(module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
-        self.buffers = BufferGuard(module)
+        self.buffers = BufferGuard(module, named)
         self._listen()
 
     def _listen(self) -> None:

@@ -51,17 +51,27 @@ def matches(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Module]:
         ValueError: If a rule matches nothing, with the closest names.
 
     """
+    return dict(pair for pairs in matches_by_rule(root, rules).values() for pair in pairs)
+
+
+def matches_by_rule(root: nn.Module, rules: Iterable[Rule]) -> dict[Rule, list[tuple[str, nn.Module]]]:
+    """For each rule the modules that it matches, by the first of their names over all rules.
+
+    Raises:
+        ValueError: As :func:`matches`.
+
+    """
     # A compiled or sharded child has the name of the module inside, which comes later and takes its place.
     names = {_compat.plain_name(name): module for name, module in root.named_modules(remove_duplicate=False) if name}
-    found: dict[int, tuple[str, nn.Module]] = {}
+    first: dict[int, tuple[str, nn.Module]] = {}
+    found: dict[Rule, list[tuple[str, nn.Module]]] = {}
     for rule in rules:
         hits = {name: module for name, module in names.items() if _hit(rule, name, module)}
         if not hits:
             raise ValueError(_nothing(rule, names))
-        for hit, matched in hits.items():
-            for name, module in _computing(hit, matched):
-                found.setdefault(id(module), (name, module))
-    return dict(found.values())
+        computing = [pair for hit, matched in hits.items() for pair in _computing(hit, matched)]
+        found[rule] = [first.setdefault(id(module), (name, module)) for name, module in computing]
+    return found
 
 
 def _hit(rule: Rule, name: str, module: nn.Module) -> bool:
@@ -95,6 +105,18 @@ def _nothing(rule: Rule, names: dict[str, nn.Module]) -> str:
     return f"`fp32_modules` has the rule {what}. {'Close to it' if close else 'There'} are: {shown}{more}."
 
 
+class _Ran:
+    """Whether a module has run, or a copy of it."""
+
+    def __init__(self) -> None:
+        self.at_all = False
+
+
+@_compat.constant_while_compiling
+def _note(ran: _Ran) -> None:
+    ran.at_all = True
+
+
 class _Island(Override):
     """The `forward` of a module, in fp32: autocast off, half-precision arguments upcast.
 
@@ -104,18 +126,26 @@ class _Island(Override):
     target network) is an island too.
     """
 
-    def __init__(self, owner: nn.Module, device_type: str, inner: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        owner: nn.Module,
+        device_type: str,
+        inner: Callable[..., Any] | None = None,
+        ran: _Ran | None = None,
+    ) -> None:
         super().__init__(owner, "forward", inner)
         self.device_type = device_type
+        self.ran = ran or _Ran()
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _note(self.ran)
         with torch.autocast(self.device_type, enabled=False):
             return self.inner(*to_fp32(args), **to_fp32(kwargs))
 
     @override
     def for_copy(self, owner: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
-        return _Island(owner, self.device_type, inner)
+        return _Island(owner, self.device_type, inner, self.ran)
 
 
 class Islands:
@@ -133,8 +163,10 @@ class Islands:
     """
 
     def __init__(self, root: nn.Module, rules: Iterable[Rule], device_type: str, *, active: bool) -> None:
-        found = matches(root, rules)
-        self._islands: list[_Island] = []
+        by_rule = matches_by_rule(root, rules)
+        found = dict(pair for pairs in by_rule.values() for pair in pairs)
+        self._islands: dict[str, _Island] = {}
+        self._rules: dict[Rule, list[str]] = {}
         self.modules: set[nn.Module] = set()
         """All modules that compute in fp32, those inside the matching ones included."""
         if not active:
@@ -146,14 +178,36 @@ class Islands:
                     f"`fp32_modules` matches `{name}`, whose parameters are half precision: {', '.join(half[:3])}. They"
                     " cannot compute with float32 inputs: call `.float()` on the module, or take it out of the rules."
                 )
-        for module in found.values():
-            island = _Island(module, device_type)
+        self._rules = {rule: [name for name, _ in pairs] for rule, pairs in by_rule.items()}
+        for name, module in found.items():
+            island = self._islands[name] = _Island(module, device_type)
             island.install()
-            self._islands.append(island)
             self.modules.update(module.modules())
+
+    def __len__(self) -> int:
+        return len(self._islands)
+
+    def idle(self) -> tuple[dict[Rule, list[str]], list[str]]:
+        """Find the modules that have not run, nor one around or inside them.
+
+        Returns:
+            By rule, those of rules for which this is so of all; and the others.
+
+        """
+        active: set[nn.Module] = set()
+        running = [island.owner for island in self._islands.values() if island.ran.at_all]
+        for module in running:
+            active.update(module.modules())
+        idle = {n for n, i in self._islands.items() if active.isdisjoint(i.owner.modules())}
+        rules = {rule: names for rule, names in self._rules.items() if names and idle.issuperset(names)}
+        return rules, sorted(idle.difference(*rules.values()))
+
+    def has_children(self, name: str) -> bool:
+        """Whether a module that a rule matches has modules inside."""
+        return any(True for _ in self._islands[name].owner.children())
 
     def remove(self) -> None:
         """The modules are as they were."""
-        for island in self._islands:
+        for island in self._islands.values():
             island.restore()
-        self._islands, self.modules = [], set()
+        self._islands, self._rules, self.modules = {}, {}, set()

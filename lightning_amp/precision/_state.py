@@ -6,8 +6,9 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_amp import _messages
+from lightning_amp._numbers import literal
 from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, RecordLog, Saved, check_scaler_state
 
 STOCK_KEY = "MixedPrecision"
@@ -72,7 +73,9 @@ def load(
         return  # bf16 and fp32 have nothing to restore; fp16 from a bf16 checkpoint starts its scale afresh
     if isinstance(scaler, DynamicLossScaler):
         for setting, (mine, theirs) in scaler.overridden(scaler_state).items():
-            rank_zero_info(f"lightning_amp: `{setting}={mine!r}`, as passed, is used; the checkpoint had {theirs!r}.")
+            _messages.info(
+                f"lightning_amp: `{setting}={literal(mine)}`, as passed, is used; the checkpoint had {literal(theirs)}."
+            )
     else:
         scaler_state = {**scaler_state, **_passed(scaler, scaler_state)}
     scaler.load_state_dict(scaler_state)
@@ -89,5 +92,7 @@ def _passed(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> dict[str, An
     mine = {name: getattr(scaler, f"get_{name}")() for name in defaults}
     passed = {n: v for n, v in mine.items() if v != defaults[n] and state.get(n, v) != v}
     for name, value in passed.items():
-        rank_zero_info(f"lightning_amp: `{name}={value!r}`, as passed, is used; the checkpoint had {state[name]!r}.")
+        _messages.info(
+            f"lightning_amp: `{name}={literal(value)}`, as passed, is used; the checkpoint had {literal(state[name])}."
+        )
     return passed

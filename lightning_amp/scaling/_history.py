@@ -9,11 +9,12 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, overload
 
 import torch
 
 from lightning_amp._files import write_atomically
+from lightning_amp._numbers import exact
 from lightning_amp.scaling._records import Reason, StepRecord
 from lightning_amp.scaling._saved import Saved
 
@@ -27,8 +28,8 @@ _COLUMNS = {"index": "q", "optimizer_idx": "q", "scale": "d", "next_scale": "d",
 class ScaleHistory:
     """Every step of a run, of which only changes of the scale and skips take memory (34 bytes each).
 
-    Iterating gives the stored records: the first step, every skip, every step after which the scale moved, and the last
-    step. What lies between two of them was applied, at the later one's scale.
+    Iterating and indexing give the stored records: the first step, every skip, every step after which the scale moved,
+    and the last step. What lies between two of them was applied, at the later one's scale.
     """
 
     def __init__(self) -> None:
@@ -38,14 +39,32 @@ class ScaleHistory:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[StepRecord]:
-        for index, optimizer, scale, next_scale, skipped, reason in zip(*self._columns.values(), strict=True):
-            yield StepRecord(index, optimizer, scale, next_scale, bool(skipped), _REASONS[reason])
+        yield from map(_record, *self._columns.values())
         if self._last is not None and not self._is_stored(self._last):
             yield self._last
 
     def __len__(self) -> int:
         """How many records iterating gives; not how many steps there were."""
         return len(self._columns["index"]) + (self._last is not None and not self._is_stored(self._last))
+
+    @overload
+    def __getitem__(self, position: int) -> StepRecord: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[StepRecord]: ...
+    def __getitem__(self, position: int | slice) -> StepRecord | list[StepRecord]:
+        """The stored record at a position (not the step of that index), as iterating counts them; or several."""
+        if isinstance(position, slice):
+            return list(self)[position]
+        count = len(self)
+        if not -count <= position < count:
+            raise IndexError(f"`history[{position}]`: there are {_counted(count)}, one for each change.")
+        position %= count
+        if self._last is not None and position == count - 1:
+            return self._last
+        return _record(*(column[position] for column in self._columns.values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_counted(len(self))}: {self.summary()})"
 
     @property
     def last(self) -> StepRecord | None:
@@ -74,9 +93,9 @@ class ScaleHistory:
         return self.num_attempted - self.num_skipped
 
     def summary(self) -> str:
-        """One line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 65536 -> 1024`."""
+        """One line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`."""
         if self._last is None:
-            return "no optimizer step was taken"
+            return "no optimizer step was recorded"
         first = self.first
         assert first is not None
         skipped = [r.index - first.index for r in self if r.skipped]
@@ -86,7 +105,7 @@ class ScaleHistory:
         losses = sum(r.reason == "loss" for r in self)
         if losses:
             text += f", {losses:,} of them with a non-finite loss"
-        return f"{text}; scale {first.scale:.10g} -> {self._last.next_scale:.10g}"
+        return f"{text}; scale {exact(first.scale)} -> {exact(self._last.next_scale)}"
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -203,12 +222,20 @@ class ScaleHistory:
             path: Also saves the picture there.
 
         Raises:
-            ModuleNotFoundError: Without matplotlib (`pip install lightning-amp[plot]`).
+            ModuleNotFoundError: Without matplotlib (`pip install matplotlib`).
 
         """
         from lightning_amp.scaling._plots import plot_history
 
         return plot_history(self, path)
+
+
+def _record(index: int, optimizer: int, scale: float, next_scale: float, skipped: int, reason: int) -> StepRecord:
+    return StepRecord(index, optimizer, scale, next_scale, bool(skipped), _REASONS[reason])
+
+
+def _counted(records: int) -> str:
+    return f"{records:,} record{'' if records == 1 else 's'}"
 
 
 def _dtype(column: str) -> torch.dtype:

@@ -18,7 +18,7 @@ def plot_history(history: ScaleHistory, path: str | os.PathLike[str] | None = No
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "Plotting needs matplotlib, which is not installed. Run `pip install lightning-amp[plot]`."
+            "Plotting needs matplotlib, which is not installed. Run `pip install matplotlib`."
         ) from error
     figure = Figure(figsize=(8, 3.6), layout="constrained")  # no pyplot: its global state is the user's
     axes: Any = figure.add_subplot()

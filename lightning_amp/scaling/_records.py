@@ -10,6 +10,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_amp._numbers import exact
+
 Reason = Literal["none", "loss", "gradient"]
 
 
@@ -180,7 +182,7 @@ class RecordLog:
         )
         raise FloatingPointError(
             f"{len(streak)} optimizer steps in a row were skipped (the limit is {self.max_consecutive_skips}), the last"
-            f" at loss scale {self.last.scale:g}: {num_loss} with a non-finite loss, {len(streak) - num_loss} with"
+            f" at loss scale {exact(self.last.scale)}: {num_loss} with a non-finite loss, {len(streak) - num_loss} with"
             f" non-finite gradients under a finite loss. {details}{'. ' if details else ''}{advice}."
         )
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_amp import _compat
+from lightning_amp._numbers import exact, literal
+from lightning_amp._terminal import own_lines
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._saved import check_scaler_state
 
@@ -110,15 +112,17 @@ class DynamicLossScaler(torch.amp.GradScaler):
             )
         if min_scale <= 0:
             raise ValueError(
-                f"`min_scale` must be above 0, got {min_scale!r}: gradients are divided by the scale."
-                " The default is 2**-14."
+                f"`min_scale` must be above 0, got {literal(min_scale)}: gradients are divided by the scale."
+                " The default is 2.0**-14."
             )
         if max_scale > torch.finfo(torch.float32).max:
-            raise ValueError(f"`max_scale` must be representable in float32, got {max_scale!r}. The default is 2**24.")
+            raise ValueError(
+                f"`max_scale` must be representable in float32, got {literal(max_scale)}. The default is 2.0**24."
+            )
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(
-                f"`init_scale` must lie between `min_scale` and `max_scale`, got {init_scale!r} outside"
-                f" [{min_scale!r}, {max_scale!r}]. Move the limit, or start inside."
+                f"`init_scale` must lie between `min_scale` and `max_scale`, got {literal(init_scale)} outside"
+                f" [{literal(min_scale)}, {literal(max_scale)}]. Move the limit, or start inside."
             )
         device_type = "cpu" if device is None else torch.device(device).type
         super().__init__(
@@ -184,13 +188,14 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self.max_scale = HALF_LOSS_CEILING
         self.min_scale = min(self.min_scale, HALF_LOSS_CEILING)
         _compat.set_scale_tensor(self, self.scale_tensor.clamp(max=HALF_LOSS_CEILING))
-        warnings.warn(
-            "The loss is float16. Its gradient is the loss scale itself, and float16 ends at 65504, so every step at a"
-            f" scale of 65536 or more would be lost: `max_scale` is now {HALF_LOSS_CEILING:.0f}. A float32 loss"
-            " (for example `loss.float()` before the mean) lifts this ceiling.",
-            UserWarning,
-            stacklevel=5,
-        )
+        with own_lines():
+            warnings.warn(
+                "The loss is float16. Its gradient is the loss scale itself, and float16 ends at 65504, so every step"
+                f" at a scale of 2**16 or more would be lost: `max_scale` is now {exact(HALF_LOSS_CEILING)}. A float32"
+                " loss (for example `loss.float()` before the mean) lifts this ceiling.",
+                UserWarning,
+                stacklevel=5,
+            )
 
     @property
     def scale_tensor(self) -> Tensor:
@@ -326,8 +331,9 @@ class DynamicLossScaler(torch.amp.GradScaler):
         return state
 
     def __repr__(self) -> str:
-        settings = {name: getattr(self, f"get_{name}")() for name in _POLICY} | {n: getattr(self, n) for n in _LIMITS}
-        return f"{type(self).__name__}({', '.join(f'{name}={value:g}' for name, value in settings.items())})"
+        settings = {"init_scale": self._start[0]} | {name: getattr(self, f"get_{name}")() for name in _POLICY}
+        settings |= {name: getattr(self, name) for name in _LIMITS}
+        return f"{type(self).__name__}({', '.join(f'{name}={literal(value)}' for name, value in settings.items())})"
 
 
 def merge_losses(merged: Tensor | None, loss: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 from lightning_amp import AmpPrecision, ScaleMonitor
+from lightning_amp.precision import _choice
 
 CONFIG = """
 seed_everything: 0
@@ -67,6 +68,21 @@ def test_from_yaml(precision: str, scaler: str, tmp_path: Path, monkeypatch: pyt
     assert any(isinstance(c, ScaleMonitor) and c.history.num_attempted == 8 for c in cli.trainer.callbacks)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.parametrize("machine", ["bf16", "fp16", "fp32"])
+def test_one_yaml_for_all_machines(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 39."""
+    monkeypatch.setattr(_choice, "pick", lambda device: (_choice.choice(machine), "this test says so"))
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(precision="auto", scaler=SCALER.strip("\n")))
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
+    monkeypatch.chdir(tmp_path)
+    plugin = LightningCLI(CliToy, save_config_callback=None).trainer.strategy.precision_plugin
+    assert (plugin.scaler is not None) == (machine == "fp16")
+    assert plugin.num_steps + plugin.num_skipped == 8
+    assert plugin.last_step.scale in ({1024.0, 2048.0, 4096.0} if machine == "fp16" else {1.0})
+
+
 FORWARD = """
         fp32_modules: {rules}
         eval_precision: {evaluate}
@@ -96,3 +112,25 @@ def test_fp32_modules_and_eval_precision_from_yaml(
     assert plugin.fp32_modules == expected
     assert plugin.num_steps == 8
     assert repr(plugin) == "AmpPrecision('bf16')"
+
+
+QUIET = [
+    "--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.logger=false",
+    "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false", "--trainer.plugins", "lightning_amp.AmpPrecision",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.parametrize(
+    ("spelling", "precision"),
+    [("16", "16-mixed"), ("torch.bfloat16", "bf16-mixed"), ("float16", "16-mixed"), ("32", "32-true")],
+)
+def test_from_the_command_line(spelling: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--trainer.plugins.precision", spelling, "--trainer.plugins.eval_precision", spelling]
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", *QUIET, *arguments])
+    monkeypatch.chdir(tmp_path)
+    plugin = LightningCLI(CliToy, save_config_callback=None).trainer.strategy.precision_plugin
+    assert type(plugin) is AmpPrecision
+    assert plugin.precision == precision
+    assert plugin.num_steps + plugin.num_skipped == 8

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
-from helpers import Toy, batches, fit, quiet_trainer
+import torch
+from helpers import FEATURES, Toy, batches, fit, quiet_trainer
+from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -14,8 +19,9 @@ from lightning.pytorch.strategies import (
     Strategy,
     XLAStrategy,
 )
+from torch import nn
 
-from lightning_amp import AmpPrecision, FSDPAmpPrecision
+from lightning_amp import AmpPrecision, DynamicLossScaler, FSDPAmpPrecision
 
 
 class OnTheCPU(FSDPStrategy):
@@ -95,18 +101,49 @@ def test_a_users_subclass_is_told_our_name() -> None:
         OnTheCPU(precision_plugin=Mine("fp16"))
 
 
-def test_a_plugin_at_work_is_only_its_name() -> None:
-    """The hint is for messages before a Trainer attached; `print` and a run are spared."""
-    plugin = AmpPrecision("fp32")
-    seen: list[str] = []
+@pytest.mark.parametrize("plugin", [AmpPrecision("fp32"), FSDPAmpPrecision()])
+def test_everywhere_else_a_plugin_is_only_its_name(plugin: AmpPrecision) -> None:
+    assert f"{plugin}" == str(plugin) == repr(plugin)
+    assert f"{plugin:>40}" == str(plugin).rjust(40)
+    with pytest.raises(ValueError, match="Received both") as caught:
+        quiet_trainer(plugins=[plugin], precision="bf16-mixed")
+    assert "FSDP use" not in str(caught.value)
 
-    class Look(Toy):
-        def on_train_start(self) -> None:
-            seen.append(f"{plugin}")
 
-    assert "for FSDP use" in f"{plugin}"
-    fit(Look, plugin, batches(1))
-    assert seen == [str(plugin)]
-    assert "for FSDP use" not in str(plugin)
-    sharded = FSDPAmpPrecision()
-    assert f"{sharded}" == str(sharded)
+class Line(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(FEATURES, 1)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.line(batch)
+
+
+def train_in_fabric(module: nn.Module, **kwargs: Any) -> torch.Tensor:
+    fabric = L.Fabric(accelerator="cpu", devices=1, **kwargs)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for batch in batches(4):
+        optimizer.zero_grad()
+        fabric.backward(model(batch).square().mean())
+        optimizer.step()
+    return next(module.parameters()).detach()
+
+
+@pytest.mark.parametrize("plugin", [AmpPrecision("fp16"), AmpPrecision("fp32"), FSDPAmpPrecision("bf16")])
+@pytest.mark.parametrize("module", [lambda: nn.Linear(FEATURES, 1), Line])
+def test_fabric_is_told_what_to_use(plugin: AmpPrecision, module: Any) -> None:
+    text = rf"`{re.escape(repr(plugin))}` is a plugin for `L.Trainer`, .*`L.Fabric\(.*'{plugin.precision}'"
+    with pytest.raises(TypeError, match=text):
+        train_in_fabric(module(), plugins=[plugin])
+    with pytest.raises(TypeError, match=text):  # nobody called `setup`
+        L.Fabric(accelerator="cpu", plugins=[plugin]).backward(torch.ones((), requires_grad=True))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_what_fabric_is_told_works(precision: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        train_in_fabric(nn.Linear(FEATURES, 1), plugins=[AmpPrecision(precision)])
+    (advice,) = re.findall(r"`(L\.Fabric.*?)`", str(caught.value))
+    names = {"L": SimpleNamespace(Fabric=dict), "MixedPrecision": MixedPrecision}
+    arguments = eval(advice, names | {"DynamicLossScaler": DynamicLossScaler})
+    assert train_in_fabric(nn.Linear(FEATURES, 1), **arguments).isfinite().all()

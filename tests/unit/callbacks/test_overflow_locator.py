@@ -159,7 +159,7 @@ def test_the_scale_that_would_fit() -> None:
     fit(Toy, AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**24)), batches(2), callbacks=[locator])
     report = locator.reports[0]
     assert report.cause == "backward"
-    advised = float(str(report).split("fits at a scale of ")[1].split(",")[0])
+    advised = float(eval(str(report).split("fits at a scale of ")[1].split(",")[0]))  # such as 2**13
     plugin = AmpPrecision("fp16", scaler=advised)
     fit(Toy, plugin, batches(1), callbacks=[locator])
     assert plugin.num_skipped == 0

@@ -73,6 +73,7 @@ def test_says_that_there_is_nothing_to_show(caplog: pytest.LogCaptureFixture) ->
         fit(Toy, stock("bf16"), batches(2), callbacks=[monitor])
     assert "nothing to show" in caplog.text
     assert len(monitor.history) == 0
+    assert monitor.history.summary() == "no optimizer step was recorded"  # two were taken
 
 
 def test_the_line_at_the_end(caplog: pytest.LogCaptureFixture) -> None:

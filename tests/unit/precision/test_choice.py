@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -22,6 +23,9 @@ from lightning_amp.precision import _choice
         ("32-true", "fp32", "32-true", torch.float32),
         (32, "fp32", "32-true", torch.float32),
         (torch.float32, "fp32", "32-true", torch.float32),
+        *((text, "bf16", "bf16-mixed", torch.bfloat16) for text in ("bfloat16", "torch.bfloat16")),
+        *((text, "fp16", "16-mixed", torch.float16) for text in ("16", "float16", "torch.float16")),
+        *((text, "fp32", "32-true", torch.float32) for text in ("32", "float32", "torch.float32")),
     ],
 )
 def test_spellings(spelling: Any, name: str, canonical: str, dtype: torch.dtype) -> None:
@@ -30,8 +34,13 @@ def test_spellings(spelling: Any, name: str, canonical: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("bad", ["16-true", "half", 64, True, None, [], torch.float64, 16.5])
 def test_anything_else_lists_the_legal_values(bad: Any) -> None:
-    with pytest.raises(ValueError, match=r"`precision` must be one of 'auto', 'bf16', 'fp16', 'fp32'.*got"):
+    with pytest.raises(ValueError, match=r"`precision` must be one of 'auto', 'bf16', 'fp16', 'fp32'.*got") as caught:
         _choice.parse(bad)
+    groups = (
+        r"bf16 is also 'bf16-mixed', .*torch.bfloat16; fp16: '16-mixed', .*16.*; fp32: '32-true', .*torch.float32\)"
+    )
+    assert re.search(groups, str(caught.value))
+    assert "fp8" not in str(caught.value)
 
 
 def test_fp8_says_that_it_is_not_there_yet() -> None:

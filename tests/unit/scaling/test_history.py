@@ -87,7 +87,26 @@ def test_continues_from_a_checkpoint(tmp_path: Path) -> None:
 def test_an_empty_history() -> None:
     history = ScaleHistory()
     assert (len(history), list(history), history.num_attempted, history.last) == (0, [], 0, None)
-    assert history.summary() == "no optimizer step was taken"
+    assert history.summary() == "no optimizer step was recorded"
+    assert repr(history) == "ScaleHistory(0 records: no optimizer step was recorded)"
+    with pytest.raises(IndexError):
+        history[0]
+
+
+def test_index_and_repr() -> None:
+    history = ScaleHistory()
+    history.extend(run({3: "gradient", 5: "loss"}, 2000))
+    records = list(history)
+    assert [history[i] for i in range(-4, 4)] == [records[i] for i in range(-4, 4)]
+    assert (history[1].index, history[-1].index, history[-1]) == (3, 1999, history.last)
+    assert history[1:3] == records[1:3]
+    assert history[::-1] == records[::-1]
+    with pytest.raises(IndexError, match=r"history\[4\].*4 records"):
+        history[4]
+    assert repr(history) == f"ScaleHistory(4 records: {history.summary()})"
+    one = ScaleHistory()
+    one.extend(run({}, 1))
+    assert repr(one).startswith("ScaleHistory(1 record: 0 of 1 steps skipped; scale 1024 ")
 
 
 @pytest.mark.parametrize("steps", [0, 50])

@@ -203,3 +203,15 @@ def test_update_takes_a_new_scale() -> None:
 
 def test_scale_takes_lists() -> None:
     assert [t.item() for t in DynamicLossScaler(4.0).scale([torch.ones(()), torch.ones(())])] == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("scaler", [DynamicLossScaler(), DynamicLossScaler(2.0**-3, growth_interval=5, max_scale=1e9)])
+def test_repr_is_how_it_was_made(scaler: DynamicLossScaler) -> None:
+    text = repr(scaler)
+    assert repr(eval(text)) == text
+    assert "e+" not in text
+    assert "e-" not in text
+    assert repr(DynamicLossScaler()) == (
+        "DynamicLossScaler(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000,"
+        " hysteresis=1, min_scale=2.0**-14, max_scale=2.0**24, max_consecutive_skips=64)"
+    )

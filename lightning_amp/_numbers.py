@@ -1,0 +1,39 @@
+"""How numbers are written wherever a person reads them: one spelling, so that two messages can be compared."""
+
+from __future__ import annotations
+
+import math
+
+_PLAIN = range(-3, 11)  # exponents of the powers of two that everybody knows by sight: 0.125 to 1024
+
+
+def exact(value: float) -> str:
+    """Write a number that is meant exactly: a loss scale, a limit. `2**16`, `0.5`, `3,000`, `2**-14`."""
+    exponent = _exponent(value)
+    if exponent is not None:
+        return f"{value:g}" if exponent in _PLAIN else f"2**{exponent}"
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:.10g}"
+
+
+def rounded(value: float) -> str:
+    """Write a number that was measured, to three digits: `0.968`, `65,500`, `1.77e+08`."""
+    if not math.isfinite(value) or not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    short = float(f"{value:.3g}")
+    return f"{short:,.0f}" if abs(short) >= 100 else f"{short:.3g}"
+
+
+def literal(value: object) -> str:
+    """Write a setting as it stands in code: `2.0**16`, `0.5`, `2000`."""
+    exponent = _exponent(value) if isinstance(value, float) else None
+    return repr(value) if exponent is None or exponent in _PLAIN else f"2.0**{exponent}"
+
+
+def _exponent(value: float) -> int | None:
+    """Of a power of two; `None` for any other number."""
+    if not (value > 0 and math.isfinite(value)):
+        return None
+    mantissa, exponent = math.frexp(value)
+    return exponent - 1 if mantissa == 0.5 else None

@@ -1,0 +1,79 @@
+"""The one line at the start of a fit: what is on."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_amp import _messages
+from lightning_amp._numbers import exact
+from lightning_amp.precision._choice import Choice
+from lightning_amp.scaling import DynamicLossScaler
+
+
+def say(
+    training: Choice,
+    evaluation: Choice,
+    device_type: str,
+    why: str,
+    *,
+    fitting: bool,
+    scaler: torch.amp.GradScaler | None,
+    scaler_unused: bool,
+    resumed: bool,
+    num_fp32_modules: int,
+    num_restored_buffers: int,
+    skips: bool,
+) -> None:
+    """Say precision, device, scaler, and what is protected, for somebody who glances at a terminal.
+
+    Where nothing is trained only a choice of `"auto"` is worth a line.
+
+    Args:
+        training: The precision of training.
+        evaluation: That of validation.
+        device_type: Where.
+        why: The reason of `"auto"`; empty for a precision that was asked for.
+        fitting: Whether a fit begins.
+        scaler: In use.
+        scaler_unused: Whether one was passed that this precision does not need.
+        resumed: Whether a checkpoint is about to say what the scale is.
+        num_fp32_modules: How many modules the rules of `fp32_modules` match.
+        num_restored_buffers: The same for `restore_buffers`.
+        skips: Whether a step that is not finite is skipped.
+
+    """
+    parts = [_precision_on(training, device_type, why)]
+    if not fitting:
+        if why and evaluation == training:
+            _messages.info(f"lightning_amp: {parts[0]}.")
+        return
+    if scaler is not None:
+        parts.append(_scale(scaler, resumed))
+    if scaler_unused:
+        parts.append("`scaler` is left unused")
+    if evaluation != training:
+        parts.append(f"evaluation in {evaluation.name}")
+    if num_fp32_modules:
+        parts.append(f"{_counted(num_fp32_modules, 'module')} in fp32")
+    ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
+    if num_restored_buffers and skips:
+        ending += f", which also puts back {_counted(num_restored_buffers, 'buffer')}"
+    _messages.info(f"lightning_amp: {', '.join(parts)}; {ending}.")
+
+
+def _precision_on(choice: Choice, device_type: str, why: str) -> str:
+    what = f"{choice.name} autocast on {device_type}" if choice.mixed else f"fp32 on {device_type}, no autocast"
+    return f"precision 'auto' is {choice.name!r} here ({why}): {what}" if why else what
+
+
+def _scale(scaler: torch.amp.GradScaler, resumed: bool) -> str:
+    kind = type(scaler).__name__
+    if not scaler.is_enabled():
+        return f"no loss scale ({kind}, disabled)"
+    if isinstance(scaler, DynamicLossScaler):
+        kind = "static" if scaler.min_scale == scaler.max_scale else "dynamic"
+    return f"loss scale {'from the checkpoint' if resumed else exact(scaler.get_scale())} ({kind})"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,74 @@
+"""Rules of `fp32_modules` that do nothing, since the `forward` of what they match never runs."""
+
+from __future__ import annotations
+
+from lightning.pytorch import LightningModule
+
+from lightning_amp import _messages
+from lightning_amp.precision._islands import Islands, Rule
+
+ENOUGH_STEPS = 100
+"""Training steps after which a module that has not run is taken for one that never does."""
+
+
+class IdleRules:
+    """Says once in a fit which rules have done nothing, as soon as it is known.
+
+    A module may run in some batches only, or only in validation. So it waits for `ENOUGH_STEPS` training steps, and for
+    the first validation if there is one; a shorter fit is looked at when it ends.
+
+    Args:
+        module: The user's.
+        islands: Its modules in fp32.
+
+    """
+
+    def __init__(self, module: LightningModule, islands: Islands) -> None:
+        self._trainer = module.trainer
+        self._islands = islands
+        self._steps = 0
+        self._evaluated = False
+        self._done = False
+
+    def before_training_step(self) -> None:
+        """Look, if now is the time."""
+        if self._steps >= ENOUGH_STEPS and not self._done and (self._evaluated or not self._trainer.enable_validation):
+            self.say()
+        self._steps += 1
+
+    def after_evaluation_step(self) -> None:
+        """Note that one ran."""
+        self._evaluated = True
+
+    def say(self) -> None:
+        """Say what has not run in the steps so far, unless that was said."""
+        if self._done or self._steps == 0:
+            return
+        self._done = True
+        steps = f"{self._steps:,} training step{'' if self._steps == 1 else 's'}"
+        rules, others = self._islands.idle()
+        if rules:
+            names = [name for found in rules.values() for name in found]
+            inside = next((name for name in names if self._islands.has_children(name)), None)
+            child = f", such as '{inside}.*'" if inside else ""
+            said = ", ".join(_spelled(rule) for rule in rules)
+            _messages.warn(
+                f"lightning_amp: `fp32_modules` has no effect so far where it says {said}: the `forward` of"
+                f" {_listed(names)} has not run in {steps}, and another method of a module, or its weight alone,"
+                " computes as the rest does. Call the module itself, match a module inside or around it whose `forward`"
+                f" runs{child}, or put that code into `with lightning_amp.precision.fp32_region():`."
+            )
+        if others:
+            _messages.info(
+                f"lightning_amp: `fp32_modules` also matches {_listed(others)}, whose `forward` has not run in {steps}:"
+                " what uses the weight itself, as `nn.MultiheadAttention` does, is in fp32 only if it is matched too."
+            )
+
+
+def _spelled(rule: Rule) -> str:
+    return repr(rule) if isinstance(rule, str) else rule.__name__
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"`{name}`" for name in names[:3]) + more
