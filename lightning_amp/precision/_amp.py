@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_amp import _compat, _messages
+from lightning_amp import _compat
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.precision import (
     _checks,
@@ -162,20 +162,6 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
         self._compiling = _compat.CompiledBackwardWithoutAutocast()
 
     # -- what the outside reads ----------------------------------------------------------------------------------------
-
-    @property
-    def precision(self) -> _choice.Canonical:  # type: ignore[override]
-        """Lightning's name: `"16-mixed"`, `"bf16-mixed"` or `"32-true"`."""
-        return self._settled().canonical
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What autocast computes in; `torch.float32` for `"fp32"`."""
-        return self._settled().dtype
-
-    def _settled(self) -> _choice.Choice:
-        # "auto" before a Trainer attached: what it would be on the device that Lightning chooses by default
-        return self._choice or _choice.pick(torch.device(self.device))[0]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._requested!r})"
@@ -381,11 +367,9 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
                 f"In precision {self._settled().name!r} {_checks.half_in_a_step(model) or error}."
             ) from error
         self._reused.forget()
-        if not self._stepped:
-            self._stepped = True
-            found = _checks.half_in_a_step(model) if self._settled().mixed else ""
-            if found:
-                _messages.warn(f"lightning_amp: {found}.")
+        if not self._stepped and self._settled().mixed:
+            _checks.warn_of_half_in_a_step(model)
+        self._stepped = True
         if automatic:
             self._steps.finish_batch()
         return output

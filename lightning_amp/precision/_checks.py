@@ -134,6 +134,13 @@ def half_in_a_step(module: nn.Module) -> str:
     )
 
 
+def warn_of_half_in_a_step(module: nn.Module) -> None:
+    """Say it, if there is something to say. With loss scaling it was an error."""
+    found = half_in_a_step(module)
+    if found:
+        _messages.warn(f"lightning_amp: {found}.")
+
+
 def nonfinite_gradients(module: nn.Module) -> str:
     """Names of the first parameters whose gradients are not finite, where gradients are still there."""
     names = [n for n, p in module.named_parameters() if p.grad is not None and not all_finite(p.grad)]

@@ -23,15 +23,26 @@ class ForwardContexts(MixedPrecision):
     """Contexts of the four kinds of steps; the training step's is completed by the plugin."""
 
     _module: LightningModule | None
+    _choice: _choice.Choice | None  # known when the Trainer attaches, if it is "auto"
     _surroundings: Surroundings
     _reused: ReusedWeights
     _eval_choice: _choice.Choice | None  # known when the Trainer attaches
     _evaluating = False
     _training_step: _TrainingStep | None = None
 
-    @abstractmethod
+    @property
+    def precision(self) -> _choice.Canonical:  # type: ignore[override]
+        """Lightning's name: `"16-mixed"`, `"bf16-mixed"` or `"32-true"`."""
+        return self._settled().canonical
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What autocast computes in; `torch.float32` for `"fp32"`."""
+        return self._settled().dtype
+
     def _settled(self) -> _choice.Choice:
-        """The precision of training."""
+        # "auto" before a Trainer attached: what it would be on the device that Lightning chooses by default
+        return self._choice or _choice.pick(torch.device(self.device))[0]
 
     def _before_evaluation(self) -> None:
         """Somebody is about to look at what training left."""

@@ -16,7 +16,7 @@ GUIDE = (ROOT / "docs" / "guide" / "symptoms.md").read_text(encoding="utf-8")
 
 def without_numbers(text: str) -> str:
     """They may differ in their last digits from one CPU to the next."""
-    text = re.sub(r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?%?", "#", text)
+    text = re.sub(r"2\*\*-?\d+|[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?%?", "#", text)
     return re.sub(r"[ \t]+", " ", text).replace("-#", "#")
 
 
