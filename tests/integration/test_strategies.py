@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,7 +103,8 @@ def test_a_users_subclass_is_told_our_name() -> None:
 
 
 @pytest.mark.parametrize("plugin", [AmpPrecision("fp32"), FSDPAmpPrecision()])
-def test_everywhere_else_a_plugin_is_only_its_name(plugin: AmpPrecision) -> None:
+def test_everywhere_else_a_plugin_is_only_its_name(plugin: AmpPrecision, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)  # there it says which package it is for
     assert f"{plugin}" == str(plugin) == repr(plugin)
     assert f"{plugin:>40}" == str(plugin).rjust(40)
     with pytest.raises(ValueError, match="Received both") as caught:

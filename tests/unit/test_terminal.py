@@ -27,7 +27,13 @@ def handler() -> Iterator[logging.StreamHandler[Any]]:
     handler = logging.StreamHandler(io.StringIO())
     logger = logging.getLogger("lightning.pytorch")
     logger.addHandler(handler)
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.INFO)
     yield handler
+    for each, level in zip(loggers, levels, strict=True):
+        each.setLevel(level)
     logger.removeHandler(handler)
 
 
