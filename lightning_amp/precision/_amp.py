@@ -363,9 +363,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
                     **kwargs,
                 )
         except HalfGradientsError as error:
-            raise ValueError(
-                f"In precision {self._settled().name!r} {_checks.half_in_a_step(model) or error}."
-            ) from error
+            raise ValueError(f"lightning_amp: {_checks.half_in_a_step(model) or error}.") from error
         self._reused.forget()
         if not self._stepped and self._settled().mixed:
             _checks.warn_of_half_in_a_step(model)

@@ -5,7 +5,8 @@ metrics. An error of ours is *ours* where it is more than `FACTOR` times that of
 Besides:
 
 - ours in "fp32" is plain fp32, bit for bit, and our four callbacks change no bit in any precision
-- a crash is ours, unless Lightning's plugin crashes in the same way: then it is autocast's
+- a crash is ours, unless Lightning's plugin crashes in the same way: then it is autocast's; where both stop, an error
+  of ours that says what to write instead is a note
 - no more batches with a skipped step than with Lightning's plugin; losses and weights stay finite where they do in fp32
 - learning rates, what a project observes (counts, names) and the dtypes of predictions are those of fp32
 - after the run nothing of ours is left on the user's objects
@@ -223,6 +224,8 @@ def whose_crash(ours: Outcome, stock: Outcome) -> tuple[str, str]:
         return STOCKS, f"Lightning's own plugin fails: {short(stock.error)}"
     if stock.error and same_failure(ours.error, stock.error):
         return AUTOCASTS, f"fails with both plugins: {short(ours.error)}"
+    if stock.error and ours.error.startswith("ValueError: lightning_amp: "):
+        return NOTE, f"both plugins refuse it; ours: {short(ours.error)}"
     return OURS, f"fails: {short(ours.error)} (Lightning's own plugin: {short(stock.error) or 'runs'})"
 
 

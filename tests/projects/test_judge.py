@@ -17,7 +17,7 @@ from lightning_amp import AmpPrecision, DynamicLossScaler
 from projects import Project, Setup
 from projects.arms import Arm, Outcome, Recorder, RecorderBeforeTheStep, run
 from projects.families.tutorials import Classifier, vectors
-from projects.judge import AUTOCASTS, OURS, STOCKS, WRONG, Result, judge
+from projects.judge import AUTOCASTS, NOTE, OURS, STOCKS, WRONG, Result, judge
 from projects.table import page
 
 ROOT = Path(__file__).parents[2]
@@ -184,6 +184,22 @@ def test_what_autocast_cannot_do_is_autocasts() -> None:
     assert not result.ours
     assert result.verdict("bf16") == AUTOCASTS
     assert "fails with both plugins" in str(result.findings[0])
+
+
+def test_a_refusal_in_words_where_both_stop_is_a_note() -> None:
+    class Casts(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.net(x)
+            self.weight.data = self.weight.data.to(x.dtype)
+            return x @ self.weight
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+    result = judged(lambda: Setup(Casts(), vectors(24)), precisions=("fp16",))
+    assert not result.ours
+    assert any(f.whose == NOTE and "both plugins refuse it" in f.text for f in result.findings)
 
 
 def test_losses_that_become_nan() -> None:

@@ -313,7 +313,7 @@ class Reptile(Manual):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-@project("by hand")
+@project("by hand", quick=True)
 def reptile_deep_copies() -> Setup:
     """Deep copies inside of the step, trained there by their own optimizer."""
     return Setup(Reptile(), DataLoader(sinusoids(), batch_size=4))

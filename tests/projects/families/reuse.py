@@ -34,7 +34,7 @@ class RandomDepth(Classifier):
         return F.cross_entropy(self(x, random.Random(batch_idx).choice([1, 8, 3])), y)
 
 
-@project("reuse")
+@project("reuse", quick=True)
 def random_recurrent_depth() -> Setup:
     """A block that is used once in one batch and eight times in another."""
     return Setup(RandomDepth(), rows(), rows(seed=1))
@@ -85,7 +85,7 @@ class EvolutionStrategies(Manual):
         return F.cross_entropy(self(x), y).float()
 
 
-@project("reuse")
+@project("reuse", quick=True)
 def evolution_strategies() -> Setup:
     """Weights moved in place between the forwards of one step, under `no_grad`."""
     return Setup(EvolutionStrategies(nn.Linear(8, 4)), rows())
@@ -142,7 +142,7 @@ class ClippedCritic(Manual):
         self.log_dict({"free": free, "loss": loss})
 
 
-@project("reuse")
+@project("reuse", quick=True)
 def weights_clamped_through_data() -> Setup:
     """`p.data.clamp_(...)` between two forwards of one step."""
     return Setup(ClippedCritic(), rows())
