@@ -58,7 +58,7 @@ def main() -> None:
         compare(
             f"GPT 10.7 M, {precision}, fused AdamW", GPT, tokens, a, b, fused=True, steps=3, blocks=21, target=">= 0.99"
         )
-        compare(f"LSTM cell x 32, {precision}, plain AdamW", UnrolledLSTM, sequence, a, b, target=">= 1.3")
+        compare(f"LSTM cell x 32, {precision}, plain AdamW", UnrolledLSTM, sequence, a, b)
 
     start("What the guards cost: with against without")
     with_guard, without = (functools.partial(AmpPrecision, "bf16", skip_nonfinite=s) for s in (True, False))
