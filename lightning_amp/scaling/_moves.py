@@ -11,6 +11,41 @@ from lightning_amp.scaling._scaler import DynamicLossScaler, held_by
 from lightning_amp.scaling._windows import Outcome
 
 
+class Round:
+    """The steps of a batch since the scale was last looked at, and when that is due again.
+
+    It is when all optimizers have stepped, or one of them once more, since what made it overflow does so again. Two
+    optimizers that step once each are one round. How many steps there are decides, not what became of them, so that a
+    device and the host, which knows of overflows at once, do the same.
+    """
+
+    def __init__(self) -> None:
+        self._outcomes: list[Outcome] = []
+        self._stepped: set[int] = set()  # optimizers, in this batch
+        self._again: set[int] = set()  # those that stepped more than once
+
+    def add(self, outcome: Outcome) -> None:
+        """A step was attempted."""
+        self._outcomes.append(outcome)
+        (self._again if outcome.window.index in self._stepped else self._stepped).add(outcome.window.index)
+
+    def is_over(self, num_optimizers: int) -> bool:
+        """Whether the scale is due before another backward."""
+        outcomes = self._outcomes
+        return len(outcomes) >= num_optimizers > 0 or any(o.window.index in self._again for o in outcomes)
+
+    def take(self) -> list[Outcome]:
+        """The steps; another round begins."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def clear(self) -> None:
+        """The batch is over."""
+        self._outcomes.clear()
+        self._stepped.clear()
+        self._again.clear()
+
+
 def move_scale(scaler: torch.amp.GradScaler, attempts: list[Outcome]) -> None:
     """Move it once, for all steps of a batch."""
     if not attempts:
@@ -42,10 +77,11 @@ def move_scale(scaler: torch.amp.GradScaler, attempts: list[Outcome]) -> None:
         scaler.update()
 
 
-def lower_scale(scaler: torch.amp.GradScaler, attempts: list[Outcome]) -> None:
+def lower_scale(scaler: torch.amp.GradScaler, attempts: list[Outcome]) -> bool:
     """Lower it in the middle of a batch, if one of these steps overflowed; else leave all as it is, growth too.
 
-    Somebody else's scaler has no way to do this without waiting for the device, and is asked only where nobody waits.
+    Somebody else's scaler has no way to do this without waiting for the device, and is asked only where nobody waits:
+    `False` elsewhere, so that these steps are still to be counted at the end of the batch.
     """
     scale = _compat.scale_tensor(scaler)
     found_inf = constant(0.0, scale.device)
@@ -56,7 +92,10 @@ def lower_scale(scaler: torch.amp.GradScaler, attempts: list[Outcome]) -> None:
         found_inf = torch.maximum(found_inf, flag)
     if isinstance(scaler, DynamicLossScaler):
         scaler.advance(found_inf, 1 - found_inf)
-    elif in_host_memory(found_inf) and host_value(found_inf):
+    elif not in_host_memory(found_inf):
+        return False
+    elif host_value(found_inf):
         _compat.set_scale_tensor(scaler, scale.clone())
         _compat.give_found_inf(scaler, found_inf)
         scaler.update()
+    return True

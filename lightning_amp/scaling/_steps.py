@@ -22,7 +22,7 @@ from lightning_amp.scaling._gradients import (
     in_host_memory,
     parameters,
 )
-from lightning_amp.scaling._moves import lower_scale, move_scale
+from lightning_amp.scaling._moves import Round, lower_scale, move_scale
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite_flag
 from lightning_amp.scaling._windows import Guards, Outcome, Window, always_calls_closure, inverse, snapshot
@@ -61,11 +61,13 @@ class OptimizerSteps:
         self.backward_scale: Tensor | None = None  # during a scaled backward
         self.scale_of_unknown: Callable[[Optimizer], Tensor | None] | None = None  # of gradients met for the first time
         self._attempts: list[Outcome] = []
+        self._round = Round()
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
         """Take over these optimizers, in the order of `configure_optimizers`."""
         self.windows = {id(optimizer): Window(optimizer, i) for i, optimizer in enumerate(optimizers)}
         self._attempts.clear()
+        self._round.clear()
 
     def window(self, optimizer: Optimizer) -> Window:
         """The window of an optimizer; one that was made inside the training step gets the next index."""
@@ -88,23 +90,22 @@ class OptimizerSteps:
             window.found_inf = window.overflowed = window.clamped = None
         if self.scaler is None:
             return loss
-        if len(self._attempts) >= len(self.windows) > 0:
+        if self._round.is_over(len(self.windows)):
             self._lower_scale(self.scaler)
         scaled = self.scaler.scale(loss)  # first: it makes the scale, and a float16 loss may lower it
         self._carry(_compat.scale_tensor(self.scaler))
         return scaled
 
     def _lower_scale(self, scaler: torch.amp.GradScaler) -> None:
-        """Lower the scale for the steps that follow in a batch whose optimizers have all stepped already.
+        """Lower the scale for the steps that follow in a batch that takes many of them.
 
-        Several epochs over a rollout in one `training_step` would else lose every step of it, and end as stuck. Two
-        optimizers that step once each are one round, after which no backward follows.
+        Several epochs over a rollout in one `training_step`, or many steps of a critic, would else lose every step of
+        it, and end as stuck.
         """
-        overflowed = [a for a in self._attempts if a.overflowed is not False]
-        if overflowed:
-            lower_scale(scaler, [a for a in overflowed if a.counts_for_scale])
-            self._attempts = [a for a in self._attempts if a.overflowed is False]
-            self.log.complete(_compat.scale_tensor(scaler))
+        overflowed = [o for o in self._round.take() if o.overflowed is not False]
+        if not overflowed or lower_scale(scaler, [o for o in overflowed if o.counts_for_scale]):
+            self._attempts = [a for a in self._attempts if a not in overflowed]
+        self.log.complete(_compat.scale_tensor(scaler))
 
     def begin_backward(self) -> None:
         """The backward of a scaled loss begins; `backward_scale` is `None` again when it is over."""
@@ -407,6 +408,7 @@ class OptimizerSteps:
             outcome = Outcome(window, skipped)
             if self.scaler is not None:
                 self._attempts.append(outcome)  # for the scale alone
+                self._round.add(outcome)
             if self.guards is not None:
                 self.guards.observe(outcome)
         window.loss = window.found_inf = window.used_scale = window.overflowed = window.clamped = None
@@ -427,6 +429,7 @@ class OptimizerSteps:
 
         """
         scale: Tensor | None = None
+        self._round.clear()
         if self.scaler is not None and self._attempts:
             attempts, self._attempts = self._attempts, []
             move_scale(self.scaler, [a for a in attempts if a.counts_for_scale])

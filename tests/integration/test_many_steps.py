@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-from helpers import FEATURES, StockWithoutAutocast, Toy, assert_same, batches, fit, scaled_fp32, stock, weights
+from helpers import (
+    DEVICE,
+    FEATURES,
+    StockWithoutAutocast,
+    Toy,
+    WithoutAutocast,
+    assert_same,
+    batches,
+    fit,
+    scaled_fp32,
+    stock,
+    weights,
+)
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, ScaleMonitor
@@ -85,6 +98,50 @@ def test_two_optimizers_that_step_once_each_still_lower_it_once() -> None:
     fit(lambda: TwoOptimizers(1), plugin, batches(3), callbacks=[monitor])
     skips = [(r.scale, r.next_scale) for r in monitor.history if r.skipped]
     assert skips == [(1024.0, 512.0)] * 2
+
+
+class Critic(ManySteps):
+    """Only the first of three optimizers steps often; the second once, the third in every fourth batch."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([p], lr=1e-5) for p in list(self.net.parameters())[:3]]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        critic, generator, other = self.optimizers()
+        chosen = [critic] * self.steps + [generator] + [other] * (batch_idx % 4 == 0)
+        for optimizer in chosen:
+            self.zero_grad()
+            target = (self.size if optimizer is critic else 1.0) * batch.sum(1, keepdim=True)
+            self.manual_backward(nn.functional.mse_loss(self.net(batch).float(), target))
+            optimizer.step()
+
+
+def test_a_critic_among_other_optimizers_loses_few_steps() -> None:
+    """At most one in a batch beyond those that the scale needs, whatever other optimizers there are."""
+    plugin, stocks = AmpPrecision("fp16"), stock("fp16")
+    fit(lambda: Critic(5, size=300.0), plugin, batches(4))
+    fit(lambda: Critic(5, size=300.0), stocks, batches(4))
+    assert stocks.scaler.get_scale() < 2.0**9  # there was something to lower
+    assert plugin.scaler.get_scale() == stocks.scaler.get_scale()
+    needed = round(math.log2(2.0**16 / plugin.scaler.get_scale()))
+    assert needed <= plugin.num_skipped <= needed + 4
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_records_go_from_scale_to_scale() -> None:
+    """With one optimizer, a step uses the scale that the record before it ends with; growth included."""
+    monitor = ScaleMonitor(log_every_n_steps=1)
+    fit(lambda: ManySteps(5), scaled_fp32(init_scale=16.0, growth_interval=2), batches(6), callbacks=[monitor])
+    records = list(monitor.history)
+    assert [a.next_scale for a in records[:-1]] == [b.scale for b in records[1:]]
+    assert records[-1].next_scale == 128.0
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_torchs_scaler_forgets_no_overflow() -> None:
+    plugin = WithoutAutocast("fp16", scaler=torch.amp.GradScaler(DEVICE, init_scale=1024.0))
+    fit(lambda: ManySteps(5, [1]), plugin, batches(1))
+    assert plugin.scaler.get_scale() == 512.0
 
 
 def test_what_is_injected_matters() -> None:
