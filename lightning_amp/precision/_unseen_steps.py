@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_amp.scaling import OptimizerSteps, has_gradients, parameters
+from lightning_amp.scaling import OptimizerSteps, Window, has_gradients, parameters
 
 
 class UnseenSteps:
@@ -41,10 +41,28 @@ class UnseenSteps:
             if id(parameter) not in known:
                 self._watch(parameter)
         steps.scale_of_unknown = self._scale_of_unknown
+        for window in steps.windows.values():
+            self._watch_one(window)
+
+    def _watch_one(self, window: Window) -> None:
+        """Let one parameter of an optimizer tell whether its gradients come with a scaled backward."""
+        first = next((p for p in parameters(window.optimizer) if p.requires_grad and p.is_leaf), None)
+        if first is None:
+            return
+        plain = False
+
+        def note(_: Any) -> None:
+            nonlocal plain
+            plain = self._steps.backward_scale is None
+
+        self._handles.append(first.register_post_accumulate_grad_hook(note))
+        window.plain_backward = lambda: plain and first.grad is not None
 
     def detach(self) -> None:
         """All hooks are gone."""
         self._steps.scale_of_unknown = None
+        for window in self._steps.windows.values():
+            window.plain_backward = None
         for handle in (*self._handles, *self._watched.values()):
             handle.remove()
         self._handles.clear()

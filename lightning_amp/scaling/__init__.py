@@ -7,7 +7,7 @@ from lightning_amp.scaling._records import RecordLog, StepRecord
 from lightning_amp.scaling._saved import Saved, check_scaler_state
 from lightning_amp.scaling._scaler import DynamicLossScaler
 from lightning_amp.scaling._steps import OptimizerSteps
-from lightning_amp.scaling._windows import Outcome
+from lightning_amp.scaling._windows import Outcome, Window
 
 __all__ = [
     "DerivativeScale",
@@ -19,6 +19,7 @@ __all__ = [
     "Saved",
     "ScaleHistory",
     "StepRecord",
+    "Window",
     "all_finite",
     "check_scaler_state",
     "has_gradients",

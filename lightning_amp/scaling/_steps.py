@@ -151,6 +151,7 @@ class OptimizerSteps:
         scale = window.scale
         if scale is None:
             return
+        window.require_scaled()
         shared = self._true_elsewhere(window)
         gradients = Gradients(window.optimizer, shared)
         everything = Gradients(window.optimizer) if shared else gradients
@@ -335,6 +336,7 @@ class OptimizerSteps:
         if device is None or not gradients.plain:
             return False
         if scale is not None:
+            window.require_scaled()
             gradients.require_full_precision(window.optimizer)
         grad_scale = None if scale is None else scale.to(device)
         if max_norm is None:

@@ -26,6 +26,7 @@ class Window:
         overflowed: Whether they were not finite before the user changed them; `None` if nobody could.
         clamped: The flag from before they were clamped, which makes an infinite gradient finite but not right.
         used_scale: The scale that was divided out last.
+        plain_backward: Tells whether its latest gradients came with a backward that was not scaled; `None`: unknown.
 
     """
 
@@ -39,6 +40,7 @@ class Window:
         self.overflowed: Tensor | bool | None = None
         self.clamped: Tensor | None = None
         self.used_scale: Tensor | None = None
+        self.plain_backward: Callable[[], bool] | None = None
         self.clear_flag: Tensor | None = None  # 0.0 for sure, to be used again
         self.has_gradients = False  # on any rank
         self.had_gradients = False  # on this one, in any step
@@ -46,6 +48,14 @@ class Window:
         self.stepped = False
         self.decides_on_device = _compat.decides_on_device(optimizer)
         self.may_move_first = not always_calls_closure(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
+
+    def require_scaled(self) -> None:
+        """Refuse to divide by the scale what a backward of the user's own, past the plugin, has not multiplied."""
+        if self.plain_backward is not None and self.plain_backward():
+            raise RuntimeError(
+                f"Gradients of `{type(self.optimizer).__name__}` come from `loss.backward()`, which does not multiply them"
+                " by the loss scale as those of the other losses are. Call `self.manual_backward(loss)` for each loss."
+            )
 
     def to_true(self) -> Tensor | None:
         """What makes the leftovers of a folded step true gradients: the kernel unscales them only when it steps."""

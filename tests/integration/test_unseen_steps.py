@@ -279,3 +279,50 @@ def test_no_hook_stays(crash: bool) -> None:
 
 def hooks_of_torch() -> list[Any]:
     return [torch_optimizers._global_optimizer_pre_hooks, torch_optimizers._global_optimizer_post_hooks]
+
+
+# -- a backward that the plugin does not see ---------------------------------------------------------------------------
+
+
+class TwoLosses(Toy):
+    """Two networks and two optimizers; the second one's loss goes backward as `backward` says."""
+
+    def __init__(self, backward: str = "plain") -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(FEATURES, 1)
+        self.how = backward
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        first.zero_grad()
+        self.manual_backward(self.loss(batch))
+        first.step()
+        if self.how == "looked at":
+            self.other(batch).float().square().mean().backward()  # a saliency map, say
+        second.zero_grad()
+        loss = (self.other(batch).float() - 1).square().mean()
+        if self.how == "plain":
+            loss.backward()
+        else:
+            self.manual_backward(loss)
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        return plain_sgd(self.net.parameters()), plain_sgd(self.other.parameters())
+
+
+def test_a_backward_past_the_plugin_is_an_error_in_the_first_batch() -> None:
+    """Without it the second optimizer's gradients are divided by a scale that they do not have: it does not train."""
+    with pytest.raises(RuntimeError, match=r"come from `loss.backward\(\)`.*Call `self.manual_backward\(loss\)`"):
+        fit(TwoLosses, scaled_fp32(), batches(1))
+    assert_same(fit(lambda: TwoLosses("as it says"), scaled_fp32()), fit(lambda: TwoLosses("as it says")))
+
+
+@pytest.mark.parametrize("how", ["as it says", "looked at"])
+def test_a_backward_whose_gradients_are_dropped_is_nobodys_business(how: str) -> None:
+    assert_same(fit(lambda: TwoLosses(how), scaled_fp32()), fit(lambda: TwoLosses(how)))
+
+
+def test_without_loss_scaling_any_backward_is_as_in_fp32() -> None:
+    assert_same(fit(TwoLosses, AmpPrecision("fp32")), fit(TwoLosses))
