@@ -190,9 +190,9 @@ _BROKEN_FORWARD = (
 def _advice_on_gradients(last: StepRecord) -> str:
     if last.scale == last.next_scale == 1:
         return (
-            "The gradients are not finite although the loss is, and no scale is to blame: look for roots, logarithms and"
-            " quotients at 0, which want an epsilon, and run the module with precision 'fp32' to see whether it happens"
-            " there too"
+            "The gradients are not finite although the loss is, and no scale is to blame: look for roots, logarithms"
+            " and quotients at 0, which want an epsilon, and run the module with precision 'fp32' to see whether it"
+            " happens there too"
         )
     if last.scale == last.next_scale > 1:
         return (
@@ -200,8 +200,8 @@ def _advice_on_gradients(last: StepRecord) -> str:
             " scale or `min_scale`, or leave `scaler` out for a dynamic one"
         )
     return (
-        "The gradients overflow although the loss is finite: look for a module whose gradients are unusually large, keep"
-        " it in fp32, clip its inputs, or use 'bf16', whose range is that of fp32"
+        "The gradients overflow although the loss is finite: look for a module whose gradients are unusually large,"
+        " keep it in fp32, clip its inputs, or use 'bf16', whose range is that of fp32"
     )
 
 
