@@ -208,8 +208,8 @@ class ComparisonTable(Sequence[ComparisonRow]):
 
 
 def _check_max_rows(value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"`max_rows` must be at least 1, got {value!r}. `None` shows all")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"`max_rows` must be an integer of at least 1, got {value!r}. `None` shows all")
 
 
 def _without_loader(metric: str) -> str:

@@ -234,6 +234,8 @@ class GradientMonitor(Callback):
 
     def _verdict(self, last: GradientRow) -> str:
         scale = self.recommended_scale
+        if scale is None and not math.isfinite(last.largest):
+            return "No sample had finite gradients in fp32: there is no scale to recommend, and no precision can help."
         if scale is None:
             return "All gradients are zero."
         if scale < 1:

@@ -86,6 +86,9 @@ class GradientTable(Sequence[GradientRow]):
     def __getitem__(self, index: int | slice) -> GradientRow | list[GradientRow]:
         return list(self)[index]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} rows)"
+
     def __str__(self) -> str:
         return self.to_text()
 
@@ -97,8 +100,11 @@ class GradientTable(Sequence[GradientRow]):
                 largest share that becomes zero, as many of each. `None` shows all.
 
         """
+        require_max_rows(max_rows)
+        if not self._samples:
+            return "no sample yet"
         rows = [row for row in self.last if row.name != TOTAL]
-        shown = _worst(rows, require_max_rows(max_rows))
+        shown = _worst(rows, max_rows)
         total = [row for row in self.last if row.name == TOTAL]
         header = ("name", "to zero", "subnormal", "headroom", "SQNR", "cosine")
         cells = [header, *(_cells(row) for row in (*sorted(shown, key=_room), *total))]

@@ -261,6 +261,7 @@ class OverflowLocator(Callback):
             parameters=nonfinite_gradients(parameters) or finding.parameters,
             largest_gradient=finding.largest_gradient,
             note=finding.note,
+            precision=trainer.precision_plugin.precision,
         )
         everybodys = gather(trainer, mine)
         reports = [r for r in everybodys if r.cause != "not reproduced" or r.note] or everybodys[:1]

@@ -33,6 +33,7 @@ class OverflowReport:
         parameters: Names of all parameters whose gradients were not finite.
         largest_gradient: With cause `"backward"` the largest true gradient of the batch, computed in fp32.
         note: Why the replay may not be exact, or why there was none; empty if all is well.
+        precision: Of the run: `"16-mixed"`, `"bf16-mixed"`, `"32-true"`; empty in reports of older checkpoints.
 
     """
 
@@ -48,6 +49,7 @@ class OverflowReport:
     parameters: tuple[str, ...]
     largest_gradient: float | None = None
     note: str = ""
+    precision: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types."""
@@ -129,7 +131,8 @@ class OverflowReport:
         if self.cause == "loss":
             return "the loss: every module's output is finite, what `training_step` computes from them is not"
         if self.cause == "backward":
-            return f"the scaled backward alone, the loss is finite: {self._backward()}"
+            scaled = "" if self.record.scale == 1 else "scaled "
+            return f"the {scaled}backward alone, the loss is finite: {self._backward()}"
         if not self._was_replayed:
             return "not looked for"
         where = f", on all of {self.world_size} ranks" if self.world_size > 1 else ""
@@ -146,29 +149,53 @@ class OverflowReport:
         return f"{text}, {self._tensor()}, is not finite"
 
     def _advice_on_scale(self) -> str:
-        if self.largest_gradient is None or not math.isfinite(self.largest_gradient):
+        epsilons = "an epsilon under roots, logarithms and quotients"
+        if self.largest_gradient is None:
             return "'bf16', whose range is that of fp32"
-        scale = fitting_scale(self.largest_gradient, spare_bits=0, lowest=-126)
+        if not math.isfinite(self.largest_gradient):
+            return (
+                f"{epsilons}, whose derivatives at 0 are not finite: in fp32 the gradients of this batch are not finite"
+                " either, so no precision can help"
+            )
         size = f"the largest true gradient of this batch is {rounded(self.largest_gradient)}"
+        if self._has_range_of_fp32:
+            return (
+                f"{epsilons}, or what computes their arguments in fp32 (`fp32_modules`): {size} in fp32, where nothing"
+                " is rounded to zero before it"
+            )
+        scale = fitting_scale(self.largest_gradient, spare_bits=0, lowest=-126)
+        falls = self.record.next_scale < self.record.scale
         if scale >= self.record.scale:
-            return f"'bf16', whose range is that of fp32: {size}, which fits; something on the way to it does not"
+            first = "nothing, if it happens now and then: the scale falls; else " if falls else ""
+            return (
+                f"{first}'bf16', whose range is that of fp32: {size}, which fits; something on the way to it does not"
+            )
         if scale < 1:
             divisor = 1 / fitting_scale(self.largest_gradient, lowest=-126)  # with room for other batches
             return (
                 f"dividing the loss by a constant ({exact(divisor)} at least), or 'bf16': {size}, which does not fit"
                 " into fp16 even without a loss scale"
             )
+        if not falls:
+            return (
+                f"a loss scale of {exact(scale)} or below, or a dynamic one: {size}, and this scale did not fall (it is"
+                " static, at its `min_scale`, or within its `hysteresis`)"
+            )
         return (
             f"nothing, if it happens now and then: {size}, which fits at a scale of {exact(scale)}, and the scaler goes"
             " there by itself"
         )
+
+    @property
+    def _has_range_of_fp32(self) -> bool:
+        return self.precision in ("bf16-mixed", "32-true")
 
     def _advice(self) -> str:
         if self.cause == "batch":
             return "clean the data, or leave this batch out; no precision can help"
         if self.cause == "weights":
             return "go back to a checkpoint from before it; no step can be taken with such a weight, in any precision"
-        if self.cause == "forward" and self.diagnosis.dtype == "bfloat16":
+        if self.cause == "forward" and (self._has_range_of_fp32 or self.diagnosis.dtype == "bfloat16"):
             return (
                 "making what goes into the module smaller (a normalisation before it), and epsilons under roots,"
                 " logarithms and quotients; 'fp32' holds no larger numbers than bfloat16"

@@ -72,8 +72,9 @@ def replay(
 
     """
     loaded = load_bundle(bundle, weights_only)
-    dtype = limits(precision).dtype
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    known = [limits(name) for name in ("fp32", "fp16", "bf16")]
+    dtype = next((format_.dtype for format_ in known if precision in (format_.name, format_.dtype)), None)
+    if dtype is None:
         raise ValueError(f"`precision` must be 'fp32', 'fp16' or 'bf16'; got {precision!r}.")
     device = torch.device(device)
     found = _random_state(device)

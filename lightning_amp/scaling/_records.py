@@ -173,18 +173,36 @@ class RecordLog:
         num_loss = streak.count("loss")
         assert self.last is not None
         details = self.describe_skips()
-        advice = (
-            "The forward pass itself is broken: look at the data and at the learning rate, or run the module with"
-            " precision 'fp32' to see whether it happens there too"
-            if num_loss > len(streak) // 2
-            else "The gradients overflow although the loss is finite: look for a module whose gradients are unusually"
-            " large, keep it in fp32, clip its inputs, or use 'bf16', whose range is that of fp32"
-        )
+        advice = _BROKEN_FORWARD if num_loss > len(streak) // 2 else _advice_on_gradients(self.last)
         raise FloatingPointError(
             f"{len(streak)} optimizer steps in a row were skipped (the limit is {self.max_consecutive_skips}), the last"
             f" at loss scale {exact(self.last.scale)}: {num_loss} with a non-finite loss, {len(streak) - num_loss} with"
             f" non-finite gradients under a finite loss. {details}{'. ' if details else ''}{advice}."
         )
+
+
+_BROKEN_FORWARD = (
+    "The forward pass itself is broken: look at the data and at the learning rate, or run the module with precision"
+    " 'fp32' to see whether it happens there too"
+)
+
+
+def _advice_on_gradients(last: StepRecord) -> str:
+    if last.scale == last.next_scale == 1:
+        return (
+            "The gradients are not finite although the loss is, and no scale is to blame: look for roots, logarithms"
+            " and quotients at 0, which want an epsilon, and run the module with precision 'fp32' to see whether it"
+            " happens there too"
+        )
+    if last.scale == last.next_scale > 1:
+        return (
+            "The gradients overflow although the loss is finite, and this scale does not fall: use a smaller static"
+            " scale or `min_scale`, or leave `scaler` out for a dynamic one"
+        )
+    return (
+        "The gradients overflow although the loss is finite: look for a module whose gradients are unusually large,"
+        " keep it in fp32, clip its inputs, or use 'bf16', whose range is that of fp32"
+    )
 
 
 def _read(values: list[Tensor | bool | None]) -> list[float]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_amp._numbers import exact
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^<!-- ([\w-]+) -->\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 GUIDE = (ROOT / "docs" / "guide" / "symptoms.md").read_text(encoding="utf-8")
@@ -30,6 +32,13 @@ def test_output_in_the_guide_is_real(symptom: str) -> None:
     assert shown
     for block in shown:
         assert without_numbers(block) in printed, done.stdout
+
+
+def test_scales_are_spelled_as_they_are_printed() -> None:
+    """Which the comparison above cannot see."""
+    spelled = re.findall(r"(?:scale|scale of|->) (\d+)\b(?!\*)", "".join(block for _, block in BLOCK.findall(GUIDE)))
+    assert spelled
+    assert [number for number in spelled if number != exact(float(number))] == []
 
 
 def test_every_symptom_is_in_the_guide() -> None:

@@ -339,3 +339,15 @@ def test_plot_of_nothing(tmp_path: Path) -> None:
 def test_arguments_are_checked(kwargs: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         GradientMonitor(**kwargs)
+
+
+def test_gradients_that_are_not_finite_are_not_called_zero(caplog: pytest.LogCaptureFixture) -> None:
+    class Infinite(Times):
+        factor = math.inf
+
+    monitor = GradientMonitor(2)
+    with caplog.at_level("INFO"):
+        fit(Infinite, AmpPrecision("bf16"), batches(2), callbacks=[monitor])
+    assert "All gradients are zero" not in caplog.text
+    assert "No sample had finite gradients in fp32" in caplog.text
+    assert monitor.recommended_scale is None

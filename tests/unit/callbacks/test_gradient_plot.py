@@ -164,6 +164,11 @@ def test_number_of_rows_is_checked(max_rows: Any) -> None:
         GradientMonitor().table.to_text(max_rows)
 
 
+def test_a_table_says_what_it_is() -> None:
+    assert repr(GradientTable([row(0, "a"), row(1, "a")])) == "GradientTable(2 rows)"
+    assert str(GradientTable()) == "no sample yet"
+
+
 def test_nothing_to_draw() -> None:
     figure: Any = GradientMonitor().plot()
     assert [text.get_text() for text in figure.axes[0].texts] == ["no sample yet"]

@@ -878,8 +878,9 @@ def test_at_most_fifteen_rows_the_worst() -> None:
     assert [values.get_ylabel() for values, _ in panels(figure)] == [f"m{i}" for i in range(19, 4, -1)]
     assert "worst 15 of 20" in figure.get_suptitle()
     assert len(panels(many().plot(max_rows=None))) == 20
-    with pytest.raises(ValueError, match="`max_rows` must be at least 1, got 0"):
-        many().to_text(0)
+    for wrong in (0, True, "3", 1.5):
+        with pytest.raises(ValueError, match=f"`max_rows` must be an integer of at least 1, got {wrong!r}"):
+            many().to_text(wrong)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_worst_are_beyond_their_tolerance_or_nan() -> None:

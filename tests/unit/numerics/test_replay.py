@@ -198,3 +198,9 @@ def test_extra_state_of_a_module_that_is_no_tensor() -> None:
 
     module = Extra()
     assert replay(bundle(module), Extra).diagnosis.cause == "none"
+
+
+@pytest.mark.parametrize("precision", ["half", "16-mixed", 16])
+def test_another_precision_is_refused_by_the_name_of_the_argument(precision: Any) -> None:
+    with pytest.raises(ValueError, match=f"`precision` must be 'fp32', 'fp16' or 'bf16'; got {precision!r}"):
+        replay(bundle(Net()), Net, precision=precision)

@@ -121,6 +121,13 @@ def test_a_stuck_run_stops() -> None:
         scales(scaler, [True] * 8)
 
 
+def test_a_stuck_run_is_told_of_its_own_scale() -> None:
+    with pytest.raises(FloatingPointError, match="look for a module whose gradients are unusually large.*'bf16'"):
+        scales(DynamicLossScaler(max_consecutive_skips=4), [True] * 4)
+    with pytest.raises(FloatingPointError, match="this scale does not fall: use a smaller static scale"):
+        scales(DynamicLossScaler(1024.0, min_scale=1024.0, max_scale=1024.0, max_consecutive_skips=4), [True] * 4)
+
+
 def test_static_scale_never_moves() -> None:
     assert set(scales(DynamicLossScaler.static(1024.0), [True, False] * 5)) == {1024.0}
 
