@@ -8,6 +8,7 @@ and the node is not: sums are bit for bit those of a cast per use.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -49,8 +50,10 @@ class ReusedWeights:
     gets an override, which is on the module inside of steps and backwards only (activation checkpointing calls modules
     again in the backward). All others run as if this class did not exist.
 
-    Compiled modules are left alone: a graph has its own casts, and the compiler merges equal ones. So are calls inside
-    of `torch.func` transforms and tracing, and parameters that are not plain ones (DTensor, quantized).
+    Compiled modules are left alone: a graph has its own casts, and the compiler merges equal ones. One that is called
+    in a compiled function is found out when the function is traced. That costs one graph more, once: an override that
+    came and went with each epoch would be a new graph each time. Left alone are also calls inside of `torch.func`
+    transforms and tracing, and parameters that are not plain ones (DTensor, quantized).
 
     Cost: some 8 us per call of a reused module more than a cast of an empty weight (a cast of 100,000 elements takes
     longer); nothing, after the second step, for a module that is called once.
@@ -114,8 +117,8 @@ class ReusedWeights:
         steps = self._steps.get(stage, 0)
         if steps < _STEPS_WATCHED:
             self._steps[stage] = steps + 1
-            unknown = (m for m in _eager_modules(module) if id(m) not in self._reused)
-            self._watched = [_Reused(m, self._copies) for m in unknown]
+            unknown = [m for m in _eager_modules(module) if id(m) not in self._reused]
+            self._watched = [_Reused(m, self._copies, _COMPILED.setdefault(m, _Compiled())) for m in unknown]
             for reused in self._watched:
                 reused.install()
 
@@ -123,6 +126,7 @@ class ReusedWeights:
         for reused in (*self._watched, *self._reused.values()):
             reused.restore()
         self._reused.update((id(r.owner), r) for r in self._watched if r.called_again)
+        self._reused = {key: r for key, r in self._reused.items() if not r.compiled}
         self._watched = []
         self._copies.clear()
 
@@ -141,27 +145,36 @@ class Inside:
 
 
 def _eager_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the submodules whose parameters can be shared, without those inside a compiled one."""
-    found: dict[int, nn.Module] = {}
-    seen: set[int] = set()
-    waiting = [module]
-    while waiting:
-        module = waiting.pop()
-        if id(module) in seen or _compat.is_compiled(module):
-            continue
-        seen.add(id(module))
-        if type(module).forward in _WEIGHTS and "forward" not in vars(module):
-            found[id(module)] = module
-        waiting.extend(module.children())
-    return list(found.values())
+    """Return the submodules whose parameters can be shared, without those that are known to be compiled."""
+    modules = list(module.modules())
+    compiled = {id(inner) for outer in modules if _compat.is_compiled(outer) for inner in outer.modules()}
+    compiled |= {id(inner) for inner in modules if inner in _COMPILED and _COMPILED[inner].at_all}
+    return [m for m in modules if id(m) not in compiled and type(m).forward in _WEIGHTS and "forward" not in vars(m)]
+
+
+class _Compiled:
+    """Whether a compiler has traced a call of a module, inside of whatever function it compiled."""
+
+    def __init__(self) -> None:
+        self.at_all = False
+
+
+@_compat.constant_while_compiling
+def _note(compiled: _Compiled) -> None:
+    compiled.at_all = True
+
+
+_COMPILED: weakref.WeakKeyDictionary[nn.Module, _Compiled] = weakref.WeakKeyDictionary()
+"""Outlives a fit: a graph does too, and whether the module had an override is one of its guards."""
 
 
 class _Reused(Override):
     """The `forward` of a module, which finds half-precision aliases in the place of its parameters."""
 
-    def __init__(self, owner: nn.Module, copies: _Copies) -> None:
+    def __init__(self, owner: nn.Module, copies: _Copies, compiled: _Compiled) -> None:
         super().__init__(owner, "forward")
         self.calls = 0  # in the step that is watched
+        self._compiled = compiled
         self._copies = copies
         self._places: list[tuple[nn.Module, tuple[str, ...]]] = [(owner, _WEIGHTS[type(owner).forward])]
         if isinstance(owner, nn.MultiheadAttention):  # its forward takes the projection's weight, without a call
@@ -172,14 +185,18 @@ class _Reused(Override):
         """Return whether one step called the module more than once."""
         return self.calls > 1
 
+    @property
+    def compiled(self) -> bool:
+        """Return whether a compiler has traced a call of the module."""
+        return self._compiled.at_all
+
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         copies = self._copies
-        if (
-            torch.compiler.is_compiling()
-            or not torch.is_autocast_enabled(copies.device_type)
-            or _compat.is_transformed_or_traced()
-        ):
+        if torch.compiler.is_compiling():
+            _note(self._compiled)
+            return self.inner(*args, **kwargs)
+        if not torch.is_autocast_enabled(copies.device_type) or _compat.is_transformed_or_traced():
             return self.inner(*args, **kwargs)
         if self.calls < 2:
             self.calls += 1

@@ -405,6 +405,38 @@ def test_compiled_modules_are_left_alone(regional: bool) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("calls", [1, 2])
+def test_modules_in_a_compiled_function_are_left_alone(calls: int) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    root = Root(net=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))).to(DEVICE)
+    function = torch.compile(lambda x: again(root.net, x, calls), backend=counter, fullgraph=True)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    for _ in range(2):  # fits
+        sharing = Sharing(root)
+        for epoch in range(12):
+            root.trainer.fit_loop.epoch_progress.current.completed = epoch
+            for _ in range(4):
+                with sharing():
+                    function(x)
+            with sharing("validation_step"):
+                function(x)
+    assert counter.frame_count <= 2
+
+
+def test_modules_that_are_also_known_by_their_compiled_wrapper_are_left_alone() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    root = Root(net=Layer()).to(DEVICE)
+    root.wrapper = torch.compile(root.net, backend=counter, fullgraph=True)
+    sharing = Sharing(root)
+    for _ in range(4):
+        with sharing():
+            root.wrapper(torch.randn(3, WIDTH, device=DEVICE))
+    assert counter.frame_count == 1
+
+
 def test_torch_func() -> None:
     root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
     x = torch.randn(3, WIDTH, device=DEVICE)
