@@ -117,7 +117,9 @@ class ReusedWeights:
         steps = self._steps.get(stage, 0)
         if steps < _STEPS_WATCHED:
             self._steps[stage] = steps + 1
-            unknown = [m for m in _eager_modules(module) if id(m) not in self._reused]
+            modules = {id(m): m for m in _eager_modules(module)}
+            self._reused = {key: r for key, r in self._reused.items() if key in modules}  # others may be gone
+            unknown = [m for key, m in modules.items() if key not in self._reused]
             self._watched = [_Reused(m, self._copies, _COMPILED.setdefault(m, _Compiled())) for m in unknown]
             for reused in self._watched:
                 reused.install()
@@ -173,12 +175,19 @@ class _Reused(Override):
 
     def __init__(self, owner: nn.Module, copies: _Copies, compiled: _Compiled) -> None:
         super().__init__(owner, "forward")
+        self._forward = type(owner).forward
         self.calls = 0  # in the step that is watched
         self._compiled = compiled
         self._copies = copies
         self._places: list[tuple[nn.Module, tuple[str, ...]]] = [(owner, _WEIGHTS[type(owner).forward])]
         if isinstance(owner, nn.MultiheadAttention):  # its forward takes the projection's weight, without a call
             self._places.append((owner.out_proj, ("weight",)))
+
+    @override
+    def install(self) -> None:
+        """Stand in, unless somebody gave the module another `forward` since."""
+        if "forward" not in vars(self.owner) and type(self.owner).forward is self._forward:
+            super().install()
 
     @property
     def called_again(self) -> bool:

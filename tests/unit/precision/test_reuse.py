@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -385,6 +387,48 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) + self.layer(x + 1)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["instance", "class", "in a step"])
+def test_a_forward_that_is_replaced_later_stays(how: str) -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    with sharing():
+        again(root.net, x)
+    expected = 2 * root.net(x)
+
+    if how == "class":
+        root.net.__class__ = Doubled
+    else:
+        with sharing() if how == "in a step" else contextlib.nullcontext():
+            before = root.net.forward
+            root.net.forward = lambda x: 2 * before(x)
+    for _ in range(3):
+        with sharing():
+            outputs = [root.net(x) for _ in range(2)]
+        assert_same(root.net(x), expected)
+        for output in outputs:
+            torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_a_removed_module_is_let_go() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    with sharing():
+        again(root.net, x)
+    removed = weakref.ref(root.net)
+    root.net = nn.Linear(WIDTH, WIDTH).to(DEVICE)
+    with sharing():
+        again(root.net, x)
+    gc.collect()
+    assert removed() is None
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
