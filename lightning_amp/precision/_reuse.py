@@ -53,7 +53,8 @@ class ReusedWeights:
     Compiled modules are left alone: a graph has its own casts, and the compiler merges equal ones. One that is called
     in a compiled function is found out when the function is traced. That costs one graph more, once: an override that
     came and went with each epoch would be a new graph each time. Left alone are also calls inside of `torch.func`
-    transforms and tracing, and parameters that are not plain ones (DTensor, quantized).
+    transforms, tracing and selective activation checkpointing (which wants the same operations each time), and
+    parameters that are not plain ones (DTensor, quantized).
 
     Cost: some 8 us per call of a reused module more than a cast of an empty weight (a cast of 100,000 elements takes
     longer); nothing, after the second step, for a module that is called once.
@@ -205,7 +206,11 @@ class _Reused(Override):
         if torch.compiler.is_compiling():
             _note(self._compiled)
             return self.inner(*args, **kwargs)
-        if not torch.is_autocast_enabled(copies.device_type) or _compat.is_transformed_or_traced():
+        if (
+            not torch.is_autocast_enabled(copies.device_type)
+            or _compat.is_transformed_or_traced()
+            or _compat.is_replayed()
+        ):
             return self.inner(*args, **kwargs)
         if self.calls < 2:
             self.calls += 1

@@ -19,7 +19,7 @@ from helpers import DEVICE, assert_same, quiet_trainer
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_amp.precision._reuse import ReusedWeights
 
@@ -387,6 +387,32 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) + self.layer(x + 1)
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_selective_activation_checkpointing(policy: CheckpointPolicy) -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE, requires_grad=True)
+    contexts = functools.partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: policy)
+
+    def twice(module: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(again, module, x, 2, use_reentrant=False, context_fn=contexts)
+        return x
+
+    other = copy.deepcopy(root)
+    sharing = Sharing(root)
+    for _ in range(3):
+        root.zero_grad()
+        other.zero_grad()
+        with sharing():
+            out = twice(root.net, x)
+        with sharing.weights.inside():  # as the plugin's backward
+            out.float().sum().backward()
+        with cast_per_use():
+            out = twice(other.net, x)
+        out.float().sum().backward()
+        assert_same(root.net.weight.grad, other.net.weight.grad)
 
 
 class Doubled(nn.Linear):
