@@ -8,6 +8,7 @@ and the node is not: sums are bit for bit those of a cast per use.
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -260,6 +261,7 @@ class _Copies:
             and parameter.dtype is torch.float32
             and parameter.device.type == self.device_type
             and not parameter.is_inference()
+            and 0 not in parameter.stride()  # expanded: there is less memory than elements
         )
 
     def clear(self) -> None:
@@ -280,7 +282,10 @@ class _Copy:
             self._now: Tensor | None = None
             if plain.device.type == "cpu" and plain.numel():
                 count = min(plain.numel(), _SAMPLE)
-                self._now = plain.as_strided((count,), (plain.numel() // count,), plain.storage_offset())
+                step = plain.numel() // count
+                while math.gcd(step, plain[0].numel()) > 1:  # else one column: an input that is always 0, say
+                    step -= 1
+                self._now = plain.as_strided((count,), (step,), plain.storage_offset())
                 self._then = self._now.clone()
 
     def is_current(self) -> bool:

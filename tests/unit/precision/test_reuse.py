@@ -253,6 +253,29 @@ def test_an_edit_of_one_element_is_seen() -> None:
             assert_same(out, root.net(torch.ones(1, 64, device=DEVICE)))
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU an edit through `.data` is not looked for")
+@pytest.mark.parametrize("shape", [(64, 784), (128, 784), (256, 256), (130, 300)])
+def test_an_edit_of_all_columns_but_the_first_is_seen(shape: tuple[int, int]) -> None:
+    root = Root(net=nn.Linear(shape[1], shape[0]))
+    x = torch.ones(2, shape[1])
+    sharing = Sharing(root)
+    with sharing():
+        root.net(x)
+        before = root.net(x)
+        root.net.weight.data[:, 1:].zero_()
+        assert not torch.equal(root.net(x), before)
+
+
+def test_an_expanded_weight_is_left_alone() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    root.net.weight = nn.Parameter(torch.ones(1, WIDTH, device=DEVICE).expand(WIDTH, WIDTH), requires_grad=False)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    with cast_per_use():
+        expected = again(root.net, x)
+    with Sharing(root)():
+        assert_same(again(root.net, x), expected)
+
+
 def test_a_replaced_parameter_is_seen() -> None:
     root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
     x = torch.randn(3, WIDTH, device=DEVICE)
