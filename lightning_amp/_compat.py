@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.optim.optimizer as _optimizer_module
+import torch.utils.checkpoint as _checkpoint_module
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue, reportMissingModuleSource]
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # --- torch: foreach and amp kernels ----------------------------------------------------------------------------------
 # The multi-tensor kernels that `GradScaler` and `torch.optim` run on are private; their public wrappers
@@ -246,6 +248,20 @@ def is_transformed_or_traced() -> bool:
     Can go when there is a public question for the first; for the second there is one, ten times as slow.
     """
     return torch._C._are_functorch_transforms_active() or bool(torch._C._get_tracing_state())
+
+
+_REPLAYING = (_checkpoint_module._CachingTorchDispatchMode, _checkpoint_module._CachedTorchDispatchMode)
+
+
+def is_replayed() -> bool:
+    """Whether selective activation checkpointing notes operations, or plays them back in the backward.
+
+    Both times must run the same ones, one by one. Its two modes have no public names. Can go when there is a public
+    question for them, or when operations can be hidden from it.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(m, _REPLAYING) for m in _get_current_dispatch_mode_stack())
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

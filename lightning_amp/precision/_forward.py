@@ -121,7 +121,10 @@ class ForwardContexts(MixedPrecision):
             mixed = self._forward_choice(True).mixed
             hook_context = functools.partial(self.evaluation_context, module)
             around = self._surroundings.evaluating(module, step, hook_context) if mixed else contextlib.nullcontext()
-            with around, self._reused.inside(step if module is self._module else None), self.forward_context():
+            # not in a hook, which is where people export a model: that needs the module's own `forward`
+            shares = step is not None and module is self._module
+            sharing = self._reused.inside(step) if shares else contextlib.nullcontext()
+            with around, sharing, self.forward_context():
                 yield
         finally:
             self._evaluating = before

@@ -8,6 +8,8 @@ and the node is not: sums are bit for bit those of a cast per use.
 
 from __future__ import annotations
 
+import math
+import weakref
 from typing import Any
 
 import torch
@@ -49,8 +51,11 @@ class ReusedWeights:
     gets an override, which is on the module inside of steps and backwards only (activation checkpointing calls modules
     again in the backward). All others run as if this class did not exist.
 
-    Compiled modules are left alone: a graph has its own casts, and the compiler merges equal ones. So are calls inside
-    of `torch.func` transforms and tracing, and parameters that are not plain ones (DTensor, quantized).
+    Compiled modules are left alone: a graph has its own casts, and the compiler merges equal ones. One that is called
+    in a compiled function is found out when the function is traced. That costs one graph more, once: an override that
+    came and went with each epoch would be a new graph each time. Left alone are also calls inside of `torch.func`
+    transforms, tracing and selective activation checkpointing (which wants the same operations each time), and
+    parameters that are not plain ones (DTensor, quantized).
 
     Cost: some 8 us per call of a reused module more than a cast of an empty weight (a cast of 100,000 elements takes
     longer); nothing, after the second step, for a module that is called once.
@@ -114,8 +119,10 @@ class ReusedWeights:
         steps = self._steps.get(stage, 0)
         if steps < _STEPS_WATCHED:
             self._steps[stage] = steps + 1
-            unknown = (m for m in _eager_modules(module) if id(m) not in self._reused)
-            self._watched = [_Reused(m, self._copies) for m in unknown]
+            modules = {id(m): m for m in _eager_modules(module)}
+            self._reused = {key: r for key, r in self._reused.items() if key in modules}  # others may be gone
+            unknown = [m for key, m in modules.items() if key not in self._reused]
+            self._watched = [_Reused(m, self._copies, _COMPILED.setdefault(m, _Compiled())) for m in unknown]
             for reused in self._watched:
                 reused.install()
 
@@ -123,6 +130,7 @@ class ReusedWeights:
         for reused in (*self._watched, *self._reused.values()):
             reused.restore()
         self._reused.update((id(r.owner), r) for r in self._watched if r.called_again)
+        self._reused = {key: r for key, r in self._reused.items() if not r.compiled}
         self._watched = []
         self._copies.clear()
 
@@ -141,44 +149,68 @@ class Inside:
 
 
 def _eager_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the submodules whose parameters can be shared, without those inside a compiled one."""
-    found: dict[int, nn.Module] = {}
-    seen: set[int] = set()
-    waiting = [module]
-    while waiting:
-        module = waiting.pop()
-        if id(module) in seen or _compat.is_compiled(module):
-            continue
-        seen.add(id(module))
-        if type(module).forward in _WEIGHTS and "forward" not in vars(module):
-            found[id(module)] = module
-        waiting.extend(module.children())
-    return list(found.values())
+    """Return the submodules whose parameters can be shared, without those that are known to be compiled."""
+    modules = list(module.modules())
+    compiled = {id(inner) for outer in modules if _compat.is_compiled(outer) for inner in outer.modules()}
+    compiled |= {id(inner) for inner in modules if inner in _COMPILED and _COMPILED[inner].at_all}
+    return [m for m in modules if id(m) not in compiled and type(m).forward in _WEIGHTS and "forward" not in vars(m)]
+
+
+class _Compiled:
+    """Whether a compiler has traced a call of a module, inside of whatever function it compiled."""
+
+    def __init__(self) -> None:
+        self.at_all = False
+
+
+@_compat.constant_while_compiling
+def _note(compiled: _Compiled) -> None:
+    compiled.at_all = True
+
+
+_COMPILED: weakref.WeakKeyDictionary[nn.Module, _Compiled] = weakref.WeakKeyDictionary()
+"""Outlives a fit: a graph does too, and whether the module had an override is one of its guards."""
 
 
 class _Reused(Override):
     """The `forward` of a module, which finds half-precision aliases in the place of its parameters."""
 
-    def __init__(self, owner: nn.Module, copies: _Copies) -> None:
+    def __init__(self, owner: nn.Module, copies: _Copies, compiled: _Compiled) -> None:
         super().__init__(owner, "forward")
+        self._forward = type(owner).forward
         self.calls = 0  # in the step that is watched
+        self._compiled = compiled
         self._copies = copies
         self._places: list[tuple[nn.Module, tuple[str, ...]]] = [(owner, _WEIGHTS[type(owner).forward])]
         if isinstance(owner, nn.MultiheadAttention):  # its forward takes the projection's weight, without a call
             self._places.append((owner.out_proj, ("weight",)))
+
+    @override
+    def install(self) -> None:
+        """Stand in, unless somebody gave the module another `forward` since."""
+        if "forward" not in vars(self.owner) and type(self.owner).forward is self._forward:
+            super().install()
 
     @property
     def called_again(self) -> bool:
         """Return whether one step called the module more than once."""
         return self.calls > 1
 
+    @property
+    def compiled(self) -> bool:
+        """Return whether a compiler has traced a call of the module."""
+        return self._compiled.at_all
+
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         copies = self._copies
+        if torch.compiler.is_compiling():
+            _note(self._compiled)
+            return self.inner(*args, **kwargs)
         if (
-            torch.compiler.is_compiling()
-            or not torch.is_autocast_enabled(copies.device_type)
+            not torch.is_autocast_enabled(copies.device_type)
             or _compat.is_transformed_or_traced()
+            or _compat.is_replayed()
         ):
             return self.inner(*args, **kwargs)
         if self.calls < 2:
@@ -229,6 +261,7 @@ class _Copies:
             and parameter.dtype is torch.float32
             and parameter.device.type == self.device_type
             and not parameter.is_inference()
+            and 0 not in parameter.stride()  # expanded: there is less memory than elements
         )
 
     def clear(self) -> None:
@@ -249,7 +282,10 @@ class _Copy:
             self._now: Tensor | None = None
             if plain.device.type == "cpu" and plain.numel():
                 count = min(plain.numel(), _SAMPLE)
-                self._now = plain.as_strided((count,), (plain.numel() // count,), plain.storage_offset())
+                step = plain.numel() // count
+                while math.gcd(step, plain[0].numel()) > 1:  # else one column: an input that is always 0, say
+                    step -= 1
+                self._now = plain.as_strided((count,), (step,), plain.storage_offset())
                 self._then = self._now.clone()
 
     def is_current(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import Toy, attributes, batches, fit, quiet_trainer
+from helpers import FEATURES, Toy, attributes, batches, fit, quiet_trainer
 from promises import Plugins, promise
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
@@ -196,3 +196,25 @@ def test_nothing_stays_after_an_exception(run: str) -> None:
     assert attributes(module) == found
     assert vars(module.mse)["update"] is update
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("export", ["script", "export"])
+def test_a_model_that_is_used_many_times_can_be_exported_in_an_epoch_end_hook(export: str) -> None:
+    x = torch.ones(2, FEATURES)
+
+    class Exports(Toy):
+        outputs: Any = None
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.net(self.net(batch))
+
+        def on_validation_epoch_end(self) -> None:
+            if export == "script":
+                self.outputs = torch.jit.script(self.net)(x)
+            else:
+                self.outputs = torch.export.export(self.net, (x,)).module()(x)
+
+    module = Exports(net=nn.Linear(FEATURES, FEATURES))
+    quiet_trainer(plugins=[AmpPrecision("bf16")]).validate(module, batches(), verbose=False)
+    torch.testing.assert_close(module.outputs.float(), module.net(x), rtol=0.05, atol=0.05)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -17,7 +19,7 @@ from helpers import DEVICE, assert_same, quiet_trainer
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_amp.precision._reuse import ReusedWeights
 
@@ -251,6 +253,29 @@ def test_an_edit_of_one_element_is_seen() -> None:
             assert_same(out, root.net(torch.ones(1, 64, device=DEVICE)))
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU an edit through `.data` is not looked for")
+@pytest.mark.parametrize("shape", [(64, 784), (128, 784), (256, 256), (130, 300)])
+def test_an_edit_of_all_columns_but_the_first_is_seen(shape: tuple[int, int]) -> None:
+    root = Root(net=nn.Linear(shape[1], shape[0]))
+    x = torch.ones(2, shape[1])
+    sharing = Sharing(root)
+    with sharing():
+        root.net(x)
+        before = root.net(x)
+        root.net.weight.data[:, 1:].zero_()
+        assert not torch.equal(root.net(x), before)
+
+
+def test_an_expanded_weight_is_left_alone() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    root.net.weight = nn.Parameter(torch.ones(1, WIDTH, device=DEVICE).expand(WIDTH, WIDTH), requires_grad=False)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    with cast_per_use():
+        expected = again(root.net, x)
+    with Sharing(root)():
+        assert_same(again(root.net, x), expected)
+
+
 def test_a_replaced_parameter_is_seen() -> None:
     root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
     x = torch.randn(3, WIDTH, device=DEVICE)
@@ -387,6 +412,74 @@ class Layer(nn.Module):
         return self.layer(x) + self.layer(x + 1)
 
 
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_selective_activation_checkpointing(policy: CheckpointPolicy) -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE, requires_grad=True)
+    contexts = functools.partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: policy)
+
+    def twice(module: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(again, module, x, 2, use_reentrant=False, context_fn=contexts)
+        return x
+
+    other = copy.deepcopy(root)
+    sharing = Sharing(root)
+    for _ in range(3):
+        root.zero_grad()
+        other.zero_grad()
+        with sharing():
+            out = twice(root.net, x)
+        with sharing.weights.inside():  # as the plugin's backward
+            out.float().sum().backward()
+        with cast_per_use():
+            out = twice(other.net, x)
+        out.float().sum().backward()
+        assert_same(root.net.weight.grad, other.net.weight.grad)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["instance", "class", "in a step"])
+def test_a_forward_that_is_replaced_later_stays(how: str) -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    with sharing():
+        again(root.net, x)
+    expected = 2 * root.net(x)
+
+    if how == "class":
+        root.net.__class__ = Doubled
+    else:
+        with sharing() if how == "in a step" else contextlib.nullcontext():
+            before = root.net.forward
+            root.net.forward = lambda x: 2 * before(x)
+    for _ in range(3):
+        with sharing():
+            outputs = [root.net(x) for _ in range(2)]
+        assert_same(root.net(x), expected)
+        for output in outputs:
+            torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_a_removed_module_is_let_go() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    with sharing():
+        again(root.net, x)
+    removed = weakref.ref(root.net)
+    root.net = nn.Linear(WIDTH, WIDTH).to(DEVICE)
+    with sharing():
+        again(root.net, x)
+    gc.collect()
+    assert removed() is None
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("regional", [True, False])
 def test_compiled_modules_are_left_alone(regional: bool) -> None:
@@ -402,6 +495,38 @@ def test_compiled_modules_are_left_alone(regional: bool) -> None:
         with sharing():
             root.net(x)
             root.net(x)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("calls", [1, 2])
+def test_modules_in_a_compiled_function_are_left_alone(calls: int) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    root = Root(net=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))).to(DEVICE)
+    function = torch.compile(lambda x: again(root.net, x, calls), backend=counter, fullgraph=True)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    for _ in range(2):  # fits
+        sharing = Sharing(root)
+        for epoch in range(12):
+            root.trainer.fit_loop.epoch_progress.current.completed = epoch
+            for _ in range(4):
+                with sharing():
+                    function(x)
+            with sharing("validation_step"):
+                function(x)
+    assert counter.frame_count <= 2
+
+
+def test_modules_that_are_also_known_by_their_compiled_wrapper_are_left_alone() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    root = Root(net=Layer()).to(DEVICE)
+    root.wrapper = torch.compile(root.net, backend=counter, fullgraph=True)
+    sharing = Sharing(root)
+    for _ in range(4):
+        with sharing():
+            root.wrapper(torch.randn(3, WIDTH, device=DEVICE))
     assert counter.frame_count == 1
 
 
