@@ -99,6 +99,7 @@ class ReusedWeights:
     def enter(self, stage: str | None) -> None:
         """Enter; see :meth:`inside`."""
         self._depth += 1
+        self._copies.says_nothing += stage is None
         if self._depth > 1 or self._module is None:
             return
         if stage is not None:
@@ -106,9 +107,10 @@ class ReusedWeights:
         for reused in self._reused.values():
             reused.install()
 
-    def leave(self) -> None:
+    def leave(self, stage: str | None) -> None:
         """Leave what was entered last."""
         self._depth -= 1
+        self._copies.says_nothing -= stage is None
         if self._depth == 0 and (self._reused or self._watched):
             self._release()
 
@@ -145,7 +147,7 @@ class Inside:
         self._weights.enter(self._stage)
 
     def __exit__(self, *exc: object) -> None:
-        self._weights.leave()
+        self._weights.leave(self._stage)
 
 
 def _eager_modules(module: nn.Module) -> list[nn.Module]:
@@ -214,7 +216,7 @@ class _Reused(Override):
         ):
             return self.inner(*args, **kwargs)
         if self.calls < 2:
-            self.calls += 1
+            self.calls += not copies.says_nothing
             if self.calls < 2:
                 return self.inner(*args, **kwargs)
         originals: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -234,6 +236,7 @@ class _Copies:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
+        self.says_nothing = 0  # above 0 in a backward: that a checkpointed module is called again does not count
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
 
     def in_place_of(self, parameters: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -52,9 +52,10 @@ class Window:
     def require_scaled(self) -> None:
         """Refuse to divide by the scale what a backward of the user's own, past the plugin, has not multiplied."""
         if self.plain_backward is not None and self.plain_backward():
+            name = type(self.optimizer).__name__
             raise RuntimeError(
-                f"Gradients of `{type(self.optimizer).__name__}` come from `loss.backward()`, which does not multiply them"
-                " by the loss scale as those of the other losses are. Call `self.manual_backward(loss)` for each loss."
+                f"Gradients of `{name}` come from `loss.backward()`, which does not multiply them by the loss scale as"
+                " those of the other losses are. Call `self.manual_backward(loss)` for each loss."
             )
 
     def to_true(self) -> Tensor | None:

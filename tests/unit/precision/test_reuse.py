@@ -385,6 +385,19 @@ def test_activation_checkpointing(reentrant: bool) -> None:
         assert_same(root.net.weight.grad, other.net.weight.grad)
 
 
+def test_a_checkpointed_module_that_is_called_once_is_not_taken_for_reused() -> None:
+    """In manual optimization the backward, which calls it again, is inside of the training step."""
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE, requires_grad=True)
+    sharing = Sharing(root)
+    for step in range(4):
+        with sharing():
+            assert ("forward" in vars(root.net)) == (step < 2)
+            out: Any = checkpoint(root.net, x, use_reentrant=False)
+            with sharing.weights.inside():
+                out.float().sum().backward()
+
+
 # -- left alone --------------------------------------------------------------------------------------------------------
 
 
