@@ -164,9 +164,13 @@ class _Search:
             failed, note = True, _excuse(error)
             # The frames of the traceback would keep the memory that there may not be enough of.
             error.__traceback__ = error.__context__ = error.__cause__ = None
-            if self.finding is None or self._is_new:
+            if self.finding is None:
                 done = max(self._number - 1, 0)
                 self.finding = Finding(Diagnosis("none"), self._step.batch_idx, done, note=note, step=self._step)
+            elif self._is_new:  # the cause is known, only how large the true gradient is is not
+                why = "out of memory" if is_out_of_memory(error) else in_one_line(error)
+                missing = f"the true gradients could not be measured in fp32 ({why})"
+                self.finding.note = "; ".join(filter(None, (self.finding.note, missing)))
         return not self._any(failed)
 
     def _any(self, flag: bool) -> bool:

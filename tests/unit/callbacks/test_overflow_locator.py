@@ -270,6 +270,24 @@ def test_a_step_that_cannot_run_twice_is_excused() -> None:
     assert plugin.num_steps == 7
 
 
+@pytest.mark.parametrize(
+    ("error", "why"), [(ValueError("no fp32"), "ValueError: no fp32"), (MemoryError(), "out of memory")]
+)
+def test_a_cause_that_is_known_stays_if_it_cannot_be_measured(
+    error: Exception, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> float:
+        raise error
+
+    monkeypatch.setattr("lightning_amp.callbacks._overflow_replay._largest_true_gradient", fails)
+    locator = OverflowLocator(max_reports=1)
+    loader = torch.utils.data.DataLoader(torch.randn(8, 4).bfloat16(), batch_size=4)
+    fit(HalfBody, fp16(1024.0), loader, callbacks=[locator])
+    (report,) = locator.reports
+    assert (report.cause, report.largest_gradient) == ("backward", None)
+    assert report.note == f"the true gradients could not be measured in fp32 ({why})"
+
+
 def test_the_last_of_too_many_skips_is_reported_too() -> None:
     locator = OverflowLocator()
     with pytest.raises(FloatingPointError):
