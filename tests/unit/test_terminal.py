@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 from lightning_amp import _messages
@@ -22,18 +23,21 @@ class Redirected(io.StringIO):
 
 
 @pytest.fixture
-def handler() -> Iterator[logging.StreamHandler[Any]]:
-    """Made before somebody redirects, like Lightning's own."""
+def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.StreamHandler[Any]]:
+    """Made before somebody redirects, like Lightning's own. What other tests left of its logging is put aside."""
     handler = logging.StreamHandler(io.StringIO())
+    logger: logging.Logger | None = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
+    while logger is not None and logger.name != "lightning":
+        monkeypatch.setattr(logger, "disabled", False)
+        monkeypatch.setattr(logger, "propagate", logger.name != "lightning.pytorch")
+        monkeypatch.setattr(logger, "level", logging.INFO)
+        logger._cache.clear()  # type: ignore[attr-defined]
+        logger = logger.parent
     logger = logging.getLogger("lightning.pytorch")
     logger.addHandler(handler)
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.INFO)
     yield handler
-    for each, level in zip(loggers, levels, strict=True):
-        each.setLevel(level)
     logger.removeHandler(handler)
 
 
