@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core import rank_zero as rank_zero_module
 from tqdm import tqdm
 
 from lightning_amp import _messages
@@ -27,6 +28,7 @@ def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.StreamHandler[A
     """Made before somebody redirects, like Lightning's own. What other tests left of its logging is put aside."""
     handler = logging.StreamHandler(io.StringIO())
     logger: logging.Logger | None = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    monkeypatch.setattr(rank_zero_module, "log", logger)  # `import pytorch_lightning` puts its own there
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
     monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
     while logger is not None and logger.name != "lightning":
