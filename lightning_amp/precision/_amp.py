@@ -14,7 +14,7 @@ One optimizer step, for every precision and for automatic and manual optimizatio
     clip                             `configure_gradient_clipping`
     step or skip                     `optimizer.step` runs with a closure that did all of the above, as in fp32
     record                           references to the device's scalars, read back in blocks
-    [end of batch] update the scale  once, for all optimizers: after the step, in manual mode after `training_step`
+    [end of batch] update the scale  once, for all; sooner, but only downwards, where many steps of a batch overflow
 
 Where nobody looks in between and the optimizer is fused, unscale, check, clip and step touch each gradient twice
 instead of four times; the result is the same within rounding (`scaling/_steps.py`).

@@ -18,13 +18,13 @@ class Counters:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps that were applied in this run. Waits for the device."""
+        """Optimizer steps that were applied in this run: in all fits of one Trainer. Waits for the device."""
         self._log.flush()
         return self._log.num_steps
 
     @property
     def num_skipped(self) -> int:
-        """Optimizer steps that were skipped in this run. Waits for the device."""
+        """Optimizer steps that were skipped in this run: in all fits of one Trainer. Waits for the device."""
         self._log.flush()
         return self._log.num_skipped
 

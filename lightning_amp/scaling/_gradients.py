@@ -88,8 +88,8 @@ class Gradients:
             HalfGradientsError: Naming the first parameter.
 
         """
-        if any(dtype in (torch.float16, torch.bfloat16) for _, dtype in self.groups):
-            half = (torch.float16, torch.bfloat16)
+        half = (torch.float16, torch.bfloat16)
+        if any(dtype in half for _, dtype in self.groups):
             raise HalfGradientsError(next(p for p in parameters(optimizer) if p.grad is not None and p.dtype in half))
 
     @property

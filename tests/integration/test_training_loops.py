@@ -336,7 +336,7 @@ def test_gradient_penalty(plugins: Plugins) -> None:
     torch.testing.assert_close(ours, true, rtol=0.05, atol=1e-11)
 
 
-# -- row 18: the weight cache ---------------------------------------------------------------------
+# -- row 18: a reused weight ----------------------------------------------------------------------
 
 
 class CountCasts(torch.utils._python_dispatch.TorchDispatchMode):
