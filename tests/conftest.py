@@ -19,7 +19,7 @@ os.environ.setdefault("KMP_BLOCKTIME", "0")
 import numpy as np
 import pytest
 import torch
-from helpers import flags_on_a_device
+from support import flags_on_a_device
 
 DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 if torch.device(DEVICE).type not in {"cpu", "cuda"}:

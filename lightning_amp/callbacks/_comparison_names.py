@@ -9,8 +9,8 @@ from types import CodeType
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_amp.callbacks._comparison_table import LOADER_SUFFIX
-from lightning_amp.callbacks._evaluation_pass import Stage
+from lightning_amp.reports import LOADER_SUFFIX
+from lightning_amp.shadow import Stage
 
 
 def why_not_logged(

@@ -11,17 +11,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_amp import _compat, _messages
+from lightning_amp import _messages
+from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._numbers import exact, rounded
-from lightning_amp.callbacks._copying import is_out_of_memory
-from lightning_amp.callbacks._gradient_plot import Quantity
-from lightning_amp.callbacks._gradient_sample import take_sample
-from lightning_amp.callbacks._gradient_table import MAX_ROWS, TOTAL, GradientRow, GradientTable, fitting_scale
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
-from lightning_amp.callbacks._training_pass import in_one_line
 from lightning_amp.numerics import ExponentHistogram
+from lightning_amp.reports import MAX_ROWS, TOTAL, GradientRow, GradientTable, Quantity, fitting_scale
 from lightning_amp.scaling import Saved
+from lightning_amp.shadow import in_one_line, is_out_of_memory, take_sample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -212,7 +210,7 @@ class GradientMonitor(Callback):
             metrics[GRADIENT_SQNR_DB] = total.sqnr_db
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=_compat.logging_step(trainer))
+            logger.log_metrics(metrics, step=_lightning.logging_step(trainer))
 
     def _excuse(self, trainer: Trainer, error: Exception) -> None:
         if is_out_of_memory(error):

@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_amp import _compat, _messages
+from lightning_amp import _messages
+from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.callbacks._comparison_names import why_not_logged
 from lightning_amp.callbacks._comparison_settings import (
@@ -21,12 +22,10 @@ from lightning_amp.callbacks._comparison_settings import (
     checked_on_exceed,
     checked_tolerance,
 )
-from lightning_amp.callbacks._comparison_table import MAX_ROWS, ComparisonRow, ComparisonTable
-from lightning_amp.callbacks._copying import is_out_of_memory
-from lightning_amp.callbacks._evaluation_pass import Stage
-from lightning_amp.callbacks._paired_evaluation import PairedEvaluation, describe_failure
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
+from lightning_amp.reports import MAX_ROWS, ComparisonRow, ComparisonTable
 from lightning_amp.scaling import Saved
+from lightning_amp.shadow import PairedEvaluation, Stage, describe_failure, is_out_of_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -190,7 +189,7 @@ class MetricComparison(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let callbacks find the last values before this run has any of its own."""
         if self._resumed:
-            _compat.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last()))
+            _lightning.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last()))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Decide whether this validation is compared."""
@@ -229,7 +228,7 @@ class MetricComparison(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare and log. Only now do the AMP values of the epoch-end hook exist."""
         if trainer.sanity_checking and self._runs:
-            self._check_names(trainer, pl_module, _compat.evaluation_names(trainer))
+            self._check_names(trainer, pl_module, _lightning.evaluation_names(trainer))
         current, self._current = self._current, None
         if current is None:
             return
@@ -239,9 +238,9 @@ class MetricComparison(Callback):
             self._compare(trainer, pl_module, *sides)
         elif trainer.state.fn == "fit":
             # A callback that monitors a difference must not end the run that goes on without it.
-            names = _compat.evaluation_names(trainer) - _AXES
+            names = _lightning.evaluation_names(trainer) - _AXES
             unknown = _as_metrics(trainer, [ComparisonRow.of(0, 0, name, math.nan, math.nan) for name in names])
-            _compat.add_callback_metrics(trainer, unknown | trainer.callback_metrics)
+            _lightning.add_callback_metrics(trainer, unknown | trainer.callback_metrics)
 
     on_test_end = on_validation_end
 
@@ -308,8 +307,8 @@ class MetricComparison(Callback):
                 _messages.warn("`MetricComparison` has nothing to compare: nothing was logged with `on_epoch=True`.")
             return
         metrics = _as_metrics(trainer, rows)
-        _compat.add_callback_metrics(trainer, metrics)
-        step = _compat.log_evaluation_metrics(trainer, metrics, amp.get("step"))
+        _lightning.add_callback_metrics(trainer, metrics)
+        step = _lightning.log_evaluation_metrics(trainer, metrics, amp.get("step"))
         self._table.extend(row._replace(step=step) for row in rows)
         if trainer.state.fn != "fit":
             _messages.info(f"MetricComparison, epoch {trainer.current_epoch}:\n{self._table}")

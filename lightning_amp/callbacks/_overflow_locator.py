@@ -11,17 +11,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_amp import _compat, _messages
+from lightning_amp import _messages
+from lightning_amp._compat import _lightning, _modules
 from lightning_amp._files import write_atomically
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
-from lightning_amp.callbacks._overflow_replay import BatchWindow, Finding, find, packed_step, unpacked_step
-from lightning_amp.callbacks._overflow_report import OverflowReport
-from lightning_amp.callbacks._ranks import gather, gather_on_zero
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
-from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
+from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import RecordLog, Saved, StepRecord
+from lightning_amp.shadow import BatchWindow, Finding, find, gather, gather_on_zero, packed_step, unpacked_step
+from lightning_amp.tracing import nonfinite_gradients
 
 OVERFLOWS = "amp/overflows"
 
@@ -69,7 +69,7 @@ class OverflowLocator(Callback):
         dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`. `None` writes none. If it cannot
             be written, one warning says so and training goes on. A file appears whole or not at all.
         save_bundles: Also saves `overflow_step00007_rank0.pt` there: weights, batch, random state and scale, for
-            :func:`lightning_amp.numerics.replay`. As large as the model. Needs `dirpath`.
+            :func:`lightning_amp.tracing.replay`. As large as the model. Needs `dirpath`.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -229,7 +229,7 @@ class OverflowLocator(Callback):
         value = float(self._num_overflows)
         trainer.callback_metrics[OVERFLOWS] = torch.tensor(value)
         for logger in trainer.loggers:
-            logger.log_metrics({OVERFLOWS: value}, step=_compat.logging_step(trainer))
+            logger.log_metrics({OVERFLOWS: value}, step=_lightning.logging_step(trainer))
 
     def _look(self, trainer: Trainer, module: LightningModule) -> None:
         self._window.note_edits()
@@ -247,7 +247,7 @@ class OverflowLocator(Callback):
 
     def _report(self, trainer: Trainer, module: LightningModule, record: StepRecord, finding: Finding) -> None:
         """Report to all ranks. All are here, for the same step: they agree on what is skipped."""
-        parameters = _compat.plain_parameters(module)
+        parameters = _modules.plain_parameters(module)
         mine = OverflowReport(
             record=record,
             rank=trainer.global_rank,

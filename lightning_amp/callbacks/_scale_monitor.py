@@ -14,12 +14,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_amp import _compat, _messages
+from lightning_amp import _messages
+from lightning_amp._compat import _lightning, _torch
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._numbers import exact
 from lightning_amp.callbacks._trainers import require_lightning_trainer
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.scaling import RecordLog, Saved, ScaleHistory, StepRecord
+from lightning_amp.reports import ScaleHistory
+from lightning_amp.scaling import RecordLog, Saved, StepRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -238,7 +240,7 @@ class ScaleMonitor(Callback):
         }
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=_compat.logging_step(trainer))
+            logger.log_metrics(metrics, step=_lightning.logging_step(trainer))
         if self.warn_below is not None and last.next_scale < self.warn_below and not self._warned:
             self._warned = True
             _messages.warn(
@@ -262,7 +264,7 @@ class ScaleMonitor(Callback):
             )
 
     def _save(self) -> None:
-        if self.dirpath is None or self._history.last is None or not _compat.is_rank_zero():
+        if self.dirpath is None or self._history.last is None or not _lightning.is_rank_zero():
             return  # a fit that failed before its first step has nothing to put in the place of an earlier file
         try:
             self._history.to_csv(self.dirpath / FILE_NAME)
@@ -286,7 +288,7 @@ class _ScalerWatch:
         self._pending: list[Tensor] = []
 
     def note(self) -> None:
-        self._pending.append(_compat.scale_tensor(self._scaler).clone())
+        self._pending.append(_torch.scale_tensor(self._scaler).clone())
 
     def read(self) -> None:
         if not self._pending:

@@ -1,8 +1,8 @@
 """The Lightning adapter: precision plugins, and what a step needs of them."""
 
+from lightning_amp.casting._fp32_metrics import fp32_region
 from lightning_amp.precision._amp import AmpPrecision
 from lightning_amp.precision._any_plugin import scaled_grad, unscale_
 from lightning_amp.precision._fsdp import FSDPAmpPrecision
-from lightning_amp.precision._metrics import fp32_region
 
 __all__ = ["AmpPrecision", "FSDPAmpPrecision", "fp32_region", "scaled_grad", "unscale_"]

@@ -36,34 +36,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_amp import _compat
+from lightning_amp._compat import _lightning, _modules, _torch
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.precision import (
-    _checks,
-    _choice,
-    _first_line,
-    _islands,
-    _named_buffers,
-    _scalers,
-    _state,
-    _strategies,
-)
+from lightning_amp.casting import Choice, Precision, ReusedWeights, checked_rules, parse_precision
+from lightning_amp.precision import _checkpoint, _first_line, _refusals, _scaler_choice, _strategies
 from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._counters import Counters
 from lightning_amp.precision._evaluation import Surroundings
+from lightning_amp.precision._fold_plan import HookGate
 from lightning_amp.precision._forward import ForwardContexts
-from lightning_amp.precision._guards import FitGuards
-from lightning_amp.precision._hooks import HookGate
 from lightning_amp.precision._manual import ManualHelpers
-from lightning_amp.precision._reuse import ReusedWeights
 from lightning_amp.precision._unseen_steps import UnseenSteps
-from lightning_amp.scaling import (
-    DerivativeScale,
-    DynamicLossScaler,
-    HalfGradientsError,
-    OptimizerSteps,
-    RecordLog,
-)
+from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, HalfGradientsError, OptimizerSteps, RecordLog
+from lightning_amp.skipped_steps import FitGuards, Place, checked_buffer_rules, matching_places
 
 
 class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
@@ -117,19 +102,19 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
         skip_nonfinite: bool = True,
         restore_buffers: Sequence[str] = (),
     ) -> None:
-        self._requested: _choice.Precision = _choice.parse(precision)
-        self._choice = None if self._requested == "auto" else _choice.choice(self._requested)
-        self.fp32_modules = _islands.checked_rules(fp32_modules)
-        self._eval_requested: _choice.Precision | None = None
+        self._requested: Precision = parse_precision(precision)
+        self._choice = None if self._requested == "auto" else Choice.of(self._requested)
+        self.fp32_modules = checked_rules(fp32_modules)
+        self._eval_requested: Precision | None = None
         if eval_precision is not None:
-            self._eval_requested = _choice.parse(eval_precision, "eval_precision")
-        self._eval_choice: _choice.Choice | None = None  # when the Trainer attaches
+            self._eval_requested = parse_precision(eval_precision, "eval_precision")
+        self._eval_choice: Choice | None = None  # when the Trainer attaches
         if not isinstance(skip_nonfinite, bool):
             raise ValueError(f"`skip_nonfinite` must be `True` or `False`, got {skip_nonfinite!r}.")
         self.skip_nonfinite = skip_nonfinite
-        self.restore_buffers = _named_buffers.checked_rules(restore_buffers)
+        self.restore_buffers = checked_buffer_rules(restore_buffers)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"  # until the strategy says which
-        self.scaler = self._given_scaler = _scalers.checked_scaler(scaler)  # "auto" may use it on another machine
+        self.scaler = self._given_scaler = _scaler_choice.checked_scaler(scaler)  # "auto" may use it on another machine
         self._first_scaler_state = None if self.scaler is None else self.scaler.state_dict()
         if self._choice is not None:
             self._settle_scaler()
@@ -138,7 +123,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
 
     def _settle_scaler(self) -> None:
         assert self._choice is not None
-        self.scaler = _scalers.settled_scaler(self._choice.name, self._requested, self._given_scaler, self.scaler)
+        self.scaler = _scaler_choice.settled_scaler(self._choice.name, self._requested, self._given_scaler, self.scaler)
         if self.scaler is not None:
             self._first_scaler_state = self._first_scaler_state or self.scaler.state_dict()
 
@@ -154,12 +139,12 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
         self._hook_gate: HookGate | None = None
         self._guards: FitGuards | None = None
         self._unseen: UnseenSteps | None = None
-        self._named_buffers: list[_named_buffers.Place] = []
+        self._named_buffers: list[Place] = []
         self._anomaly: AnomalyCheck | None = None
         self._stepped = False
         self._surroundings = Surroundings()
         self._reused = ReusedWeights()
-        self._compiling = _compat.CompiledBackwardWithoutAutocast()
+        self._compiling = _modules.CompiledBackwardWithoutAutocast()
 
     # -- what the outside reads ----------------------------------------------------------------------------------------
 
@@ -167,7 +152,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
         return f"{type(self).__name__}({self._requested!r})"
 
     def __str__(self) -> str:
-        return _checks.as_text(repr(self))
+        return _refusals.as_text(repr(self))
 
     def __format__(self, spec: str) -> str:
         """Add which plugin a strategy takes instead, where a strategy refuses this one in its message."""
@@ -193,13 +178,13 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
         self.device = device.type
         why = ""
         if self._requested == "auto":
-            self._choice, why = _choice.pick(device)
+            self._choice, why = Choice.pick(device)
             self._settle_scaler()
         assert self._choice is not None
-        _choice.require(self._choice, device)
-        self._eval_choice = _choice.for_evaluation(self._eval_requested, self._choice, device)
+        self._choice.require(device)
+        self._eval_choice = Choice.for_evaluation(self._eval_requested, self._choice, device)
         if self.scaler is not None:
-            _compat.set_scaler_device(self.scaler, self.device)
+            _torch.set_scaler_device(self.scaler, self.device)
         if module.trainer.state.fn == TrainerFn.FITTING:  # a checkpoint is restored later
             goes_on = self._last_trainer.goes_on(module.trainer)
             if not goes_on:
@@ -212,8 +197,8 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
             self._reused.attach(module, self.device)
         self._module = module
         if module.trainer.state.fn == TrainerFn.FITTING:  # here, since a strategy may wrap what it is given
-            _checks.check(module, self._choice, device, self._surroundings.fp32_modules)
-            self._named_buffers = _named_buffers.matching_places(module, self.restore_buffers)
+            _refusals.check(module, self._choice, device, self._surroundings.fp32_modules)
+            self._named_buffers = matching_places(module, self.restore_buffers)
         _first_line.say(
             self._choice,
             self._eval_choice,
@@ -232,11 +217,11 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
         if isinstance(self.scaler, DynamicLossScaler):
             self.scaler.reset()
         elif self.scaler is not None and self._first_scaler_state:
-            _compat.reset_scale(self.scaler, self._first_scaler_state["scale"])
+            _torch.reset_scale(self.scaler, self._first_scaler_state["scale"])
 
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        self._steps.attach([_compat.unwrap_optimizer(o) for o in optimizers])
+        self._steps.attach([_lightning.unwrap_optimizer(o) for o in optimizers])
         module = self._module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             if module.trainer.world_size > 1 and torch.distributed.is_initialized():
@@ -303,7 +288,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
             _strategies.require_trainer(self, module)
         with self._autocast_off():
             if self._gate(module).somebody_sees_backward:
-                _compat.run_hook(module, "on_before_backward", tensor)
+                _lightning.run_hook(module, "on_before_backward", tensor)
             if self._guards is not None:
                 self._guards.note_backward()
             scaled = self._steps.scale_loss(tensor)
@@ -347,7 +332,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        optimizer = _compat.unwrap_optimizer(optimizer)
+        optimizer = _lightning.unwrap_optimizer(optimizer)
         automatic = model.automatic_optimization
         fold, max_norm = self._gate(model).fold()
         try:
@@ -363,10 +348,10 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
                     **kwargs,
                 )
         except HalfGradientsError as error:
-            raise ValueError(f"lightning_amp: {_checks.half_in_a_step(model) or error}.") from error
+            raise ValueError(f"lightning_amp: {_refusals.half_in_a_step(model) or error}.") from error
         self._reused.forget()
         if not self._stepped and self._settled().mixed:
-            _checks.warn_of_half_in_a_step(model)
+            _refusals.warn_of_half_in_a_step(model)
         self._stepped = True
         if automatic:
             self._steps.finish_batch()
@@ -375,9 +360,9 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
     def _look(self, module: LightningModule, optimizer: Optimizer) -> None:
         gate = self._gate(module)
         if gate.somebody_looks:
-            _compat.run_hook(module, "on_before_optimizer_step", optimizer)
+            _lightning.run_hook(module, "on_before_optimizer_step", optimizer)
             self._steps.check_again(optimizer)
-        _compat.run_clipping(self, module, optimizer)
+        _lightning.run_clipping(self, module, optimizer)
         if gate.own_clipping:
             self._steps.check_again(optimizer)
 
@@ -386,7 +371,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
             return closure()
 
     def _describe_skips(self) -> str:
-        return "" if self._module is None else _checks.nonfinite_gradients(self._module)
+        return "" if self._module is None else _refusals.nonfinite_gradients(self._module)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -396,7 +381,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
             self._guards.settle()
         self._steps.finish_batch()
         self._log.flush()
-        return _state.dump(self.scaler, self._log, self._derivatives)
+        return _checkpoint.dump(self.scaler, self._log, self._derivatives)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -405,14 +390,14 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
     def _load(self, state_dict: dict[str, Any], name: str) -> None:
         path = None if self._module is None else self._module.trainer.ckpt_path
         name = name if path is None else f"{path}: {name}"
-        _state.load(state_dict, self.scaler, self._log, self._derivatives, name)
+        _checkpoint.load(state_dict, self.scaler, self._log, self._derivatives, name)
         if self.scaler is not None:
             self._steps.first_scale = self.scaler.get_scale()
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.scaler is not None:
-            checkpoint[_state.STOCK_KEY] = self.scaler.state_dict()
+            checkpoint[_checkpoint.STOCK_KEY] = self.scaler.state_dict()
         if self._guards is not None:
             self._guards.buffers.mend(checkpoint["state_dict"])
 
@@ -423,7 +408,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
         self._derivatives = DerivativeScale()
         self._steps.first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         if type(self).__qualname__ not in checkpoint:  # else Lightning itself calls `load_state_dict`
-            key = _state.find(checkpoint)
+            key = _checkpoint.find(checkpoint)
             if key is not None:
                 self._load(checkpoint[key], key)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_amp import _compat
-from lightning_amp.precision._overrides import Override
+from lightning_amp._compat import _lightning, _modules, _torch
+from lightning_amp.casting import Override
 from lightning_amp.scaling import parameters
 
 
@@ -52,7 +52,7 @@ def unscale_(trainer: Any, optimizer: Any) -> None:
         return
     scaler = getattr(plugin, "scaler", None)
     if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-        _unscale_once(scaler, _compat.unwrap_optimizer(optimizer))
+        _unscale_once(scaler, _lightning.unwrap_optimizer(optimizer))
 
 
 class _AlreadyUnscaled(Override):
@@ -76,7 +76,7 @@ class _AlreadyUnscaled(Override):
 
 def _unscale_once(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     stand_in = vars(scaler).get("unscale_")
-    state = _compat.optimizer_state(scaler, optimizer)
+    state = _torch.optimizer_state(scaler, optimizer)
     if _is_same(state.get("lightning_amp"), _note(optimizer)):
         return  # a second call
     try:
@@ -86,7 +86,7 @@ def _unscale_once(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
             stand_in.restore()
         raise
     state["lightning_amp"] = _note(optimizer)
-    if _compat.unscales_itself(optimizer):
+    if _torch.unscales_itself(optimizer):
         return  # the plugin leaves it to the fused kernel, which the scaler tells
     if not isinstance(stand_in, _AlreadyUnscaled):
         stand_in = _AlreadyUnscaled(scaler)
@@ -97,7 +97,7 @@ def _unscale_once(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
 def _note(optimizer: Optimizer) -> tuple[Tensor | None, int]:
     """The first gradient, and how often it was changed: a backward makes a new one, or changes it."""
     first = next((p.grad for p in parameters(optimizer) if p.grad is not None), None)
-    return first, 0 if first is None else _compat.version(first)
+    return first, 0 if first is None else _modules.version(first)
 
 
 def _is_same(one: tuple[Tensor | None, int] | None, other: tuple[Tensor | None, int]) -> bool:

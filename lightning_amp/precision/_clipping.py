@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_amp import _compat
+from lightning_amp._compat import _lightning
 from lightning_amp.scaling import OptimizerSteps
 
 
@@ -31,7 +31,7 @@ class Clipping(MixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        optimizer = _compat.unwrap_optimizer(optimizer)
+        optimizer = _lightning.unwrap_optimizer(optimizer)
         self._steps.unscale_(optimizer)
         if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             self._steps.before_clamping(optimizer)

@@ -12,10 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_amp.casting import EpochEnd, Fp32Outputs, Islands, MetricGuards, Rule
 from lightning_amp.precision._idle_rules import IdleRules
-from lightning_amp.precision._islands import Islands, Rule
-from lightning_amp.precision._metrics import MetricGuards
-from lightning_amp.precision._outputs import EpochEnd, Fp32Outputs
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 

@@ -6,7 +6,7 @@ import torch
 
 from lightning_amp import _messages
 from lightning_amp._numbers import exact
-from lightning_amp.precision._choice import Choice
+from lightning_amp.casting import Choice
 from lightning_amp.scaling import DynamicLossScaler
 
 

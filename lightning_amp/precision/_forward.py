@@ -14,24 +14,24 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from typing_extensions import override
 
-from lightning_amp.precision import _choice, _inputs
+from lightning_amp.casting import Canonical, Choice, ReusedWeights
+from lightning_amp.precision import _inputs
 from lightning_amp.precision._evaluation import Surroundings
-from lightning_amp.precision._reuse import ReusedWeights
 
 
 class ForwardContexts(MixedPrecision):
     """Contexts of the four kinds of steps; the training step's is completed by the plugin."""
 
     _module: LightningModule | None
-    _choice: _choice.Choice | None  # known when the Trainer attaches, if it is "auto"
+    _choice: Choice | None  # known when the Trainer attaches, if it is "auto"
     _surroundings: Surroundings
     _reused: ReusedWeights
-    _eval_choice: _choice.Choice | None  # known when the Trainer attaches
+    _eval_choice: Choice | None  # known when the Trainer attaches
     _evaluating = False
     _training_step: _TrainingStep | None = None
 
     @property
-    def precision(self) -> _choice.Canonical:  # type: ignore[override]
+    def precision(self) -> Canonical:  # type: ignore[override]
         """Lightning's name: `"16-mixed"`, `"bf16-mixed"` or `"32-true"`."""
         return self._settled().canonical
 
@@ -40,14 +40,14 @@ class ForwardContexts(MixedPrecision):
         """What autocast computes in; `torch.float32` for `"fp32"`."""
         return self._settled().dtype
 
-    def _settled(self) -> _choice.Choice:
+    def _settled(self) -> Choice:
         # "auto" before a Trainer attached: what it would be on the device that Lightning chooses by default
-        return self._choice or _choice.pick(torch.device(self.device))[0]
+        return self._choice or Choice.pick(torch.device(self.device))[0]
 
     def _before_evaluation(self) -> None:
         """Somebody is about to look at what training left."""
 
-    def _forward_choice(self, evaluating: bool) -> _choice.Choice:
+    def _forward_choice(self, evaluating: bool) -> Choice:
         return (self._eval_choice if evaluating else None) or self._settled()
 
     @override

@@ -23,8 +23,9 @@ from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_amp import _compat, _messages
-from lightning_amp.precision import _state
+from lightning_amp import _messages
+from lightning_amp._compat import _modules
+from lightning_amp.precision import _checkpoint
 from lightning_amp.precision._amp import AmpPrecision
 from lightning_amp.scaling import parameters
 
@@ -100,7 +101,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
         if reduce_dtype == torch.float32 and self._module is not None:
             doubles = any(p.dtype == torch.float64 for p in self._module.parameters())
             reduce_dtype = None if doubles else reduce_dtype
-        return _compat.fsdp_mixed_precision(reduce_dtype)
+        return _modules.fsdp_mixed_precision(reduce_dtype)
 
     @override
     def _attach(self, module: LightningModule) -> None:
@@ -154,7 +155,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self.scaler is not None:
-            checkpoint[_state.STOCK_FSDP_KEY] = self.scaler.state_dict()
+            checkpoint[_checkpoint.STOCK_FSDP_KEY] = self.scaler.state_dict()
 
 
 def clip_grad_norm_(model: nn.Module, params: Sequence[nn.Parameter], max_norm: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule
 
 from lightning_amp import _messages
-from lightning_amp.precision._islands import Islands, Rule
+from lightning_amp.casting import Islands, Rule
 
 ENOUGH_STEPS = 100
 """Training steps after which a module that has not run is taken for one that never does."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_amp import _compat
+from lightning_amp._compat import _lightning
 from lightning_amp.precision._clipping import Clipping
 from lightning_amp.scaling import DerivativeScale
 
@@ -29,7 +29,7 @@ class ManualHelpers(Clipping):
             optimizer: From `self.optimizers()`, or the user's own.
 
         """
-        self._steps.unscale_(_compat.unwrap_optimizer(optimizer))
+        self._steps.unscale_(_lightning.unwrap_optimizer(optimizer))
 
     def scaled_grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """`torch.autograd.grad` through a scale, so that small gradients neither become zero in fp16 nor overflow.

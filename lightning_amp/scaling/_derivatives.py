@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp import _compat
+from lightning_amp._compat import _torch
 from lightning_amp.scaling._gradients import constant
 from lightning_amp.scaling._saved import Saved
 from lightning_amp.scaling._scaler import HALF_LOSS_CEILING
@@ -60,7 +60,7 @@ class DerivativeScale:
         scaled = [_in_float32(output) * scale.to(output.device) for output in outputs]
         grads = torch.autograd.grad(scaled, inputs, **kwargs)
         if learn:
-            self._learn(scale, outputs, grads, _compat.scale_tensor(scaler, device).to(device))
+            self._learn(scale, outputs, grads, _torch.scale_tensor(scaler, device).to(device))
         return tuple(None if g is None else _in_float32(g) / scale.to(g.device) for g in grads)
 
     @torch.no_grad()

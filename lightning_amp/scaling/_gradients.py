@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp import _compat
+from lightning_amp._compat import _torch
 
 
 class HalfGradientsError(ValueError):
@@ -69,7 +69,7 @@ class Gradients:
         if grad.layout is torch.sparse_coo:
             if grad.dtype is torch.float16:  # duplicates may overflow when they are added, so add them before checking
                 param.grad = grad = grad.coalesce()
-            grad = _compat.sparse_values(grad)
+            grad = _torch.sparse_values(grad)
         elif grad.layout is not torch.strided:
             grad = grad.values()
         if grad.is_complex():
@@ -103,16 +103,16 @@ class Gradients:
     def multiply_(self, factor: Tensor) -> None:
         """Multiply all by `factor` []."""
         for (device, _), grads in self.groups.items():
-            _compat.foreach_mul_(grads, factor.to(device))
+            _torch.foreach_mul_(grads, factor.to(device))
 
     def unscale_(self, inverse: Tensor, found_inf: Tensor) -> Tensor:
         """Multiply all by `inverse` []; returns a flag [], 1.0 if `found_inf` was or any value was not finite."""
         for (device, _), grads in self.groups.items():
             if device == found_inf.device:
-                _compat.amp_unscale_(grads, found_inf, inverse.to(device))
+                _torch.amp_unscale_(grads, found_inf, inverse.to(device))
             else:
                 flag = torch.zeros((), device=device, dtype=torch.float32)
-                _compat.amp_unscale_(grads, flag, inverse.to(device))
+                _torch.amp_unscale_(grads, flag, inverse.to(device))
                 torch.maximum(found_inf, flag.to(found_inf.device), out=found_inf)
         return found_inf
 
@@ -122,12 +122,12 @@ class Gradients:
             if device.type != "cpu" or found_inf.device.type != "cpu":
                 filled = [g for g in grads if g.numel()]  # an empty one has no infinity norm
                 if filled:
-                    norms = torch.stack(_compat.foreach_norm(filled, torch.inf))
+                    norms = torch.stack(_torch.foreach_norm(filled, torch.inf))
                     flag = torch.isfinite(norms).all().logical_not().to(found_inf)
                     torch.maximum(found_inf, flag, out=found_inf)
             else:  # the CPU has no fast infinity norm
                 try:
-                    _compat.amp_unscale_(grads, found_inf, constant(1.0, device))
+                    _torch.amp_unscale_(grads, found_inf, constant(1.0, device))
                 except RuntimeError:  # an expanded gradient, which an optimizer only reads, cannot be written into
                     for grad in grads:
                         found_inf.logical_or_(torch.isfinite(grad).all().logical_not())
@@ -135,7 +135,7 @@ class Gradients:
 
     def norm(self) -> Tensor:
         """The 2-norm over all gradients of one device, shape []; inf from values above 1.8e19 on."""
-        norms = [n for grads in self.groups.values() for n in _compat.foreach_norm(grads, 2.0)]
+        norms = [n for grads in self.groups.values() for n in _torch.foreach_norm(grads, 2.0)]
         return torch.linalg.vector_norm(torch.stack([n.to(torch.float32) for n in norms]))
 
 

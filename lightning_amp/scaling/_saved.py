@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from lightning_amp import _compat
+from lightning_amp._compat import _torch
 from lightning_amp.scaling._records import Reason, StepRecord
 
 
@@ -112,7 +112,7 @@ def check_scaler_state(values: Any, name: str) -> None:
     state.number("growth_factor", above=0.0)
     state.number("backoff_factor", above=0.0)
     state.count("growth_interval", least=1)
-    state.count(_compat.GROWTH_TRACKER)
+    state.count(_torch.GROWTH_TRACKER)
     for key in ("min_scale", "max_scale"):
         if key in state:
             state.number(key, above=0.0)

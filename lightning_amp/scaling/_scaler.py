@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp import _compat
+from lightning_amp._compat import _torch
 from lightning_amp._numbers import exact, literal
 from lightning_amp._terminal import own_lines
 from lightning_amp.scaling._records import RecordLog
@@ -179,7 +179,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
     def _notice(self, loss: Tensor) -> None:
-        _compat.scale_tensor(self, loss.device)
+        _torch.scale_tensor(self, loss.device)
         if loss.dtype == torch.float16 and self.max_scale > HALF_LOSS_CEILING:
             self._lower_ceiling()
         self._loss = merge_losses(self._loss, loss)
@@ -187,7 +187,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
     def _lower_ceiling(self) -> None:
         self.max_scale = HALF_LOSS_CEILING
         self.min_scale = min(self.min_scale, HALF_LOSS_CEILING)
-        _compat.set_scale_tensor(self, self.scale_tensor.clamp(max=HALF_LOSS_CEILING))
+        _torch.set_scale_tensor(self, self.scale_tensor.clamp(max=HALF_LOSS_CEILING))
         with own_lines():
             warnings.warn(
                 "The loss is float16. Its gradient is the loss scale itself, and float16 ends at 65504, so every step"
@@ -200,7 +200,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
     @property
     def scale_tensor(self) -> Tensor:
         """The scale on its device, shape []. Never changed in place: an update puts a new tensor here."""
-        return _compat.scale_tensor(self)
+        return _torch.scale_tensor(self)
 
     # -- the policy ----------------------------------------------------------------------------------------------------
 
@@ -218,10 +218,10 @@ class DynamicLossScaler(torch.amp.GradScaler):
             return
         if new_scale is not None:
             value = torch.as_tensor(new_scale, dtype=torch.float32, device=self.scale_tensor.device).detach()
-            _compat.set_scale_tensor(self, value.reshape(()).clamp(self.min_scale, self.max_scale))
-            _compat.take_found_infs(self)
+            _torch.set_scale_tensor(self, value.reshape(()).clamp(self.min_scale, self.max_scale))
+            _torch.take_found_infs(self)
             return
-        found_infs = _compat.take_found_infs(self)
+        found_infs = _torch.take_found_infs(self)
         if not found_infs:
             raise AssertionError("No inf checks were recorded prior to update.")  # torch's own words and type
         used = self.scale_tensor
@@ -243,9 +243,9 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
         """
         self._loss = None
-        scale, tracker = self.scale_tensor, _compat.growth_tracker(self)
+        scale, tracker = self.scale_tensor, _torch.growth_tracker(self)
         new_scale, new_tracker = scale.clone(), tracker if held is None else tracker.clone()
-        _compat.amp_update_scale(
+        _torch.amp_update_scale(
             new_scale,
             new_tracker,
             found_inf,
@@ -268,14 +268,14 @@ class DynamicLossScaler(torch.amp.GradScaler):
             stays = held if held.dtype == torch.bool else held > 0
             new_scale = torch.where(stays, scale, new_scale)
             new_tracker = torch.where(stays, tracker, new_tracker)
-        _compat.set_scale_tensor(self, new_scale, new_tracker)
+        _torch.set_scale_tensor(self, new_scale, new_tracker)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Start afresh: first scale, original limits, no history."""
         init_scale, self.min_scale, self.max_scale = self._start
-        _compat.reset_scale(self, init_scale)
+        _torch.reset_scale(self, init_scale)
         self._allowance = self.hysteresis
         self._loss = None
         self._log = RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
@@ -310,7 +310,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
                 setattr(self, name, state_dict[name])
         self._allowance = min(int(state_dict.get("_hysteresis_tracker", self.hysteresis)), self.hysteresis)
         scale = min(max(float(state_dict["scale"]), self.min_scale), self.max_scale)
-        _compat.reset_scale(self, scale, state_dict[_compat.GROWTH_TRACKER])
+        _torch.reset_scale(self, scale, state_dict[_torch.GROWTH_TRACKER])
         self._loss = None
         self._log = RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
 

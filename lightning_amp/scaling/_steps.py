@@ -13,19 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_amp import _compat
-from lightning_amp.scaling._gradients import (
-    Gradients,
-    constant,
-    has_gradients,
-    host_value,
-    in_host_memory,
-    parameters,
-)
-from lightning_amp.scaling._moves import Round, lower_scale, move_scale
+from lightning_amp._compat import _torch
+from lightning_amp.scaling._gradient_state import Guards, Outcome, Window, always_calls_closure, inverse, snapshot
+from lightning_amp.scaling._gradients import Gradients, constant, has_gradients, host_value, in_host_memory, parameters
 from lightning_amp.scaling._records import RecordLog
+from lightning_amp.scaling._scale_update import Round, lower_scale, move_scale
 from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite_flag
-from lightning_amp.scaling._windows import Guards, Outcome, Window, always_calls_closure, inverse, snapshot
 
 
 class _Skip(BaseException):  # not an Exception: user code between us and the optimizer may catch those
@@ -93,7 +86,7 @@ class OptimizerSteps:
         if self._round.is_over(len(self.windows)):
             self._lower_scale(self.scaler)
         scaled = self.scaler.scale(loss)  # first: it makes the scale, and a float16 loss may lower it
-        self._carry(_compat.scale_tensor(self.scaler))
+        self._carry(_torch.scale_tensor(self.scaler))
         return scaled
 
     def _lower_scale(self, scaler: torch.amp.GradScaler) -> None:
@@ -105,11 +98,11 @@ class OptimizerSteps:
         overflowed = [o for o in self._round.take() if o.overflowed is not False]
         if not overflowed or lower_scale(scaler, [o for o in overflowed if o.counts_for_scale]):
             self._attempts = [a for a in self._attempts if a not in overflowed]
-        self.log.complete(_compat.scale_tensor(scaler))
+        self.log.complete(_torch.scale_tensor(scaler))
 
     def begin_backward(self) -> None:
         """The backward of a scaled loss begins; `backward_scale` is `None` again when it is over."""
-        self.backward_scale = None if self.scaler is None else _compat.scale_tensor(self.scaler)
+        self.backward_scale = None if self.scaler is None else _torch.scale_tensor(self.scaler)
 
     def _gradients_were_dropped(self, window: Window) -> bool:
         """Whether there are none although there should be: a rank without a shard of the parameters never has any."""
@@ -283,8 +276,8 @@ class OptimizerSteps:
                 if not fold or max_norm is not None:
                     look()
                 return result
-            on_device = window.decides_on_device and _compat.is_fused(optimizer)
-            on_device = on_device and not _compat.has_step_hooks(optimizer)
+            on_device = window.decides_on_device and _torch.is_fused(optimizer)
+            on_device = on_device and not _torch.has_step_hooks(optimizer)
             if not (fold and on_device and window.found_inf is None and self._fold(window, max_norm)):
                 if window.scale is not None:
                     self._unscale(window)
@@ -302,7 +295,7 @@ class OptimizerSteps:
             free = in_host_memory(found_inf)
             if on_device and not free and not self._host_must_know(optimizer):
                 skipped = found_inf
-                _compat.set_found_inf(optimizer, found_inf)
+                _torch.set_found_inf(optimizer, found_inf)
             elif host_value(found_inf) if on_device and free else self._read(window, found_inf):
                 raise _Skip(window)
             elif free:
@@ -321,7 +314,7 @@ class OptimizerSteps:
         finally:
             self.stepping = outer
             if window.decides_on_device:
-                _compat.clear_amp_attributes(optimizer)
+                _torch.clear_amp_attributes(optimizer)
             window.stepped = True
         self._finish(window, skipped)
         return output
@@ -359,7 +352,7 @@ class OptimizerSteps:
         if scale is not None:
             window.folded = found_inf, scale
             window.used_scale, window.scale = scale, None
-        _compat.set_grad_scale(window.optimizer, grad_scale)
+        _torch.set_grad_scale(window.optimizer, grad_scale)
         return True
 
     def _agree(self, window: Window) -> Tensor:
@@ -399,7 +392,7 @@ class OptimizerSteps:
         return both >= 2
 
     def _host_must_know(self, optimizer: Optimizer) -> bool:
-        if isinstance(optimizer, torch.optim.SGD) and _compat.momentum_is_uninitialised(optimizer):
+        if isinstance(optimizer, torch.optim.SGD) and _torch.momentum_is_uninitialised(optimizer):
             return True
         return self.guards is not None and self.guards.host_must_know(optimizer)
 
@@ -435,7 +428,7 @@ class OptimizerSteps:
         if self.scaler is not None and self._attempts:
             attempts, self._attempts = self._attempts, []
             move_scale(self.scaler, [a for a in attempts if a.counts_for_scale])
-            scale = _compat.scale_tensor(self.scaler)
+            scale = _torch.scale_tensor(self.scaler)
         self.log.close_batch(scale)
 
 

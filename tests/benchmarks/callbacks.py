@@ -54,7 +54,8 @@ def main() -> None:
 def history() -> None:
     import io
 
-    from lightning_amp.scaling import ScaleHistory, StepRecord
+    from lightning_amp.reports import ScaleHistory
+    from lightning_amp.scaling import StepRecord
 
     log = ScaleHistory()
     for i in range(1_000_000):

@@ -67,13 +67,14 @@ def main() -> None:
 
     class Unprotected(AmpPrecision):
         def connect(self, *args: Any) -> Any:
-            from lightning_amp import _compat
 
-            original, _compat.norm_modules = _compat.norm_modules, lambda module: []
+            from lightning_amp._compat import _modules
+
+            original, _modules.norm_modules = _modules.norm_modules, lambda module: []
             try:
                 return super().connect(*args)
             finally:
-                _compat.norm_modules = original
+                _modules.norm_modules = original
 
     rows = torch.randn(2048, 128)
     compare("buffer protection, 100 BatchNorms, bf16", ManyNorms, rows, functools.partial(AmpPrecision, "bf16"),

@@ -14,8 +14,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from fsdp_models import OnTheCPU
-from helpers import Poison, Toy, assert_same, batches, fit
+from distributed.fsdp_models import OnTheCPU
+from support import Poison, Toy, assert_same, batches, fit
 from torch import nn
 
 import lightning_amp
@@ -165,7 +165,7 @@ def fit_sharded(module: Any, plugin: Any, **kwargs: Any) -> L.Trainer:
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log.*sync_dist=True")
 @pytest.mark.parametrize("name", FSDP_PLUGINS)
 class TestFSDPPlugins:
-    """On one rank; `tests/integration/test_fsdp.py` has several."""
+    """On one rank; `tests/distributed/test_fsdp.py` has several."""
 
     def test_equals_the_plugin_for_one_device(self, name: str) -> None:
         plugin = FSDP_PLUGINS[name]()

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from resuming import assert_equal, everything, plugin_for, train
+from support.resuming import assert_equal, everything, plugin_for, train
 
 from lightning_amp import OverflowLocator, ScaleMonitor
 

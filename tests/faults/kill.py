@@ -34,11 +34,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from resuming import Averaging, assert_equal, everything, ours, plugin_for, train
+from support.resuming import Averaging, assert_equal, everything, ours, plugin_for, train
 
 from lightning_amp import MetricComparison, OverflowLocator
 from lightning_amp._files import LEFTOVER
-from lightning_amp.scaling import ScaleHistory, StepRecord
+from lightning_amp.reports import ScaleHistory
+from lightning_amp.scaling import StepRecord
 
 STEPS = 52
 EVERY = 7  # never at the end of an epoch: Lightning does not make up for a validation that was cut off there

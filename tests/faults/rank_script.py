@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from helpers import batches, quiet_trainer
 from lightning.pytorch.strategies import DDPStrategy
-from promises import fused_adamw
-from resuming import Averaging, Checkpoints, Net, Overflow, ours, plugin_for
+from support import batches, quiet_trainer
+from support.promises import fused_adamw
+from support.resuming import Averaging, Checkpoints, Net, Overflow, ours, plugin_for
 
 TIMEOUT_S = 30
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from resuming import Averaging, Net, ours, plugin_for, train
+from support.resuming import Averaging, Net, ours, plugin_for, train
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 

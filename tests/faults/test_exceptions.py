@@ -12,13 +12,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from promises import fused_adamw
-from resuming import Averaging, Net, assert_equal, everything, ours, plugin_for, train
+from support.promises import fused_adamw
+from support.resuming import Averaging, Net, assert_equal, everything, ours, plugin_for, train
 from torch import Tensor
 
 from lightning_amp import ScaleMonitor
 from lightning_amp._files import LEFTOVER
-from lightning_amp.scaling import ScaleHistory
+from lightning_amp.reports import ScaleHistory
 
 PLACES = (
     "forward", "on_after_backward", "on_before_optimizer_step", "optimizer", "lr_scheduler_step", "on_train_batch_end",

@@ -14,11 +14,11 @@ from typing import Any
 
 import lightning as L
 import pytest
-from resuming import assert_equal, everything, plugin_for, train
+from support.resuming import assert_equal, everything, plugin_for, train
 
 from lightning_amp import OverflowLocator, ScaleMonitor
 from lightning_amp._files import LEFTOVER, write_atomically
-from lightning_amp.scaling import ScaleHistory
+from lightning_amp.reports import ScaleHistory
 
 HERE = Path(__file__).parent
 CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {

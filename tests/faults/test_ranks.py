@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_amp._files import LEFTOVER
-from lightning_amp.scaling import ScaleHistory
+from lightning_amp.reports import ScaleHistory
 
 HERE = Path(__file__).parent
 

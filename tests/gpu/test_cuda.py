@@ -8,8 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import Poison, Toy, assert_same, batches, fit, weights
-from promises import fused_adamw, fused_sgd, plain_adamw
+from support import Poison, Toy, assert_same, batches, fit, weights
+from support.promises import fused_adamw, fused_sgd, plain_adamw
 from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor

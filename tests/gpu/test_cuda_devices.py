@@ -1,4 +1,4 @@
-"""The scenarios of `tests/integration/test_ddp.py` and `test_sharded.py` on GPUs, with NCCL.
+"""The scenarios of `tests/distributed/test_ddp.py` and `test_sharded.py` on GPUs, with NCCL.
 
 And what only CUDA has: synchronised BatchNorm, and a host that must not wait.
 """
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_scenarios import assert_agree
-from helpers import assert_same
-from launch import ROOT, launch
+from distributed.ddp_scenarios import assert_agree
+from support import assert_same
+from support.launch import ROOT, launch
 
 COUNT = torch.cuda.device_count()
 ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
@@ -39,7 +39,7 @@ def assert_traceless(ranks: list[dict[str, Any]], other: str) -> None:
 
 @needs_two
 def test_ddp(tmp_path: Path) -> None:
-    ranks = launch(ROOT / "tests" / "ddp_scenarios.py", 2, tmp_path)
+    ranks = launch(ROOT / "tests" / "distributed" / "ddp_scenarios.py", 2, tmp_path)
     assert_traceless(ranks, "without")
     assert ranks[0]["every_kind_fused"]["with"]["reasons"] == ONE_PER_BATCH
     assert ranks[0]["sync_batch_norm"]["with"]["reasons"] == ONE_PER_BATCH
@@ -53,13 +53,13 @@ def test_ddp(tmp_path: Path) -> None:
 
 @needs_two
 def test_sharded_over_two(tmp_path: Path) -> None:
-    ranks = launch(ROOT / "tests" / "sharded_scenarios.py", 2, tmp_path)
+    ranks = launch(ROOT / "tests" / "distributed" / "sharded_scenarios.py", 2, tmp_path)
     assert_traceless(ranks, "single")
     assert ranks[0]["fsdp_fused_norm"]["with"]["reasons"] == ONE_PER_BATCH
 
 
 @needs_four
 def test_sharded_over_four(tmp_path: Path) -> None:
-    ranks = launch(ROOT / "tests" / "sharded_scenarios.py", 4, tmp_path)
+    ranks = launch(ROOT / "tests" / "distributed" / "sharded_scenarios.py", 4, tmp_path)
     assert_traceless(ranks, "single")
     assert ranks[0]["three_meshes"]["with"]["reasons"] == ONE_PER_BATCH

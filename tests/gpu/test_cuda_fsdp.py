@@ -1,11 +1,11 @@
-"""FSDP1 where it lives: Lightning's own strategy and NCCL, the checks of `tests/integration/test_fsdp.py`."""
+"""FSDP1 where it lives: Lightning's own strategy and NCCL, the checks of `tests/distributed/test_fsdp.py`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fsdp_models import CASES
-from fsdp_runs import Runs
+from distributed.fsdp_models import CASES
+from distributed.fsdp_runs import Runs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WORLD_SIZES = [

@@ -7,13 +7,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import Recorder, Toy, assert_same, batches, fit, scaled_fp32, stock
+from support import Recorder, Toy, assert_same, batches, fit, scaled_fp32, stock
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
-from lightning_amp.callbacks import _gradient_monitor, _gradient_sample, _gradient_table
-from lightning_amp.callbacks._gradient_table import GradientRow, GradientTable, fitting_scale
+from lightning_amp.callbacks import _gradient_monitor
+from lightning_amp.reports import _gradient_table
+from lightning_amp.reports._gradient_table import GradientRow, GradientTable, fitting_scale
 from lightning_amp.scaling import OptimizerSteps
+from lightning_amp.shadow import _gradient_sample
 
 KEYS = {_gradient_monitor.UNDERFLOW_FRACTION, _gradient_monitor.HEADROOM_BITS, _gradient_monitor.GRADIENT_SQNR_DB}
 

@@ -15,15 +15,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from comparison_models import Rows
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from support.comparison_models import Rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp.callbacks._comparison_table import ComparisonRow, ComparisonTable
 from lightning_amp.callbacks._metric_comparison import ABS_DIFF_PREFIX, DIFF_PREFIX, FP32_PREFIX, MetricComparison
+from lightning_amp.reports._comparison_table import ComparisonRow, ComparisonTable
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

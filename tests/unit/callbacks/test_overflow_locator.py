@@ -8,13 +8,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import Poison, Recorder, Toy, assert_same, batches, fit, stock
+from support import Poison, Recorder, Toy, assert_same, batches, fit, stock
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, StepRecord
-from lightning_amp.callbacks import _overflow_locator, _overflow_replay
-from lightning_amp.callbacks._overflow_report import OverflowReport
-from lightning_amp.numerics import replay
+from lightning_amp.callbacks import _overflow_locator
+from lightning_amp.reports._overflow_report import OverflowReport
+from lightning_amp.shadow import _overflow_search
+from lightning_amp.tracing import replay
 
 
 def fp16(scale: float = 64.0, **kwargs: Any) -> AmpPrecision:
@@ -127,7 +128,7 @@ def test_accumulation_names_the_batch_of_the_window(index: int) -> None:
 
 
 def test_a_window_that_is_too_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_overflow_replay, "_WINDOW_BYTES", 300)  # two batches of 128 bytes
+    monkeypatch.setattr(_overflow_search, "_WINDOW_BYTES", 300)  # two batches of 128 bytes
     locator = OverflowLocator()
     fit(BadRow, fp16(), with_bad(0, 7), accumulate_grad_batches=4, callbacks=[locator])
     assert [(r.batch_idx, r.cause) for r in locator.reports] == [(3, "not reproduced"), (7, "loss")]
@@ -224,14 +225,14 @@ class Drops(Toy):
 
 def test_the_replay_draws_the_same_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    original = _overflow_replay._run
+    original = _overflow_search._run
 
     def run(trainer: Any, replay: Any, step: Any, scale: float) -> Any:
         out = original(trainer, replay, step, scale)
         seen.append(replay.module.draws[-1])
         return out
 
-    monkeypatch.setattr(_overflow_replay, "_run", run)
+    monkeypatch.setattr(_overflow_search, "_run", run)
     locator = OverflowLocator()
     trainer = fit(Drops, fp16(), with_bad(4), callbacks=[locator])
     assert seen == [trainer.lightning_module.draws[4]]
@@ -279,7 +280,7 @@ def test_a_cause_that_is_known_stays_if_it_cannot_be_measured(
     def fails(*_: Any) -> float:
         raise error
 
-    monkeypatch.setattr("lightning_amp.callbacks._overflow_replay._largest_true_gradient", fails)
+    monkeypatch.setattr("lightning_amp.shadow._overflow_search._largest_true_gradient", fails)
     locator = OverflowLocator(max_reports=1)
     loader = torch.utils.data.DataLoader(torch.randn(8, 4).bfloat16(), batch_size=4)
     fit(HalfBody, fp16(1024.0), loader, callbacks=[locator])

@@ -6,12 +6,12 @@ from typing import Any
 
 import lightning as L
 import pytest
-from helpers import Poison, Toy, batches, fit, stock
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from support import Poison, Toy, batches, fit, stock
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
 from lightning_amp.callbacks import _scale_monitor
-from lightning_amp.scaling import ScaleHistory
+from lightning_amp.reports import ScaleHistory
 
 KEYS = {_scale_monitor.LOSS_SCALE, _scale_monitor.SKIPPED_STEPS, _scale_monitor.SKIP_RATE}
 

@@ -1,0 +1,232 @@
+"""Private names of Lightning, each with the reason and the condition under which it can go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The user's optimizer behind a `LightningOptimizer` (its `.optimizer` property is public)."""
+    if not type(optimizer).__name__.startswith("Lightning"):  # saves an import on the step path
+        return optimizer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+# --- Lightning: the precision plugin ----------------------------------------------------------------------------------
+
+
+def run_clipping(plugin: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
+    """`configure_gradient_clipping` with the Trainer's settings, as `Precision` runs it; none in manual optimization.
+
+    Private; can go when Lightning makes it public.
+    """
+    trainer = module.trainer
+    plugin._clip_gradients(module, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+
+
+def run_hook(module: Any, name: str, *args: Any) -> None:
+    """Call a hook of all callbacks, then of the module, under the profiler, as Lightning's `Precision` does."""
+    from lightning.pytorch.trainer import call
+
+    call._call_callback_hooks(module.trainer, name, *args)
+    call._call_lightning_module_hook(module.trainer, name, *args)
+
+
+# --- Lightning: evaluation ---
+# Lightning evaluates a module inside one loop that owns the results, and has no public way to evaluate a second module
+# on the same batches and let `self.log` name, weight and reduce its values. Upstream thread: none known. All entries of
+# this section can go when Lightning offers a result collection that a callback may create and read.
+
+
+def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:
+    """Give a view of the trainer its own result collection and logger connector.
+
+    `LightningModule.log` writes to `trainer._results` and `trainer._logger_connector`. With its own pair, a copy of a
+    module logs with Lightning's naming, batch-size weighting and reduction, and the trainer never hears of it.
+
+    Args:
+        view: stands in for the trainer; gets the attributes.
+        trainer: the real one. What it has collected in this evaluation so far is copied.
+        memo: of the deep copy of the module, so that the metric objects in the results are the copy's own.
+    """
+    from copy import deepcopy
+
+    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+
+    real = trainer._results
+    results = _ResultCollection(training=real is not None and real.training)
+    if real is not None:
+        results.dataloader_idx = real.dataloader_idx
+        for key, item in real.items():
+            if item.has_reset:  # left over from an earlier evaluation
+                continue
+            if item.meta.sync.group is not None:
+                memo[id(item.meta.sync.group)] = item.meta.sync.group
+            memo[id(item.meta.sync.fn)] = view.strategy.reduce
+            results[key] = copied = deepcopy(item, memo)
+            sync = item.meta.sync
+            copied.meta.sync = type(sync)(view.strategy.reduce, sync.should, sync.rank_zero_only, sync.op, sync.group)
+    connector = _LoggerConnector(view)
+    theirs = trainer._logger_connector
+    connector._callback_metrics = dict(theirs._callback_metrics)
+    connector._logged_metrics = dict(theirs._logged_metrics)
+    connector._progress_bar_metrics = dict(theirs._progress_bar_metrics)
+    connector._current_fx = theirs._current_fx
+    view._results = results
+    view._logger_connector = connector
+
+
+def connector_metrics(view: Any, name: str) -> dict[str, Any]:
+    """`callback_metrics`, `logged_metrics` or `progress_bar_metrics` of the view's own connector.
+
+    `Trainer.callback_metrics` and its siblings are properties over `_logger_connector`.
+    """
+    return getattr(view._logger_connector, name)
+
+
+def start_evaluation_batch(view: Any, batch: Any, dataloader_idx: int | None) -> None:
+    """Tell the view's results which batch is next, as the evaluation loop does before its batch hooks."""
+    view._logger_connector.on_batch_start(batch, dataloader_idx)
+
+
+def finish_evaluation_batch(view: Any) -> None:
+    """Drop the reference to the batch. Step values are never read, so they are not collected here."""
+    view._results.batch = None
+    view._results.batch_size = None
+
+
+def finish_evaluation_loader(view: Any) -> dict[str, Tensor]:
+    """Reduce what was logged for the current loader, as `_EvaluationLoop._store_dataloader_outputs` does."""
+    connector = view._logger_connector
+    connector.epoch_end_reached()
+    connector.update_eval_epoch_metrics()
+    return dict(connector.metrics["callback"])
+
+
+def start_evaluation_epoch_end(view: Any) -> None:
+    """What the evaluation loop does between the last loader and `on_*_epoch_end`."""
+    view._logger_connector.epoch_end_reached()
+    view._logger_connector._evaluation_epoch_end()
+
+
+def finish_evaluation_epoch_end(view: Any) -> dict[str, Tensor]:
+    """What the evaluation loop does after `on_*_epoch_end`; returns the values logged there."""
+    connector = view._logger_connector
+    connector.on_epoch_end()
+    connector.update_eval_epoch_metrics()
+    return dict(connector.metrics["callback"])
+
+
+def evaluation_loader_idx(trainer: Any) -> int | None:
+    """Index of the loader of the current batch; `None` with one loader, where hooks do not get the argument."""
+    results = trainer._results
+    return None if results is None else results.dataloader_idx
+
+
+def evaluation_metrics(trainer: Any) -> dict[str, Tensor]:
+    """Epoch values that the current evaluation has logged and already reduced, by their name in `callback_metrics`.
+
+    `trainer.callback_metrics` also holds what training logged and what earlier evaluations left.
+    """
+    results = trainer._results
+    if results is None:
+        return {}
+    metrics: dict[str, Tensor] = {}
+    for item in results.values():
+        if item.has_reset or not item.meta.on_epoch or not isinstance(item._computed, Tensor):
+            continue
+        for name in results._forked_name(item, on_step=False):
+            metrics[name] = item._computed.detach()
+    return metrics
+
+
+def evaluation_names(trainer: Any) -> set[str]:
+    """Names of `evaluation_metrics`, known before the values are: the sanity check does not reduce them."""
+    results = trainer._results
+    if results is None:
+        return set()
+    items = [item for item in results.values() if item.meta.on_epoch and not item.has_reset]
+    return {name for item in items for name in results._forked_name(item, on_step=False)}
+
+
+def add_callback_metrics(trainer: Any, metrics: dict[str, Tensor]) -> None:
+    """Add values to `trainer.callback_metrics` where `self.log` is not allowed (`on_validation_end`)."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float | None) -> int:
+    """Send values to all loggers as Lightning sends those of an evaluation, and return the step that they got.
+
+    The step is not `global_step`, but a `step` that the user logged, else the private counter of batches after which an
+    optimizer stepped.
+    """
+    number = trainer.fit_loop.epoch_loop._batches_that_stepped if step is None else int(step)
+    connector = trainer._logger_connector
+    # As in `log_metrics`, which adds the epoch only where there is no `step`.
+    connector.log_metrics(metrics if step is None else {**metrics, "step": torch.tensor(float(number))})
+    return number
+
+
+def call_module_hook(module: Any, name: str, *args: Any) -> Any:
+    """Call a hook so that `self.log` works in it: it looks up `_current_fx_name`, which only the Trainer sets."""
+    previous = module._current_fx_name
+    module._current_fx_name = name
+    try:
+        return getattr(module, name)(*args)
+    finally:
+        module._current_fx_name = previous
+
+
+def forget_metric_names(module: Any) -> None:
+    """Drop the cache of metric names by `id`: in a copied module the ids are those of the original's metrics."""
+    from lightning.pytorch import LightningModule
+
+    for child in module.modules():
+        if isinstance(child, LightningModule):
+            child._metric_attributes = None
+
+
+def uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Undo what `torch.compile(LightningModule)` put among the attributes of a module.
+
+    Lightning stores compiled functions, bound to the original module, as attributes over the methods.
+    """
+    context = state.get("_compiler_ctx")
+    if not context:
+        return state
+    state = dict(state, _compiler_ctx=None)
+    for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
+        state[name] = context[f"original_{name}"]
+    return state
+
+
+def logging_step(trainer: Any) -> int:
+    """The step that Lightning itself logs training metrics at; its own callbacks read this private counter too."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def is_rank_zero() -> bool:
+    """Whether this process writes files (`rank_zero_only.rank` is public, but unset before a Trainer exists)."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
+# --- Lightning: training steps of a shadow ---
+# A training step that runs twice reaches its optimizers through private attributes of the strategy; Lightning has no
+# public way to hand it others. Can go when `LightningModule.optimizers` asks the trainer for what it returns.
+
+
+def optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
+    """Attributes for a view of a strategy: what `LightningModule.optimizers()` returns, each through `stand_in`."""
+    wrapped = trainer.strategy._lightning_optimizers
+    return {
+        "_lightning_optimizers": [stand_in(optimizer) for optimizer in wrapped],
+        "optimizers": [stand_in(optimizer) for optimizer in trainer.strategy.optimizers],
+    }

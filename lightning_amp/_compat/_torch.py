@@ -1,0 +1,200 @@
+"""Private names of torch that a step needs: kernels, `GradScaler`, autograd, fused optimizers; each with its reason."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.optim.optimizer as _optimizer_module
+from torch import Tensor
+
+# --- torch: foreach and amp kernels ----------------------------------------------------------------------------------
+# The multi-tensor kernels that `GradScaler` and `torch.optim` run on are private; their public wrappers
+# (`GradScaler.unscale_`, `clip_grad_norm_`) cannot express complex gradients, two steps in a batch, or a check alone.
+# Can go when torch makes `torch._foreach_*` public.
+
+
+# (grads, found_inf, factor): multiplies by `factor` [] in place and sets `found_inf` [] to 1.0 if a value was not
+# finite before; one device. Not a function of ours, since it is called in every step.
+amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def foreach_mul_(grads: list[Tensor], factor: Tensor | float) -> None:
+    """Multiply all tensors by `factor` in place."""
+    torch._foreach_mul_(grads, factor)
+
+
+def foreach_norm(grads: list[Tensor], order: float) -> list[Tensor]:
+    """The vector norm of each tensor, each of shape []."""
+    return list(torch._foreach_norm(grads, order))
+
+
+def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy `sources` into `targets` with one launch per dtype."""
+    torch._foreach_copy_(targets, sources)
+
+
+def sparse_values(grad: Tensor) -> Tensor:
+    """The values of a sparse gradient without coalescing it first, as `GradScaler` takes them."""
+    return grad._values()
+
+
+# --- torch: GradScaler -----------------------------------------------------------------------------------------------
+# `GradScaler` has no public way to read or set its scale without waiting for the device (`get_scale` is an `.item()`),
+# nor to be told a found_inf flag from outside. Can go when torch offers an asynchronous getter and setter.
+
+
+def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = None) -> Tensor:
+    """The scale, shape [], made on `device` if the scaler has not been used yet."""
+    scale = scaler._scale
+    if scale is None:
+        scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
+        scale = scaler._scale
+    assert scale is not None
+    return scale
+
+
+def growth_tracker(scaler: torch.amp.GradScaler) -> Tensor:
+    """Clean steps in a row, int32, shape []."""
+    tracker = scaler._growth_tracker
+    assert tracker is not None  # made together with the scale
+    return tracker
+
+
+GROWTH_TRACKER = "_growth_tracker"
+"""Where a `GradScaler.state_dict` keeps the clean steps in a row; the key has no public name."""
+
+
+def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor | None = None) -> None:
+    """Put new tensors in place of the scale (and the growth tracker)."""
+    scaler._scale = scale
+    if tracker is not None:
+        scaler._growth_tracker = tracker
+
+
+def reset_scale(scaler: torch.amp.GradScaler, scale: float, tracker: int = 0) -> None:
+    """Back to the state before first use, with this scale."""
+    scaler._init_scale, scaler._init_growth_tracker = scale, tracker
+    scaler._scale = scaler._growth_tracker = None
+    scaler._per_optimizer_states = _no_optimizer_states()
+
+
+def set_scaler_device(scaler: torch.amp.GradScaler, device_type: str) -> None:
+    """`GradScaler` takes its device type only at construction, before a Trainer knows it."""
+    scaler._device = device_type
+
+
+def take_found_infs(scaler: torch.amp.GradScaler) -> list[Tensor]:
+    """The flags recorded since the last update; forgets them, as `GradScaler.update` does."""
+    states = scaler._per_optimizer_states
+    scaler._per_optimizer_states = _no_optimizer_states()
+    return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
+
+
+def give_found_inf(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
+    """Tell somebody else's scaler what we found, so that its own `update` can be called."""
+    scaler._per_optimizer_states = _no_optimizer_states()
+    scaler._per_optimizer_states[0]["found_inf_per_device"] = {found_inf.device: found_inf}
+
+
+def optimizer_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a scaler knows of an optimizer until its next update, to keep a note there that is forgotten then."""
+    return scaler._per_optimizer_states[id(optimizer)]
+
+
+def _no_optimizer_states() -> Any:
+    return defaultdict(torch.amp.grad_scaler._refresh_per_optimizer_state)
+
+
+def amp_update_scale(
+    scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """Torch's own update kernel, so that the default policy equals torch's to the bit. In place; private in torch."""
+    torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
+
+
+# --- torch: autograd -------------------------------------------------------------------------------------------------
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
+    """What `parameter.to(copy.dtype)` returns to autograd, without computing it: the values of `copy` are taken.
+
+    The result has a node of its own, whose gradient autograd casts to the parameter's dtype, as that of a cast. A
+    custom `autograd.Function` does the same in Python, and takes longer than casting a small weight. The node is made
+    by the one operation that has the identity as its derivative, moves no data and is not a view: a view would share
+    the parameter's version counter, and an optimizer step between forward and backward would be an error. Can go when
+    torch offers a cast into memory that is given.
+    """
+    alias = _unsafe_view(parameter, parameter.shape)
+    alias.data = copy
+    return alias
+
+
+# --- torch: optimizers -----------------------------------------------------------------------------------------------
+# Fused optimizers skip inside their kernel, told by two attributes. This is the protocol that `GradScaler.step` uses;
+# it has no public form. Can go when torch gives `Optimizer.step` arguments for them.
+
+_FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` of this optimizer reads `found_inf` and `grad_scale` on the device, after its closure.
+
+    Only torch's own classes are taken at their word: somebody else's fused optimizer may read them before.
+    """
+    return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether Lightning's own plugin leaves unscaling to this optimizer; it asks for the same attribute."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether such an optimizer still is: a checkpoint brings the `fused` of the run that wrote it."""
+    return all(group["fused"] for group in optimizer.param_groups)
+
+
+def set_found_inf(optimizer: Any, found_inf: Tensor) -> None:
+    """Hand the flag to a fused optimizer. The kernels test `found_inf == 1`: any other value steps."""
+    optimizer.found_inf = found_inf
+
+
+def set_grad_scale(optimizer: Any, grad_scale: Tensor | None) -> None:
+    """Hand a fused optimizer what to divide gradients by."""
+    optimizer.grad_scale = grad_scale
+
+
+def clear_amp_attributes(optimizer: Any) -> None:
+    """Undo both."""
+    attributes = vars(optimizer)
+    attributes.pop("found_inf", None)
+    attributes.pop("grad_scale", None)
+
+
+def momentum_is_uninitialised(optimizer: torch.optim.SGD) -> bool:
+    """Whether a skipped first step would leave garbage in a fused SGD's momentum.
+
+    torch 2.13 allocates `momentum_buffer` with `empty_like` and fills it inside the kernel, which does not run on a
+    skip (`torch/optim/sgd.py`, `_fused_sgd`). Found by this project; can go when torch fills it before.
+    """
+    return any(
+        group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    )
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anybody registered a hook around `step`, on this optimizer or on all; one that `only_looks` is none."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return True
+    for hooks in (_optimizer_module._global_optimizer_pre_hooks, _optimizer_module._global_optimizer_post_hooks):
+        for hook in hooks.values():
+            if not getattr(hook, "only_looks", False):
+                return True
+    return False

@@ -1,0 +1,148 @@
+"""Which precision: the spellings users have, what a device can run, and what `"auto"` picks."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+Precision = Literal["auto", "bf16", "fp16", "fp8", "fp32"]
+Canonical = Literal["16-mixed", "bf16-mixed", "32-true"]
+
+_ALSO: dict[Precision, tuple[Any, ...]] = {
+    "bf16": ("bf16-mixed", "bfloat16", "torch.bfloat16", torch.bfloat16),
+    "fp16": ("16-mixed", "16", 16, "float16", "torch.float16", torch.float16),
+    "fp32": ("32-true", "32", 32, "float32", "torch.float32", torch.float32),
+}
+_SPELLINGS: dict[Any, Precision] = {
+    **{name: name for name in get_args(Precision)},
+    **{spelling: name for name, spellings in _ALSO.items() for spelling in spellings},
+}
+_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_CANONICAL: dict[str, Canonical] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
+
+
+class Choice(NamedTuple):
+    """A precision that is settled: our name, Lightning's name, the dtype that matrix products run in."""
+
+    name: str
+    canonical: Canonical
+    dtype: torch.dtype
+
+    @property
+    def mixed(self) -> bool:
+        """Return whether autocast is on."""
+        return self.name != "fp32"
+
+    @classmethod
+    def of(cls, name: str) -> Choice:
+        """Settle one of our names, `"auto"` excluded."""
+        return cls(name, _CANONICAL[name], _DTYPES[name])
+
+    @classmethod
+    def pick(cls, device: torch.device) -> tuple[Choice, str]:
+        """Pick what `"auto"` means on this device, and say why (one sentence)."""
+        names = runnable(device)
+        here = _describe(device)
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            if "bf16" in names and torch.cuda.is_bf16_supported(including_emulation=False):
+                return cls.of("bf16"), f"{here} computes in bfloat16 natively"
+            if major >= 7 and "fp16" in names:
+                return cls.of("fp16"), f"{here} has float16 but no bfloat16 matrix units (sm_{major}{minor})"
+            return cls.of("fp32"), f"{here} has no half-precision matrix units (sm_{major}{minor})"
+        if device.type == "cpu":
+            if cpu_has_bf16():
+                return cls.of("bf16"), "this CPU has bfloat16 instructions"
+            return cls.of("fp32"), "this CPU would emulate half precision, which is slower than float32"
+        if "bf16" in names:
+            return cls.of("bf16"), f"{here} runs bfloat16 autocast"
+        return cls.of(names[0]), f"it is the lowest precision that {here} runs"
+
+    @classmethod
+    def for_evaluation(cls, requested: Precision | None, training: Choice, device: torch.device) -> Choice:
+        """Settle the precision of validation, test and prediction; `None` is that of training.
+
+        Raises:
+            ValueError: If the device cannot run it.
+
+        """
+        if requested is None:
+            return training
+        chosen = cls.pick(device)[0] if requested == "auto" else cls.of(requested)
+        chosen.require(device, "eval_precision")
+        return chosen
+
+    def require(self, device: torch.device, argument: str = "precision") -> None:
+        """Refuse a device that cannot run this precision.
+
+        Raises:
+            ValueError: Naming what the device can run.
+
+        """
+        names = runnable(device)
+        if self.name not in names:
+            raise ValueError(
+                f"This device ({_describe(device)}) cannot run {argument} {self.name!r}. It can run:"
+                f" {', '.join(repr(n) for n in names)}. lightning_amp never falls back in silence; choose one of these."
+            )
+
+
+def parse_precision(value: Any, argument: str = "precision") -> Precision:
+    """Return one of our names for whatever spelling the user has in their hands.
+
+    Raises:
+        ValueError: With the legal values, for anything else.
+
+    """
+    try:
+        known = None if isinstance(value, bool) else _SPELLINGS.get(value)
+    except TypeError:  # unhashable
+        known = None
+    if known is None:
+        raise ValueError(f"`{argument}` must be one of {_legal()}; got {value!r}.")
+    if known == "fp8":
+        raise ValueError(
+            f"`{argument}='fp8'` is not available in this version of lightning_amp. Use 'bf16', which fp8 training is"
+            " built on, until it is."
+        )
+    return known
+
+
+def _legal() -> str:
+    names = ", ".join(repr(name) for name in get_args(Precision) if name != "fp8")
+    also = [f"{name}: {', '.join(map(repr, spellings))}" for name, spellings in _ALSO.items()]
+    return f"{names} ({'; '.join(also).replace(':', ' is also', 1)})"
+
+
+def runnable(device: torch.device) -> list[str]:
+    """Return our names for what autocast runs on this device."""
+    return [name for name in ("bf16", "fp16") if _autocast_runs(device, _DTYPES[name])] + ["fp32"]
+
+
+def cpu_has_bf16() -> bool:
+    """Return whether the CPU computes in bfloat16 (AMX or AVX512-BF16 on x86, BF16 on Arm) rather than emulating it."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    if not capabilities:
+        return platform.machine() == "arm64"  # torch before 2.11 does not say; Apple's chips have it
+    return any(bool(value) for name, value in capabilities.items() if "bf16" in name)
+
+
+def _autocast_runs(device: torch.device, dtype: torch.dtype) -> bool:
+    if not torch.amp.is_autocast_available(device.type):
+        return False
+    if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        return False
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        try:
+            with torch.autocast(device.type, dtype=dtype):  # warns and turns itself off where it cannot
+                return torch.is_autocast_enabled(device.type)
+        except RuntimeError:
+            return False
+
+
+def _describe(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,158 @@
+"""What can be known to be wrong before the first batch: one report that names modules and parameters, and the fix."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_amp import _messages
+from lightning_amp._compat import _modules
+from lightning_amp.casting import Choice, cpu_has_bf16
+from lightning_amp.scaling import all_finite
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def check(module: LightningModule, choice: Choice, device: torch.device, in_fp32: Collection[nn.Module] = ()) -> None:
+    """Look at what the Trainer attached.
+
+    Args:
+        module: The user's.
+        choice: The precision.
+        device: Where.
+        in_fp32: Submodules that compute in fp32 whatever the precision.
+
+    Raises:
+        ValueError: For what cannot work, all of it in one message. What may work is one warning.
+
+    """
+    if not choice.mixed:
+        return
+    errors = [*_half_parameters(module, choice)]
+    if errors:
+        raise ValueError(_report(f"precision {choice.name!r} cannot train this module", errors))
+    warnings = [*_own_scaling(module), *_unsafe_losses(module, device, in_fp32), *_slow(choice, device)]
+    if warnings:
+        _messages.warn(_report(f"precision {choice.name!r} found something to look at", warnings))
+
+
+def _report(title: str, findings: list[str]) -> str:
+    return "\n".join([f"lightning_amp: {title}:", *(f"  - {finding}" for finding in findings)])
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"`{_modules.plain_name(name)}`" for name in names[:3]) + more
+
+
+def _half_parameters(module: LightningModule, choice: Choice) -> list[str]:
+    names = [n for n, p in module.named_parameters() if p.requires_grad and p.dtype in _HALF]
+    if not names:
+        return []
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
+    return [
+        f"trainable parameters are {' and '.join(sorted(dtypes))}: {_names(names)}. Mixed precision keeps float32"
+        " parameters and casts them for each forward; in half precision most small updates are rounded away. Call"
+        " `.float()` on the module (or load it with `dtype=torch.float32`), or freeze these parameters with"
+        " `requires_grad_(False)`"
+    ]
+
+
+def _own_scaling(module: LightningModule) -> list[str]:
+    findings: list[str] = []
+    for name, submodule in module.named_modules():
+        for attribute, value in vars(submodule).items():
+            where = f"`{name}.{attribute}`" if name else f"`self.{attribute}`"
+            if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+                findings.append(
+                    f"the module has its own `GradScaler` ({where}): this plugin scales, unscales and skips already,"
+                    " and twice is wrong. Remove it, and call `self.manual_backward(loss)` and `optimizer.step()`"
+                )
+            elif isinstance(value, torch.autocast):
+                findings.append(
+                    f"the module has its own `torch.autocast` ({where}), which overrides the plugin's inside it. Remove"
+                    " it, or use precision 'fp32'"
+                )
+    steps = [n for n in ("training_step", "forward") if "autocast(" in _source(getattr(module, n))]
+    if steps:
+        findings.append(
+            f"{_names(steps)} uses `torch.autocast` itself, which overrides the plugin's inside it. If that is meant to"
+            " choose the precision, remove it; to keep a region in fp32 it is fine"
+        )
+    return findings
+
+
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+
+
+def _unsafe_losses(module: LightningModule, device: torch.device, in_fp32: Collection[nn.Module]) -> list[str]:
+    names = [n for n, m in module.named_modules() if isinstance(m, nn.BCELoss) and m not in in_fp32]
+    if not names:
+        return []
+    raises = "raises under autocast on this device" if device.type == "cuda" else "raises under autocast on CUDA"
+    return [
+        f"`nn.BCELoss` ({_names(names)}) {raises}, since sigmoid outputs cannot be told apart in half precision. Use"
+        " `nn.BCEWithLogitsLoss` on the logits"
+    ]
+
+
+def _slow(choice: Choice, device: torch.device) -> list[str]:
+    if choice.name != "bf16":
+        return []
+    emulated = (
+        not torch.cuda.is_bf16_supported(including_emulation=False)
+        if device.type == "cuda"
+        else device.type == "cpu" and not cpu_has_bf16()
+    )
+    return (
+        ["this device emulates bfloat16, which is slower than float32; precision 'auto' picks another"]
+        if emulated
+        else []
+    )
+
+
+def half_in_a_step(module: nn.Module) -> str:
+    """What to say of trainable parameters that are half precision once a step ran; empty if there are none."""
+    names = [n for n, p in module.named_parameters() if p.requires_grad and p.dtype in _HALF]
+    if not names:
+        return ""
+    owner = names[0].rpartition(".")[0] or "..."
+    return (
+        f"trainable parameters became half precision during the step: {_names(names)}. The code that uses them casts"
+        " them to the dtype of its input (`weight.data = weight.data.to(x.dtype)`), and in half precision most small"
+        f" updates are rounded away. Keep that module in float32, `fp32_modules=[{_modules.plain_name(owner)!r}]`, or"
+        " cast its input: `x.float()`"
+    )
+
+
+def warn_of_half_in_a_step(module: nn.Module) -> None:
+    """Say it, if there is something to say. With loss scaling it was an error."""
+    found = half_in_a_step(module)
+    if found:
+        _messages.warn(f"lightning_amp: {found}.")
+
+
+def nonfinite_gradients(module: nn.Module) -> str:
+    """Names of the first parameters whose gradients are not finite, where gradients are still there."""
+    names = [n for n, p in module.named_parameters() if p.grad is not None and not all_finite(p.grad)]
+    return f"The first parameters with non-finite gradients are {_names(names)}" if names else ""
+
+
+def as_text(representation: str) -> str:
+    """A plugin as text, with a hint where the other package's Trainer shows it: "invalid type for plugin {plugin}"."""
+    if "pytorch_lightning" not in sys.modules:
+        return representation
+    return (
+        f"{representation} (a plugin for `lightning.pytorch`: use `import lightning as L; L.Trainer(...)`, not"
+        " `pytorch_lightning.Trainer`, and derive the module from `L.LightningModule`)"
+    )

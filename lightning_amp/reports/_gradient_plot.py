@@ -1,0 +1,177 @@
+"""The heat map of `GradientMonitor`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from lightning_amp.reports._gradient_table import GradientRow
+
+Quantity = Literal["headroom_bits", "underflow_fraction", "subnormal_fraction", "sqnr_db", "cosine"]
+
+
+class _Look(NamedTuple):
+    """How a quantity is drawn; all colour maps can be told apart by the colour-blind."""
+
+    title: str
+    unit: str
+    colors: str
+    low_is_bad: bool
+
+
+_LOOKS: dict[Quantity, _Look] = {
+    "headroom_bits": _Look(
+        "Headroom in fp16: how often the loss scale could be doubled before a gradient overflows",
+        "headroom [bits]\nred: overflows, white: just fits",
+        "RdBu",
+        True,
+    ),
+    "underflow_fraction": _Look("Gradients that become zero in fp16", "share of the non-zero ones", "YlOrRd", False),
+    "subnormal_fraction": _Look(
+        "Gradients that become subnormal in fp16, and lose bits", "share of the non-zero ones", "YlOrRd", False
+    ),
+    "sqnr_db": _Look("Mixed-precision gradient against fp32: signal to noise", "SQNR [dB]", "viridis", True),
+    "cosine": _Look("Mixed-precision gradient against fp32: cosine", "cosine", "viridis", True),
+}
+QUANTITIES: tuple[Quantity, ...] = tuple(_LOOKS)
+
+
+class _Mark(IntEnum):
+    """What a cell without a number shows instead; the legend has those that occur."""
+
+    ABSENT = 0
+    ZERO = 1
+    NOT_FINITE = 2
+    EQUAL = 3
+
+
+_Cell = float | _Mark
+_HATCH: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.75", "hatch": "////"}
+_MARKS: dict[_Mark, tuple[str, dict[str, Any]]] = {
+    _Mark.ABSENT: ("no gradient in this step", _HATCH),
+    _Mark.ZERO: ("all gradients are zero", {"facecolor": "0.6"}),
+    _Mark.NOT_FINITE: ("not finite", {"facecolor": "black"}),
+    _Mark.EQUAL: ("equal to fp32", {"facecolor": "tab:purple"}),
+}
+
+
+def draw_heat_map(
+    samples: Sequence[Sequence[GradientRow]],
+    quantity: Quantity,
+    path: str | os.PathLike[str] | None,
+    max_rows: int | None,
+) -> Figure:
+    """See `GradientMonitor.plot`. `samples` are without the row of the total."""
+    look = _LOOKS[quantity]
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Plotting needs matplotlib, which is not installed. Run `pip install lightning-amp[plot]`."
+        ) from error
+    steps = [sample[0].step for sample in samples if sample]
+    grid = _grid(samples, quantity)
+    names = _worst(grid, look.low_is_bad, max_rows)
+    width = 8 + 0.07 * max((len(name) - 20 for name in names), default=0)
+    figure = Figure(figsize=(max(width, 8), 2 + 0.25 * max(len(names), 4)), layout="constrained")
+    axes: Any = figure.add_subplot()  # no pyplot: its global state is the user's
+    title = look.title if len(names) == len(grid) else f"{look.title}\nthe {len(names)} worst of {len(grid)} rows"
+    axes.set_title(title, fontsize="medium")
+    if names:
+        _fill(figure, axes, [grid[name] for name in names], quantity)
+        axes.set_xlabel("optimizer step")
+        axes.set_yticks(range(len(names)), names, fontsize="small")
+        every = math.ceil(len(steps) / 8)
+        axes.set_xticks(range(0, len(steps), every), [f"{step:,}" for step in steps[::every]])
+    else:
+        axes.set(xticks=[], yticks=[])
+        axes.text(0.5, 0.5, "no sample yet", ha="center", va="center", transform=axes.transAxes)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _grid(samples: Sequence[Sequence[GradientRow]], quantity: Quantity) -> dict[str, list[_Cell]]:
+    """By name one cell per sample: a float, or the mark (an int) of a cell without one."""
+    names = dict.fromkeys(row.name for sample in samples for row in sample)
+    grid: dict[str, list[_Cell]] = {name: [_Mark.ABSENT] * len(samples) for name in names}
+    for column, sample in enumerate(samples):
+        for row in sample:
+            grid[row.name][column] = _cell(row, quantity)
+    return grid
+
+
+def _cell(row: GradientRow, quantity: Quantity) -> _Cell:
+    value: float = getattr(row, quantity)
+    if row.largest == 0:
+        return _Mark.ZERO
+    if quantity == "sqnr_db" and value == math.inf:
+        return _Mark.EQUAL
+    return float(value) if math.isfinite(value) else _Mark.NOT_FINITE
+
+
+def _worst(grid: dict[str, list[_Cell]], low_is_bad: bool, max_rows: int | None) -> list[str]:
+    """The names of the worst rows, in the order of the module."""
+
+    def badness(name: str) -> float:
+        cells = grid[name]
+        values = [-cell if low_is_bad else cell for cell in cells if not isinstance(cell, _Mark)]
+        return math.inf if _Mark.NOT_FINITE in _marks(cells) else max(values, default=-math.inf)
+
+    chosen = set(sorted(grid, key=badness, reverse=True)[:max_rows])
+    return [name for name in grid if name in chosen]
+
+
+def _marks(cells: Sequence[_Cell]) -> set[_Mark]:
+    return {cell for cell in cells if isinstance(cell, _Mark)}
+
+
+def _fill(figure: Figure, axes: Any, grid: list[list[_Cell]], quantity: Quantity) -> None:
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    values = [[math.nan if isinstance(cell, _Mark) else cell for cell in row] for row in grid]
+    finite = [cell for row in values for cell in row if not math.isnan(cell)]
+    marks = sorted(set().union(*(_marks(row) for row in grid)))
+    if finite:
+        _fill_values(figure, axes, values, finite, quantity)
+    if marks:
+        axes.patch.set(**_HATCH)  # shows where nothing is drawn
+        drawn = [[cell if isinstance(cell, _Mark) and cell else math.nan for cell in row] for row in grid]
+        colors = ListedColormap([look["facecolor"] for _, look in _MARKS.values()])
+        axes.imshow(drawn, aspect="auto", interpolation="nearest", cmap=colors, vmin=-0.5, vmax=len(_MARKS) - 0.5)
+        patches = [Patch(label=_MARKS[mark][0], **_MARKS[mark][1]) for mark in marks]
+        figure.legend(handles=patches, loc="outside lower right", ncols=len(patches), fontsize="small", frameon=False)
+
+
+def _fill_values(figure: Figure, axes: Any, values: list[list[float]], finite: list[float], quantity: Quantity) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    low, high = _limits(quantity, min(finite), max(finite))
+    beyond = {(True, True): "both", (True, False): "min", (False, True): "max"}
+    look = _LOOKS[quantity]
+    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=look.colors, vmin=low, vmax=high)
+    extend = beyond.get((min(finite) < low, max(finite) > high), "neither")
+    bar = figure.colorbar(image, ax=axes, extend=extend)
+    bar.set_label(look.unit, fontsize="small")
+    if quantity.endswith("fraction"):
+        bar.ax.yaxis.set_major_formatter(PercentFormatter(1))
+
+
+def _limits(quantity: Quantity, lowest: float, highest: float) -> tuple[float, float]:
+    """The ends of the colour bar: round, and never closer than what matters."""
+    if quantity == "headroom_bits":  # 16 bits are as good as 30
+        end = min(max(4.0, abs(lowest), abs(highest)), 16.0)
+        return -end, end
+    if quantity == "sqnr_db":
+        low = 10 * math.floor(lowest / 10)
+        return low, max(10 * math.ceil(highest / 10), low + 10)
+    if quantity == "cosine":
+        return next((bound for bound in (0.99, 0.9, 0.0) if lowest >= bound), -1.0), 1.0
+    return 0.0, next((bound for bound in (0.01, 0.1) if highest <= bound), 1.0)

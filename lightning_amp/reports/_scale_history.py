@@ -1,0 +1,241 @@
+"""The history of a loss scale, compact: only what changed and what was skipped is kept."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, overload
+
+import torch
+
+from lightning_amp._files import write_atomically
+from lightning_amp._numbers import exact
+from lightning_amp.scaling import Reason, Saved, StepRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_REASONS: tuple[Reason, ...] = get_args(Reason)
+_COLUMNS = {"index": "q", "optimizer_idx": "q", "scale": "d", "next_scale": "d", "skipped": "b", "reason": "b"}
+
+
+class ScaleHistory:
+    """Every step of a run, of which only changes of the scale and skips take memory (34 bytes each).
+
+    Iterating and indexing give the stored records: the first step, every skip, every step after which the scale moved,
+    and the last step. What lies between two of them was applied, at the later one's scale.
+    """
+
+    def __init__(self) -> None:
+        self._columns = {name: array(code) for name, code in _COLUMNS.items()}
+        self._last: StepRecord | None = None
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        yield from map(_record, *self._columns.values())
+        if self._last is not None and not self._is_stored(self._last):
+            yield self._last
+
+    def __len__(self) -> int:
+        """How many records iterating gives; not how many steps there were."""
+        return len(self._columns["index"]) + (self._last is not None and not self._is_stored(self._last))
+
+    @overload
+    def __getitem__(self, position: int) -> StepRecord: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[StepRecord]: ...
+    def __getitem__(self, position: int | slice) -> StepRecord | list[StepRecord]:
+        """The stored record at a position (not the step of that index), as iterating counts them; or several."""
+        if isinstance(position, slice):
+            return list(self)[position]
+        count = len(self)
+        if not -count <= position < count:
+            raise IndexError(f"`history[{position}]`: there are {_counted(count)}, one for each change.")
+        position %= count
+        if self._last is not None and position == count - 1:
+            return self._last
+        return _record(*(column[position] for column in self._columns.values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_counted(len(self))}: {self.summary()})"
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The latest step."""
+        return self._last
+
+    @property
+    def first(self) -> StepRecord | None:
+        """The earliest step that is known: a history that was not in the checkpoint begins where the run resumed."""
+        return next(iter(self), None)
+
+    @property
+    def num_attempted(self) -> int:
+        """Optimizer steps that were tried."""
+        first = self.first
+        return 0 if self._last is None or first is None else self._last.index - first.index + 1
+
+    @property
+    def num_skipped(self) -> int:
+        """Optimizer steps that were skipped; all of them are stored."""
+        return sum(self._columns["skipped"])
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that were applied."""
+        return self.num_attempted - self.num_skipped
+
+    def summary(self) -> str:
+        """One line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`."""
+        if self._last is None:
+            return "no optimizer step was recorded"
+        first = self.first
+        assert first is not None
+        skipped = [r.index - first.index for r in self if r.skipped]
+        text = f"{len(skipped):,} of {self.num_attempted:,} steps skipped"
+        if skipped and self.num_attempted > 20:
+            text += f", {sum(index < 20 for index in skipped):,} in the first 20"
+        losses = sum(r.reason == "loss" for r in self)
+        if losses:
+            text += f", {losses:,} of them with a non-finite loss"
+        return f"{text}; scale {exact(first.scale)} -> {exact(self._last.next_scale)}"
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def extend(self, records: Iterable[StepRecord]) -> None:
+        """Add records in their order."""
+        for record in records:
+            if (
+                self._last is None
+                or record.skipped
+                or record.next_scale != record.scale
+                or record.scale != self._last.next_scale
+            ):
+                self._store(record)
+            self._last = record
+
+    def _store(self, record: StepRecord) -> None:
+        values = (*astuple(record)[:4], int(record.skipped), _REASONS.index(record.reason))
+        for column, value in zip(self._columns.values(), values, strict=True):
+            column.append(value)
+
+    def _is_stored(self, record: StepRecord) -> bool:
+        stored = self._columns["index"]
+        return len(stored) > 0 and stored[-1] == record.index
+
+    # -- files and checkpoints -----------------------------------------------------------------------------------------
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the stored records, one a line; the file appears whole or not at all."""
+
+        def write(file: Any) -> None:
+            writer = csv.writer(file)
+            writer.writerow(_COLUMNS)
+            writer.writerows((*astuple(r)[:4], int(r.skipped), r.reason) for r in self)
+
+        write_atomically(path, write)
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str]) -> ScaleHistory:
+        """Read what :meth:`to_csv` wrote.
+
+        Raises:
+            ValueError: Naming file and line, if it is not such a file.
+
+        """
+        history = cls()
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            reader = csv.reader(file)
+            try:
+                header, *rows = [(row, reader.line_num) for row in reader] or [([], 0)]
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise ValueError(
+                    f"`{path}`, after line {reader.line_num}, is not text ({error}); the history is also in the"
+                    " checkpoint."
+                ) from error
+            if header[0] != list(_COLUMNS):
+                raise ValueError(
+                    f"`{path}` is not a scale history: its header must be {list(_COLUMNS)}, got {header[0]}."
+                )
+            for row, line in rows:
+                try:
+                    index, optimizer, scale, next_scale, skipped, reason = row
+                    record = StepRecord(
+                        int(index),
+                        int(optimizer),
+                        float(scale),
+                        float(next_scale),
+                        bool(int(skipped)),
+                        _REASONS[_REASONS.index(reason)],  # type: ignore[arg-type]
+                    )
+                    if record.index <= (-1 if history.last is None else history.last.index) or not (
+                        0 <= record.scale < math.inf and 0 <= record.next_scale < math.inf  # torch's falls to 0
+                    ):
+                        raise ValueError("steps come in their order, with scales that are finite and not negative")
+                except ValueError as error:
+                    raise ValueError(
+                        f"`{path}`, line {line}, is not a row of a scale history: {row}. The file may be cut"
+                        " off; the history is also in the checkpoint."
+                    ) from error
+                history.extend([record])
+        return history
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain numbers, so that a checkpoint loads with `weights_only=True`."""
+        columns = {name: torch.tensor(column.tolist(), dtype=_dtype(name)) for name, column in self._columns.items()}
+        return {**columns, "last": None if self._last is None else list(astuple(self._last))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: If an entry is missing or wrong; the history is then as it was.
+
+        """
+        saved = Saved(state, "ScaleHistory")
+        columns: dict[str, array[Any]] = {}
+        for name, code in _COLUMNS.items():
+            values = saved.any(name)
+            if not isinstance(values, torch.Tensor) or values.dtype != _dtype(name) or values.dim() != 1:
+                raise saved.wrong(name, f"a tensor [steps] of {_dtype(name)}")
+            columns[name] = array(code, values.tolist())
+        if len({len(column) for column in columns.values()}) > 1:
+            raise saved.wrong("index", "as long as the other columns")
+        if any(not 0 <= reason < len(_REASONS) for reason in columns["reason"]):
+            raise saved.wrong("reason", f"a number from 0 to {len(_REASONS) - 1} for each step")
+        last = saved.record("last")
+        self._columns, self._last = columns, last
+
+    # -- picture -------------------------------------------------------------------------------------------------------
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Log2 of the scale over steps; skips are marked, and growth if it is not more than 100 times.
+
+        Args:
+            path: Also saves the picture there.
+
+        Raises:
+            ModuleNotFoundError: Without matplotlib (`pip install matplotlib`).
+
+        """
+        from lightning_amp.reports._scale_plot import plot_history
+
+        return plot_history(self, path)
+
+
+def _record(index: int, optimizer: int, scale: float, next_scale: float, skipped: int, reason: int) -> StepRecord:
+    return StepRecord(index, optimizer, scale, next_scale, bool(skipped), _REASONS[reason])
+
+
+def _counted(records: int) -> str:
+    return f"{records:,} record{'' if records == 1 else 's'}"
+
+
+def _dtype(column: str) -> torch.dtype:
+    return {"q": torch.int64, "d": torch.float64, "b": torch.int8}[_COLUMNS[column]]

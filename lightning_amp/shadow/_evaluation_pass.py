@@ -1,0 +1,142 @@
+"""One side of a comparison: a shadow of the module, evaluated batch by batch as Lightning's loop would do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_amp._compat import _lightning
+from lightning_amp.shadow._module_copy import copy_batch
+from lightning_amp.shadow._shadow import RandomState, Shadow, paired_random
+
+Stage = Literal["validation", "test"]
+"""As in the names of hooks, `on_test_batch_start`, and steps, `test_step`."""
+
+Context = Callable[[LightningModule], AbstractContextManager[Any]]
+
+
+class EvaluationPass:
+    """Validates or tests a shadow.
+
+    The shadow is made of the module as it is now, so a pass may begin in the middle of an evaluation: it then has seen
+    the batches that the module has seen. Hooks before the first batch have already run and are not run again.
+
+    Args:
+        trainer: the trainer, inside its evaluation loop.
+        module: the real module.
+        stage: whose step and hooks run.
+        hook_context: entered, for the shadow's module, around its hooks.
+        step_context: entered around its step.
+        epoch_end_context: entered around its epoch-end hook, inside of `hook_context`.
+        metrics: of loaders that the module is done with.
+        upcast: weights, buffers and batches in half precision become float32. For a pass in fp32.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        stage: Stage,
+        *,
+        hook_context: Context,
+        step_context: Context,
+        epoch_end_context: Context,
+        metrics: Mapping[str, Tensor] | None = None,
+        upcast: bool = False,
+    ) -> None:
+        self._stage: Stage = stage
+        self._upcast = upcast
+        self._device_type = trainer.strategy.root_device.type
+        self._hook_context = hook_context
+        self._step_context = step_context
+        self._epoch_end_context = epoch_end_context
+        self._module = module
+        # Some steps edit parameters, in validation too: the momentum encoder of MoCo.
+        self._shadow = Shadow(trainer, module, own_parameters=True, upcast=upcast)
+        self._loader_idx = _lightning.evaluation_loader_idx(trainer)
+        self._metrics = {**(metrics or {}), **_lightning.evaluation_metrics(self._shadow.view)}
+
+    @property
+    def module(self) -> LightningModule:
+        """The shadow's module."""
+        return self._shadow.module
+
+    def step(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
+        """Run the batch hooks and the step on a copy of a batch, and leave the random generators as found."""
+        if loader_idx != self._loader_idx:
+            self._finish_loader()
+            self._loader_idx = loader_idx
+        shadow, stage = self._shadow, self._stage
+        with paired_random(self._device_type):
+            batch = copy_batch(batch, upcast=self._upcast)
+            args = (batch, batch_idx) if loader_idx is None else (batch, batch_idx, loader_idx)
+            step_args = args
+            if not is_param_in_hook_signature(getattr(shadow.module, f"{stage}_step"), "batch_idx", min_args=2):
+                step_args = (batch, *args[2:])
+            _lightning.start_evaluation_batch(shadow.view, batch, loader_idx)
+            # Step values are not compared. Reducing them could leave the other ranks waiting, should this one run out
+            # of memory before it gets there.
+            shadow.reduce.enabled = False
+            try:
+                with self._hook_context(shadow.module):
+                    shadow.call(f"on_{stage}_batch_start", *args)
+                with self._step_context(shadow.module):
+                    outputs = shadow.call(f"{stage}_step", *step_args)
+                with self._hook_context(shadow.module):
+                    shadow.call(f"on_{stage}_batch_end", outputs, *args)
+            finally:
+                shadow.reduce.enabled = True
+                _lightning.finish_evaluation_batch(shadow.view)
+
+    def finish(self, random_state: RandomState | None) -> dict[str, Tensor]:
+        """Run the epoch-end hook and return the epoch's metrics by name.
+
+        Args:
+            random_state: what the random generators were when the real module's hook ran.
+        """
+        shadow = self._shadow
+        # Averaged weights may have been swapped out again before the real hook ran.
+        shadow.follow_parameters(self._module)
+        with paired_random(self._device_type, random_state), self._hook_context(shadow.module):
+            self._finish_loader()
+            _lightning.start_evaluation_epoch_end(shadow.view)
+            with self._epoch_end_context(shadow.module):
+                shadow.call(f"on_{self._stage}_epoch_end")
+            self._metrics.update(_lightning.finish_evaluation_epoch_end(shadow.view))
+        return self._metrics
+
+    def close(self) -> None:
+        """Free the shadow."""
+        self._shadow.close()
+
+    def _finish_loader(self) -> None:
+        self._metrics.update(_lightning.finish_evaluation_loader(self._shadow.view))
+
+
+def follow_ddp_buffers(trainer: Trainer, module: LightningModule) -> None:
+    """Do to the buffers of a shadow what DDP does to those of the real module at its next forward: take rank 0's.
+
+    Without it, BatchNorm statistics of the shadow would differ from the real ones on all other ranks. One broadcast
+    per dtype.
+    """
+    ddp = trainer.strategy.model
+    # It does not after a forward without synchronised gradients: in manual optimization, for example.
+    if not isinstance(ddp, DistributedDataParallel) or not ddp.will_sync_module_buffers():
+        return
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for name, buffer in module.named_buffers():
+        if name not in ddp.parameters_to_ignore and buffer.numel():
+            by_dtype.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in by_dtype.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        torch.distributed.broadcast(flat, group_src=0, group=ddp.process_group)
+        with torch.no_grad():
+            for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(values.view_as(buffer))

@@ -1,0 +1,373 @@
+"""Deep copies that share parameters, for running user code twice without the user noticing.
+
+`copy.deepcopy` of a real LightningModule fails on the first lock, open file or generator that it meets, and copies
+what must not be copied: the trainer, data sets, the parameters. The copies here take what can be taken, piece by piece.
+What cannot be copied is replaced by an object that raises when it is used, but in hooks: see `_not_copied`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_amp._compat import _lightning, _modules
+from lightning_amp.shadow._not_copied import NotCopied, NotCopiedError, Permission, PermittedHook
+from lightning_amp.shadow._upcasting import HALF, upcast_tensors
+
+__all__ = ["NotCopied", "NotCopiedError", "copy_batch", "copy_module", "is_out_of_memory"]
+
+_LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
+
+# Read by a step, if at all, and large or meaningless as copies.
+_SHARED: tuple[type, ...] = (
+    *_LOCKS,
+    Callback,
+    DataLoader,
+    Dataset,
+    LightningDataModule,
+    LRScheduler,
+    Sampler,
+    torch.optim.Optimizer,
+    torch.cuda.Event,
+    torch.cuda.Stream,
+)
+
+_ATOMS: tuple[type, ...] = (bool, int, float, str, type(None))
+_CONTAINERS: tuple[type, ...] = (list, tuple, set, deque)
+_MAPPINGS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
+_FUNCTIONS: tuple[type, ...] = (types.FunctionType, functools.partial)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that a device, or the host, has no memory left."""
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    )
+
+
+def copy_module(
+    module: LightningModule, memo: dict[int, Any], *, own_parameters: bool = False, upcast: bool = False
+) -> LightningModule:
+    """Copy a module: its parameters are shared, everything else is its own.
+
+    Buffers, metric states, lists and other attributes are copied as deep as they go. Compiled parts come back
+    uncompiled. Bound methods and closures that refer to the module (a forward hook that appends to `self.features`)
+    refer to the copy. Data sets, loaders, optimizers and callbacks that the module holds are shared. So is, with its
+    hooks alone, what they use and what cannot be copied.
+
+    Args:
+        module: what to copy. Unchanged.
+        memo: of `copy.deepcopy`: what to put in the place of which object, by `id` (the trainer, for example).
+        own_parameters: copy the parameters too, without gradients and hooks: for a copy that runs a training step.
+        upcast: for a copy that computes in fp32: parameters and buffers in half precision become float32, its own.
+    """
+    copier = _Copier(memo, own_parameters, upcast)
+    # Outside of inference mode, so that buffers of the copy are as ordinary as those of the original: a step may turn
+    # inference mode off to take gradients.
+    with torch.inference_mode(False), torch.no_grad():
+        copier.share(module)
+        result = copier.module(module, type(module).__name__)
+        copier.rebind_closures()
+        copier.permit_hooks()
+    _lightning.forget_metric_names(result)
+    return cast(LightningModule, result)
+
+
+def copy_batch(batch: Any, *, upcast: bool = False) -> Any:
+    """Copy a batch so that in-place edits of the copy stay there. Costs the memory of one batch.
+
+    Args:
+        batch: what to copy. Unchanged.
+        upcast: for a step that computes in fp32: tensors in half precision become float32, in whatever container.
+    """
+    result = _Copier({}).batch(batch)
+    return upcast_tensors(result) if upcast else result
+
+
+class _Copier:
+    """One deep copy in progress."""
+
+    def __init__(self, memo: dict[int, Any], own_parameters: bool = False, upcast: bool = False) -> None:
+        self.memo = memo
+        self.own_parameters, self.upcast = own_parameters, upcast
+        self.permission = Permission()
+        self.refused = False
+        self.modules: list[nn.Module] = []
+        self.searched: set[int] = set()
+        self.rebinding: set[int] = set()
+        self.shared = (*_SHARED, *_process_group_types())
+
+    def share(self, module: nn.Module) -> None:
+        """Enter into the memo what is not to be copied of a module."""
+        for parameter in module.parameters():
+            upcast = self.upcast and parameter.dtype in HALF
+            if not self.own_parameters and not upcast:
+                self.memo[id(parameter)] = parameter
+            elif id(parameter) not in self.memo:
+                values = parameter.detach().float() if upcast else parameter.detach().clone()
+                self.memo[id(parameter)] = own = nn.Parameter(values, parameter.requires_grad)
+                vars(own).update(vars(parameter))  # marks such as `no_weight_decay`
+        for buffer in module.buffers() if self.upcast else ():
+            if buffer.dtype in HALF:
+                self.memo[id(buffer)] = buffer.detach().float()
+        submodules = list(module.modules())
+        self.searched.update(id(submodule) for submodule in submodules)
+        for submodule in submodules:
+            for value in vars(submodule).values():
+                self._share(value, depth=0)
+
+    def _share(self, value: Any, depth: int) -> None:
+        cls = type(value)
+        if cls in _ATOMS or cls is nn.Parameter or cls in weakref.ProxyTypes or id(value) in self.searched:
+            return
+        if cls in _MAPPINGS or cls in _CONTAINERS:
+            if depth < 3:
+                for item in value.values() if cls in _MAPPINGS else value:
+                    self._share(item, depth + 1)
+        elif isinstance(value, nn.Module):
+            # A module in a plain list, the usual way to keep a large frozen teacher out of `parameters()`.
+            self.share(value)
+        elif isinstance(value, torch.jit.ScriptFunction):
+            self.memo[id(value)] = _script_copy(value) if self.own_parameters else value
+        elif isinstance(value, self.shared):
+            self.memo.setdefault(id(value), value)
+
+    def module(self, module: nn.Module, path: str) -> nn.Module:
+        """Copy one module attribute by attribute, its children first."""
+        if id(module) in self.memo:
+            return self.memo[id(module)]
+        if (inner := _modules.uncompiled_module(module)) is not None:
+            result = self.memo[id(module)] = self.module(inner, path)
+            return result
+        cls = type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            return self.script_module(module)
+        if hasattr(cls, "__deepcopy__") or _reduces(cls):
+            for name, child in module.named_children():
+                self.module(child, f"{path}.{name}")
+            result = copy.deepcopy(module, self.memo)
+        else:
+            result = self.memo[id(module)] = cls.__new__(cls)  # before the children, which may point back
+            for reference in weakref.getweakrefs(module):
+                if type(reference) in weakref.ProxyTypes:  # `deepcopy` would copy what it points to once more
+                    self.memo[id(reference)] = weakref.proxy(result)
+            for name, child in module.named_children():
+                self.module(child, f"{path}.{name}")
+            state = _lightning.uncompiled_state(_state_of(module))
+            result.__setstate__({name: self.value(item, f"{path}.{name}") for name, item in state.items()})
+        self.modules.append(result)
+        return result
+
+    def script_module(self, module: nn.Module) -> nn.Module:
+        """Copy a module that TorchScript compiled: its parameters cannot be shared, they are copied."""
+        result = self.memo[id(module)] = _script_copy(module) if self.own_parameters else copy.deepcopy(module)
+        for own, real in zip(result.parameters(), module.parameters(), strict=True):
+            own.requires_grad_(real.requires_grad)
+        return result
+
+    def value(self, value: Any, path: str) -> Any:
+        """Deep copy; where that fails, copy what can be copied."""
+        cls = type(value)
+        if cls in _ATOMS:
+            return value
+        if cls in (dict, OrderedDict) and not value and id(value) not in self.memo:
+            # A module has ten of these, for hooks; the way through `copy.deepcopy` takes three times as long.
+            self.memo[id(value)] = result = cls()
+            return result
+        known = len(self.memo)
+        try:
+            return copy.deepcopy(value, self.memo)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+        # A failed copy leaves half-filled objects in the memo, where a second reference would find them.
+        for key in list(self.memo)[known:]:
+            del self.memo[key]
+        return self.piecewise(value, path)
+
+    def piecewise(self, value: Any, path: str) -> Any:
+        """Copy the parts of a thing that cannot be copied as a whole."""
+        cls = type(value)
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        if cls in weakref.ProxyTypes:
+            result = value
+        elif isinstance(value, Tensor):  # with a graph behind it
+            result = value.detach().clone()
+        elif isinstance(value, nn.Module):
+            return self.module(value, path)
+        elif isinstance(value, (*_LOCKS, types.ModuleType)):
+            result = value
+        elif cls in _MAPPINGS:
+            result = self.memo[id(value)] = copy.copy(value)
+            for key, item in value.items():
+                result[key] = self.value(item, f"{path}[{key!r}]")
+        elif cls in (list, deque):
+            result = self.memo[id(value)] = copy.copy(value)
+            for i, item in enumerate(value):
+                result[i] = self.value(item, f"{path}[{i}]")
+        elif cls in (tuple, set):
+            result = cls(self.value(item, f"{path}[...]") for item in value)
+        elif isinstance(value, types.MethodType):
+            result = types.MethodType(value.__func__, self.value(value.__self__, path))
+        elif cls is functools.partial:
+            keywords = {key: self.value(item, f"{path}({key}=)") for key, item in value.keywords.items()}
+            args = (self.value(item, f"{path}(...)") for item in value.args)
+            result = functools.partial(self.value(value.func, path), *args, **keywords)
+        elif hasattr(value, "__dict__") and not _from_stdlib(cls) and not _reduces(cls):
+            result = self.memo[id(value)] = object.__new__(cls)
+            for name, item in _state_of(value).items():
+                vars(result)[name] = self.value(item, f"{path}.{name}")
+        else:
+            # Not into the memo: closures of hooks keep the original.
+            self.refused = True
+            return NotCopied(path, value, self.permission)
+        self.memo[id(value)] = result
+        return result
+
+    def batch(self, value: Any) -> Any:
+        """Copy containers and tensors; a tensor alone, not the whole storage that it may be a small view of."""
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        if isinstance(value, Tensor):
+            result: Any = value.detach().clone().requires_grad_(value.requires_grad)
+        elif type(value) in (list, tuple):
+            result = type(value)(self.batch(item) for item in value)
+        elif type(value) in (dict, OrderedDict):
+            result = type(value)((key, self.batch(item)) for key, item in value.items())
+        elif isinstance(value, tuple) and hasattr(value, "_fields"):
+            try:
+                result = type(value)(*(self.batch(item) for item in value))
+            except TypeError:  # a named tuple with its own constructor
+                result = self.value(value, "batch")
+        else:
+            result = self.value(value, "batch")
+        self.memo[id(value)] = result
+        return result
+
+    def rebind_closures(self) -> None:
+        """Point functions that modules keep (hooks above all) and that close over the original at the copy.
+
+        `copy.deepcopy` returns functions as they are, so a hook `lambda *_: self.seen.append(1)` would write to the
+        original.
+        """
+        for module in self.modules:
+            attributes = vars(module)
+            for name, item in list(attributes.items()):
+                if isinstance(item, _FUNCTIONS):
+                    attributes[name] = self._counterpart(item)
+                elif type(item) in _MAPPINGS:
+                    for key, function in list(item.items()):
+                        if isinstance(function, _FUNCTIONS):
+                            item[key] = self._counterpart(function)
+
+    def _counterpart(self, item: Any) -> Any:
+        """What the copy uses in the place of something that a function closes over."""
+        if id(item) in self.memo:
+            return self.memo[id(item)]
+        if isinstance(item, types.MethodType):  # `torch.compile(self.encode)` closes over one
+            owner = self._counterpart(item.__self__)
+            return item if owner is item.__self__ else types.MethodType(item.__func__, owner)
+        if isinstance(item, functools.partial):
+            return functools.partial(
+                self._counterpart(item.func),
+                *map(self._counterpart, item.args),
+                **{key: self._counterpart(value) for key, value in item.keywords.items()},
+            )
+        if isinstance(item, types.FunctionType) and id(item) not in self.rebinding:
+            self.rebinding.add(id(item))  # it may close over itself
+            result = self._rebound(item)
+            self.rebinding.discard(id(item))
+            return result
+        return item
+
+    def permit_hooks(self) -> None:
+        """Let hooks use what could not be copied."""
+        if not self.refused:
+            return
+        for module in self.modules:
+            for name, hooks in vars(module).items():
+                if name.endswith("_hooks") and type(hooks) in _MAPPINGS:
+                    for key, hook in hooks.items():
+                        if callable(hook):
+                            hooks[key] = PermittedHook(hook, self.permission)
+
+    def _rebound(self, function: types.FunctionType) -> types.FunctionType:
+        cells = function.__closure__ or ()
+        contents = [_cell_contents(cell) for cell in cells]
+        own = [self._counterpart(item) for item in contents]
+        if all(new is item for new, item in zip(own, contents, strict=True)):
+            return function
+        closure = tuple(
+            cell if new is item else types.CellType(new) for cell, new, item in zip(cells, own, contents, strict=True)
+        )
+        code, name, defaults = function.__code__, function.__name__, function.__defaults__
+        result = types.FunctionType(code, function.__globals__, name, defaults, closure)
+        result.__kwdefaults__ = function.__kwdefaults__
+        vars(result).update(vars(function))
+        return result
+
+
+def _script_copy(script: Any) -> Any:
+    """A copy that shares no code: TorchScript optimizes a function from its second run on, whoever ran it first."""
+    file = io.BytesIO()
+    torch.jit.save(script, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+_EMPTY = object()
+
+
+def _cell_contents(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is assigned later, or never
+        return _EMPTY
+
+
+def _state_of(value: object) -> dict[str, Any]:
+    # `object.__getstate__` exists from Python 3.11 on, and returns other things than a dictionary.
+    get_state: Callable[[], Any] | None = getattr(value, "__getstate__", None)
+    state = get_state() if get_state is not None else None
+    return dict(cast(Mapping[str, Any], state)) if isinstance(state, dict) else dict(vars(value))
+
+
+def _reduces(cls: type) -> bool:
+    """Whether a class has its own rule for being taken apart."""
+    return cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__
+
+
+def _from_stdlib(cls: type) -> bool:
+    """Whether a class is, or derives from, one of the standard library (thread, queue, file, ...).
+
+    A copied queue without the thread that empties it blocks its writer sooner or later.
+    """
+    bases = [base for base in cls.__mro__ if base is not object]
+    return issubclass(cls, Iterator) or any(
+        base.__module__.partition(".")[0] in sys.stdlib_module_names and base.__module__ not in ("abc", "typing")
+        for base in bases
+    )
+
+
+def _process_group_types() -> tuple[type, ...]:
+    if not torch.distributed.is_available():
+        return ()
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return (torch.distributed.ProcessGroup, DeviceMesh)

@@ -1,0 +1,293 @@
+"""The batches that a failed step was made of, and their replay."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_amp._compat import _modules
+from lightning_amp.shadow._module_copy import copy_batch, is_out_of_memory
+from lightning_amp.shadow._ranks import gather
+from lightning_amp.shadow._shadow import RandomState, full_precision
+from lightning_amp.shadow._training_pass import TrainingPass, in_one_line
+from lightning_amp.shadow._upcasting import HALF
+from lightning_amp.tracing import Diagnosis, Place, Trace, diagnose, make_bundle, nonfinite_gradients, pack_random_state
+
+_WINDOW_BYTES = 2**28
+"""What the batches of an accumulation window may take in memory; of a larger one the first are forgotten."""
+
+
+@dataclass(slots=True)
+class KeptBatch:
+    """A batch, and the random generators before its step."""
+
+    batch: Any
+    batch_idx: int
+    random_state: RandomState
+    versions: list[tuple[Tensor, int]]
+    num_bytes: int
+    edited: bool = False
+
+
+class BatchWindow:
+    """The batches since the last attempted step.
+
+    Keeps references. Once a batch was found to be edited in place by its step, copies.
+    """
+
+    def __init__(self) -> None:
+        self.kept: deque[KeptBatch] = deque()
+        self._first: int | None = None
+        self._num_bytes = 0
+        self._must_copy = False
+
+    def __bool__(self) -> bool:
+        return bool(self.kept)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Indices of the first and the last batch, kept or not."""
+        last = self.kept[-1].batch_idx
+        return (last if self._first is None else self._first), last
+
+    def add(self, batch: Any, batch_idx: int, device_type: str) -> None:
+        """A step on this batch is about to run."""
+        tensors = list(_all_tensors(batch))
+        num_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        versions = [(t, _modules.version(t)) for t in tensors if not t.is_inference()]
+        kept = copy_batch(batch) if self._must_copy else batch
+        if self._first is None:
+            self._first = batch_idx
+        self.kept.append(KeptBatch(kept, batch_idx, RandomState.capture(device_type), versions, num_bytes))
+        self._num_bytes += num_bytes
+        while self._num_bytes > _WINDOW_BYTES and len(self.kept) > 1:
+            self._num_bytes -= self.kept.popleft().num_bytes
+
+    def note_edits(self) -> None:
+        """The step on the last batch has run: did it change it in place?"""
+        if not self.kept:
+            return
+        last = self.kept[-1]
+        if any(_modules.version(tensor) != version for tensor, version in last.versions):
+            last.edited = not self._must_copy
+            self._must_copy = True
+        last.versions = []
+
+    def clear(self) -> None:
+        """A step was attempted."""
+        self.kept.clear()
+        self._first, self._num_bytes = None, 0
+
+
+@dataclass(slots=True)
+class Finding:
+    """What the replay of a window showed."""
+
+    diagnosis: Diagnosis
+    batch_idx: int
+    num_replayed: int
+    parameters: tuple[str, ...] = ()
+    note: str = ""
+    step: KeptBatch | None = None
+    largest_gradient: float | None = None
+
+
+def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: float) -> Finding:
+    """Run the batches of the window again, until one is not finite. Never raises, changes nothing.
+
+    All ranks must call. They run as many passes, whatever each of them finds: a step may talk to the other ranks
+    (`self.all_gather`, SyncBatchNorm).
+    """
+    steps = list(window.kept)
+    steps = steps[-min(gather(trainer, len(steps))) :]
+    search = _Search(trainer, module, scale, steps[-1])
+    search.run(steps)
+    note = "; ".join(filter(None, (_edited(steps[-1]), search.unseen)))
+    return search.finding or Finding(Diagnosis("none"), steps[-1].batch_idx, len(steps), note=note, step=steps[-1])
+
+
+class _Search:
+    """One replay of a window, on all ranks in step."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, scale: float, last: KeptBatch) -> None:
+        self.finding: Finding | None = None
+        self._trainer, self._module, self._loss_scale = trainer, module, scale
+        self._step, self._number = last, 0
+        self._replay: TrainingPass | None = None
+        self._is_new = False
+        self._unseen: list[str] = []
+        self._half_places: set[Place] = set()
+
+    @property
+    def unseen(self) -> str:
+        """What cannot be looked into, in words."""
+        names = ", ".join(f"`{name}`" for name in self._unseen[:3]) + (", ..." if len(self._unseen) > 3 else "")
+        return names and f"{names} is compiled by TorchScript, which cannot be looked into"
+
+    def run(self, steps: list[KeptBatch]) -> None:
+        """Ends when all ranks have found something, or one cannot go on."""
+        try:
+            if not self._all(self._begin):
+                return
+            for self._number, self._step in enumerate(steps, start=1):
+                if not self._all(self._look):
+                    return
+                if self._any(self._wants_measure) and not self._all(self._measure):
+                    return
+                if not self._any(self.finding is None):
+                    return
+        finally:
+            if self._replay is not None:
+                self._replay.close()
+
+    def _all(self, work: Callable[[], None]) -> bool:
+        """Whether it worked on all ranks."""
+        failed = False
+        try:
+            work()
+        except Exception as error:
+            failed, note = True, _excuse(error)
+            # The frames of the traceback would keep the memory that there may not be enough of.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            if self.finding is None:
+                done = max(self._number - 1, 0)
+                self.finding = Finding(Diagnosis("none"), self._step.batch_idx, done, note=note, step=self._step)
+            elif self._is_new:  # the cause is known, only how large the true gradient is is not
+                why = "out of memory" if is_out_of_memory(error) else in_one_line(error)
+                missing = f"the true gradients could not be measured in fp32 ({why})"
+                self.finding.note = "; ".join(filter(None, (self.finding.note, missing)))
+        return not self._any(failed)
+
+    def _any(self, flag: bool) -> bool:
+        return any(gather(self._trainer, flag))
+
+    @property
+    def _wants_measure(self) -> bool:
+        return self._is_new and self.finding is not None and self.finding.diagnosis.cause == "backward"
+
+    def _begin(self) -> None:
+        self._replay = TrainingPass(self._trainer, self._module)
+
+    def _look(self) -> None:
+        assert self._replay is not None
+        self._is_new = False
+        found, parameters, trace = _run(self._trainer, self._replay, self._step, self._loss_scale)
+        self._unseen, self._half_places = trace.unseen, trace.half_places
+        self._replay.forget_gradients()
+        if found.cause != "none" and self.finding is None:
+            self._is_new = True
+            step = self._step
+            note = "; ".join(filter(None, (_edited(step), self.unseen)))
+            self.finding = Finding(found, step.batch_idx, self._number, parameters, note, step)
+
+    def _measure(self) -> None:
+        assert self._replay is not None
+        exact = self._replay
+        if any(parameter.dtype in HALF for parameter in self._module.parameters()):
+            exact = TrainingPass(self._trainer, self._module, upcast=True)
+        try:
+            largest = _largest_true_gradient(self._trainer, exact, self._step, self._half_places)
+        finally:
+            exact.forget_gradients()
+            if exact is not self._replay:
+                exact.close()
+        if self._wants_measure and self.finding is not None:
+            self.finding.largest_gradient = largest
+
+
+def _run(
+    trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float
+) -> tuple[Diagnosis, tuple[str, ...], Trace]:
+    with Trace(replay.module) as trace:
+        loss = replay.run(
+            step.batch,
+            step.batch_idx,
+            context=trainer.precision_plugin.forward_context(),
+            random_state=step.random_state,
+            scale=scale,
+            trace=trace,
+        )
+    found = diagnose(trace, loss, step.batch)
+    parameters = nonfinite_gradients(_modules.plain_parameters(replay.module)) if found.cause != "none" else ()
+    return found, parameters, trace
+
+
+def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBatch, half_places: set[Place]) -> float:
+    """In fp32, of parameters and of outputs of modules: which scale would have been low enough?"""
+    context = full_precision(trainer.strategy.root_device.type)
+    batch = copy_batch(step.batch, upcast=True)
+    with Trace(replay.module, values=False) as trace:
+        replay.run(batch, step.batch_idx, context=context, random_state=step.random_state, trace=trace)
+    return float(torch.stack([arrival.largest for arrival in trace.gradients_in_half(half_places)]).max())
+
+
+def packed_step(
+    trainer: Trainer, module: LightningModule, step: KeptBatch, scale: float, report: dict[str, Any]
+) -> bytes:
+    """What rank 0 does not have of the bundle for `lightning_amp.tracing.replay`: all but the parameters."""
+    parameters = dict(module.named_parameters())
+    bundle = make_bundle(
+        module_state={name: value for name, value in module.state_dict().items() if name not in parameters},
+        batch=step.batch,
+        batch_idx=step.batch_idx,
+        random_state=pack_random_state(*step.random_state),
+        scale=scale,
+        loss_divisor=float(trainer.accumulate_grad_batches) if module.automatic_optimization else 1.0,
+        report=_plain(report),
+    )
+    file = io.BytesIO()
+    torch.save(bundle, file)
+    return file.getvalue()
+
+
+def unpacked_step(packed: bytes, module: LightningModule) -> dict[str, Any]:
+    """The whole bundle, with the parameters of this rank, which are those of all."""
+    bundle = torch.load(io.BytesIO(packed), weights_only=False)
+    state = {name: value for name, value in module.state_dict().items() if name not in bundle["module_state"]}
+    state = {name: value.detach().cpu() for name, value in state.items()}
+    return {**bundle, "module_state": {**state, **bundle["module_state"]}}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _edited(step: KeptBatch) -> str:
+    if not step.edited:
+        return ""
+    return (
+        "the step edited its batch in place, so that the replay saw an edited one; from the next batch on it is copied"
+    )
+
+
+def _excuse(error: Exception) -> str:
+    if is_out_of_memory(error):
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return "out of memory in the replay: there is no cause to report. A smaller batch needs less"
+    return f"the training step could not be run a second time ({in_one_line(error)})"
+
+
+def _all_tensors(value: Any) -> Any:
+    """Every tensor of a batch, whatever its dtype."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _all_tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _all_tensors(item)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            if isinstance(item, Tensor):
+                yield item

@@ -1,0 +1,198 @@
+"""One compared validation or test: which batches the two sides see, and what happens when one side fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from lightning_amp._compat import _lightning
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers
+from lightning_amp.shadow._module_copy import is_out_of_memory
+from lightning_amp.shadow._shadow import RandomState, full_precision
+
+
+class PairedEvaluation:
+    """Runs the fp32 side of one validation or test, and finds the AMP side of it.
+
+    The AMP side is the real module. Where batches are left out, it is the real module up to there and then a copy of
+    it, which must run the batches of later loaders itself.
+
+    What goes wrong in the observer does not reach what it observes: an exception ends this comparison.
+
+    Args:
+        trainer: the trainer, at the start of its evaluation loop.
+        module: the real module.
+        stage: whose step and hooks run.
+        limit_batches: see `MetricComparison`.
+        on_error: called, on the rank where it happened, with an exception that ended the comparison.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        stage: Stage,
+        limit_batches: int | float | None,
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        self.running = True
+        """Whether the comparison still goes on, on all ranks."""
+        self.failed_for_good = False
+        """Whether on any rank it failed in a way that the next one will, too."""
+        self._trainer, self._module, self._on_error = trainer, module, on_error
+        self._stage: Stage = stage
+        self._limit_batches = limit_batches
+        self._fp32: EvaluationPass | None = None
+        self._amp: EvaluationPass | None = None  # `None`: the real module is the AMP side
+        self._failed = self._fatal = self._started = False
+        self._loader_idx: int | None = None
+        self._random_state: RandomState | None = None
+        self._amp_metrics: dict[str, Tensor] = {}  # of the loaders before the current one
+
+    def run_batch(self, batch: Any, batch_idx: int) -> None:
+        """Run one batch, before the real run does."""
+        loader_idx = _lightning.evaluation_loader_idx(self._trainer)
+        if batch_idx >= self._num_batches(loader_idx):
+            self._leave_rest_out()
+            return
+        if not self._started:
+            self._start()
+        elif loader_idx != self._loader_idx:
+            self._agree()  # a change of loader reduces metrics over the ranks
+            # Logged with `add_dataloader_idx=False`, a value is reset by the first `self.log` of the next loader.
+            self._amp_metrics.update(_lightning.evaluation_metrics(self._trainer))
+        self._loader_idx = loader_idx
+        with self._observing():
+            for one in (self._fp32, self._amp):
+                if one is not None:
+                    one.step(batch, batch_idx, loader_idx)
+
+    def remember_random_state(self) -> None:
+        """Remember the random generators as the real epoch-end hook finds them."""
+        self._random_state = RandomState.capture(self._trainer.strategy.root_device.type)
+
+    def finish(self) -> tuple[dict[str, float], dict[str, float]] | None:
+        """The metrics of both sides (AMP, fp32) by name; `None` if the comparison failed on any rank.
+
+        Called when the real run is through with all its hooks. Waits for the device.
+        """
+        self._agree()
+        sides: tuple[dict[str, float], dict[str, float]] | None = None
+        if self._fp32 is not None:
+            with self._observing():
+                fp32 = self._fp32.finish(self._random_state)
+                if self._amp is None:
+                    amp = {**self._amp_metrics, **_lightning.evaluation_metrics(self._trainer)}
+                else:
+                    amp = self._amp.finish(self._random_state)
+                sides = _as_floats(amp), _as_floats(fp32)
+            self._agree()
+        self.close()
+        return sides if self.running else None
+
+    def close(self) -> None:
+        """Free the shadows."""
+        for one in (self._fp32, self._amp):
+            if one is not None:
+                one.close()
+        self._fp32 = self._amp = None
+
+    def _start(self) -> None:
+        # Not before the first batch: only now have all callbacks and the module had their epoch-start hooks, in
+        # which averaged weights are swapped in and per-epoch attributes made.
+        self._started = True
+        device_type = self._trainer.strategy.root_device.type
+        with self._observing():
+            self._fp32 = EvaluationPass(
+                self._trainer,
+                self._module,
+                self._stage,
+                hook_context=lambda _: full_precision(device_type),
+                step_context=lambda _: full_precision(device_type),
+                epoch_end_context=_nothing,
+                upcast=True,
+            )
+        if isinstance(self._trainer.strategy, DDPStrategy) and self._agree():
+            follow_ddp_buffers(self._trainer, self._fp32.module)
+
+    def _leave_rest_out(self) -> None:
+        """From here on the real module sees more than it should: go on with a copy of it as the AMP side."""
+        if self._amp is not None or self._failed:
+            return
+        plugin, step = self._trainer.precision_plugin, f"{self._stage}_step"
+        in_step = plugin.test_step_context if self._stage == "test" else plugin.val_step_context
+        ours = isinstance(plugin, AmpPrecision)  # which treats metrics, outputs and the hook at the end as well
+        with self._observing():
+            self._amp = EvaluationPass(
+                self._trainer,
+                self._module,
+                self._stage,
+                hook_context=_nothing,
+                step_context=partial(plugin.evaluation_context, step=step) if ours else lambda _: in_step(),
+                epoch_end_context=plugin.evaluation_context if ours else _nothing,
+                metrics=self._amp_metrics,
+            )
+
+    def _num_batches(self, loader_idx: int | None) -> float:
+        limit = self._limit_batches
+        if limit is None or isinstance(limit, int):
+            return math.inf if limit is None else limit
+        available = self._trainer.num_test_batches if self._stage == "test" else self._trainer.num_val_batches
+        num_batches = max(available) if loader_idx is None else available[loader_idx]
+        if math.isinf(num_batches) and limit < 1.0:
+            raise ValueError(
+                f"`limit_batches` as a share of the batches needs loaders with a length, got {limit!r} and a loader"
+                " without. Give the number of batches"
+            )
+        return num_batches if limit == 1.0 else max(1, int(num_batches * limit))
+
+    @contextmanager
+    def _observing(self) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.close()
+            self._failed = True
+            self._fatal = not is_out_of_memory(error)
+            # The frames of the traceback would keep the memory that there is not enough of.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            self._on_error(error)
+
+    def _agree(self) -> bool:
+        """Go on only if all ranks can. They must stop together: what follows reduces values over the ranks."""
+        decide = self._trainer.strategy.reduce_boolean_decision
+        if self.running and not decide(self._fp32 is not None, all=True):
+            self.running = False
+            self.failed_for_good = decide(self._fatal, all=False)
+            self.close()
+        return self.running
+
+
+def _nothing(_: LightningModule) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def describe_failure(error: Exception, stage: Stage, epoch: int) -> tuple[str, str]:
+    """What ended a comparison: its kind, and a sentence for the user."""
+    if is_out_of_memory(error):
+        return "out of memory", (
+            f"out of memory in the fp32 pass of epoch {epoch}: this comparison is dropped, training goes on, and the"
+            f" next comparison tries again. A smaller {stage} batch needs less"
+        )
+    last_line = (str(error).strip().splitlines() or [""])[-1]
+    return "error", (
+        f"the module's {stage} could not be run a second time ({type(error).__name__}: {last_line}). Comparisons are"
+        " off for the rest of this run, training goes on"
+    )

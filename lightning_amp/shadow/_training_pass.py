@@ -1,0 +1,211 @@
+"""A training step, forward and backward, that leaves no trace: not on the module, its gradients, or its optimizers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+
+from lightning_amp._compat import _lightning, _modules
+from lightning_amp.shadow._module_copy import copy_batch
+from lightning_amp.shadow._shadow import RandomState, Shadow, View, paired_random, replaying
+from lightning_amp.tracing import Trace
+
+
+class TrainingPass:
+    """Runs `training_step` on a shadow that has parameters of its own.
+
+    In manual optimization the shadow's optimizers step nothing: `zero_grad` and `toggle_optimizer` work on the shadow's
+    parameters, `step` calls its closure and keeps the gradients, clipping and schedules do nothing.
+
+    Args:
+        trainer: the trainer, inside a training epoch.
+        module: the real module. Neither is changed.
+        upcast: parameters, buffers and batches in half precision become float32. For a pass in fp32.
+
+    Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, *, upcast: bool = False) -> None:
+        self._trainer, self._upcast = trainer, upcast
+        self._device_type = trainer.strategy.root_device.type
+        self._automatic = module.automatic_optimization
+        self._factor: float | Tensor = 1.0
+        self._stepped: dict[int, Tensor] = {}
+        self._trace: Trace | None = None
+        plugin = replaying(trainer.precision_plugin, clip_gradients=_do_nothing, unscale_=_do_nothing)
+        schedulers = [_idle_schedule(config) for config in trainer.lr_scheduler_configs]
+        strategy = {"backward": self._backward, "precision_plugin": plugin, "lr_scheduler_configs": schedulers}
+        stand_ins = _lightning.optimizer_attributes(trainer, self._stand_in)
+        self._shadow = Shadow(
+            trainer,
+            module,
+            trainer_attributes={
+                "precision_plugin": plugin,
+                "lr_scheduler_configs": schedulers,
+                "optimizers": stand_ins["optimizers"],
+            },
+            strategy_attributes={**strategy, **stand_ins},
+            own_parameters=True,
+            upcast=upcast,
+        )
+        optimized = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._real = list({id(parameter): parameter for parameter in (*module.parameters(), *optimized)}.values())
+        # By position: a parameter that two modules share is one in the copy, too.
+        pairs = zip(module.parameters(), self._shadow.module.parameters(), strict=True)
+        twins = {id(real): own for real, own in pairs}
+        for stand_in in (*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]):
+            stand_in.param_groups = [
+                {**group, "params": [twins[id(p)] for p in group["params"] if id(p) in twins]}
+                for group in vars(stand_in)["view_target"].param_groups
+            ]
+
+    @property
+    def module(self) -> LightningModule:
+        """The shadow's module."""
+        return self._shadow.module
+
+    def run(
+        self,
+        batch: Any,
+        batch_idx: int,
+        *,
+        context: AbstractContextManager[Any],
+        random_state: RandomState | None = None,
+        scale: float | Tensor = 1.0,
+        trace: Trace | None = None,
+    ) -> Tensor | None:
+        """Run one step and its backward; the random generators stay as they are.
+
+        Args:
+            batch: copied before it is used.
+            batch_idx: its index in the epoch.
+            context: entered around the hooks and the step.
+            random_state: where the random generators begin; default: as found.
+            scale: what the loss is multiplied with before its backward.
+            trace: watches, if given; already entered.
+
+        Returns:
+            The loss of automatic optimization, or the sum of those that had a backward; before scaling.
+        """
+        self._factor, self._trace, self._losses = scale, trace, list[Tensor]()
+        self._stepped.clear()
+        shadow = self._shadow
+        with paired_random(self._device_type, random_state), torch.enable_grad(), _frozen(self._real):
+            batch = copy_batch(batch, upcast=self._upcast)
+            shadow.reduce.enabled = False  # the other ranks may not be doing this
+            try:
+                if is_overridden("on_train_batch_start", shadow.module):
+                    shadow.call("on_train_batch_start", batch, batch_idx)
+                takes_index = is_param_in_hook_signature(shadow.module.training_step, "batch_idx", min_args=2)
+                with context:
+                    output = shadow.call("training_step", *((batch, batch_idx) if takes_index else (batch,)))
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if self._automatic and isinstance(loss, Tensor):
+                    self._backward(loss / self._trainer.accumulate_grad_batches)
+                    return loss.detach()
+            finally:
+                shadow.reduce.enabled = True
+        return torch.stack([loss.reshape(()) for loss in self._losses]).sum() if self._losses else None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last run by parameter name, as they were when their optimizer would have stepped.
+
+        Multiplied with the scale.
+        """
+        found: dict[str, Tensor] = {}
+        for name, parameter in _modules.plain_parameters(self.module).items():
+            gradient = self._stepped.get(id(parameter), parameter.grad)
+            if gradient is not None:
+                found[name] = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+        return found
+
+    def forget_gradients(self) -> None:
+        """Free them, before another run."""
+        self._stepped.clear()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def close(self) -> None:
+        """Free the shadow."""
+        self.forget_gradients()
+        self._shadow.close()
+
+    # --- what stands in for optimizers and strategy ---
+
+    def _backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
+        self._losses.append(loss.detach().float())
+        with torch.autocast(self._device_type, enabled=False):
+            scaled = loss * self._factor
+            if self._trace is None:
+                scaled.backward(*args, **kwargs)
+            else:
+                self._trace.backward(scaled, *args, **kwargs)
+
+    def _stand_in(self, optimizer: Any) -> Any:
+        stand_in = View(optimizer)
+        vars(stand_in).update(
+            step=partial(self._step, stand_in),
+            zero_grad=partial(_zero_grad, stand_in),
+            toggle_model=partial(self._toggle_model, stand_in),
+        )
+        return stand_in
+
+    def _step(self, stand_in: Any, closure: Any = None, **kwargs: Any) -> Any:
+        result = None if closure is None else closure()
+        for parameter in _parameters(stand_in):
+            if parameter.grad is not None:
+                self._stepped[id(parameter)] = parameter.grad
+        return result
+
+    @contextmanager
+    def _toggle_model(self, stand_in: Any, sync_grad: bool = True) -> Generator[None]:
+        self.module.toggle_optimizer(stand_in)
+        yield
+        self.module.untoggle_optimizer(stand_in)
+
+
+@contextmanager
+def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
+    """No gradient reaches these, whatever the step gets hold of: a global variable, an object that cannot be copied."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Class and message of an exception: of a long message the first line, or what comes after its traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[-1 if 'Traceback' in str(error) else 0]}"
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _parameters(stand_in: Any) -> list[nn.Parameter]:
+    return [parameter for group in stand_in.param_groups for parameter in group["params"]]
+
+
+def _zero_grad(stand_in: Any, set_to_none: bool = True) -> None:
+    for parameter in _parameters(stand_in):  # never in place: `gradients` may have kept them
+        parameter.grad = None
+
+
+def _idle_schedule(config: Any) -> Any:
+    idle = copy.copy(config)
+    idle.scheduler = View(config.scheduler, step=_do_nothing)
+    return idle

@@ -1,0 +1,11 @@
+"""Who must not notice a skipped step: schedules, averaged weights, normalisation statistics."""
+
+from lightning_amp.skipped_steps._named_buffers import Place, checked_buffer_rules, matching_places
+from lightning_amp.skipped_steps._protection import FitGuards
+
+__all__ = [
+    "FitGuards",
+    "Place",
+    "checked_buffer_rules",
+    "matching_places",
+]

@@ -1,0 +1,61 @@
+"""Averaged weights see only applied steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import WeightAveraging
+
+from lightning_amp._compat import _modules
+from lightning_amp.scaling import Outcome
+
+
+class AveragingGate:
+    """Holds `WeightAveraging.should_update(step_idx=...)` unless a step was applied since the last update.
+
+    Updating an average reads its counter on the host anyway, so the flag is read there too. `StochasticWeightAveraging`
+    averages once per epoch: nothing to hold.
+
+    Args:
+        callbacks: Of the Trainer.
+
+    """
+
+    def __init__(self, callbacks: list[Callback]) -> None:
+        self._applied = 0
+        self._gates = [(c, type(c)) for c in callbacks if isinstance(c, WeightAveraging)]
+        for callback, base in self._gates:
+            self._gate(callback, base)
+
+    def __bool__(self) -> bool:
+        return bool(self._gates)
+
+    def observe(self, outcome: Outcome) -> None:
+        """A step was attempted; the host knows its outcome."""
+        self._applied += not bool(outcome.skipped)
+
+    def _gate(self, callback: WeightAveraging, base: type[WeightAveraging]) -> None:
+        counted = self._applied
+        gate = self
+
+        def should_update(this: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            nonlocal counted
+            if step_idx is not None:
+                if gate._applied == counted:
+                    return False
+                counted = gate._applied
+            return base.should_update(this, step_idx=step_idx, epoch_idx=epoch_idx)
+
+        def __reduce_ex__(this: Any, protocol: Any) -> Any:  # noqa: N807
+            return _modules.reduce_as(this, base)
+
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        members = {"should_update": should_update, "__reduce_ex__": __reduce_ex__}
+        callback.__class__ = type(base.__name__, (base,), {**names, **members})
+
+    def detach(self) -> None:
+        """Callbacks are as they were."""
+        for callback, base in self._gates:
+            callback.__class__ = base
+        self._gates.clear()

@@ -1,0 +1,112 @@
+"""`restore_buffers`: which buffers of a model are put back with a skipped step, chosen by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_amp._compat import _modules
+
+
+class Place:
+    """Where a buffer lives: its module and its name there. What is in it may be replaced, or be `None`."""
+
+    def __init__(self, owner: nn.Module, name: str, qualified: str) -> None:
+        self._owner = owner
+        self._name = name
+        self.qualified = qualified
+        self.key = (id(owner), name)
+
+    def read(self) -> Tensor | None:
+        """The tensor that is there now."""
+        return getattr(self._owner, self._name, None)
+
+    def write(self, value: Tensor | None) -> None:
+        """Put another tensor there."""
+        setattr(self._owner, self._name, value)
+
+
+def checked_buffer_rules(rules: Sequence[str]) -> tuple[str, ...]:
+    """The rules as a tuple.
+
+    Raises:
+        ValueError: For anything but a sequence of globs.
+
+    """
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        one = rules if isinstance(rules, str) else "queue*"
+        raise ValueError(
+            f"`restore_buffers` must be a sequence of rules, got {rules!r}. Write `restore_buffers=[{one!r}]`."
+        )
+    checked: tuple[Any, ...] = tuple(rules)
+    for rule in checked:
+        if not (isinstance(rule, str) and rule):
+            raise ValueError(
+                "`restore_buffers` must hold globs on qualified buffer names, such as 'queue*' or '*.centre'; got"
+                f" {rule!r}."
+            )
+    return checked
+
+
+def norm_places(root: nn.Module) -> list[Place]:
+    """All running statistics of normalisation layers."""
+    norms = set(_modules.norm_modules(root))
+    return [place for name, module in root.named_modules() if module in norms for place in _places(name, module)]
+
+
+def matching_places(root: nn.Module, rules: Sequence[str]) -> list[Place]:
+    """The buffers that the rules match, in the order of the modules; statistics of normalisation layers are left out.
+
+    Raises:
+        ValueError: If a rule matches nothing, with the closest names.
+
+    """
+    if not rules:
+        return []
+    everywhere = [
+        (_modules.plain_name(place.qualified), place)
+        for name, module in root.named_modules(remove_duplicate=False)
+        for place in _places(name, module)
+    ]
+    names = [name for name, _ in everywhere]
+    for rule in rules:
+        if not any(fnmatchcase(name, rule) for name in names):
+            raise ValueError(_nothing(rule, root, names))
+    found = {place.key: place for name, place in everywhere if any(fnmatchcase(name, rule) for rule in rules)}
+    for place in norm_places(root):
+        found.pop(place.key, None)
+    return list(found.values())
+
+
+def _places(prefix: str, module: nn.Module) -> list[Place]:
+    return [Place(module, name, f"{prefix}.{name}" if prefix else name) for name in _modules.buffer_names(module)]
+
+
+def _nothing(rule: str, root: nn.Module, names: list[str]) -> str:
+    text = f"`restore_buffers` has the rule {rule!r}, which matches no buffer"
+    parameter = next((n for n, _ in root.named_parameters() if fnmatchcase(_modules.plain_name(n), rule)), None)
+    if parameter is not None:
+        return f"{text}. `{parameter}` is a parameter: what a step writes into by itself should be a buffer."
+    plain = next((name for name in _plain_tensors(root) if fnmatchcase(name, rule)), None)
+    if plain is not None:
+        last = plain.rpartition(".")[2]
+        return f"{text}. `{plain}` is a plain attribute: make it a buffer with `register_buffer({last!r}, ...)`."
+    if not names:
+        return f"{text}: the module has no buffers. Remove the rule, or `register_buffer` what it means."
+    close = difflib.get_close_matches(rule, names, n=5, cutoff=0.5)
+    shown = ", ".join(map(repr, (close or names)[:5]))
+    more = f" and {len(names) - 5} more" if not close and len(names) > 5 else ""
+    return f"{text}. {'Close to it' if close else 'There'} are: {shown}{more}."
+
+
+def _plain_tensors(root: nn.Module) -> list[str]:
+    return [
+        _modules.plain_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in root.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    ]

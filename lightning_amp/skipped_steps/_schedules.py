@@ -1,0 +1,207 @@
+"""Learning-rate schedules see only applied steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LearningRateMonitor
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_amp._compat import _modules
+from lightning_amp.scaling import Outcome
+
+
+class ScheduleGate:
+    """Holds `scheduler.step()` where all steps of its optimizer since the scheduler's last step were skipped.
+
+    One rule serves every way of driving a schedule: per step, with accumulation, by hand per batch, by hand per epoch
+    (no step in between is no reason to hold, as in fp32). In automatic optimization schedules with interval "epoch" and
+    plateau schedules run as ever.
+
+    Where a fused optimizer keeps the answer on the device, `scheduler.step()` is only noted, and decided just before
+    the optimizer's next step or when somebody asks for the rate. Where callbacks or the module look at the rate between
+    two steps, it is decided at once.
+
+    Args:
+        module: The user's.
+
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._strategy = module.trainer.strategy
+        self._automatic = module.automatic_optimization
+        self._gates: dict[int, _Tally] = {}
+        self._undo: Callable[[], None] | None = None
+        self._own_verb = _overrides(module, "lr_scheduler_step", LightningModule)
+        callbacks: list[Callback] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        self.at_once = self._own_verb or any(_looks_at_rates(c) for c in (*callbacks, module))
+
+    def __bool__(self) -> bool:
+        return bool(self._gates)
+
+    def host_must_know(self, optimizer: Optimizer) -> bool:
+        """Whether the answer is needed right after the step of this optimizer."""
+        return self.at_once and any(gate.optimizer is optimizer for gate in self._gates.values())
+
+    def attach(self) -> None:
+        """Gate what schedulers there are; the LR finder and `StochasticWeightAveraging` replace them during a fit."""
+        for config in self._strategy.lr_scheduler_configs:
+            scheduler = config.scheduler
+            if id(scheduler) in self._gates or (self._automatic and config.interval != "step"):
+                continue
+            if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
+                self._gates[id(scheduler)] = _Gate(scheduler)
+            elif self._own_verb and not config.reduce_on_plateau:
+                optimizer = getattr(scheduler, "optimizer", self._module.trainer.optimizers[0])
+                self._gates[id(scheduler)] = _Tally(scheduler, optimizer)
+
+    def observe(self, outcome: Outcome) -> None:
+        """A step was attempted."""
+        for gate in self._gates.values():
+            if gate.optimizer is outcome.window.optimizer:
+                gate.outcomes.append(outcome.skipped)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step: it needs its rate now."""
+        for gate in self._gates.values():
+            if gate.optimizer is optimizer:
+                gate.resolve()
+
+    def hold_other_verbs(self) -> None:
+        """For modules whose `lr_scheduler_step` does not call `step()` (timm's `step_update`): gate the hook itself.
+
+        Only from the optimizer step to the next batch, so that copies of the module do not carry it.
+        """
+        if not (self._automatic and self._own_verb) or self._undo is not None:
+            return
+        module, original = self._module, self._module.lr_scheduler_step
+
+        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+            gate = self._gates.get(id(scheduler))
+            if gate is None or not gate.take_held():
+                original(scheduler, metric)
+
+        previous = vars(module).get("lr_scheduler_step")
+        module.lr_scheduler_step = lr_scheduler_step
+
+        def undo() -> None:
+            if previous is None:
+                del module.lr_scheduler_step
+            else:
+                module.lr_scheduler_step = previous
+
+        self._undo = undo
+
+    def release_other_verbs(self) -> None:
+        """Undo :meth:`hold_other_verbs`."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def resolve(self) -> None:
+        """Decide all that was noted. Waits for the device."""
+        for gate in self._gates.values():
+            gate.resolve()
+
+    def detach(self) -> None:
+        """Schedulers are as they were."""
+        self.release_other_verbs()
+        for gate in self._gates.values():
+            gate.close()
+        self._gates.clear()
+
+
+class _Tally:
+    """What became of the steps of one optimizer since its schedule last moved."""
+
+    def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
+        self.scheduler = scheduler
+        self.optimizer = optimizer
+        self.outcomes: list[Tensor | bool] = []
+
+    def take_held(self) -> bool:
+        """Whether all of them were skipped; begins anew. Waits for the device."""
+        outcomes, self.outcomes = self.outcomes, []
+        return bool(outcomes) and all(bool(o) for o in outcomes)
+
+    def resolve(self) -> None:
+        """Decide what was noted."""
+
+    def close(self) -> None:
+        """The scheduler is as it was."""
+
+
+class _Gate(_Tally):
+    """One gated scheduler.
+
+    Its class is a subclass that differs in `step`. State lives here, not in the scheduler, whose `state_dict` is all of
+    its `__dict__`.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        super().__init__(scheduler, scheduler.optimizer)
+        self._noted: tuple[list[Tensor | bool], tuple[Any, ...], dict[str, Any]] | None = None
+        self._base = base = type(scheduler)
+        gate = self
+
+        def step(_: Any, *args: Any, **kwargs: Any) -> None:
+            gate.step(*args, **kwargs)
+
+        def resolved(name: str) -> Callable[..., Any]:
+            def method(this: Any, *args: Any, **kwargs: Any) -> Any:
+                gate.resolve()
+                return getattr(base, name)(this, *args, **kwargs)
+
+            return method
+
+        def __reduce_ex__(this: Any, protocol: Any) -> Any:  # noqa: N807
+            gate.resolve()
+            return _modules.reduce_as(this, base)
+
+        # A checkpoint takes the optimizer's state, learning rate included, before it asks the scheduler for its own.
+        self._hook = self.optimizer.register_state_dict_pre_hook(lambda _: gate.resolve())
+        members = {name: resolved(name) for name in ("state_dict", "load_state_dict", "get_last_lr")}
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        scheduler.__class__ = type(
+            base.__name__, (base,), {**names, **members, "step": step, "__reduce_ex__": __reduce_ex__}
+        )
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self.resolve()
+        outcomes, self.outcomes = self.outcomes, []
+        if not outcomes or any(o is False for o in outcomes):
+            self._base.step(self.scheduler, *args, **kwargs)
+        elif any(isinstance(o, Tensor) for o in outcomes):
+            self._noted = (outcomes, args, kwargs)
+
+    def resolve(self) -> None:
+        if self._noted is None:
+            return
+        (outcomes, args, kwargs), self._noted = self._noted, None
+        if not all(bool(o) for o in outcomes):
+            self._base.step(self.scheduler, *args, **kwargs)
+
+    def close(self) -> None:
+        try:
+            self.resolve()
+        finally:
+            self._hook.remove()
+            self.scheduler.__class__ = self._base
+
+
+def _looks_at_rates(owner: Callback | LightningModule) -> bool:
+    """Whether this may read `param_groups` between two steps: by the monitor's purpose, or by the user's own hook."""
+    if isinstance(owner, LearningRateMonitor) or type(owner).__module__.startswith("lightning.pytorch.tuner"):
+        return True
+    base = Callback if isinstance(owner, Callback) else LightningModule
+    users = not type(owner).__module__.startswith(("lightning.", "lightning_amp."))
+    return users and any(_overrides(owner, name, base) for name in ("on_train_batch_start", "on_train_batch_end"))
+
+
+def _overrides(owner: object, name: str, base: type) -> bool:
+    return getattr(getattr(owner, name), "__func__", None) is not getattr(base, name)

@@ -1,0 +1,132 @@
+"""Copies of buffers, flat per device and dtype, and the ways to put them back."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_amp._compat import _torch
+from lightning_amp.skipped_steps._named_buffers import Place
+
+Buffers = Sequence[Tensor | None]
+
+
+class Snapshot:
+    """The values of some buffers at one time.
+
+    Args:
+        buffers: What is in the places now.
+
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = list(buffers)
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, buffer in enumerate(buffers):
+            if buffer is not None:
+                groups.setdefault((buffer.device, buffer.dtype), []).append(i)
+        self._groups = [_Group(self._buffers, indices) for indices in groups.values()]
+        self._copies = {i: view for group in self._groups for i, view in zip(group.indices, group.views, strict=True)}
+        self.version = -1
+
+    def is_of(self, buffers: Buffers) -> bool:
+        """Whether it has place for these very tensors."""
+        return len(buffers) == len(self._buffers) and all(map(operator.is_, buffers, self._buffers))
+
+    @torch.no_grad()
+    def take(self, version: int) -> None:
+        """Copy the buffers as they are."""
+        self.version = version
+        for group in self._groups:
+            _torch.foreach_copy_(group.views, group.of(self._buffers))
+
+    def copies(self) -> list[Tensor | None]:
+        """In the order of the buffers."""
+        return [self._copies[i].clone() if i in self._copies else None for i in range(len(self._buffers))]
+
+    def is_finite(self) -> bool:
+        """Whether all values are. Waits for the device."""
+        return all(bool(torch.isfinite(group.flat).all()) for group in self._groups if group.flat.is_floating_point())
+
+    @torch.no_grad()
+    def restore(self, places: Sequence[Place]) -> None:
+        """Put the values back: into the tensor that is there, or, where it was replaced, with the tensor of then."""
+        for group in self._groups:
+            _torch.foreach_copy_(group.of(self._buffers), group.views)
+        for place, buffer in zip(places, self._buffers, strict=True):
+            if place.read() is not buffer:
+                place.write(buffer)
+
+    @torch.no_grad()
+    def restore_where(self, places: Sequence[Place], flag: Tensor | bool, if_not_finite: Tensor | bool = False) -> None:
+        """The same on the device. Waits for it only where a shape changed.
+
+        Args:
+            places: Where the values belong.
+            flag: Shape []: put all back where it is above 0.
+            if_not_finite: Shape [], bool: where it is set, put all back if what is there now is not finite.
+
+        """
+        now = [place.read() for place in places]
+        back: Tensor | bool = flag > 0
+        filled = [b for b in now if b is not None and b.is_floating_point()]
+        if if_not_finite is not False and filled:
+            bad = _all_finite(filled).logical_not()
+            back = torch.as_tensor(back, device=bad.device) | (bad & torch.as_tensor(if_not_finite, device=bad.device))
+        changed = [i for i, (new, old) in enumerate(zip(now, self._buffers, strict=True)) if new is not old]
+        for group in self._groups:
+            here = group.of(self._buffers)  # those that were replaced are nobody's any more
+            current = torch.cat([b.reshape(-1) for b in here])
+            # `where`, not `lerp`: NaN times 0 is NaN
+            where = torch.as_tensor(back, device=current.device)
+            _torch.foreach_copy_(here, group.split(torch.where(where, group.flat, current)))
+        for i in changed:
+            old, new = self._buffers[i], now[i]
+            if _alike(old, new):
+                assert new is not None
+                places[i].write(torch.where(torch.as_tensor(back, device=new.device), self._copies[i], new))
+            elif bool(back):
+                places[i].write(old)
+
+    @torch.no_grad()
+    def restore_unless_finite(self, places: Sequence[Place]) -> None:
+        """Put the values back if they were all finite, and what is there now is not."""
+        now = [b for place in places if (b := place.read()) is not None and b.is_floating_point()]
+        before = [group.flat for group in self._groups if group.flat.is_floating_point()]
+        if now and before:
+            self.restore_where(places, _all_finite(before) & _all_finite(now).logical_not().to(before[0].device))
+
+
+class _Group:
+    """Place for the buffers of one device and dtype; the views of it are made once."""
+
+    def __init__(self, buffers: Buffers, indices: list[int]) -> None:
+        self.indices = indices
+        members = self.of(buffers)
+        self._shapes = [buffer.shape for buffer in members]
+        first = members[0]
+        self.flat = torch.empty(sum(s.numel() for s in self._shapes), device=first.device, dtype=first.dtype)
+        self.views = self.split(self.flat)
+
+    def of(self, buffers: Buffers) -> list[Tensor]:
+        """Its members among all."""
+        members = [buffers[i] for i in self.indices]
+        return [member for member in members if member is not None]
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _alike(old: Tensor | None, new: Tensor | None) -> bool:
+    if old is None or new is None:
+        return False
+    return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+
+
+def _all_finite(tensors: list[Tensor]) -> Tensor:
+    sums = [t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in tensors]
+    return torch.isfinite(torch.stack([s.to(sums[0].device) for s in sums])).all()

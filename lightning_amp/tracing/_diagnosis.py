@@ -1,0 +1,154 @@
+"""Why a step overflowed, from the trace of its forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp._compat import _modules
+from lightning_amp.numerics import count_nonfinite, dense, largest_finite
+from lightning_amp.tracing._trace import Call, Trace, Where, nonfinite, tensors_in
+
+Cause = Literal["batch", "weights", "forward", "loss", "backward", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Where the first non-finite value of a step arose. Immutable.
+
+    Attributes:
+        cause: `"batch"`: the batch has non-finite values. `"weights"`: a parameter of the module has. `"forward"`: the
+            output of the module overflowed, from finite inputs and weights. `"loss"`: all modules were fine, the loss
+            was computed to something non-finite. `"backward"`: the loss was finite, only its scaled gradient
+            overflowed. `"none"`: everything was finite.
+        module: Qualified name of the module, the empty string for the outermost; `None` if there is none to name.
+        module_class: Its class.
+        where: In a forward: `"output"`, or `"input"` if what arrived at the module was not finite although every
+            module before it was: an operation outside of any module overflowed. In a backward: `"parameter"`, the
+            gradient of its parameter; `"input"`, what its backward computed for its input; `"output"`, what arrived
+            from the loss or from operations outside of any module.
+        parameter: In a backward its qualified name; with cause `"weights"` the parameter that is not finite.
+        dtype: Of the first non-finite output or gradient, such as `"float16"`.
+        shape: Of the same.
+        largest_input: Largest finite magnitude of what went into the module.
+        largest_weight: Largest finite magnitude of its own parameters.
+        largest_gradient: Largest magnitude, scaled, of the gradients that are finite.
+        entries: Cause `"batch"`: which parts of the batch have how many non-finite values.
+
+    """
+
+    cause: Cause
+    module: str | None = None
+    module_class: str | None = None
+    where: Where | None = None
+    parameter: str | None = None
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    largest_input: float | None = None
+    largest_weight: float | None = None
+    largest_gradient: float | None = None
+    entries: tuple[tuple[str, int], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types, for JSON."""
+        return asdict(self)
+
+
+def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
+    """Read a trace. Waits for the device.
+
+    Args:
+        trace: Of one forward, and of the backward of its scaled loss.
+        loss: Before scaling, any shape; `None` if there was none.
+        batch: What went in.
+
+    """
+    loss_is_bad = loss is not None and bool(nonfinite(loss))
+    arrival = trace.first_bad_arrival()
+    if loss_is_bad or arrival is not None:
+        call = trace.first_bad_call(overflowed=not loss_is_bad)
+        if call is not None:
+            return _forward(call, batch)
+    if loss_is_bad:
+        entries = nonfinite_entries(batch)
+        assert loss is not None
+        return Diagnosis(
+            "batch" if entries else "loss", dtype=_name(loss.dtype), shape=tuple(loss.shape), entries=entries
+        )
+    if arrival is None:
+        return Diagnosis("none")
+    name, owner = trace.owners[arrival.parameter] if arrival.call is None else (arrival.call.name, arrival.call.module)
+    before = [float(a.largest) for a in trace.arrivals]
+    return Diagnosis(
+        "backward",
+        module=name,
+        module_class=type(owner).__name__,
+        where=arrival.where,
+        parameter=arrival.parameter or None,
+        dtype=_name(arrival.dtype),
+        shape=arrival.shape,
+        largest_input=None if arrival.call is None else _float(arrival.call.largest_input),
+        largest_weight=_largest_weight(owner),
+        largest_gradient=max(filter(math.isfinite, before), default=None),
+    )
+
+
+def nonfinite_entries(values: Any) -> tuple[tuple[str, int], ...]:
+    """Path and count of what is not finite in nested containers, such as `(("['x']", 3),)`. Waits for the device."""
+    counts = ((path, int(count_nonfinite(tensor))) for path, tensor in tensors_in(values))
+    return tuple((path, count) for path, count in counts if count)
+
+
+def nonfinite_gradients(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """Names of the parameters whose gradients are not all finite. Waits for the device once per device."""
+    flags: dict[torch.device, dict[str, Tensor]] = {}
+    for name, parameter in parameters.items():
+        grad = parameter.grad
+        if grad is not None:
+            flags.setdefault(grad.device, {})[name] = torch.isfinite(dense(grad)).all()
+    fine: dict[str, bool] = {}
+    for group in flags.values():
+        fine.update(zip(group, torch.stack(list(group.values())).tolist(), strict=True))
+    return tuple(name for name in parameters if not fine.get(name, True))
+
+
+def _forward(call: Call, batch: Any) -> Diagnosis:
+    entries: tuple[tuple[str, int], ...] = ()
+    cause: Cause = "forward"
+    parameter = next((n for n, p in _modules.plain_parameters(call.module).items() if count_nonfinite(p)), None)
+    if parameter is not None:
+        cause, parameter = "weights", f"{call.name}.{parameter}" if call.name else parameter
+    elif call.bad_input is not None and bool(call.bad_input):
+        entries = nonfinite_entries(batch)
+        cause = "batch" if entries else "forward"
+    dtype, shape = next(iter(call.outputs), (None, None))
+    return Diagnosis(
+        cause,
+        module=call.name,
+        module_class=type(call.module).__name__,
+        where="input" if cause == "forward" and call.bad_input is not None and bool(call.bad_input) else "output",
+        parameter=parameter,
+        dtype=None if dtype is None else _name(dtype),
+        shape=shape,
+        largest_input=_float(call.largest_input),
+        largest_weight=_largest_weight(call.module),
+        entries=entries,
+    )
+
+
+def _largest_weight(module: nn.Module) -> float | None:
+    own = [largest_finite(p) for p in module.parameters(recurse=False)]
+    return max((float(value) for value in own), default=None)
+
+
+def _float(value: Tensor | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,153 @@
+"""A step that overflowed, run again from its file: in fp32, or at another scale, without a Trainer."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp._compat import _modules
+from lightning_amp.numerics import headroom_bits, largest, limits
+from lightning_amp.tracing._bundles import copy_to, load_bundle
+from lightning_amp.tracing._diagnosis import Diagnosis, diagnose, nonfinite_gradients
+from lightning_amp.tracing._trace import Trace
+
+Step = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a step did when it ran again. Immutable.
+
+    Attributes:
+        loss: The unscaled loss.
+        diagnosis: The first non-finite value, and why; its cause is `"none"` if all went well.
+        parameters: Names of the parameters whose gradients are not finite.
+        headroom_bits: How often the scale could be doubled before the largest scaled gradient of a parameter leaves
+            fp16; negative if it is outside. Meaningful where the gradients are finite, above all in fp32.
+
+    """
+
+    loss: float
+    diagnosis: Diagnosis
+    parameters: tuple[str, ...]
+    headroom_bits: float
+
+
+def replay(
+    bundle: str | os.PathLike[str] | Mapping[str, Any],
+    module_fn: Callable[[], nn.Module] | nn.Module,
+    *,
+    step: Step | None = None,
+    precision: str | torch.dtype = "fp32",
+    scale: float | None = None,
+    device: str | torch.device = "cpu",
+    weights_only: bool = True,
+) -> Replay:
+    """Run the step of a bundle again, forward and backward, from the same weights, batch and random numbers.
+
+    Args:
+        bundle: What `OverflowLocator(save_bundles=True)` saved: its path, or the loaded dictionary.
+        module_fn: Makes a module that the saved state fits; or such a module, which is copied.
+        step: Gets the module and the batch, returns the loss, or a mapping with it under `"loss"`. `None` calls
+            `module.training_step(batch, batch_idx)`; what that logs goes nowhere.
+        precision: What to compute in: `"fp32"`, `"fp16"`, `"bf16"` or their dtypes.
+        scale: What to multiply the loss with. `None` takes the scale of the failed step, in fp32 too: an fp32 replay
+            then shows how far outside of fp16 the gradients are.
+        device: Where to run.
+        weights_only: Passed to `torch.load`. `False` lets the file run code; needed if the batch holds anything but
+            tensors, numbers, strings and plain containers: NumPy arrays, a dataclass, a `BatchEncoding`.
+
+    Raises:
+        ValueError: If it is not a bundle, cannot be loaded like this, or the precision is none of these.
+        TypeError: If there is no module, or the step returns no loss.
+
+    """
+    loaded = load_bundle(bundle, weights_only)
+    known = [limits(name) for name in ("fp32", "fp16", "bf16")]
+    dtype = next((format_.dtype for format_ in known if precision in (format_.name, format_.dtype)), None)
+    if dtype is None:
+        raise ValueError(f"`precision` must be 'fp32', 'fp16' or 'bf16'; got {precision!r}.")
+    device = torch.device(device)
+    found = _random_state(device)
+    try:
+        return _replay(loaded, module_fn, step, dtype, scale, device)
+    finally:
+        _set_random_state(found, device)
+
+
+def _replay(
+    bundle: Mapping[str, Any],
+    module_fn: Callable[[], nn.Module] | nn.Module,
+    step: Step | None,
+    dtype: torch.dtype,
+    scale: float | None,
+    device: torch.device,
+) -> Replay:
+    module = copy.deepcopy(module_fn) if isinstance(module_fn, nn.Module) else module_fn()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"`module_fn` must return a module, its result is a `{type(module).__name__}`.")
+    module.to(device).load_state_dict(_renamed(bundle["module_state"], module))
+    module.train().zero_grad()
+    batch = copy_to(bundle["batch"], device)
+    used_scale = float(bundle["scale"] if scale is None else scale)
+    run: Step = step or (lambda module, batch: cast(Any, module).training_step(batch, bundle["batch_idx"]))
+    _set_random_state(bundle["random_state"], device)
+    with torch.compiler.set_stance("force_eager"), Trace(module) as trace:
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
+            output = run(module, batch)
+        loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"The step returned no loss, but a `{type(loss).__name__}`. Pass one that does, `step=lambda module,"
+                " batch: ...`: a step of manual optimization has none to return."
+            )
+        trace.backward(loss.float() / bundle["loss_divisor"] * used_scale)
+    parameters = _modules.plain_parameters(module)
+    magnitudes = [largest(p.grad) for p in parameters.values() if p.grad is not None]
+    room = headroom_bits(torch.stack(magnitudes)) if magnitudes else torch.tensor(torch.inf)
+    return Replay(
+        float(loss.detach()), diagnose(trace, loss, batch), nonfinite_gradients(parameters), float(room)
+    )  # fmt: skip
+
+
+def _renamed(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """A saved state under the names of `module`: one of the two may be compiled, the other not."""
+    own = {_modules.plain_name(name): str(name) for name in module.state_dict()}
+    return {own.get(_modules.plain_name(name), name): value for name, value in state.items()}
+
+
+def pack_random_state(python: Any, numpy: Any, cpu: Tensor, accelerator: Any) -> dict[str, Any]:
+    """States of the global generators as tensors and plain numbers, which load with `weights_only=True`."""
+    packed = None if numpy is None else [numpy[0], torch.tensor(numpy[1].tolist()), *numpy[2:]]
+    if isinstance(accelerator, Tensor):
+        accelerator = [accelerator]
+    return {"python": python, "numpy": packed, "cpu": cpu, "accelerator": accelerator}
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    numpy: Any = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    accelerator = torch.get_device_module(device).get_rng_state() if device.type != "cpu" else None
+    return pack_random_state(random.getstate(), state, torch.get_rng_state(), accelerator)
+
+
+def _set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    numpy: Any = sys.modules.get("numpy")
+    if state["numpy"] is not None and numpy is not None:
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys.tolist(), dtype="uint32"), *rest))
+    torch.set_rng_state(state["cpu"])
+    if device.type != "cpu" and state["accelerator"]:
+        index = device.index or 0
+        states = state["accelerator"]
+        torch.get_device_module(device).set_rng_state(states[min(index, len(states) - 1)].cpu())

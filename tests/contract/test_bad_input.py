@@ -1,0 +1,78 @@
+"""What a user gets wrong is told once, before the first batch: rule, value received, next step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import Toy, batches, fit, quiet_trainer
+
+from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
+from lightning_amp.casting import _choice
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", torch.bfloat16])
+@pytest.mark.parametrize("scaler", [DynamicLossScaler(), torch.amp.GradScaler("cpu"), 128.0])
+def test_a_scaler_where_none_is_used(precision: Any, scaler: Any) -> None:
+    with pytest.raises(ValueError, match=r"does not use a loss scaler.*leave `scaler` out"):
+        AmpPrecision(precision, scaler=scaler)
+
+
+@pytest.mark.parametrize("scaler", ["dynamic", -1.0, float("nan"), 0.0, object()])
+def test_not_a_scaler(scaler: Any) -> None:
+    with pytest.raises(ValueError, match=r"scale"):
+        AmpPrecision("fp16", scaler=scaler)
+
+
+def test_an_unknown_precision() -> None:
+    with pytest.raises(ValueError, match=r"`precision` must be one of .*got 'fp17'"):
+        AmpPrecision("fp17")
+
+
+def test_a_precision_the_device_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_choice, "_autocast_runs", lambda device, dtype: False)
+    module = Toy()
+    module.training_step = lambda *args: pytest.fail("reached the first batch")
+    with pytest.raises(ValueError, match="cannot run precision 'fp16'. It can run: 'fp32'"):
+        fit(module, AmpPrecision("fp16"))
+
+
+def test_plugin_and_precision() -> None:
+    with pytest.raises(ValueError, match="Received both"):
+        quiet_trainer(plugins=[AmpPrecision("bf16")], precision="bf16-mixed")
+
+
+def test_the_other_package() -> None:
+    other = pytest.importorskip("pytorch_lightning")
+    with pytest.raises(Exception, match=r"use `import lightning as L; L.Trainer\(...\)`"):
+        other.Trainer(plugins=[AmpPrecision("bf16")], accelerator="cpu", logger=False)
+
+    class Module(other.LightningModule):
+        def training_step(self, batch: Any, batch_idx: int) -> None: ...
+        def configure_optimizers(self) -> None: ...
+
+    trainer = other.Trainer(
+        callbacks=[ScaleMonitor()], accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(TypeError, match=r"`ScaleMonitor` works with `lightning.pytorch`"):
+        trainer.fit(Module(), batches())
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"log_every_n_steps": 0}, {"log_every_n_steps": 1.5}, {"warn_below": -1.0}, {"warn_below": "1"}]
+)
+def test_scale_monitor(kwargs: Any) -> None:
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        ScaleMonitor(**kwargs)
+
+
+def test_skip_nonfinite_is_a_bool() -> None:
+    with pytest.raises(ValueError, match="`skip_nonfinite`"):
+        AmpPrecision("bf16", skip_nonfinite=1)  # type: ignore[arg-type]
+
+
+def test_a_read_only_trainer_is_left_alone() -> None:
+    assert isinstance(quiet_trainer(plugins=[AmpPrecision()]), L.Trainer)

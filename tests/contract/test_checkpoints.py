@@ -1,0 +1,117 @@
+"""Row 27: state written by stock Lightning is read, ours is read by stock Lightning, and the user's arguments win."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import Poison, Toy, assert_same, batches, fit, stock
+from support.promises import Plugins, plain_adamw, promise
+
+from lightning_amp import AmpPrecision, DynamicLossScaler
+
+
+def toy() -> Toy:
+    return Toy(plain_adamw)
+
+
+def half(plugin: Any, path: Path, poison: tuple[int, ...] = (1,)) -> Path:
+    """The first of two epochs of four batches."""
+    trainer = fit(toy, plugin, batches(4), callbacks=[Poison(gradient=poison)])
+    trainer.save_checkpoint(path)
+    return path
+
+
+def rest(plugin: Any, path: Path, **kwargs: Any) -> Any:
+    return fit(toy, plugin, batches(4), max_epochs=2, ckpt_path=path, **kwargs)
+
+
+@promise(27, stock="Scalars are not")
+def test_another_plugin_class_goes_on_with_the_scale(plugins: Plugins, tmp_path: Path) -> None:
+    class Other(type(plugins.fp16())):
+        pass
+
+    path = half(plugins.fp16(256.0), tmp_path / "a.ckpt")
+    plugin = plugins.fp16(65536.0)
+    plugin.__class__ = Other
+    rest(plugin, path)
+    torch.testing.assert_close(plugin.scaler.get_scale(), 128.0)
+
+
+@pytest.mark.parametrize("key", ["MixedPrecision", "FSDPPrecision", "native_amp_scaling_state"])
+def test_stock_checkpoints_are_read(key: str, tmp_path: Path) -> None:
+    path = half(stock("fp16", init_scale=256.0, growth_interval=100), tmp_path / "a.ckpt")
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint[key] = checkpoint.pop("MixedPrecision")
+    torch.save(checkpoint, path)
+    plugin = AmpPrecision("fp16")
+    rest(plugin, path)
+    assert plugin.scaler.get_scale() == 128.0
+    assert plugin.scaler.get_growth_interval() == 100
+    assert plugin.num_steps == 4  # of this run; the old checkpoint counts nothing
+
+
+def test_stock_lightning_reads_ours(tmp_path: Path) -> None:
+    path = half(AmpPrecision("fp16", scaler=DynamicLossScaler(256.0)), tmp_path / "a.ckpt")
+    theirs = stock("fp16", init_scale=65536.0)
+    assert_same(rest(theirs, path), rest(AmpPrecision("fp16", scaler=DynamicLossScaler(256.0)), path))
+    assert theirs.scaler.get_scale() == 128.0
+
+
+@promise(27, stock="Scalars are not")
+def test_what_the_user_passes_wins(plugins: Plugins, tmp_path: Path) -> None:
+    path = half(plugins.fp16(256.0, growth_interval=1000), tmp_path / "a.ckpt")
+    plugin = plugins.fp16(256.0, growth_interval=3)
+    rest(plugin, path)
+    torch.testing.assert_close(plugin.scaler.get_growth_interval(), 3)
+
+
+def test_it_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = half(AmpPrecision("fp16", scaler=DynamicLossScaler(256.0, growth_interval=50)), tmp_path / "a.ckpt")
+    for scaler in (DynamicLossScaler(growth_interval=7), torch.amp.GradScaler("cpu", growth_interval=7)):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            rest(AmpPrecision("fp16", scaler=scaler), path)
+        assert "`growth_interval=7`, as passed, is used; the checkpoint had 50." in caplog.text
+
+
+@pytest.mark.parametrize("before", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("after", ["fp32", "bf16", "fp16"])
+def test_the_precision_may_change(before: str, after: str, tmp_path: Path) -> None:
+    def make(precision: str) -> AmpPrecision:
+        return AmpPrecision(precision, scaler=DynamicLossScaler(256.0) if precision == "fp16" else None)
+
+    path = half(make(before), tmp_path / "a.ckpt", poison=())
+    plugin = make(after)
+    rest(plugin, path)
+    assert plugin.num_steps == 8
+    assert (plugin.scaler is None) == (after != "fp16")
+
+
+@promise(28, stock="Scalars are not")
+def test_k_folds_start_fresh(plugins: Plugins) -> None:
+    plugin = plugins.fp16(256.0)
+    for _ in range(2):
+        fit(toy, plugin, batches(4), callbacks=[Poison(gradient=[0, 2])])
+        torch.testing.assert_close(plugin.scaler.get_scale(), 64.0)
+
+
+def test_forty_steps_are_twenty_and_twenty(tmp_path: Path) -> None:
+    """Overflows on both sides, and the growth tracker and the hysteresis in the middle of their counts."""
+    poison = (3, 17, 19, 25, 33)
+
+    def make() -> AmpPrecision:
+        return AmpPrecision("fp16", scaler=DynamicLossScaler(256.0, growth_interval=4, hysteresis=2))
+
+    whole = make()
+    trainer = fit(toy, whole, batches(20), max_epochs=2, callbacks=[Poison(gradient=poison)])
+    first = fit(toy, make(), batches(20), callbacks=[Poison(gradient=[p for p in poison if p < 20])])
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = make()
+    poisoned = Poison(gradient=[p - 20 for p in poison if p >= 20])
+    again = fit(toy, resumed, batches(20), max_epochs=2, callbacks=[poisoned], ckpt_path=tmp_path / "half.ckpt")
+    assert_same(again, trainer)
+    assert resumed.last_step == whole.last_step
+    assert (resumed.num_steps, resumed.num_skipped) == (whole.num_steps, whole.num_skipped) == (35, 5)

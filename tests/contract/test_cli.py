@@ -1,0 +1,136 @@
+"""The plugin and its scaler from a LightningCLI YAML file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from support import Toy, batches
+from torch import nn
+
+from lightning_amp import AmpPrecision, ScaleMonitor
+from lightning_amp.casting import Choice
+
+CONFIG = """
+seed_everything: 0
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  plugins:
+    - class_path: lightning_amp.AmpPrecision
+      init_args:
+        precision: {precision}
+{scaler}
+  callbacks:
+    - class_path: lightning_amp.ScaleMonitor
+      init_args:
+        log_every_n_steps: 2
+"""
+SCALER = """
+        scaler:
+          class_path: lightning_amp.DynamicLossScaler
+          init_args:
+            init_scale: 1024.0
+            growth_interval: 3
+"""
+
+
+class CliToy(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+
+    def train_dataloader(self) -> object:
+        return batches()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.parametrize(
+    ("precision", "scaler"), [("bf16-mixed", ""), ("fp16", SCALER), ("fp16", "        scaler: 256.0"), ("16", "")]
+)
+def test_from_yaml(precision: str, scaler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(precision=precision, scaler=scaler.strip("\n")))
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
+    monkeypatch.chdir(tmp_path)
+    cli = LightningCLI(CliToy, save_config_callback=None)
+    plugin = cli.trainer.strategy.precision_plugin
+    assert type(plugin) is AmpPrecision
+    assert plugin.num_steps + plugin.num_skipped == 8
+    assert plugin.precision == {"bf16-mixed": "bf16-mixed", "fp16": "16-mixed", "16": "16-mixed"}[precision]
+    if scaler:
+        assert plugin.last_step.scale in {1024.0, 2048.0, 4096.0, 256.0, 512.0}
+    assert any(isinstance(c, ScaleMonitor) and c.history.num_attempted == 8 for c in cli.trainer.callbacks)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.parametrize("machine", ["bf16", "fp16", "fp32"])
+def test_one_yaml_for_all_machines(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 39."""
+    monkeypatch.setattr(Choice, "pick", lambda device: (Choice.of(machine), "this test says so"))
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(precision="auto", scaler=SCALER.strip("\n")))
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
+    monkeypatch.chdir(tmp_path)
+    plugin = LightningCLI(CliToy, save_config_callback=None).trainer.strategy.precision_plugin
+    assert (plugin.scaler is not None) == (machine == "fp16")
+    assert plugin.num_steps + plugin.num_skipped == 8
+    assert plugin.last_step.scale in ({1024.0, 2048.0, 4096.0} if machine == "fp16" else {1.0})
+
+
+FORWARD = """
+        fp32_modules: {rules}
+        eval_precision: {evaluate}
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ('["net.0", "*.2"]', ("net.0", "*.2")),
+        ("[torch.nn.Linear, net.1]", (nn.Linear, "net.1")),
+        ("[]", ()),
+    ],
+)
+@pytest.mark.parametrize("evaluate", ["fp32", "32-true", "16", "auto", "null"])
+def test_fp32_modules_and_eval_precision_from_yaml(
+    rules: str, expected: tuple[object, ...], evaluate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    settings = FORWARD.format(rules=rules, evaluate=evaluate).strip("\n")
+    path.write_text(CONFIG.format(precision="bf16", scaler=settings))
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
+    monkeypatch.chdir(tmp_path)
+    cli = LightningCLI(CliToy, save_config_callback=None)
+    plugin = cli.trainer.strategy.precision_plugin
+    assert plugin.fp32_modules == expected
+    assert plugin.num_steps == 8
+    assert repr(plugin) == "AmpPrecision('bf16')"
+
+
+QUIET = [
+    "--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.logger=false",
+    "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false", "--trainer.plugins", "lightning_amp.AmpPrecision",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.parametrize(
+    ("spelling", "precision"),
+    [("16", "16-mixed"), ("torch.bfloat16", "bf16-mixed"), ("float16", "16-mixed"), ("32", "32-true")],
+)
+def test_from_the_command_line(spelling: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--trainer.plugins.precision", spelling, "--trainer.plugins.eval_precision", spelling]
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", *QUIET, *arguments])
+    monkeypatch.chdir(tmp_path)
+    plugin = LightningCLI(CliToy, save_config_callback=None).trainer.strategy.precision_plugin
+    assert type(plugin) is AmpPrecision
+    assert plugin.precision == precision
+    assert plugin.num_steps + plugin.num_skipped == 8

@@ -1,0 +1,125 @@
+"""Reports stand on lines of their own while Lightning's progress bars are on: what a terminal shows is looked at."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+fcntl = pytest.importorskip("fcntl")
+pty = pytest.importorskip("pty")
+termios = pytest.importorskip("termios")
+
+HERE = Path(__file__).parents[1]
+WIDTH = 250
+SCRIPT = """
+import sys, warnings
+import lightning as L
+import torch
+from support import Poison, Toy, batches
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning_amp import *
+
+class Both(Toy):
+    def __init__(self):
+        super().__init__()
+        self.idle = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            return (self.net(batch) ** 2).mean()  # float16: the scaler says something
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+bar = {"rich": RichProgressBar, "tqdm": TQDMProgressBar}[sys.argv[1]]()
+plugin = AmpPrecision("fp16", fp32_modules=["idle"])
+callbacks = [
+    bar, ScaleMonitor(warn_below=2.0**30), OverflowLocator(max_reports=1), GradientMonitor(3),
+    MetricComparison(tolerance=0.0), Poison(gradient=[1]),
+]
+trainer = L.Trainer(
+    accelerator="cpu", max_epochs=2, plugins=[plugin], callbacks=callbacks, logger=False, log_every_n_steps=2,
+    enable_checkpointing=False, enable_model_summary=False,
+)
+trainer.fit(Both(), batches(8), batches(2))
+print("the end")
+"""
+REPORTS = [
+    "OverflowLocator: step 0 was skipped",
+    "ScaleMonitor: ",
+    "GradientMonitor, step",
+    "MetricComparison, epoch",
+    "The loss scale fell",
+    "The loss is float16",
+    "`fp32_modules` has no effect",
+]
+
+
+def in_terminal(command: list[str]) -> str:
+    """What a program writes to a terminal, with standard error."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ |= {"TERM": "xterm", "COLUMNS": str(WIDTH), "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
+        os.execv(command[0], command)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, WIDTH, 0, 0))
+    written = b""
+    while True:
+        try:
+            block = os.read(terminal, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if not block:
+            break
+        written += block
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, written.decode()
+    return written.decode()
+
+
+def shown(written: str) -> list[str]:
+    """The lines of the terminal: what a carriage return goes back to is overwritten, what is erased is gone."""
+    screen, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
+        if token == "\n":
+            row += 1
+            screen += [""] * (row + 1 - len(screen))
+        elif token == "\r":
+            column = 0
+        elif token.startswith("\x1b"):
+            if token.endswith("K"):
+                screen[row] = "" if token == "\x1b[2K" else screen[row][:column]
+            elif token.endswith("A"):
+                row -= int(token[2:-1] or 1)
+        else:
+            line = screen[row].ljust(column)
+            screen[row] = line[:column] + token + line[column + len(token) :]
+            column += len(token)
+    return [line.rstrip() for line in screen]
+
+
+@pytest.mark.parametrize("bar", ["tqdm", "rich"])
+def test_reports_are_not_glued_to_a_bar(bar: str, tmp_path: Path) -> None:
+    if bar == "rich":
+        pytest.importorskip("rich")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    lines = shown(in_terminal([sys.executable, str(script), bar]))
+    text = "\n".join(lines)
+    for report in REPORTS:
+        where = [line for line in lines if report in line]
+        assert where, (report, text)
+        assert not [line for line in where if re.search(r"\d+/\d+|it/s", line[: line.index(report)])], text
+    assert not [line for line in lines if re.search(r"(its?/s|\]).*\S*lightning_amp", line)], text
+    assert lines[-2:] == ["the end", ""]
+
+
+def test_a_glued_report_would_be_found() -> None:
+    assert shown("Epoch 0: 3/8\rEpoch 0: 4/8ScaleMonitor: x\r\nb") == ["Epoch 0: 4/8ScaleMonitor: x", "b"]
+    assert shown("Epoch 0: 3/8\r            \rScaleMonitor: x\r\nb") == ["ScaleMonitor: x", "b"]
+    assert shown("bar\r\x1b[2Kreport\r\nbar\x1b[1A\r\x1b[2Kmore") == ["more", "bar"]

@@ -1,0 +1,151 @@
+"""Row 33: a plugin on a strategy that it is not for; the message names the one that is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins import MixedPrecision
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceXLAStrategy,
+    Strategy,
+    XLAStrategy,
+)
+from support import FEATURES, Toy, batches, fit, quiet_trainer
+from torch import nn
+
+from lightning_amp import AmpPrecision, DynamicLossScaler, FSDPAmpPrecision
+
+
+class OnTheCPU(FSDPStrategy):
+    """Lightning refuses the CPU for exactly the base of this class."""
+
+
+def bare(strategy: type[Strategy]) -> Strategy:
+    """One whose constructor wants packages or devices that are not here."""
+    return strategy.__new__(strategy)
+
+
+def test_fsdp_names_ours() -> None:
+    for arguments in ({"strategy": OnTheCPU(), "plugins": [AmpPrecision("fp16")]},):
+        with pytest.raises(TypeError, match=r"FSDP strategy.*for FSDP use `lightning_amp.FSDPAmpPrecision\('fp16'\)`"):
+            quiet_trainer(devices=2, **arguments)
+    with pytest.raises(TypeError, match=r"for FSDP use `lightning_amp.FSDPAmpPrecision\('bf16'\)`"):
+        OnTheCPU(precision_plugin=AmpPrecision("bf16"))
+
+
+def test_fsdp_takes_ours() -> None:
+    plugin = FSDPAmpPrecision("fp16")
+    trainer = quiet_trainer(devices=2, strategy=OnTheCPU(), plugins=[plugin])
+    assert trainer.precision_plugin is plugin
+    assert trainer.strategy.mixed_precision_config == plugin.mixed_precision_config
+
+
+@pytest.mark.parametrize("kind", [XLAStrategy, SingleDeviceXLAStrategy])
+@pytest.mark.parametrize("plugin", [AmpPrecision("bf16"), FSDPAmpPrecision("bf16")])
+def test_xla(kind: type[Strategy], plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        __import__("sys").modules, "torch_xla", __import__("types")
+    )  # as it is where such a strategy is
+    with pytest.raises(TypeError, match=r"XLA strategy.*leave the plugin out.*precision='bf16-true'.*`XLAPrecision`"):
+        bare(kind).precision_plugin = plugin
+
+
+@pytest.mark.parametrize(
+    ("plugin", "kind", "message"),
+    [
+        (
+            AmpPrecision("fp16"),
+            DeepSpeedStrategy,
+            r"`AmpPrecision\('fp16'\)` cannot be .*precision='bf16-mixed'.*`DeepSp",
+        ),
+        (
+            FSDPAmpPrecision("bf16"),
+            DeepSpeedStrategy,
+            "DeepSpeedStrategy`: .*leave the plugin out.*`DeepSpeedPrecision`",
+        ),
+        (FSDPAmpPrecision(), ModelParallelStrategy, r"use `lightning_amp.AmpPrecision\('auto'\)`, .*FSDP2"),
+        (AmpPrecision("fp16"), FSDPStrategy, r"use `lightning_amp.FSDPAmpPrecision\('fp16'\)`"),
+    ],
+)
+def test_the_others_are_found_when_the_trainer_attaches(plugin: Any, kind: type[Strategy], message: str) -> None:
+    trainer = quiet_trainer()
+    trainer._accelerator_connector.strategy = bare(kind)
+    module = Toy()
+    module.trainer = trainer
+    with pytest.raises(TypeError, match=message):
+        plugin.convert_module(module)  # what each of these strategies calls first
+
+
+def test_one_device_names_ours() -> None:
+    message = (
+        r"`FSDPAmpPrecision\('fp16'\)` cannot be used with `SingleDeviceStrategy`: use `lightning_amp.AmpPrecision"
+    )
+    with pytest.raises(TypeError, match=message):
+        fit(Toy, FSDPAmpPrecision("fp16"), batches(1))
+
+
+def test_a_users_subclass_is_told_our_name() -> None:
+    class Mine(AmpPrecision): ...
+
+    with pytest.raises(
+        TypeError, match=r"found Mine\('fp16'\).* \(for FSDP use `lightning_amp.FSDPAmpPrecision\('fp16'\)"
+    ):
+        OnTheCPU(precision_plugin=Mine("fp16"))
+
+
+@pytest.mark.parametrize("plugin", [AmpPrecision("fp32"), FSDPAmpPrecision()])
+def test_everywhere_else_a_plugin_is_only_its_name(plugin: AmpPrecision, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)  # there it says which package it is for
+    assert f"{plugin}" == str(plugin) == repr(plugin)
+    assert f"{plugin:>40}" == str(plugin).rjust(40)
+    with pytest.raises(ValueError, match="Received both") as caught:
+        quiet_trainer(plugins=[plugin], precision="bf16-mixed")
+    assert "FSDP use" not in str(caught.value)
+
+
+class Line(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(FEATURES, 1)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.line(batch)
+
+
+def train_in_fabric(module: nn.Module, **kwargs: Any) -> torch.Tensor:
+    fabric = L.Fabric(accelerator="cpu", devices=1, **kwargs)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for batch in batches(4):
+        optimizer.zero_grad()
+        fabric.backward(model(batch).square().mean())
+        optimizer.step()
+    return next(module.parameters()).detach()
+
+
+@pytest.mark.parametrize("plugin", [AmpPrecision("fp16"), AmpPrecision("fp32"), FSDPAmpPrecision("bf16")])
+@pytest.mark.parametrize("module", [lambda: nn.Linear(FEATURES, 1), Line])
+def test_fabric_is_told_what_to_use(plugin: AmpPrecision, module: Any) -> None:
+    text = rf"`{re.escape(repr(plugin))}` is a plugin for `L.Trainer`, .*`L.Fabric\(.*'{plugin.precision}'"
+    with pytest.raises(TypeError, match=text):
+        train_in_fabric(module(), plugins=[plugin])
+    with pytest.raises(TypeError, match=text):  # nobody called `setup`
+        L.Fabric(accelerator="cpu", plugins=[plugin]).backward(torch.ones((), requires_grad=True))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_what_fabric_is_told_works(precision: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        train_in_fabric(nn.Linear(FEATURES, 1), plugins=[AmpPrecision(precision)])
+    (advice,) = re.findall(r"`(L\.Fabric.*?)`", str(caught.value))
+    names = {"L": SimpleNamespace(Fabric=dict), "MixedPrecision": MixedPrecision}
+    arguments = eval(advice, names | {"DynamicLossScaler": DynamicLossScaler})
+    assert train_in_fabric(nn.Linear(FEATURES, 1), **arguments).isfinite().all()

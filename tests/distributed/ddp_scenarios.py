@@ -1,0 +1,636 @@
+"""Run by `test_ddp.py` on two gloo ranks: trouble on one rank, in every kind of loop that DDP allows.
+
+Every scenario is trained twice, with the bad batches and from a dataset that never had them, and reports both.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from support import DEVICE, WithoutAutocast, assert_same, quiet_trainer, run_scenarios
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, OverflowLocator
+from lightning_amp.scaling import OptimizerSteps, RecordLog
+
+BATCHES, SIZE, FEATURES = 9, 4, 8
+Trouble = dict[tuple[int, int], str]
+"""(rank, batch): "nan" or "inf" (a loss and its gradients), "detached" (only the loss), "head" (a loss that reaches
+one parameter, and no other rank), or "gradient" (only the gradients)."""
+
+
+def data(world_size: int, without: tuple[int, ...] = ()) -> DataLoader[Any]:
+    """Two ranks get half of each batch; a batch knows its number."""
+    x = torch.randn(BATCHES * SIZE * 2, FEATURES, generator=torch.Generator().manual_seed(0))
+    number = torch.arange(BATCHES).repeat_interleave(SIZE * 2)
+    keep = torch.tensor([int(n) not in without for n in number])
+    dataset = TensorDataset(x[keep], number[keep])
+    sampler = None
+    if world_size > 1:  # Lightning's own would shuffle
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["LOCAL_RANK"])
+        sampler = DistributedSampler(dataset, world_size, rank, shuffle=False)
+    return DataLoader(dataset, batch_size=SIZE * 2 // world_size, sampler=sampler)
+
+
+class Infinite(torch.autograd.Function):
+    """Multiplies a gradient by infinity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.inf
+
+
+class Net(L.LightningModule):
+    """A regression whose loss or gradient is bad where `trouble` says so."""
+
+    def __init__(
+        self,
+        trouble: Trouble | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        norm: bool = True,
+    ) -> None:
+        super().__init__()
+        self.trouble = trouble or {}
+        self.body = nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.BatchNorm1d(16) if norm else nn.Identity(), nn.Tanh(), nn.Linear(16, 8)
+        )
+        self.head = nn.Linear(8, 1)
+        self.make_optimizer = optimizer or (lambda params: torch.optim.AdamW(params, lr=0.01))
+
+    def spoilt(self, loss: Tensor, number: int) -> Tensor:
+        kind = self.trouble.get((self.global_rank, number))
+        if kind == "gradient":
+            return Infinite.apply(loss)
+        if kind == "detached":
+            return loss + torch.inf
+        if kind == "head":
+            return loss + self.head.bias.sum() * torch.nan
+        return loss * {"nan": torch.nan, "inf": torch.inf, None: 1.0}[kind]
+
+    def loss(self, x: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.head(self.body(x)).float(), x.sum(1, keepdim=True))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, number = batch
+        return self.spoilt(self.loss(x), int(number[0]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+class Records(L.Callback):
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.precision_plugin.records.listeners.append(self.all.extend)
+
+
+def scaled(precision: str = "fp16", scale: float = 1024.0) -> AmpPrecision:
+    """fp16's scaling, or bf16's guard, without autocast: bit-equal to fp32."""
+    scaler = DynamicLossScaler(scale, growth_interval=3) if precision == "fp16" else None
+    return WithoutAutocast(precision, scaler=scaler)
+
+
+def initialise(module: nn.Module) -> None:
+    torch.manual_seed(0)
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+
+
+def train(
+    module: L.LightningModule,
+    without: tuple[int, ...] = (),
+    plugin: AmpPrecision | None = None,
+    world_size: int = 2,
+    strategy: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Train from a seed; everything that must be the same on all ranks, and the buffers, which need not be."""
+    initialise(module)
+    records, plugin = Records(), plugin or scaled()
+    if world_size > 1:
+        kwargs["strategy"] = DDPStrategy(timeout=timedelta(seconds=60), **(strategy or {}))
+        kwargs |= {"devices": world_size, "use_distributed_sampler": False}
+    callbacks = [*kwargs.pop("callbacks", ()), records]
+    trainer = quiet_trainer(plugins=[plugin], callbacks=callbacks, **kwargs)
+    trainer.fit(module, data(world_size, without))
+    return report(trainer, plugin, records)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor if hasattr(tensor, "full_tensor") else tensor.cpu()  # sharded ones are gathered by who asks
+
+
+def report(trainer: L.Trainer, plugin: AmpPrecision, records: Records) -> dict[str, Any]:
+    state = [
+        _on_host(v) for o in trainer.optimizers for p in o.state.values() for v in p.values() if isinstance(v, Tensor)
+    ]
+    scaler = plugin.scaler
+    return {
+        "parameters": [_on_host(p.detach()).clone() for p in trainer.lightning_module.parameters()],
+        "buffers": [b.cpu().clone() for b in trainer.lightning_module.buffers()],
+        "optimizer": state,
+        "lr": [o.param_groups[0]["lr"] for o in trainer.optimizers],
+        "scale": None if scaler is None else scaler.get_scale(),
+        "tracker": None if scaler is None else scaler.state_dict()["_growth_tracker"],
+        "reasons": [r.reason for r in records.all],
+        "scales": [r.next_scale for r in records.all],
+        "indices": [(r.index, r.optimizer_idx) for r in records.all],
+        "counts": (plugin.num_steps, plugin.num_skipped),
+    }
+
+
+def assert_agree(one: dict[str, Any], other: dict[str, Any], *keys: str) -> None:
+    """Bit for bit; by default all but the buffers, which may be those of each rank's own batches."""
+    for key in keys or one.keys() - {"buffers"}:
+        if key in ("parameters", "optimizer", "buffers"):
+            assert_same(one[key], other[key])
+        else:
+            assert one[key] == other[key], key
+
+
+def both(make: Callable[[Trouble], L.LightningModule], trouble: Trouble, bad: tuple[int, ...], **kwargs: Any) -> Any:
+    """With trouble, and from a dataset without the bad batches."""
+    plugin = kwargs.pop("plugin", scaled)
+    return {
+        "with": train(make(trouble), plugin=plugin(), **kwargs),
+        "without": train(make({}), bad, plugin=plugin(), **kwargs),
+    }
+
+
+EVERY_KIND: Trouble = {(1, 1): "nan", (1, 2): "inf", (0, 4): "gradient", (0, 6): "inf", (1, 6): "gradient"}
+SCENARIOS: dict[str, Callable[[], Any]] = {}
+
+
+def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+class Queue(Net):
+    """Each rank keeps what it has seen; a gradient alone never tells that a batch was bad."""
+
+    def __init__(self, *args: Any, replaced: bool = False) -> None:
+        super().__init__(*args)
+        self.replaced = replaced
+        self.register_buffer("queue", torch.zeros(4, FEATURES))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.replaced:
+            self.queue = self.queue.roll(1, 0) * 0.5
+            self.pointer = self.pointer + 1
+        self.queue[0] = batch[0].mean(0)
+        self.pointer += 1
+        return super().training_step(batch, batch_idx) + self.queue.mean()
+
+
+def queues(optimizer: Any, replaced: bool) -> Any:
+    def plugin() -> AmpPrecision:
+        scaler = DynamicLossScaler(1024.0, growth_interval=3)
+        return WithoutAutocast("fp16", scaler=scaler, restore_buffers=["queue", "pointer"])
+
+    own = {"broadcast_buffers": False}  # else rank 0's are everybody's
+    return both(lambda t: Queue(t, optimizer, replaced=replaced), EVERY_KIND, (1, 2, 4, 6), plugin=plugin, strategy=own)
+
+
+@scenario
+def queue_unfused() -> Any:
+    return queues(None, False)
+
+
+@scenario
+def queue_fused() -> Any:
+    return queues(fused, False)
+
+
+@scenario
+def replaced_queue_unfused() -> Any:
+    return queues(None, True)
+
+
+@scenario
+def replaced_queue_fused() -> Any:
+    return queues(fused, True)
+
+
+@scenario
+def every_kind_unfused() -> Any:
+    return both(Net, EVERY_KIND, (1, 2, 4, 6), gradient_clip_val=0.5)
+
+
+@scenario
+def every_kind_fused() -> Any:
+    return both(lambda t: Net(t, fused), EVERY_KIND, (1, 2, 4, 6), gradient_clip_val=0.5)
+
+
+@scenario
+def every_kind_bf16() -> Any:
+    return both(
+        lambda t: Net(t, fused), EVERY_KIND, (1, 2, 4, 6), plugin=lambda: scaled("bf16"),
+        gradient_clip_val=0.1, gradient_clip_algorithm="value",
+    )  # fmt: skip
+
+
+@scenario
+def infinite_losses_with_finite_gradients() -> Any:
+    """Are steps like any other."""
+    trouble: Trouble = {(1, 1): "detached", (0, 4): "detached", (1, 4): "detached"}
+    return both(lambda t: Net(t, fused), trouble, (), gradient_clip_val=0.5)
+
+
+class Mending(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+@scenario
+def mended_gradients() -> Any:
+    """Taken on both ranks, as without any guard; an overflow lowers the scale on both all the same."""
+    plain = AmpPrecision("fp32", skip_nonfinite=False)
+    return {
+        "with": train(Mending(EVERY_KIND, fused, norm=False)),
+        "without": train(Mending(EVERY_KIND, fused, norm=False), plugin=plain),
+    }
+
+
+@scenario
+def accumulation() -> Any:
+    """Trouble in unsynchronised micro-batches, of other ranks at other times: the whole window goes."""
+    trouble: Trouble = {(1, 0): "gradient", (0, 4): "nan", (1, 3): "inf"}
+    return both(lambda t: Net(t, fused), trouble, (0, 1, 2, 3, 4, 5), accumulate_grad_batches=3)
+
+
+@scenario
+def accumulation_unfused() -> Any:
+    trouble: Trouble = {(1, 3): "inf", (0, 7): "gradient", (1, 8): "gradient"}
+    return both(Net, trouble, (3, 4, 5, 6, 7, 8), accumulate_grad_batches=3, gradient_clip_val=0.5)
+
+
+class Unused(Net):
+    """Rank 1 does not use the head in odd batches, nobody uses it in batches 0 and 7."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, number = batch
+        n = int(number[0])
+        if n in (0, 7) or (self.global_rank == 1 and n % 2):
+            return self.spoilt(self.body(x).float().pow(2).mean(), n)
+        return self.spoilt(self.loss(x), n)
+
+
+@scenario
+def unused_parameters() -> Any:
+    return both(
+        lambda t: Unused(t, fused), EVERY_KIND, (1, 2, 4, 6), strategy={"find_unused_parameters": True},
+    )  # fmt: skip
+
+
+@scenario
+def static_graph() -> Any:
+    return both(
+        lambda t: Net(t, fused, norm=False), EVERY_KIND, (1, 2, 4, 6), strategy={"static_graph": True},
+        gradient_clip_val=0.5,
+    )  # fmt: skip
+
+
+@scenario
+def bucket_views() -> Any:
+    return both(
+        Net, EVERY_KIND, (1, 2, 4, 6), strategy={"gradient_as_bucket_view": True},
+        gradient_clip_val=0.5,
+    )  # fmt: skip
+
+
+class Pair(Net):
+    """Two optimizers by hand; only the second one's loss goes bad."""
+
+    def __init__(self, trouble: Trouble, optimizer: Any, order: str) -> None:
+        super().__init__(trouble, optimizer, norm=False)
+        self.automatic_optimization = False
+        self.order = order
+        self.second_runs = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, number = batch
+        n = int(number[0])
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        body = self.body(x).float()
+        self.manual_backward(body.pow(2).mean())
+        if self.order == "bsbs":
+            self.clip_gradients(first, 0.5, "norm")
+            first.step()
+            second.zero_grad()
+        loss = self.spoilt((self.head(body.detach()) - 1).float().pow(2).mean(), n)
+        self.manual_backward(loss)
+        if self.order == "bbss":
+            self.clip_gradients(first, 0.5, "norm")
+            first.step()
+        second.step()
+        for schedule in self.lr_schedulers() or ():
+            schedule.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [self.make_optimizer(module.parameters()) for module in (self.body, self.head)]
+        return optimizers, [ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+
+
+class NeverSecond(Pair):
+    """What both orders must equal: the bad batches never reach the second optimizer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if int(batch[1][0]) not in (1, 2, 4, 6):
+            return super().training_step(batch, batch_idx)
+        first = self.optimizers()[0]
+        first.zero_grad()
+        self.manual_backward(self.body(batch[0]).float().pow(2).mean())
+        self.clip_gradients(first, 0.5, "norm")
+        first.step()
+        self.lr_schedulers()[0].step()
+        return None
+
+
+def _pair(order: str, make: Any) -> Any:
+    options: dict[str, Any] = {"strategy": {"find_unused_parameters": True}}
+    reference = train(NeverSecond({}, make, order), plugin=scaled(), **options)
+    return {"with": train(Pair(EVERY_KIND, make, order), plugin=scaled(), **options), "without": reference}
+
+
+@scenario
+def manual_bsbs_fused() -> Any:
+    return _pair("bsbs", fused)
+
+
+@scenario
+def manual_bsbs_unfused() -> Any:
+    return _pair("bsbs", lambda p: torch.optim.AdamW(p, lr=0.01))
+
+
+@scenario
+def manual_bbss_fused() -> Any:
+    return _pair("bbss", fused)
+
+
+@scenario
+def manual_bbss_unfused() -> Any:
+    return _pair("bbss", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
+
+
+class SecondCall(Net):
+    """LBFGS; the loss of some closure calls is bad on one rank."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__(
+            trouble,
+            lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0),
+            norm=False,
+        )
+        self.calls: dict[int, int] = {}
+
+    def spoilt(self, loss: Tensor, number: int) -> Tensor:
+        self.calls[number] = self.calls.get(number, 0) + 1
+        return super().spoilt(loss, number) if self.calls[number] == 2 else loss
+
+
+@scenario
+def lbfgs() -> Any:
+    return both(SecondCall, EVERY_KIND, (1, 2, 4, 6))
+
+
+@scenario
+def autocast_fp16() -> Any:
+    """With half precision in it, so that runs without the bad batches need not be equal to the bit."""
+    return {"with": train(Net(EVERY_KIND), plugin=AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0)))}
+
+
+@scenario
+def autocast_bf16() -> Any:
+    return {"with": train(Net(EVERY_KIND, fused), plugin=AmpPrecision("bf16"), gradient_clip_val=0.5)}
+
+
+@scenario
+def no_gradients_on_one_rank() -> Any:
+    """Only rank 0 has gradients; in step 2 nobody has, in step 3 the loss of the other rank is NaN, in step 5 it is
+    NaN again and the gradients overflow."""
+    log, scaler = RecordLog(), DynamicLossScaler(1024.0, growth_interval=2, device=DEVICE)
+    steps = OptimizerSteps(scaler, skip_nonfinite=True, log=log)
+    rank = torch.distributed.get_rank()
+    steps.device = device = torch.device(DEVICE, rank if DEVICE == "cuda" else None)
+    steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
+    weight, other = (nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    steps.attach([optimizer])
+    scales: list[float] = []
+    for i in range(6):
+        used = weight if rank == 0 and i != 2 else other
+        loss = used.sum() + (torch.nan if i in (3, 5) and rank == 1 else 0.0)
+        if i == 5 and rank == 0:
+            loss = Infinite.apply(loss)
+
+        def closure(loss: Tensor = loss) -> None:
+            optimizer.zero_grad()
+            steps.scale_loss(loss).backward()
+
+        steps.step(optimizer, closure, lambda: None, fold=True)
+        steps.finish_batch()
+        scales.append(scaler.get_scale())
+    log.flush()
+    return {
+        "scales": scales,
+        "tracker": scaler.state_dict()["_growth_tracker"],
+        "counts": (log.num_steps, log.num_skipped),
+        "weight": weight.tolist(),
+    }
+
+
+class Replayed(Net):
+    """Overflows in its own forward, at batch 1 on rank 1, at batch 3 on both, and in an unsynchronised micro-batch."""
+
+    def __init__(self, unrepeatable: bool = False) -> None:
+        super().__init__(norm=False)
+        self.unrepeatable = unrepeatable
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, number = batch
+        n = int(number[0])
+        if self.unrepeatable and self.global_rank == 1 and type(self.trainer) is not L.Trainer:
+            raise RuntimeError("only once")
+        if (self.global_rank, n) in {(1, 1), (0, 3), (1, 3)}:
+            x = x * 1e38 * 1e38
+        return self.loss(x)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        batch[0].mul_(1 + 99 * self.global_rank)  # rank 1 has larger gradients
+
+
+def _with_callbacks(*callbacks: L.Callback, unrepeatable: bool = False, **kwargs: Any) -> dict[str, Any]:
+    return train(Replayed(unrepeatable), callbacks=callbacks, **kwargs)
+
+
+def fp16() -> AmpPrecision:
+    return AmpPrecision("fp16", scaler=DynamicLossScaler(16.0))
+
+
+@scenario
+def overflow_reports() -> Any:
+    """Rank 0 writes and logs for all; the run is that without callbacks."""
+    folder, printed = Path(sys.argv[1]) / "overflows", io.StringIO()
+    locator = OverflowLocator(dirpath=folder, save_bundles=True)
+    logger = logging.getLogger("lightning_amp.callbacks._overflow_locator")
+    handler = logging.StreamHandler(printed)
+    logger.addHandler(handler)
+    try:
+        seen = _with_callbacks(locator)
+    finally:
+        logger.removeHandler(handler)
+    return {
+        "with": seen,
+        "without": _with_callbacks(),
+        "reports": [(r.record.index, r.rank, r.cause, r.batch_idx) for r in locator.reports],
+        "said": printed.getvalue(),
+    }
+
+
+class Contrastive(Net):
+    """Its step talks to the other ranks."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        features = self.body(x).float()
+        everybodys = self.all_gather(features, sync_grads=True).flatten(0, 1)
+        return (features @ everybodys.T).logsumexp(1).mean() + super().loss(x)
+
+
+@scenario
+def overflow_reports_of_a_step_with_collectives() -> Any:
+    """Only one rank finds a cause, and that in the first batch of the window."""
+    locator = OverflowLocator()
+    trouble = {(1, 0): "head", (1, 5): "gradient"}
+    module = Contrastive(trouble, norm=False)
+    seen = train(module, callbacks=[locator, GradientMonitor(1)], accumulate_grad_batches=2)
+    return {
+        "with": seen,
+        "without": train(Contrastive(norm=False), (0, 1, 4, 5), accumulate_grad_batches=2),
+        "reports": [(r.record.index, r.rank, r.cause, r.batch_idx) for r in locator.reports],
+    }
+
+
+@scenario
+def gradient_figures() -> Any:
+    """Of both ranks together, and of each alone in one process; then with a rank that cannot run its step again."""
+    monitor, broken = GradientMonitor(100), GradientMonitor(100)
+    seen = _with_callbacks(monitor, plugin=fp16())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _with_callbacks(broken, unrepeatable=True, max_steps=1)
+    alone = GradientMonitor(100)
+    rank = torch.distributed.get_rank()
+
+    class Alone(Replayed):
+        global_rank = rank  # pyright: ignore[reportAssignmentType]
+
+    module = Alone()
+    initialise(module)
+    trainer = quiet_trainer(plugins=[fp16()], callbacks=[alone], max_steps=1)
+    trainer.fit(module, data(2))
+    return {
+        "with": seen,
+        "without": _with_callbacks(plugin=fp16()),
+        "rows": [row._asdict() for row in monitor.table],
+        "alone": [row._asdict() for row in alone.table],
+        "broken": [row._asdict() for row in broken.table],
+        "largest": max(monitor.histograms["(all)"].counts.nonzero()).item(),
+        "warned": [str(w.message) for w in caught if "GradientMonitor" in str(w.message)],
+    }
+
+
+@scenario
+def stuck() -> Any:
+    """The error comes on all ranks, and the last report with it."""
+    locator, plugin = OverflowLocator(), scaled()
+    plugin.scaler.max_consecutive_skips = 2
+    message = ""
+    try:
+        train(Net({(1, 1): "gradient", (0, 2): "nan"}), plugin=plugin, callbacks=[locator])
+    except FloatingPointError as error:
+        message = str(error)
+    return {"message": message, "reports": [(r.record.index, r.rank, r.cause) for r in locator.reports]}
+
+
+def sync_batch_norm() -> Any:
+    """Statistics over both ranks; torch has it on CUDA only."""
+    return both(lambda t: Net(t, fused), EVERY_KIND, (1, 2, 4, 6), sync_batchnorm=True)
+
+
+class ForbidSync(L.Callback):
+    """Raises if the host waits for the device inside a batch, after the first ones, in which DDP builds its buckets."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= 4:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Silent(Net):
+    """Reads nothing of its batch on the host."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return fused(self.parameters())
+
+
+def never_waits() -> Any:
+    return {
+        "with": train(Silent(), callbacks=[ForbidSync()], gradient_clip_val=0.5),
+        "without": train(Silent(), gradient_clip_val=0.5),
+    }
+
+
+if DEVICE == "cuda":
+    SCENARIOS.update(sync_batch_norm=sync_batch_norm, never_waits=never_waits)
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore", message=".*does not have many workers|.*LeafSpec|.*find_unused_parameters=True")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    folder, wanted = Path(sys.argv[1]), sys.argv[2:]
+    results = run_scenarios(SCENARIOS, wanted)
+    torch.save(results, folder / f"rank{torch.distributed.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    main()
+    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,420 @@
+"""Run by `test_sharded.py` on two and on four gloo ranks: `ModelParallelStrategy`, sharded in several ways.
+
+Each scenario is compared with one process that trains the same module in fp32 on the batches that were not bad.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from distributed.ddp_scenarios import (
+    BATCHES,
+    EVERY_KIND,
+    FEATURES,
+    SIZE,
+    Infinite,
+    Records,
+    Trouble,
+    fused,
+    report,
+    scaled,
+)
+from lightning.pytorch.strategies import ModelParallelStrategy
+from support import quiet_trainer, run_scenarios
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_amp import (
+    AmpPrecision,
+    DynamicLossScaler,
+    GradientMonitor,
+    MetricComparison,
+    OverflowLocator,
+    ScaleMonitor,
+)
+
+BAD = (1, 2, 4, 6)
+FOLDER = Path(sys.argv[1])
+
+
+class Model(nn.Module):
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, 16)
+        self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
+        self.down = nn.Linear(16, 8)
+        self.head = nn.Linear(8, 1)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(torch.tanh(self.norm(self.up(x))))) * self.gain
+
+
+class Regression(L.LightningModule):
+    """`layout` is any of "tp" (up and down), "fsdp" (everything), "fsdp head"; "" trains in one process."""
+
+    def __init__(
+        self,
+        layout: str,
+        trouble: Trouble | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        *,
+        norm: bool = False,
+        policy: MixedPrecisionPolicy | None = None,
+        shard_trouble: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self.trouble = trouble or {}
+        self.shard_trouble = shard_trouble
+        self.policy = policy or MixedPrecisionPolicy()
+        self.model = Model(norm)
+        self.make_optimizer = optimizer or (lambda params: torch.optim.AdamW(params, lr=0.01))
+        self.is_parallel = False
+
+    def configure_model(self) -> None:
+        if not self.layout or self.is_parallel:
+            return
+        self.is_parallel = True
+        tensor_mesh, data_mesh = self.device_mesh["tensor_parallel"], self.device_mesh["data_parallel"]
+        if "tp" in self.layout:
+            parallelize_module(self.model, tensor_mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if "fsdp head" in self.layout:
+            for module in (self.model.up, self.model.down, self.model.head):
+                fully_shard(module, mesh=data_mesh, mp_policy=self.policy)
+            self.data_group = data_mesh.get_group()
+            self.model.gain.register_post_accumulate_grad_hook(self.average)
+        elif "fsdp" in self.layout:
+            fully_shard(self.model, mesh=data_mesh, mp_policy=self.policy)
+
+    def average(self, parameter: nn.Parameter) -> None:
+        """What nobody shards, the user reduces."""
+        torch.distributed.all_reduce(parameter.grad, group=self.data_group)
+        parameter.grad.div_(self.data_group.size())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, number = batch
+        loss = nn.functional.mse_loss(self.model(x).float(), x.sum(1, keepdim=True))
+        kind = self.trouble.get((self.global_rank, int(number[0])))
+        return (
+            Infinite.apply(loss) if kind == "gradient" else loss * {"nan": torch.nan, "inf": torch.inf, None: 1.0}[kind]
+        )
+
+    def on_after_backward(self) -> None:
+        if self.shard_trouble == self.trainer.fit_loop.epoch_loop.batch_idx and self.global_rank == 1:
+            gradient = self.model.down.weight.grad
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(torch.inf)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        self.log("val_loss", nn.functional.mse_loss(self.model(x).float(), x.sum(1, keepdim=True)), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+def data(replicas: int, replica: int, without: tuple[int, ...] = ()) -> DataLoader[Any]:
+    x = torch.randn(BATCHES * SIZE * 2, FEATURES, generator=torch.Generator().manual_seed(0))
+    number = torch.arange(BATCHES).repeat_interleave(SIZE * 2)
+    keep = torch.tensor([int(n) not in without for n in number])
+    dataset = TensorDataset(x[keep], number[keep])
+    sampler = DistributedSampler(dataset, replicas, replica, shuffle=False) if replicas > 1 else None
+    return DataLoader(dataset, batch_size=SIZE * 2 // replicas, sampler=sampler)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def train(
+    module: L.LightningModule,
+    mesh: tuple[int, int] = (1, 1),
+    without: tuple[int, ...] = (),
+    plugin: Any = None,
+    distributed_checkpoint: bool = True,
+    ckpt_path: Any = None,
+    validate: bool = False,
+    **kwargs: Any,
+) -> tuple[L.Trainer, dict[str, Any]]:
+    torch.manual_seed(0)
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+    records, plugin = Records(), plugin or scaled()
+    replicas, shards = mesh
+    if replicas * shards > 1:
+        kwargs["strategy"] = ModelParallelStrategy(
+            replicas, shards, save_distributed_checkpoint=distributed_checkpoint, timeout=timedelta(seconds=60)
+        )
+        kwargs |= {"devices": replicas * shards, "use_distributed_sampler": False}
+    callbacks = [*kwargs.pop("callbacks", []), records]
+    trainer = quiet_trainer(plugins=[plugin], callbacks=callbacks, **kwargs)
+    loader = data(replicas, int(os.environ["LOCAL_RANK"]) // shards, without)
+    trainer.fit(module, loader, loader if validate else None, ckpt_path=ckpt_path)
+    result = report(trainer, plugin, records)
+    result["optimizer"] = [whole(v) for v in result["optimizer"]]
+    result["parameters"] = [whole(p) for p in module.parameters()]
+    result["kinds"] = [
+        str(getattr(p, "device_mesh", None) and p.device_mesh.mesh_dim_names) for p in module.parameters()
+    ]
+    return trainer, result
+
+
+def compared(
+    mesh: tuple[int, int],
+    make: Callable[[str, Trouble], L.LightningModule],
+    layout: str,
+    trouble: Trouble | None = None,
+    bad: tuple[int, ...] = BAD,
+    plugin: Callable[[], AmpPrecision] = scaled,
+    **kwargs: Any,
+) -> Any:
+    """The run with trouble, and on rank 0 one process in plain fp32 that never had the bad batches."""
+    trouble = EVERY_KIND if trouble is None else trouble
+    result = {"with": train(make(layout, trouble), mesh, plugin=plugin(), **kwargs)[1]}
+    if torch.distributed.get_rank() == 0:
+        result["single"] = train(make("", {}), (1, 1), bad, plugin=AmpPrecision("fp32"), **kwargs)[1]
+    return result
+
+
+SCENARIOS: dict[int, dict[str, Callable[[], Any]]] = {2: {}, 4: {}}
+
+
+def scenario(world_size: int) -> Any:
+    def register(function: Callable[[], Any]) -> Callable[[], Any]:
+        SCENARIOS[world_size][function.__name__] = function
+        return function
+
+    return register
+
+
+@scenario(2)
+def fsdp_fused_norm() -> Any:
+    return compared((2, 1), lambda lay, t: Regression(lay, t, fused), "fsdp", gradient_clip_val=0.5)
+
+
+@scenario(2)
+def fsdp_value_bf16() -> Any:
+    return compared(
+        (2, 1), Regression, "fsdp", plugin=lambda: scaled("bf16"),
+        gradient_clip_val=0.1, gradient_clip_algorithm="value",
+    )  # fmt: skip
+
+
+@scenario(2)
+def fsdp_accumulation() -> Any:
+    trouble: Trouble = {(1, 0): "gradient", (0, 4): "nan", (1, 3): "inf"}
+    return compared(
+        (2, 1), lambda lay, t: Regression(lay, t, fused), "fsdp", trouble, (0, 1, 2, 3, 4, 5), accumulate_grad_batches=3
+    )  # fmt: skip
+
+
+@scenario(2)
+def tensor_parallel_norm() -> Any:
+    """Sharded and plain parameters in one optimizer. Both ranks see the same batch: trouble on one is in its shard."""
+    return compared((1, 2), Regression, "tp", gradient_clip_val=0.5)
+
+
+@scenario(2)
+def tensor_parallel_value() -> Any:
+    return compared((1, 2), Regression, "tp", gradient_clip_val=0.1, gradient_clip_algorithm="value")
+
+
+class Sequence(Regression):
+    """Sequence parallel: the gradients of the normalisation are left as sums that are still to be added up."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model.norm = nn.LayerNorm(16)
+
+    def configure_model(self) -> None:
+        if self.layout and not self.is_parallel:
+            self.is_parallel = True
+            up, down = ColwiseParallel(output_layouts=Shard(0)), RowwiseParallel(input_layouts=Shard(0))
+            plan = {"up": up, "norm": SequenceParallel(sequence_dim=0), "down": down}
+            parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)
+
+
+@scenario(2)
+def sequence_parallel_norm() -> Any:
+    return compared((1, 2), Sequence, "tp", gradient_clip_val=0.5)
+
+
+@scenario(2)
+def sequence_parallel_value() -> Any:
+    return compared((1, 2), Sequence, "tp", gradient_clip_val=0.1, gradient_clip_algorithm="value")
+
+
+@scenario(2)
+def one_shard_overflows() -> Any:
+    """After the gradients were reduced."""
+
+    def make(layout: str, trouble: Any) -> L.LightningModule:
+        return Regression(layout, {}, fused, shard_trouble=4 if trouble is EVERY_KIND else None)
+
+    return compared((2, 1), make, "fsdp", EVERY_KIND, (4,))
+
+
+@scenario(2)
+def batch_norm() -> Any:
+    """Its statistics are each rank's own: nothing to compare with in one process."""
+    make = lambda t: Regression("fsdp", t, fused, norm=True)  # noqa: E731
+    return {"with": train(make(EVERY_KIND), (2, 1))[1], "without": train(make({}), (2, 1), BAD)[1]}
+
+
+class Manual(Regression):
+    """Two optimizers by hand over sharded parameters."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, schedule in zip(self.optimizers(), self.lr_schedulers(), strict=True):
+            self.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            schedule.step()
+
+    def configure_optimizers(self) -> Any:
+        down = list(self.model.down.parameters())
+        ids = {id(p) for p in down}
+        optimizers = [
+            self.make_optimizer(down),
+            self.make_optimizer([p for p in self.parameters() if id(p) not in ids]),
+        ]
+        return optimizers, [ExponentialLR(o, 0.9) for o in optimizers]
+
+
+@scenario(2)
+def manual() -> Any:
+    return compared((2, 1), lambda lay, t: Manual(lay, t, fused), "fsdp")
+
+
+def _policy(precision: str, dtype: torch.dtype) -> Any:
+    """Weights are gathered in half precision; gradients are reduced in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    plugin = AmpPrecision(precision, scaler=DynamicLossScaler(1024.0) if precision == "fp16" else None)
+    module = Regression("fsdp", EVERY_KIND, fused, policy=policy)
+    return {"with": train(module, (2, 1), plugin=plugin, gradient_clip_val=0.5)[1]}
+
+
+@scenario(2)
+def half_precision_fp16() -> Any:
+    return _policy("fp16", torch.float16)
+
+
+@scenario(2)
+def half_precision_bf16() -> Any:
+    return _policy("bf16", torch.bfloat16)
+
+
+@scenario(2)
+def resume() -> Any:
+    """Two epochs at once, and one with a checkpoint, then one more; checkpoints of shards and whole ones."""
+    make = lambda: Regression("fsdp", EVERY_KIND, fused)  # noqa: E731
+    options: dict[str, Any] = {"gradient_clip_val": 0.5}
+    result = {"without": train(make(), (2, 1), max_epochs=2, **options)[1]}
+    for distributed, name in ((True, "with"), (False, "whole")):
+        path, options["distributed_checkpoint"] = FOLDER / f"checkpoint_{name}", distributed
+        train(make(), (2, 1), **options)[0].save_checkpoint(path)
+        result[name] = train(make(), (2, 1), max_epochs=2, ckpt_path=path, **options)[1]
+    return result
+
+
+@scenario(2)
+def callbacks() -> Any:
+    """Those that run a step twice say that they do not; nothing crashes, and the run is the same."""
+    printed = io.StringIO()
+    handler = logging.StreamHandler(printed)
+    loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    monitor, locator = ScaleMonitor(dirpath=FOLDER / "scale"), OverflowLocator(dirpath=FOLDER / "overflows")
+    everything = [monitor, locator, GradientMonitor(2), MetricComparison()]
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            options: dict[str, Any] = {"validate": True, "max_epochs": 2, "num_sanity_val_steps": 0}
+            trainer, result = train(Regression("fsdp", EVERY_KIND), (2, 1), callbacks=everything, **options)
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.ERROR)
+    return {
+        "with": result,
+        "said": printed.getvalue().splitlines() + [str(w.message) for w in caught],
+        "logged": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "skipped": monitor.history.num_skipped,
+        "files": sorted(str(p.relative_to(FOLDER)) for p in FOLDER.rglob("*.*") if "checkpoint" not in str(p)),
+    }
+
+
+@scenario(2)
+def stuck() -> Any:
+    """The error of a run that only skips comes on all ranks and names parameters."""
+    plugin = scaled()
+    plugin.scaler.max_consecutive_skips = 2
+    message = ""
+    with contextlib.suppress(FloatingPointError):
+        try:
+            train(Regression("fsdp", {(1, 1): "gradient", (0, 2): "gradient"}), (2, 1), plugin=plugin)
+        except FloatingPointError as error:
+            message = str(error)
+            raise
+    return {"message": message}
+
+
+@scenario(4)
+def three_meshes() -> Any:
+    """2 x 2: `up` and `down` on both meshes, `head` on one, `gain` on none."""
+    return compared((2, 2), Regression, "tp, fsdp head", gradient_clip_val=0.5)
+
+
+@scenario(4)
+def three_meshes_fused() -> Any:
+    """Torch's fused kernels take one mesh at a time: one parameter group for each."""
+
+    def by_mesh(parameters: Any) -> torch.optim.Optimizer:
+        groups: dict[Any, list[Any]] = {}
+        for p in parameters:
+            groups.setdefault(getattr(p, "device_mesh", None), []).append(p)
+        return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=0.01, fused=True)
+
+    result = compared((2, 2), lambda lay, t: Regression(lay, t, by_mesh), "tp, fsdp head", gradient_clip_val=0.5)
+    result.pop("single", None)
+    return result
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    for name in ("pytorch", "fabric"):
+        logging.getLogger(f"lightning.{name}").setLevel(logging.ERROR)
+    wanted = sys.argv[2:]
+    scenarios = SCENARIOS[int(os.environ["WORLD_SIZE"])]
+    results = run_scenarios(scenarios, wanted)
+    torch.save(results, FOLDER / f"rank{torch.distributed.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    main()
+    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,114 @@
+"""`ModelParallelStrategy` on gloo ranks: FSDP2, tensor parallel and both, against one process in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.ddp_scenarios import assert_agree
+from support import assert_same
+from support.launch import launch
+
+SCRIPT = Path(__file__).parent / "sharded_scenarios.py"
+ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
+REASONS = {
+    "fsdp_accumulation": ["gradient", "loss", "none"],
+    "one_shard_overflows": ["none"] * 4 + ["gradient"] + ["none"] * 4,
+    "manual": [reason for reason in ONE_PER_BATCH for _ in range(2)],
+    "callbacks": ONE_PER_BATCH * 2,
+}
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch(SCRIPT, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch(SCRIPT, 4, tmp_path_factory.mktemp("four"))
+
+
+def agreed(ranks: Ranks, name: str) -> dict[str, Any]:
+    """What all ranks have, after a check that they do."""
+    runs = [rank[name]["with"] for rank in ranks]
+    for run in runs[1:]:
+        assert_agree(run, runs[0])
+    assert runs[0]["reasons"] == REASONS.get(name, ONE_PER_BATCH)
+    return runs[0]
+
+
+def assert_equals_one_process(ranks: Ranks, name: str) -> None:
+    run, single = agreed(ranks, name), ranks[0][name]["single"]
+    assert run["lr"] == single["lr"]
+    for key in ("parameters", "optimizer"):
+        assert_same(run[key], single[key], rtol=1e-5, atol=3e-7)  # sums over ranks have another order
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp_fused_norm", "fsdp_value_bf16", "fsdp_accumulation", "tensor_parallel_norm", "tensor_parallel_value",
+        "sequence_parallel_norm", "sequence_parallel_value", "one_shard_overflows", "manual",
+    ],
+)  # fmt: skip
+def test_equals_one_process_without_the_bad_batches(name: str, two: Ranks) -> None:
+    assert_equals_one_process(two, name)
+
+
+def test_only_an_overflow_lowers_the_scale(two: Ranks) -> None:
+    assert agreed(two, "fsdp_fused_norm")["scales"] == [1024.0] * 4 + [512.0] * 4 + [1024.0]
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "resume"])
+def test_equals_the_run_without(name: str, two: Ranks) -> None:
+    agreed(two, name)
+    for rank in two:
+        assert_agree(rank[name]["with"], rank[name]["without"], "parameters", "optimizer", "buffers", "lr")
+
+
+@pytest.mark.parametrize("checkpoint", ["with", "whole"])
+def test_a_resumed_run_continues_scale_and_counters(checkpoint: str, two: Ranks) -> None:
+    for rank in two:
+        resumed, at_once = rank["resume"][checkpoint], rank["resume"]["without"]
+        assert_agree(resumed, at_once, "parameters", "optimizer", "lr", "scale", "tracker", "counts")
+
+
+@pytest.mark.parametrize("name", ["half_precision_fp16", "half_precision_bf16"])
+def test_beside_a_mixed_precision_policy(name: str, two: Ranks) -> None:
+    assert agreed(two, name)["counts"] == (5, 4)
+
+
+def test_callbacks_that_cannot_run_say_so(two: Ranks) -> None:
+    first, second = (rank["callbacks"] for rank in two)
+    agreed(two, "callbacks")
+    why = "it works on one device and in DDP, and the strategy is `ModelParallelStrategy`."
+    for text in (
+        f"`OverflowLocator` counts, but does not look for causes: {why}",
+        f"`GradientMonitor` does not run: {why}",
+        f"`MetricComparison` does not run: {why}",
+    ):
+        assert first["said"].count(text) == 1
+        assert text not in second["said"]
+    for rank in (first, second):
+        assert rank["skipped"] == rank["logged"]["amp/skipped_steps"] == rank["logged"]["amp/overflows"] == 8
+        assert rank["files"] == ["scale/scale_history.csv"]
+
+
+def test_a_stuck_run_stops_on_all_ranks_and_names_parameters(two: Ranks) -> None:
+    for rank in two:
+        assert "2 optimizer steps in a row were skipped (the limit is 2)" in rank["stuck"]["message"]
+        assert "`model.up.weight`" in rank["stuck"]["message"]
+
+
+def test_three_device_meshes_in_one_optimizer(four: Ranks) -> None:
+    assert_equals_one_process(four, "three_meshes")
+    assert len(set(four[0]["three_meshes"]["with"]["kinds"])) == 3
+
+
+def test_three_device_meshes_fused(four: Ranks) -> None:
+    """In groups of their own, which changes the order of the state."""
+    run = agreed(four, "three_meshes_fused")
+    assert_same(run["parameters"], four[0]["three_meshes"]["single"]["parameters"], rtol=1e-5, atol=3e-7)

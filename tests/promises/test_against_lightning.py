@@ -1,0 +1,205 @@
+"""One script with Lightning's own plugin and with ours: where Lightning is right, the weights are the same bits."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import throughput_monitor
+from lightning.pytorch.plugins import MixedPrecision
+from support import Poison, Toy, assert_same, batches, fit, scaled_fp32, stock, weights
+from torch import nn
+
+from lightning_amp import AmpPrecision, DynamicLossScaler
+
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
+    "fused adamw": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+}
+POLICY: dict[str, Any] = {"init_scale": 2.0**24, "growth_interval": 5}
+
+
+def toy(optimizer: str) -> Toy:
+    return Toy(OPTIMIZERS[optimizer])
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_same_bits_as_lightning(precision: str, optimizer: str, clip: float | None, accumulate: int) -> None:
+    if clip and optimizer.startswith("fused"):
+        pytest.skip("Lightning refuses to clip with a fused optimizer (promise 3)")
+    kwargs: dict[str, Any] = {
+        "data": batches(20),
+        "gradient_clip_val": clip,
+        "accumulate_grad_batches": accumulate,
+    }
+    module = functools.partial(toy, optimizer)
+    scaler = DynamicLossScaler(**POLICY) if precision == "fp16" else None
+    ours, theirs = AmpPrecision(precision, scaler=scaler), stock(precision, **POLICY)
+    a, b = fit(module, ours, **kwargs), fit(module, theirs, **kwargs)
+    assert_same(a, b)
+    assert_same(a.optimizers[0].state_dict(), b.optimizers[0].state_dict())
+    if precision == "fp16":
+        assert ours.scaler.get_scale() == theirs.scaler.get_scale() < 2.0**24
+        assert ours.num_skipped > 0
+
+
+class Recurrent(nn.Module):
+    """One cell over many steps, one layer over and over, one in a functional call: weights that are used again."""
+
+    def __init__(self, cell: type[nn.Module]) -> None:
+        super().__init__()
+        self.cell, self.mix, self.head = cell(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state: Any = x.new_zeros(len(x), 16)
+        state = (state, state) if isinstance(self.cell, nn.LSTMCell) else state
+        for step in range(40):
+            state = self.cell(x / (1 + step % 5), state)
+        x = state[0] if isinstance(state, tuple) else state
+        for _ in range(5):
+            x = x + torch.tanh(self.mix(x))
+            x = x + nn.functional.linear(x, self.mix.weight.T)
+        return self.head(x / 100)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_same_bits_where_weights_are_used_again(precision: str, cell: type[nn.Module]) -> None:
+    """Promise 18: as exact as a cast per use. Fails with autocast's cache, whose gradients are summed in half."""
+    plugins = [AmpPrecision(precision), stock(precision)]
+    ours, theirs = (fit(lambda: Toy(OPTIMIZERS["adamw"], Recurrent(cell)), plugin, batches(20)) for plugin in plugins)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_somebody_elses_scaler(optimizer: str) -> None:
+    module = functools.partial(toy, optimizer)
+    ours = AmpPrecision("fp16", scaler=torch.amp.GradScaler("cpu", **POLICY))
+    theirs = stock("fp16", **POLICY)
+    assert_same(fit(module, ours, batches(20)), fit(module, theirs, batches(20)))
+    assert ours.scaler.get_scale() == theirs.scaler.get_scale()
+    assert ours.last_step.next_scale == theirs.scaler.get_scale()
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fp32_is_fp32(optimizer: str) -> None:
+    module = functools.partial(toy, optimizer)
+    plain = fit(module)
+    assert_same(fit(module, AmpPrecision("fp32")), plain)
+    assert_same(fit(module, AmpPrecision("fp32", skip_nonfinite=False)), plain)
+    assert_same(fit(module, scaled_fp32()), plain)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_lightning_takes_it_for_its_own(precision: str, dtype: torch.dtype) -> None:
+    plugin = AmpPrecision(precision)
+    trainer = fit(lambda: toy("sgd"), plugin)
+    assert isinstance(plugin, MixedPrecision)
+    assert trainer.precision == {"bf16": "bf16-mixed", "fp16": "16-mixed"}[precision]
+    assert trainer.scaler is plugin.scaler
+    assert (trainer.scaler is None) == (precision == "bf16")
+    assert plugin.dtype == dtype
+    assert throughput_monitor._plugin_to_compute_dtype(plugin) == dtype
+
+
+class SeesDtypes(Toy):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.seen = {torch.mm(batch, batch.T).dtype}
+        return super().training_step(batch, batch_idx)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.seen.add(("backward", torch.is_autocast_enabled("cpu")))
+        super().backward(loss, *args, **kwargs)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.seen.add(("val", torch.mm(batch, batch.T).dtype))
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_the_forward_runs_in_it(precision: str) -> None:
+    plugin = AmpPrecision(precision)
+    trainer = fit(SeesDtypes, plugin)
+    trainer.validate(trainer.lightning_module, batches(1), verbose=False)
+    assert trainer.lightning_module.seen == {plugin.dtype, ("backward", False), ("val", plugin.dtype)}
+    assert all(p.dtype == torch.float32 for p in trainer.lightning_module.parameters())
+
+
+def test_auto_says_what_it_picked(caplog: pytest.LogCaptureFixture) -> None:
+    plugin = AmpPrecision()
+    with caplog.at_level("INFO"):
+        fit(lambda: toy("sgd"), plugin)
+    lines = [r.message for r in caplog.records if "precision 'auto' is" in r.message]
+    assert len(lines) == 1
+    assert {"bf16-mixed": "'bf16'", "32-true": "'fp32'"}[plugin.precision] in lines[0]
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_a_skipped_step_changes_nothing_and_is_counted() -> None:
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0))
+    module = toy("adamw")
+    seen: list[dict[str, torch.Tensor]] = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+            seen.append(weights(pl_module))
+
+    fit(module, plugin, batches(4), callbacks=[Poison(gradient=[1, 2]), Look()])
+    assert_same(seen[0], seen[2])
+    with pytest.raises(AssertionError):
+        assert_same(seen[2], seen[3])
+    assert (plugin.num_steps, plugin.num_skipped) == (2, 2)
+    assert plugin.scaler.get_scale() == 16.0
+    assert plugin.last_step.index == 3
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_skip_nonfinite(precision: str) -> None:
+    plugin = AmpPrecision(precision)
+    trainer = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1], loss=[3])])
+    assert all(torch.isfinite(w).all() for w in weights(trainer).values())
+    assert (plugin.num_steps, plugin.num_skipped) == (6, 2)
+    plugin = AmpPrecision(precision, skip_nonfinite=False)
+    trainer = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1])])
+    assert not all(torch.isfinite(w).all() for w in weights(trainer).values())
+
+
+def test_a_stuck_run_says_which_parameters() -> None:
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(max_consecutive_skips=5))
+    with pytest.raises(FloatingPointError, match=r"5 optimizer steps in a row.*`net.0.weight`"):
+        fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=range(8))])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_second_fit_starts_fresh(precision: str) -> None:
+    plugin = AmpPrecision(precision, scaler=64.0 if precision == "fp16" else None)
+    first = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1])])
+    again = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1])])
+    assert_same(first, again)
+    assert (plugin.num_steps, plugin.num_skipped) == (7, 1)
+    assert plugin.last_step.index == 7
+
+
+class ReturnsNone(Toy):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_batch_without_a_loss(precision: str) -> None:
+    plugin = AmpPrecision(precision)
+    trainer = fit(lambda: ReturnsNone(OPTIMIZERS["adamw"], nn.Linear(8, 1)), plugin)
+    assert trainer.global_step == 8

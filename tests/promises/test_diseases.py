@@ -1,0 +1,322 @@
+"""Planted diseases: each callback names the right module, parameter, batch, rank and cause, and its advice helps.
+
+And it only looks: a run with all callbacks, in which steps are skipped, located and sampled, equals one without them
+bit for bit, whatever user code does in its training step.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from support import Toy, batches, fit
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError, MetricCollection
+from torchmetrics.regression import MeanAbsoluteError
+
+from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, OverflowLocator, ScaleMonitor
+
+LAYER = "body.2"
+
+
+class Amplify(nn.Module):
+    """An activation of 1e5."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.detach().abs().max() * 1e5
+
+
+class Patient(Toy):
+    """Healthy, unless told otherwise."""
+
+    factor = 1.0
+
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__(lambda params: torch.optim.AdamW(params, lr=1e-3))
+        self.body = nn.Sequential(
+            nn.Linear(8, 16), nn.Tanh(), middle or nn.Identity(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
+        )
+        del self.net
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.body(batch).float(), batch.sum(1, keepdim=True)) * self.factor
+
+
+class Loud(Patient):
+    factor = 1e8
+
+
+class Faint(Patient):
+    factor = 1e-9
+
+
+def one_nan_weight() -> Patient:
+    module = Patient()
+    module.body[3].weight.data[2, 5] = float("nan")
+    return module
+
+
+def one_bad_batch() -> DataLoader[Tensor]:
+    data = torch.cat(list(batches(8)))
+    data[4 * 5 + 1, 3] = float("inf")
+    return DataLoader(data, batch_size=4)
+
+
+def fp16(scale: float = 1024.0) -> AmpPrecision:
+    return AmpPrecision("fp16", scaler=DynamicLossScaler(scale))
+
+
+def examine(module: Any, plugin: AmpPrecision, data: Any = None) -> tuple[OverflowLocator, GradientMonitor, L.Trainer]:
+    locator, monitor = OverflowLocator(max_reports=2), GradientMonitor(4)
+    trainer = fit(module, plugin, data, callbacks=[ScaleMonitor(warn_below=None), locator, monitor])
+    return locator, monitor, trainer
+
+
+def test_healthy(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        locator, monitor, _ = examine(Patient, fp16())
+    assert locator.reports == []
+    assert all(row.headroom_bits > 0 and row.underflow_fraction < 0.01 and row.sqnr_db > 40 for row in monitor.table)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert "ScaleMonitor: 0 of 8 steps skipped; scale 1024 -> 1024." in caplog.text
+    assert "or leave it as it is: at 1024 the gradients fit" in caplog.text
+
+
+def test_an_activation_of_1e5() -> None:
+    plugin = fp16()
+    locator, _, _ = examine(lambda: Patient(Amplify()), plugin)
+    report = locator.reports[0]
+    assert (report.cause, report.diagnosis.module, report.diagnosis.module_class) == ("forward", LAYER, "Amplify")
+    assert (report.diagnosis.dtype, report.diagnosis.shape) == ("float16", (4, 16))
+    assert report.record.reason == "loss"
+    assert "try: 'bf16'" in str(report)
+    assert plugin.num_skipped == 8
+    healthy = AmpPrecision("bf16")
+    locator, _, _ = examine(lambda: Patient(Amplify()), healthy)
+    assert (healthy.num_skipped, locator.reports) == (0, [])
+
+
+def test_a_loss_multiplied_by_1e8() -> None:
+    plugin = fp16()
+    locator, monitor, _ = examine(Loud, plugin)
+    report = locator.reports[0]
+    assert (report.cause, report.diagnosis.module, report.diagnosis.where) == ("backward", "body.5", "output")
+    assert report.record.reason == "gradient"
+    assert plugin.num_skipped == 8
+    assert monitor.table[-1].headroom_bits < 0
+    assert monitor.recommended_scale is not None
+    assert monitor.recommended_scale < 1
+    # what both recommend: divide the loss, by as much as the report says at least
+    divisor = float(eval(str(report).split("by a constant (")[1].split(" at least")[0]))  # such as 2**14
+
+    class Divided(Patient):
+        factor = 1e8 / divisor
+
+    healthy = fp16(1.0)
+    locator, monitor, _ = examine(Divided, healthy)
+    assert (healthy.num_skipped, locator.reports) == (0, [])
+    assert 0 < monitor.table[-1].headroom_bits < 4
+
+
+def test_gradients_of_1e_minus_9() -> None:
+    locator, monitor, _ = examine(Faint, fp16(1.0))
+    assert locator.reports == []
+    sick = monitor.table[-1]
+    assert sick.underflow_fraction > 0.9
+    assert sick.sqnr_db < 3
+    assert monitor.recommended_scale == 2.0**24
+    _, monitor, _ = examine(Faint, fp16(monitor.recommended_scale))
+    healthy = monitor.table[-1]
+    assert healthy.underflow_fraction < 0.01
+    assert healthy.sqnr_db > 40
+
+
+def test_a_nan_in_one_weight() -> None:
+    locator, _, _ = examine(one_nan_weight, fp16())
+    report = locator.reports[0]
+    assert (report.cause, report.diagnosis.parameter, report.diagnosis.module) == (
+        "weights", "body.3.weight", "body.3",
+    )  # fmt: skip
+    assert "go back to a checkpoint" in str(report)
+
+
+@pytest.mark.parametrize("plugin", [fp16, lambda: AmpPrecision("bf16"), lambda: AmpPrecision("fp32")])
+def test_a_bad_batch(plugin: Any) -> None:
+    locator, _, _ = examine(Patient, plugin(), one_bad_batch())
+    (report,) = locator.reports
+    assert (report.cause, report.batch_idx, report.diagnosis.entries) == ("batch", 5, (("", 1),))
+    assert report.diagnosis.module == "body.0"
+    assert set(report.parameters) == {name for name, _ in Patient().named_parameters()}
+
+
+# -- only looking ------------------------------------------------------------------------------------------------------
+
+
+class Everything(L.LightningModule):
+    """A training step that does all that a second run could disturb."""
+
+    def __init__(self, manual: bool, sync_dist: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.sync_dist = sync_dist
+        first = nn.Linear(8, 16)
+        self.net = nn.Sequential(first, nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1))
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.mse, self.by_hand = MeanSquaredError(), MetricCollection({"mae": MeanAbsoluteError()})
+        self.seen: list[float] = []
+        self.generator = torch.Generator().manual_seed(5)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        first.register_forward_hook(lambda _module, _inputs, output: self.seen.append(output.numel()))
+        first.weight.register_hook(lambda gradient: self.seen.append(2.0) or gradient * 0.5)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        batch += 0.01 * torch.rand_like(batch) + 0.01 * random.random()
+
+    def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
+        batch += 0.05 * torch.rand(batch.shape, generator=self.generator) + 0.05 * float(np.random.rand())
+        out = self.net(batch).float()
+        self.mse(out.detach(), batch.sum(1, keepdim=True))
+        self.by_hand.update(out.detach(), batch.sum(1, keepdim=True))
+        self.log("mse", self.mse, on_step=True, on_epoch=True)
+        self.count += 1
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+        loss = (out - batch.sum(1, keepdim=True)).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=self.sync_dist, prog_bar=True)
+        return loss * (1e12 if batch_idx == 3 else torch.inf if batch_idx == 6 else 1.0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return self.loss(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch, batch_idx))
+        self.clip_gradients(optimizer, 1.0, "norm")
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+        self.lr_schedulers().step()
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-1, 1)
+        return None
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.by_hand.compute())
+        self.by_hand.reset()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Rows(L.pytorch.loggers.Logger):
+    name = version = "rows"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        metrics = {k: v for k, v in metrics.items() if not k.startswith("amp/")}
+        if set(metrics) - {"epoch"}:
+            self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def run_everything(manual: bool, watched: bool, *, seed: int = 0, **kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
+    """All that training leaves behind, and the callbacks."""
+    L.seed_everything(seed, verbose=False)
+    module, logger = Everything(manual, sync_dist="strategy" in kwargs), Rows()
+    watchers: list[Any] = [ScaleMonitor(), OverflowLocator(), GradientMonitor(2)] if watched else []
+    callbacks = [*watchers, EMAWeightAveraging(decay=0.5)] if "strategy" not in kwargs else watchers
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, growth_interval=3))
+    trainer = fit(module, plugin, batches(8), logger=logger, callbacks=callbacks, max_epochs=2, **kwargs)
+    left = {
+        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
+        "optimizer": str(trainer.optimizers[0].state_dict()),
+        "schedule": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        "gradients": [None if p.grad is None else p.grad.tolist() for p in module.parameters()],
+        "frozen": [p.requires_grad for p in module.parameters()],
+        "lists": module.seen,
+        "metrics": {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("amp/")},
+        "rows": logger.rows,
+        "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),  # type: ignore
+        "generator": module.generator.get_state().tolist(),
+        "steps": (plugin.num_steps, plugin.num_skipped, str(plugin.last_step), trainer.global_step),
+    }
+    return left, watchers
+
+
+@pytest.mark.parametrize(
+    ("manual", "accumulate"), [(False, 1), (False, 2), (True, 1)], ids=["automatic", "accumulating", "manual"]
+)
+def test_only_looking_changes_nothing(manual: bool, accumulate: int) -> None:
+    with_them, (_, locator, monitor) = run_everything(manual, True, accumulate_grad_batches=accumulate)
+    without, _ = run_everything(manual, False, accumulate_grad_batches=accumulate)
+    assert [key for key in without if str(without[key]) != str(with_them[key])] == []
+    assert without["steps"][1] >= 4  # there was something to locate
+    assert {report.cause for report in locator.reports} == {"backward", "loss"}
+    assert {report.batch_idx for report in locator.reports} == {3, 6}
+    assert len({row.step for row in monitor.table}) >= 3
+
+
+# -- two processes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_batch_on_one_of_two_ranks(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
+        environment.pop(name, None)
+    command = [sys.executable, str(Path(__file__)), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    well, ill = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert well["reports"] == ill["reports"] == [[1, 2, "batch", "body.0"]]
+    assert ", rank 1, loss scale" in well["text"]
+    assert well["changed"] == ill["changed"] == []
+    assert well["skipped"] == ill["skipped"] == 1
+
+
+def two_ranks(folder: Path) -> None:
+    """Run on each rank."""
+    torch.set_num_threads(1)
+    ddp: dict[str, Any] = {"strategy": "ddp", "devices": 2}
+
+    class OneRank(Patient):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx == 2 and self.global_rank == 1:
+                batch[0, 0] = float("inf")
+
+    locator, plugin = OverflowLocator(), fp16()
+    trainer = fit(OneRank, plugin, batches(8, 4), callbacks=[locator, GradientMonitor(2)], **ddp)
+    without, _ = run_everything(False, False, **ddp)
+    with_them, _ = run_everything(False, True, **ddp)
+    result = {
+        "reports": [[r.rank, r.batch_idx, r.cause, r.diagnosis.module] for r in locator.reports],
+        "text": "\n".join(map(str, locator.reports)),
+        "changed": [key for key in without if str(without[key]) != str(with_them[key])],
+        "skipped": plugin.num_skipped,
+    }
+    (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    two_ranks(Path(sys.argv[1]))
+    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
+    torch.distributed.destroy_process_group()

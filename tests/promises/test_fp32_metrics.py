@@ -1,0 +1,199 @@
+"""Row 22: metrics that hang on the module are those of fp32, in every step and in `MetricComparison`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import Toy, batches, quiet_trainer, stock
+from support.promises import DIFFERS, Plugins, promise
+from torch import Tensor, nn
+from torchmetrics import MeanSquaredError, MetricCollection
+from torchmetrics.classification import BinaryAUROC
+from torchmetrics.image import StructuralSimilarityIndexMeasure
+from torchmetrics.regression import ExplainedVariance, PearsonCorrCoef, R2Score
+
+from lightning_amp import AmpPrecision, MetricComparison
+from lightning_amp.precision import fp32_region
+
+EVALUATIONS = ["validate", "test", "predict"]
+
+
+class Metrics(Toy):
+    """Logs metrics of its batches, which no precision changes, so all values must be those of fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ssim = StructuralSimilarityIndexMeasure(data_range=1.0)
+        self.all = MetricCollection({"r2": R2Score(), "ev": ExplainedVariance(), "pearson": PearsonCorrCoef()})
+        self.train_mse = MeanSquaredError()
+        self.in_a_list = [MeanSquaredError(), {"auroc": BinaryAUROC()}]
+        self.table = torch.arange(3.0)  # a tensor that is no buffer, as a user may have one, is looked at and left
+        self.values: dict[str, Any] = {}
+
+    def pair(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        target = (100 + batch).flatten()
+        return target + 0.5 * batch.flip(0).flatten(), target
+
+    def image(self, batch: Tensor) -> Tensor:
+        smooth = nn.functional.interpolate(batch[None, None, :, :], size=(32, 32), mode="bilinear")
+        return 0.5 + 0.02 * smooth
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        preds, target = self.pair(batch)
+        self.train_mse(1e4 * preds, 1e4 * target)
+        self.log("train_mse", self.train_mse, on_step=False, on_epoch=True)
+        return self.loss(batch)
+
+    def shared_step(self, batch: Tensor) -> None:
+        noisy = self.image(batch) + 0.006 * torch.sin(1e3 * self.image(batch))
+        self.ssim(noisy, self.image(batch))
+        self.log("ssim", self.ssim)
+        preds, target = self.pair(batch)
+        self.all(preds, target)
+        self.log_dict(self.all)
+        self.in_a_list[0].update(1e4 * preds, 1e4 * target)
+        self.in_a_list[1]["auroc"].update(torch.sigmoid(6 + preds - target), (target > 100).int())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.shared_step(batch)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.shared_step(batch)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.ssim(self.image(batch), self.image(batch.flip(0)))
+
+    def at_the_end(self) -> None:
+        self.values = {"mse": self.in_a_list[0].compute(), "auroc": self.in_a_list[1]["auroc"].compute()}
+
+    on_validation_epoch_end = on_test_epoch_end = at_the_end
+
+
+def of_run(run: str, plugin: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module, data = Metrics(), batches(4, 8)
+    trainer = quiet_trainer(plugins=[plugin] if plugin else None, num_sanity_val_steps=1)
+    if run == "fit":
+        trainer.fit(module, data, data)
+    else:
+        output = getattr(trainer, run)(module, data, **({} if run == "predict" else {"verbose": False}))
+        if run == "predict":
+            return {"output": [value.float() for value in output]}
+    return {**trainer.callback_metrics, **module.values}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("run", ["fit", *EVALUATIONS])
+@promise(22, stock=DIFFERS)
+def test_metrics_are_those_of_fp32(plugins: Plugins, run: str, precision: str) -> None:
+    ours, reference = of_run(run, getattr(plugins, precision)()), of_run(run, None)
+    if run != "predict":
+        assert 0.9 < reference["ssim"] < 0.99
+        assert set(ours) == {"ssim", "r2", "ev", "pearson", "mse", "auroc", *(["train_mse"] if run == "fit" else [])}
+    torch.testing.assert_close(ours, reference, rtol=0, atol=0)
+
+
+class HalfMetrics(Toy):
+    """A metric of what the model computed, in half precision; and a functional one, by the recipe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.r2, self.kept = R2Score(), []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        prediction, target = self.net(batch).squeeze(1) + 100, batch.sum(1) + 100
+        self.r2.update(prediction, target)
+        difference = fp32_region(lambda a, b: (a @ b) / len(a))(prediction, target)
+        self.kept.append((prediction, target, difference))
+
+
+def test_half_precision_inputs_and_functional_metrics() -> None:
+    module = HalfMetrics()
+    quiet_trainer(plugins=[AmpPrecision("bf16")]).validate(module, batches(4, 16), verbose=False)
+    reference = R2Score()
+    for prediction, target, _ in module.kept:
+        assert prediction.dtype == torch.bfloat16
+        reference.update(prediction.float(), target)
+    torch.testing.assert_close(module.r2.compute(), reference.compute(), rtol=0, atol=0)
+    p, t, difference = module.kept[0]
+    torch.testing.assert_close(difference, (p.float() @ t) / len(p), rtol=0, atol=0)
+
+
+class LateMetric(HalfMetrics):
+    def on_validation_epoch_start(self) -> None:
+        self.r2 = R2Score()
+
+
+@pytest.mark.parametrize("run", ["validate", "fit"])
+def test_a_metric_that_is_made_later(run: str) -> None:
+    """At the start of each validation the metrics are looked for again."""
+    module = LateMetric()
+    seen: list[torch.dtype] = []
+    original = R2Score.update
+
+    class Spy(L.Callback):
+        def on_validation_batch_start(self, *args: Any) -> None:
+            module.r2.register_buffer("mark", torch.zeros(1))
+
+    class Recording(R2Score):
+        def update(self, preds: Tensor, target: Tensor) -> None:
+            seen.append(preds.dtype)
+            original(self, preds, target)
+
+    LateMetric.on_validation_epoch_start = lambda self: setattr(self, "r2", Recording())  # type: ignore[method-assign]
+    trainer = quiet_trainer(plugins=[AmpPrecision("bf16")], max_epochs=2, num_sanity_val_steps=1)
+    if run == "fit":
+        trainer.fit(module, batches(2), batches(2, seed=1))
+    else:
+        trainer.validate(module, batches(2), verbose=False)
+    assert seen == [torch.float32] * (5 if run == "fit" else 2)
+    assert all("_InFp32" not in repr(value) for value in vars(module.r2).values())
+
+
+class Compared(Metrics):
+    """`Metrics`, and a value that is computed from kept features at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self.kept.append(self.net[0](batch))
+        self.shared_step(batch)
+        return self.net(batch)
+
+    def on_validation_batch_end(self, outputs: Tensor, *args: Any) -> None:
+        assert outputs.dtype == torch.float32
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("head", self.net[1:](torch.cat(self.kept)).float().mean())
+        self.kept.clear()
+
+
+@pytest.mark.parametrize("loaders", [1, 2])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_comparison_sees_no_difference_in_metrics_of_inputs(limit: int | None, loaders: int) -> None:
+    """Also where the AMP side is a shadow, because batches were left out: it is treated as the module is."""
+    torch.manual_seed(0)
+    comparison, module = MetricComparison(limit_batches=limit), Compared()
+    trainer = quiet_trainer(plugins=[AmpPrecision("bf16")], callbacks=[comparison], max_epochs=1)
+    trainer.fit(module, batches(2, 8), [batches(3, 8, seed=i) for i in range(loaders)])
+    differences = {row.metric: row.diff for row in comparison.table}
+    assert 0 < abs(differences.pop("head")) < 0.1
+    assert len(differences) == 4 * loaders
+    assert set(differences.values()) == {0.0}
+
+
+def test_stock_plugin_still_compares() -> None:
+    comparison = MetricComparison(limit_batches=1)
+
+    class TwoLoaders(Toy):
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("loss", self.loss(batch))
+
+    trainer = quiet_trainer(plugins=[stock("bf16")], callbacks=[comparison])
+    trainer.fit(TwoLoaders(), batches(2), [batches(2), batches(2)])
+    assert {row.metric for row in comparison.table} == {"loss/dataloader_idx_0", "loss/dataloader_idx_1"}

@@ -1,0 +1,400 @@
+"""Row 24: modules that stay in fp32, and evaluation in another precision."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from support import FEATURES, Toy, assert_same, attributes, batches, fit, quiet_trainer, weights
+from support.promises import DIFFERS, Plugins, promise
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_amp import AmpPrecision
+from lightning_amp.precision import fp32_region
+
+EVALUATIONS = ["validate", "test", "predict"]
+
+
+class Rotary(nn.Module):
+    """Positional phases as they are written everywhere: with an explicit `.float()`, which autocast ignores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 1.0 / 10_000 ** (torch.arange(0, 8, 2) / 8))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return (self.frequencies[:, None].float() @ positions[None, :].float()).mT
+
+
+class Positions(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.ModuleDict({"rotary": Rotary()})
+        self.distinct = 0
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        phases = self.decoder["rotary"](torch.arange(4096.0))
+        self.distinct = len(phases[:, 0].unique())
+
+
+@promise(24, stock="769 == 4096")
+def test_rotary_positions_are_distinct(plugins: Plugins) -> None:
+    module = Positions()
+    plugin = AmpPrecision("bf16", fp32_modules=["decoder.rotary"]) if plugins.ours else plugins.bf16()
+    quiet_trainer(plugins=[plugin]).validate(module, batches(1), verbose=False)
+    assert module.distinct == 4096
+
+
+class ByHand(Toy):
+    def loss(self, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            hidden = self.net[0](batch)
+        hidden = self.net[1](hidden)
+        with torch.autocast("cpu", enabled=False):
+            out = self.net[2](hidden.float())
+        return nn.functional.mse_loss(out, batch.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("rules", [["net.0", "net.2"], ["net.[02]"], [nn.Linear], ["net.2", nn.Linear]])
+@pytest.mark.filterwarnings("ignore:lightning_amp. precision")  # `ByHand` has an autocast of its own
+def test_training_equals_islands_by_hand(rules: list[Any], precision: str) -> None:
+    reference = fit(ByHand, AmpPrecision(precision))
+    ours = fit(Toy, AmpPrecision(precision, fp32_modules=rules))
+    assert_same(ours, reference)
+    with pytest.raises(AssertionError, match=DIFFERS):
+        assert_same(fit(Toy, AmpPrecision(precision)), reference)
+    assert attributes(ours.lightning_module) == attributes(Toy())
+
+
+def test_all_layers_in_fp32_is_fp32() -> None:
+    assert_same(fit(Toy, AmpPrecision("bf16", fp32_modules=["net"])), fit(Toy))
+
+
+def test_averaged_weights_and_copies_in_training() -> None:
+    """Averages copy the module before and during training; copies compute like the original, with their own weights."""
+    copies: list[Any] = []
+
+    class Copy(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+            if not copies:
+                copies.append((copy.deepcopy(module.net), weights(module.net)))
+
+    plugin = AmpPrecision("bf16", fp32_modules=["net.*"])
+    trainer = fit(Toy, plugin, callbacks=[Copy(), EMAWeightAveraging(decay=0.5)])
+    copied, at_the_time = copies[0]
+    assert_same(copied, at_the_time)
+    x = torch.randn(4, FEATURES)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert copied(x).dtype == torch.float32
+        assert trainer.lightning_module.net(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_rule_that_matches_nothing(precision: str) -> None:
+    module = Toy()
+    with pytest.raises(ValueError, match="'net.7', which matches no module. Close to it are: 'net.[012]'"):
+        fit(module, AmpPrecision(precision, fp32_modules=["net.7"]))
+    assert all("forward" not in vars(m) for m in module.modules())
+
+
+def test_bce_in_fp32_is_not_reported() -> None:
+    class Loss(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses = nn.ModuleList([nn.BCELoss()])
+
+        def loss(self, batch: Tensor) -> Tensor:
+            return self.losses[0](torch.sigmoid(self.net(batch)), (batch.sum(1, keepdim=True) > 0).float())
+
+    fit(Loss, AmpPrecision("bf16", fp32_modules=["losses"]))
+    with pytest.warns(UserWarning, match="`nn.BCELoss` .`losses.0`"):
+        fit(Loss, AmpPrecision("bf16"))
+
+
+class Evaluated(Toy):
+    def evaluate(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("loss", self.loss(batch))
+        self.enabled = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return self.net(batch)
+
+    validation_step = test_step = evaluate
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.trained = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("run", EVALUATIONS)
+@promise(24, stock=DIFFERS)
+def test_evaluation_in_fp32(plugins: Plugins, run: str) -> None:
+    def results(plugin: Any) -> Any:
+        torch.manual_seed(0)
+        trainer, module = quiet_trainer(plugins=[plugin]), Evaluated()
+        output = getattr(trainer, run)(module, batches(3), **({} if run == "predict" else {"verbose": False}))
+        return [x.float() for x in output] if run == "predict" else trainer.callback_metrics
+
+    plugin = AmpPrecision("fp16", eval_precision="fp32") if plugins.ours else plugins.fp16()
+    torch.testing.assert_close(results(plugin), results(AmpPrecision("fp32")), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluate", "expected"),
+    [
+        ("fp16", "fp32", (torch.float16, None)),
+        ("fp16", torch.bfloat16, (torch.float16, torch.bfloat16)),
+        ("bf16", "16-mixed", (torch.bfloat16, torch.float16)),
+        ("fp32", 16, (None, torch.float16)),
+        ("auto", "32-true", (..., None)),
+        ("fp16", "auto", (torch.float16, ...)),
+        ("bf16", None, (torch.bfloat16, torch.bfloat16)),
+    ],
+)
+def test_spellings_and_switching_in_fit(train: Any, evaluate: Any, expected: tuple[Any, Any]) -> None:
+    plugin, module = AmpPrecision(train, eval_precision=evaluate), Evaluated()
+    quiet_trainer(plugins=[plugin], max_epochs=2).fit(module, batches(2), batches(2))
+    for (enabled, dtype), wanted in zip((module.trained, module.enabled), expected, strict=True):
+        if wanted is not ...:
+            assert (dtype if enabled else None) == wanted
+    assert plugin.dtype == (expected[0] or torch.float32) if expected[0] is not ... else True
+
+
+def test_training_is_the_same_whatever_evaluates() -> None:
+    runs: list[L.LightningModule] = []
+    for evaluate in (None, "fp32", "fp16"):
+        torch.manual_seed(0)
+        runs.append(Evaluated())
+        trainer = quiet_trainer(plugins=[AmpPrecision("bf16", eval_precision=evaluate)], val_check_interval=2)
+        trainer.fit(runs[-1], batches(), batches(2))
+    assert_same(runs[0], runs[1])
+    assert_same(runs[0], runs[2])
+
+
+def test_what_cannot_run_is_said_when_the_trainer_attaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="`eval_precision` must be one of 'auto', .*; got 'half'"):
+        AmpPrecision("bf16", eval_precision="half")
+    with pytest.raises(ValueError, match="`eval_precision='fp8'` is not available"):
+        AmpPrecision("bf16", eval_precision="fp8")
+    monkeypatch.setattr("lightning_amp.casting._choice.runnable", lambda device: ["bf16", "fp32"])
+    with pytest.raises(ValueError, match="cannot run eval_precision 'fp16'. It can run: 'bf16', 'fp32'"):
+        quiet_trainer(plugins=[AmpPrecision("bf16", eval_precision="fp16")]).validate(Evaluated(), batches(1))
+
+
+def float64_batches() -> Any:
+    return DataLoader(torch.randn(8, FEATURES, dtype=torch.float64), batch_size=4)
+
+
+@pytest.mark.parametrize(("train", "evaluate"), [("bf16", None), ("bf16", "fp32"), ("fp32", "bf16")])
+def test_float64_batches(train: str, evaluate: str | None) -> None:
+    """Row 26 holds for evaluation, too; training in fp32 is left alone."""
+    module = Evaluated()
+    quiet_trainer(plugins=[AmpPrecision(train, eval_precision=evaluate)]).validate(
+        module, float64_batches(), verbose=False
+    )
+    if train == "fp32":
+        with pytest.raises(RuntimeError, match="dtype"):
+            fit(Toy, AmpPrecision(train, eval_precision=evaluate), float64_batches())
+
+
+# -- row 37: rules whose modules never run ---------------------------------------------------------------
+
+
+class Coder(nn.Module):
+    """Used through `encode`, as every autoencoder is; its `forward` never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(FEATURES, 16)
+        self.dtypes: list[torch.dtype] = []
+
+    def encode(self, x: Tensor) -> Tensor:
+        out = self.encoder(x)
+        self.dtypes.append(out.dtype)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+
+class UsesParts(Toy):
+    """A tied weight, and a module that is used through another method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vae, self.head, self.late = Coder(), nn.Linear(16, 1), nn.Linear(FEATURES, FEATURES)
+        self.late_from, self.late_in = 10**9, "training"
+
+    def encode(self, batch: Tensor) -> Tensor:
+        return self.vae.encode(batch)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.global_step >= self.late_from and self.late_in == "training":
+            batch = self.late(batch)
+        out = nn.functional.linear(self.encode(batch), self.head.weight, self.head.bias)
+        return self.loss(batch) + out.float().square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.late_in == "validation":
+            self.late(batch)
+
+
+class Attention(Toy):
+    def __init__(self) -> None:
+        super().__init__(net=nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)))
+        self.attention = nn.MultiheadAttention(FEATURES, 2)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(self.attention(batch, batch, batch)[0].float())
+
+
+def idle(
+    module: Any, rules: list[Any], steps: int = 4, precision: str = "bf16", **kwargs: Any
+) -> tuple[list[str], L.Trainer]:
+    """The warnings of a run."""
+    trainer = quiet_trainer(plugins=[AmpPrecision(precision, fp32_modules=rules)], **kwargs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, batches(steps), batches(1))
+    return [str(w.message) for w in caught if "fp32_modules" in str(w.message)], trainer
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_module_that_never_runs_is_named(precision: str) -> None:
+    said, _ = idle(UsesParts(), ["vae", "head", "net"], precision=precision)
+    (text,) = said
+    assert "'vae', 'head'" in text
+    assert "`net`" not in text
+    assert "4 training steps" in text
+    assert "'vae.*'" in text  # what to write instead
+
+
+def test_what_it_says_helps() -> None:
+    class Calls(UsesParts):
+        def encode(self, batch: Tensor) -> Tensor:
+            return self.vae(batch)
+
+    class Region(UsesParts):
+        def encode(self, batch: Tensor) -> Tensor:
+            with fp32_region():
+                return self.vae.encode(batch)
+
+    for kind, rules in ((Calls, ["vae"]), (UsesParts, ["vae.*"]), (Region, [])):
+        said, trainer = idle(kind(), rules)
+        assert said == []
+        assert set(trainer.lightning_module.vae.dtypes) == {torch.float32}
+    assert set(idle(UsesParts(), ["vae"])[1].lightning_module.vae.dtypes) == {torch.bfloat16}
+
+
+def test_it_is_said_early_and_once() -> None:
+    class When(UsesParts):
+        said_at = -1
+
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            if self.said_at < 0 and any("fp32_modules" in str(w.message) for w in caught):
+                self.said_at = self.global_step
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = When()
+        trainer = quiet_trainer(plugins=[AmpPrecision("bf16", fp32_modules=["vae"])], max_epochs=2)
+        trainer.fit(module, batches(150), batches(1))
+    assert module.said_at == 101
+    assert sum("fp32_modules" in str(w.message) for w in caught) == 1
+
+
+@pytest.mark.parametrize(("late_in", "late_from"), [("validation", 0), ("training", 3), ("training", 90)])
+@pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
+def test_no_false_alarm(late_in: str, late_from: int, num_sanity_val_steps: int) -> None:
+    """A module that runs in some batches only, or only in validation, which may come late."""
+    module = UsesParts()
+    module.late_in, module.late_from = late_in, late_from
+    assert idle(module, ["late"], 110, num_sanity_val_steps=num_sanity_val_steps)[0] == []
+
+
+@pytest.mark.parametrize("rules", [["*"], ["vae*", "net"], ["attention*"]])
+def test_what_runs_inside_is_fine(rules: list[str]) -> None:
+    """A parent in fp32 covers what it uses; a child that runs stands for its parent."""
+
+    class Both(UsesParts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(FEATURES, 2)
+            del self.head, self.late
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.encode(batch)
+            return self.loss(self.attention(batch, batch, batch)[0].float())
+
+    assert idle(Both(), rules)[0] == []
+
+
+def test_a_rule_that_works_elsewhere_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """`nn.MultiheadAttention` uses the weight of its `out_proj`."""
+    with caplog.at_level("INFO"):
+        said, _ = idle(Attention(), [nn.Linear])
+    assert said == []
+    (line,) = [r.getMessage() for r in caplog.records if "forward" in r.getMessage()]
+    assert "`attention.out_proj`" in line
+    assert "net" not in line
+
+
+@pytest.mark.parametrize("rules", [["vae"], ["vae.*"], ["net"]])
+def test_nothing_is_said_where_nothing_is_known(rules: list[str]) -> None:
+    module = UsesParts()
+    trainer = quiet_trainer(plugins=[AmpPrecision("bf16", fp32_modules=rules)])
+    trainer.validate(module, batches(1), verbose=False)  # warnings are errors
+    assert idle(UsesParts(), rules, precision="fp32")[0] == []
+    with pytest.raises(KeyError), warnings.catch_warnings():
+        trainer = quiet_trainer(plugins=[AmpPrecision("bf16", fp32_modules=rules)], callbacks=[Crash()])
+        trainer.fit(UsesParts(), batches(3), batches(1))
+
+
+class Crash(L.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise KeyError
+
+
+def test_copies_that_run_count() -> None:
+    """A learner that is copied in each step, as in meta-learning."""
+
+    class Meta(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            learner = copy.deepcopy(self.net)
+            out = learner(batch).float().square().mean()
+            return out.detach() + nn.functional.linear(batch, self.net[0].weight).float().mean()
+
+    assert idle(Meta(), ["net.0"])[0] == []
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_modules_are_seen_to_run(checkpointed: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.runs, self.never = (nn.Linear(FEATURES, FEATURES) for _ in range(3))
+            self.last = nn.Linear(FEATURES, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            hidden = checkpoint(self.runs, hidden, use_reentrant=False) if checkpointed else self.runs(hidden)
+            return self.last(nn.functional.linear(hidden, self.never.weight))
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        module = Toy()
+        module.net = torch.compile(Net(), backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            (text,) = idle(module, ["net.runs", "net.never"])[0]
+        assert "'net.never'" in text
+        assert "runs'" not in text

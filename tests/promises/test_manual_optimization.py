@@ -1,0 +1,586 @@
+"""Rows 3, 4, 5, 7, 9, 10, 16: whatever a loop does with backward, unscale, clip and step, it does what it does in fp32.
+
+Autocast is off and scales are powers of two, so "the same" is the same bits, for the parameters and for what hooks saw.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import FEATURES, Poison, Toy, WithoutAutocast, assert_same, fit, weights
+from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, plain_adamw, plain_sgd, promise
+from torch import Tensor, nn
+
+from lightning_amp import AmpPrecision
+
+
+class Two(L.LightningModule):
+    """Two optimizers over two nets; the order of the calls is the test's."""
+
+    def __init__(self, order: Callable[[Two, Tensor], None], optimizer: str = "adamw", shared: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.a, self.b = nn.Linear(FEATURES, 4), nn.Linear(4, 1)
+        self.order, self.optimizer, self.shared = order, optimizer, shared
+        self.seen: list[list[Tensor]] = []
+
+    def losses(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.a(batch)
+        return (hidden**2).mean() * 3, (self.b(hidden) - batch.sum(1, keepdim=True)).pow(2).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.index = batch_idx
+        self.order(self, batch)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.seen.append([p.grad.clone() for p in params if p.grad is not None])
+
+    def configure_optimizers(self) -> Any:
+        make = OPTIMIZERS[self.optimizer]
+        both = itertools.chain(self.a.parameters(), self.b.parameters())
+        return [make(self.a.parameters()), make(both if self.shared else self.b.parameters())]
+
+
+def bsbs(m: Two, batch: Tensor) -> None:
+    one, two = m.optimizers()
+    one.zero_grad()
+    m.manual_backward(m.losses(batch)[0])
+    one.step()
+    two.zero_grad()
+    m.manual_backward(m.losses(batch)[1])
+    two.step()
+
+
+def bbss(m: Two, batch: Tensor) -> None:
+    one, two = m.optimizers()
+    one.zero_grad()
+    two.zero_grad()
+    losses = m.losses(batch)
+    m.manual_backward(losses[0], retain_graph=True)
+    m.manual_backward(losses[1])
+    one.step()
+    two.step()
+
+
+def bbss_reversed(m: Two, batch: Tensor) -> None:
+    one, two = m.optimizers()
+    one.zero_grad()
+    two.zero_grad()
+    losses = m.losses(batch)
+    m.manual_backward(losses[0], retain_graph=True)
+    m.manual_backward(losses[1])
+    two.step()
+    one.step()
+
+
+def one_twice(m: Two, batch: Tensor) -> None:
+    one, two = m.optimizers()
+    for _ in range(2):
+        one.zero_grad()
+        m.manual_backward(m.losses(batch)[0])
+        one.step()
+    two.zero_grad()
+    m.manual_backward(m.losses(batch)[1])
+    two.step()
+
+
+def step_twice_without_a_backward(m: Two, batch: Tensor) -> None:
+    one, two = m.optimizers()
+    one.zero_grad()
+    two.zero_grad()
+    m.manual_backward(m.losses(batch)[1])
+    one.step()
+    one.step()
+    two.step()
+
+
+def never_zeroed(m: Two, batch: Tensor) -> None:
+    one, two = m.optimizers()
+    m.manual_backward(m.losses(batch)[0])
+    one.step()
+    m.manual_backward(m.losses(batch)[1])
+    two.step()
+
+
+def gan_leftovers(m: Two, batch: Tensor) -> None:
+    """The second backward leaves gradients in the first net, which are zeroed only at the next batch."""
+    one, two = m.optimizers()
+    m.manual_backward(m.losses(batch)[0])
+    one.step()
+    one.zero_grad()
+    m.manual_backward(m.losses(batch)[1])
+    two.step()
+    two.zero_grad()
+
+
+def two_accumulates(m: Two, batch: Tensor) -> None:
+    one, two = m.optimizers()
+    one.zero_grad()
+    losses = m.losses(batch)
+    m.manual_backward(losses[0], retain_graph=True)
+    m.manual_backward(losses[1])
+    one.step()
+    if m.index % 3 == 2:
+        two.step()
+        two.zero_grad()
+
+
+def closures(m: Two, batch: Tensor) -> None:
+    for i, optimizer in enumerate(m.optimizers()):
+
+        def closure(i: int = i, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = m.losses(batch)[i]
+            m.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+def clip(m: Two, batch: Tensor) -> None:
+    one, two = m.optimizers()
+    for i, optimizer in enumerate((one, two)):
+        optimizer.zero_grad()
+        m.manual_backward(m.losses(batch)[i])
+        m.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+def clip_by_value(m: Two, batch: Tensor) -> None:
+    one, two = m.optimizers()
+    for i, optimizer in enumerate((one, two)):
+        optimizer.zero_grad()
+        m.manual_backward(m.losses(batch)[i])
+        m.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+        optimizer.step()
+
+
+def clip_then_accumulate(m: Two, batch: Tensor) -> None:
+    one, two = m.optimizers()
+    m.manual_backward(m.losses(batch)[1])
+    m.clip_gradients(one, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+    m.clip_gradients(one, gradient_clip_val=0.3, gradient_clip_algorithm="norm")  # idempotent
+    if m.index % 2:
+        one.step()
+        one.zero_grad()
+        two.step()
+        two.zero_grad()
+
+
+ORDERS = [
+    bsbs, bbss, bbss_reversed, one_twice, step_twice_without_a_backward, never_zeroed, gan_leftovers, two_accumulates,
+    closures, clip, clip_by_value, clip_then_accumulate,
+]  # fmt: skip
+FAILS = f"{DIFFERS}|unscale_|already been called|inf checks|gradient clipping|closure|List"
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("growth_interval", [2, 1000])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_equals_fp32(
+    order: Callable[[Two, Tensor], None], optimizer: str, shared: bool, growth_interval: int
+) -> None:
+    plugin = Plugins(True).scaled(growth_interval=growth_interval)
+    torch.manual_seed(1)
+    first, second = Two(order, optimizer, shared), Two(order, optimizer, shared)
+    second.load_state_dict(first.state_dict())
+    reference, trainer = fit(first), fit(second, plugin)
+    assert_same(trainer, reference)
+    assert_same(second.seen, first.seen)
+    assert plugin.num_skipped == 0
+    grown = 8 // growth_interval
+    if order is two_accumulates or order is clip_then_accumulate:
+        grown = plugin.scaler.get_scale() > 2.0**10  # fewer batches with a step
+        assert grown == (growth_interval == 2)
+    else:
+        assert plugin.scaler.get_scale() == 2.0 ** (10 + grown)  # once per batch, not per step
+
+
+def pair(order: Callable[[Two, Tensor], None], optimizer: str = "adamw") -> tuple[Two, Two]:
+    torch.manual_seed(1)
+    first, second = Two(order, optimizer), Two(order, optimizer)
+    second.load_state_dict(first.state_dict())
+    return first, second
+
+
+@pytest.mark.parametrize("order", [bbss, bbss_reversed, never_zeroed])
+@promise(5, stock=FAILS, raises=(AssertionError, RuntimeError))
+def test_two_optimizers(plugins: Plugins, order: Callable[[Two, Tensor], None]) -> None:
+    first, second = pair(order)
+    assert_same(fit(second, plugins.scaled(init_scale=1.0, growth_interval=1)), fit(first))
+    assert_same(second.seen, first.seen)
+
+
+@promise(5, stock=DIFFERS)
+def test_the_scale_grows_once_per_batch(plugins: Plugins) -> None:
+    plugin = plugins.scaled(growth_interval=4)
+    fit(pair(bsbs)[1], plugin)
+    torch.testing.assert_close(plugin.scaler.get_scale(), 2.0**12)
+
+
+@pytest.mark.parametrize("order", [clip, clip_by_value])
+@promise(4, stock=DIFFERS)
+def test_the_documented_clipping_recipe(plugins: Plugins, order: Callable[[Two, Tensor], None]) -> None:
+    first, second = pair(order, "sgd")
+    assert_same(fit(second, plugins.scaled()), fit(first))
+
+
+def user_looks(m: Two, batch: Tensor) -> None:
+    one, two = m.optimizers()
+    plugin = m.trainer.precision_plugin
+    one.zero_grad()
+    two.zero_grad()
+    m.manual_backward(m.losses(batch)[1])
+    for optimizer in (one, two, one):
+        if isinstance(plugin, AmpPrecision):
+            plugin.unscale_(optimizer)
+    m.seen.append([p.grad.clone() for p in m.parameters()])
+    torch.nn.utils.clip_grad_norm_(m.a.parameters(), 0.2)
+    one.step()
+    two.step()
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_unscale(optimizer: str) -> None:
+    first, second = pair(user_looks, optimizer)
+    assert_same(fit(second, Plugins(True).scaled()), fit(first))
+    assert_same(second.seen, first.seen)
+
+
+class WithoutHook(Two):
+    on_before_optimizer_step = L.LightningModule.on_before_optimizer_step
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("optimizer", ["fused adamw", "fused sgd"])
+def test_every_order_folded(order: Callable[[Two, Tensor], None], optimizer: str) -> None:
+    """Nobody looks, so fused optimizers unscale in their own pass. Without clipping that is the same bits."""
+    torch.manual_seed(1)
+    first, second = WithoutHook(order, optimizer), WithoutHook(order, optimizer)
+    second.load_state_dict(first.state_dict())
+    assert_same(fit(second, Plugins(True).scaled(growth_interval=2)), fit(first))
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_order_survives_an_overflow(order: Callable[[Two, Tensor], None], optimizer: str) -> None:
+    plugin = Plugins(True).scaled()
+    module = WithoutHook(order, optimizer)
+    fit(module, plugin, callbacks=[Poison(gradient=[2])])
+    assert all(w.isfinite().all() for w in weights(module).values())
+    assert plugin.num_skipped >= 1
+
+
+# -- autocast in manual optimization (row 7) -----------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_bad_loss_is_forgotten_with_its_gradients(precision: str) -> None:
+    """The second optimizer's loss is NaN in batch 1. The first one's next step has nothing to do with it."""
+
+    class Reasons(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.all: list[str] = []
+            trainer.precision_plugin.records.listeners.append(lambda rs: self.all.extend(r.reason for r in rs))
+
+    def order(m: Two, batch: Tensor) -> None:
+        one, two = m.optimizers()
+        one.zero_grad()
+        m.manual_backward(m.losses(batch)[0])
+        one.step()
+        two.zero_grad()
+        m.manual_backward(m.losses(batch)[1] * (torch.nan if m.index == 1 else 1.0))
+        two.step()
+
+    reasons = Reasons()
+    plugin = AmpPrecision(precision, scaler=1024.0 if precision == "fp16" else None)
+    fit(lambda: Two(order), plugin, limit_train_batches=4, callbacks=[reasons])
+    assert reasons.all == ["none", "none", "none", "loss", "none", "none", "none", "none"]
+
+
+class Modes(Toy):
+    def __init__(self, manual: bool) -> None:
+        super().__init__(plain_adamw)
+        self.automatic_optimization = not manual
+        self.modes: dict[str, bool] = {}
+
+    def note(self, name: str) -> None:
+        self.modes[name] = torch.is_autocast_enabled("cpu")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.note("forward")
+        loss = self.loss(batch)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.note("forward again")
+        return None
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.note("backward")
+        super().backward(loss, *args, **kwargs)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.note("on_before_backward")
+
+    def on_after_backward(self) -> None:
+        self.note("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("on_before_optimizer_step")
+
+    def configure_optimizers(self) -> Any:
+        module = self
+
+        class Spy(torch.optim.AdamW):
+            def step(self, closure: Any = None) -> Any:
+                out = super().step(closure)
+                module.note("step")
+                return out
+
+        return Spy(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@promise(7, stock="assert")
+def test_autocast_is_off_outside_the_forward(plugins: Plugins, precision: str) -> None:
+    trainer = fit(lambda: Modes(manual=True), getattr(plugins, precision)())
+    modes = trainer.lightning_module.modes
+    assert {name for name, on in modes.items() if on} == {"forward", "forward again"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@promise(7, stock=None)
+def test_manual_equals_automatic(plugins: Plugins, precision: str) -> None:
+    make = getattr(plugins, precision)
+    assert_same(fit(lambda: Modes(manual=True), make()), fit(lambda: Modes(manual=False), make()))
+
+
+class UsesWeightsTwice(Toy):
+    """A forward after a step in the same training step must see the new weights, not a cached half copy."""
+
+    def __init__(self) -> None:
+        super().__init__(plain_sgd, nn.Linear(FEATURES, 1))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            with torch.no_grad():
+                fresh = nn.functional.linear(batch.bfloat16(), self.net.weight.bfloat16(), self.net.bias.bfloat16())
+                torch.testing.assert_close(self.net(batch), fresh, rtol=0, atol=0)
+
+
+def test_no_stale_weights() -> None:
+    fit(UsesWeightsTwice, AmpPrecision("bf16"))
+
+
+# -- batches that give nothing (rows 9, 10), exceptions (row 16) --------------------------------
+
+
+class Nothing(Toy):
+    def __init__(self, kind: str, optimizer: Any = plain_adamw) -> None:
+        super().__init__(optimizer)
+        self.kind = kind
+        self.unused = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch_idx != 2:
+            return super().training_step(batch, batch_idx)
+        if self.kind == "none":
+            return None
+        return torch.zeros((), requires_grad=True)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
+@pytest.mark.parametrize("kind", ["none", "zero"])
+@promise(9, stock="inf checks were recorded|never", raises=AssertionError)
+def test_a_batch_without_gradients(plugins: Plugins, kind: str, optimizer: str) -> None:
+    if not plugins.ours and (kind == "none" or optimizer.startswith("fused")):
+        raise AssertionError("never reached: Lightning keeps this one")
+    plugin = plugins.scaled(growth_interval=7)
+    trainer = fit(lambda: Nothing(kind, OPTIMIZERS[optimizer]), plugin)
+    assert_same(trainer, fit(lambda: Nothing(kind, OPTIMIZERS[optimizer])))
+    assert plugin.scaler.get_scale() == 2.0**11  # seven batches with gradients: the empty one did not count
+
+
+class LastIsNone(Toy):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norm = next(self.parameters()).grad.norm()
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@promise(10, stock=DIFFERS)
+def test_none_at_the_end_of_a_window(plugins: Plugins, optimizer: str) -> None:
+    kwargs: dict[str, Any] = {"accumulate_grad_batches": 2}
+    trainer = fit(lambda: LastIsNone(OPTIMIZERS[optimizer]), plugins.scaled(), **kwargs)
+    reference = fit(lambda: LastIsNone(OPTIMIZERS[optimizer]), **kwargs)
+    assert_same(trainer, reference)
+    assert_same(trainer.lightning_module.norm, reference.lightning_module.norm)
+
+
+class ClosureFirst(Toy):
+    """An `optimizer_step` that runs the closure itself, looks, and steps without one."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+class StepsEverySecondBatch(Toy):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@promise(10, stock=DIFFERS)
+def test_optimizer_step_that_runs_the_closure_first(plugins: Plugins, optimizer: str) -> None:
+    trainer = fit(lambda: ClosureFirst(OPTIMIZERS[optimizer]), plugins.scaled())
+    assert_same(trainer, fit(lambda: ClosureFirst(OPTIMIZERS[optimizer])))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@promise(10, stock=None)
+def test_optimizer_step_that_steps_every_second_batch(plugins: Plugins, optimizer: str) -> None:
+    trainer = fit(lambda: StepsEverySecondBatch(OPTIMIZERS[optimizer]), plugins.scaled())
+    assert_same(trainer, fit(lambda: StepsEverySecondBatch(OPTIMIZERS[optimizer])))
+
+
+class CatchesOutOfMemory(Toy):
+    """The user catches an error between unscale and step, and goes on."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        try:
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+        except MemoryError:
+            pass
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.fit_loop.epoch_loop.batch_idx == 3:
+            raise MemoryError
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@promise(16, stock=f"{DIFFERS}|already been called|does not allow", raises=(AssertionError, RuntimeError))
+def test_an_exception_in_the_middle(plugins: Plugins, optimizer: str) -> None:
+    plugin = plugins.scaled()
+    trainer = fit(lambda: CatchesOutOfMemory(OPTIMIZERS[optimizer]), plugin)
+    assert_same(trainer, fit(lambda: CatchesOutOfMemory(OPTIMIZERS[optimizer])))
+    copy.deepcopy(plugin)
+
+
+class StepsLate(L.LightningModule):
+    """The second optimizer steps at the start of the next batch, before its forward."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(FEATURES, 4), nn.Linear(4, 1)
+        self.norm = nn.BatchNorm1d(4)
+        self.make_optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return [self.make_optimizer(net.parameters()) for net in (self.first, self.second)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        if batch_idx:
+            second.step()
+        self.means = [*getattr(self, "means", []), self.norm.running_mean.clone()]
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(self.second(self.norm(self.first(batch))).float().pow(2).mean())
+        if batch_idx == 3:
+            self.second.weight.grad[0, 0] = torch.inf  # the first one's gradients are finite: it is applied
+        first.step()
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_statistics_go_back_for_a_step_in_the_next_batch(optimizer: str) -> None:
+    plugin = WithoutAutocast("fp16")
+    trainer = fit(lambda: StepsLate(OPTIMIZERS[optimizer]), plugin)
+    means = trainer.lightning_module.means
+    assert plugin.num_skipped == 1
+    assert torch.equal(means[4], means[3])  # as before the bad batch
+    assert not torch.equal(means[3], means[2])
+    assert not torch.equal(means[5], means[4])
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plugin", [WithoutAutocast, lambda: AmpPrecision("fp32")], ids=["scaled", "fp32"])
+def test_an_exception_after_an_overflow_skips_nothing_else(plugin: Any, optimizer: str) -> None:
+    plugin = plugin()
+    fit(lambda: CatchesOutOfMemory(OPTIMIZERS[optimizer]), plugin, callbacks=[Poison(gradient=[3])])
+    assert plugin.num_skipped == 0
+    assert plugin.num_steps == 7  # the eighth raised before it was decided
+
+
+# -- clipping in automatic optimization (row 3) ---------------------------------------------------
+
+
+class SeesNorms(Toy):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms = [*getattr(self, "norms", []), next(self.parameters()).grad.norm()]
+
+
+class OwnClipping(Toy):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for p in self.parameters():
+            p.grad.clamp_(-0.05, 0.05)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("kind", [Toy, SeesNorms, OwnClipping])
+@promise(3, stock=f"{DIFFERS}|does not allow for gradient clipping", raises=(AssertionError, RuntimeError))
+def test_clipping_with_fused_optimizers(plugins: Plugins, kind: type[Toy], algorithm: str) -> None:
+    kwargs: dict[str, Any] = {"gradient_clip_val": 0.2, "gradient_clip_algorithm": algorithm}
+    trainer = fit(lambda: kind(fused_adamw), plugins.scaled(), **kwargs)
+    reference = fit(lambda: kind(fused_adamw), None, **kwargs)
+    folded = kind is Toy and algorithm == "norm"
+    assert_same(trainer, reference, **({"rtol": 1e-5, "atol": 1e-6} if folded else {}))
+    if kind is SeesNorms:
+        assert_same(trainer.lightning_module.norms, reference.lightning_module.norms)
+
+
+@promise(3, stock="does not allow for gradient clipping", raises=RuntimeError)
+def test_clipping_with_fused_optimizers_in_bf16(plugins: Plugins) -> None:
+    """Without a scaler there is nothing to unscale, and still Lightning 2.6 refuses."""
+    trainer = fit(lambda: Toy(fused_adamw), plugins.bf16(), gradient_clip_val=0.2)
+    unfused = fit(lambda: Toy(plain_adamw), plugins.bf16(), gradient_clip_val=0.2)
+    assert_same(trainer, unfused, rtol=1e-3, atol=1e-4)

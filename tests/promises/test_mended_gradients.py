@@ -1,0 +1,251 @@
+"""Row 40: whether a step is taken is decided by its gradients as they are then; the loss only says why it was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import Poison, Toy, WithoutAutocast, assert_same, batches, fit, weights
+from support.promises import DIFFERS, OPTIMIZERS, Plugins, plain_sgd, promise
+from torch import Tensor, nn
+
+from lightning_amp import AmpPrecision, DynamicLossScaler
+
+
+def replace(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def zero(module: nn.Module) -> None:
+    if any(p.grad is not None and not p.grad.isfinite().all() for p in module.parameters()):
+        for parameter in module.parameters():
+            parameter.grad.data.zero_()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+class Bad(Toy):
+    """The loss of one batch is not finite, its gradients are as `kind` says; `mend` repairs them in `hook`."""
+
+    def __init__(
+        self,
+        hook: str = "",
+        mend: Callable[[nn.Module], None] = replace,
+        kind: str = "nan",
+        optimizer: Any = plain_sgd,
+        net: nn.Module | None = None,
+    ) -> None:
+        super().__init__(optimizer, net)
+        self.hook, self.mend, self.kind = hook, mend, kind
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        bad = batch_idx == 2
+        loss = self.loss(batch * torch.nan if bad and self.kind == "batch" else batch)
+        if bad and self.kind == "detached":
+            return loss + torch.inf
+        return loss * torch.nan if bad else loss
+
+    def mend_in(self, hook: str) -> None:
+        if hook == self.hook:
+            self.mend(self)
+
+    def on_after_backward(self) -> None:
+        self.mend_in("on_after_backward")
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.mend_in("configure_gradient_clipping")
+
+
+class Looks(Bad):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.mend_in("on_before_optimizer_step")
+
+
+class Reasons(L.Callback):
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.precision_plugin.records.listeners.append(self.all.extend)
+
+
+@pytest.mark.parametrize("mend", [replace, zero])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])  # with a fused one, Lightning's hooks see scaled gradients
+@promise(40, stock=DIFFERS)
+def test_mended_before_the_step(plugins: Plugins, optimizer: str, mend: Callable[[nn.Module], None]) -> None:
+    make = lambda: Looks("on_before_optimizer_step", mend, optimizer=OPTIMIZERS[optimizer])  # noqa: E731
+    assert_same(fit(make, plugins.scaled()), fit(make))
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("precision", ["scaled", "fp32"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"])
+def test_mended_in_any_hook(hook: str, optimizer: str, precision: str) -> None:
+    plugin = getattr(Plugins(True), precision)()
+    make = lambda: Looks(hook, optimizer=OPTIMIZERS[optimizer])  # noqa: E731
+    assert_same(fit(make, plugin, gradient_clip_val=0.5), fit(make, gradient_clip_val=0.5))
+    assert (plugin.num_steps, plugin.num_skipped) == (8, 0)
+    if precision == "scaled":
+        assert plugin.scaler.get_scale() == 2.0**10  # the loss says nothing about it
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("precision", ["scaled", "fp32"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_finite_gradients_of_an_infinite_loss(optimizer: str, precision: str, clip: float | None) -> None:
+    """Something that is not differentiated was added to the loss."""
+    plugin = getattr(Plugins(True), precision)()
+    make = lambda: Bad(kind="detached", optimizer=OPTIMIZERS[optimizer])  # noqa: E731
+    make_toy = type("Plain", (Bad,), {"configure_gradient_clipping": Toy.configure_gradient_clipping})
+    if clip is not None:
+        make = lambda: make_toy(kind="detached", optimizer=OPTIMIZERS[optimizer])  # noqa: E731
+    folded = clip is not None and optimizer.startswith("fused")
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if folded else {}
+    assert_same(fit(make, plugin, gradient_clip_val=clip), fit(make, gradient_clip_val=clip), **tolerance)
+    assert plugin.num_skipped == 0
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_loss_says_why(optimizer: str) -> None:
+    reasons, plugin = Reasons(), Plugins(True).scaled()
+    fit(lambda: Bad(optimizer=OPTIMIZERS[optimizer]), plugin, callbacks=[Poison(gradient=[4]), reasons])
+    assert [r.reason for r in reasons.all] == ["none", "none", "loss", "none", "gradient", "none", "none", "none"]
+    assert [r.next_scale for r in reasons.all] == [1024.0] * 4 + [512.0] * 4
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_mended_overflow_is_a_step_and_lowers_the_scale(optimizer: str) -> None:
+    """Else the scale would stay where every step overflows and has to be mended."""
+    reasons, plugin = Reasons(), Plugins(True).scaled()
+
+    class Mends(Toy):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            replace(self)
+
+    make = lambda: Mends(OPTIMIZERS[optimizer])  # noqa: E731
+    trainer = fit(make, plugin, callbacks=[Poison(gradient=[3]), reasons])
+    assert_same(trainer, fit(make, callbacks=[Poison(gradient=[3])]))
+    assert plugin.num_skipped == 0
+    assert [r.next_scale for r in reasons.all] == [1024.0] * 3 + [512.0] * 5
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("precision", ["scaled", "fp32"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_broken_in_a_hook(optimizer: str, precision: str) -> None:
+    """The other way round: what a hook makes NaN is not applied."""
+
+    def spoil(module: nn.Module) -> None:
+        if module.trainer.fit_loop.epoch_loop.batch_idx == 3:  # pyright: ignore
+            next(module.parameters()).grad.fill_(torch.nan)  # pyright: ignore[reportOptionalMemberAccess]
+
+    plugin = getattr(Plugins(True), precision)()
+    make = lambda: Looks("on_before_optimizer_step", spoil, "detached", OPTIMIZERS[optimizer])  # noqa: E731
+    trainer = fit(make, plugin)
+    assert plugin.num_skipped == 1
+    assert all(w.isfinite().all() for w in weights(trainer).values())
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("precision", ["scaled", "fp32"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_clipping_by_value_mends_nothing(optimizer: str, precision: str, own: bool) -> None:
+    """An overflow that is clamped says nothing about the true gradient, not even its sign."""
+
+    class Own(Toy):
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    plugin = getattr(Plugins(True), precision)()
+    kwargs: dict[str, Any] = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
+    kind = Own if own else Toy
+    fit(lambda: kind(OPTIMIZERS[optimizer]), plugin, callbacks=[Poison(gradient=[3])], **kwargs)
+    assert plugin.num_skipped == 1
+
+
+class Manual(Toy):
+    def __init__(self, optimizer: Any, mend: bool = True, clip: str | None = None) -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+        self.mends, self.clip = mend, clip
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch) * (torch.nan if batch_idx == 2 else 1.0))
+        if batch_idx == 4:
+            next(self.parameters()).grad.fill_(torch.inf)
+        plugin = self.trainer.precision_plugin
+        if isinstance(plugin, AmpPrecision):
+            plugin.unscale_(optimizer)
+        if self.mends:
+            replace(self)
+        if self.clip is not None:
+            self.clip_gradients(optimizer, 0.1, self.clip)
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("clip", [None, "norm", "value"])
+@pytest.mark.parametrize("precision", ["scaled", "fp32"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_mended_by_hand(optimizer: str, precision: str, clip: str | None) -> None:
+    plugin = getattr(Plugins(True), precision)()
+    make = lambda: Manual(OPTIMIZERS[optimizer], True, clip)  # noqa: E731
+    assert_same(fit(make, plugin), fit(make))
+    assert plugin.num_skipped == 0
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_clipping_by_value_by_hand_mends_nothing(optimizer: str) -> None:
+    plugin = Plugins(True).scaled()
+    fit(lambda: Manual(OPTIMIZERS[optimizer], False, "value"), plugin)
+    assert plugin.num_skipped == 2
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("precision", ["scaled", "fp32"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_statistics_of_a_mended_batch_are_finite(optimizer: str, precision: str) -> None:
+    """The step is taken, but NaN in a running mean stays for ever."""
+    norm = lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))  # noqa: E731
+    plugin = getattr(Plugins(True), precision)()
+    make = lambda kind: Looks("on_before_optimizer_step", replace, kind, OPTIMIZERS[optimizer], norm())  # noqa: E731
+    trainer = fit(lambda: make("batch"), plugin)
+    assert plugin.num_skipped == 0
+    assert all(w.isfinite().all() for w in weights(trainer).values())
+    # where only the loss is bad, the statistics are those of the batch, as in fp32
+    assert_same(fit(lambda: make("nan"), getattr(Plugins(True), precision)()), fit(lambda: make("nan")))
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_skip_nonfinite_false_takes_everything(optimizer: str) -> None:
+    make = lambda: Bad(optimizer=OPTIMIZERS[optimizer])  # noqa: E731
+    assert_same(fit(make, AmpPrecision("fp32", skip_nonfinite=False)), fit(make))
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_torchs_scaler_too() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    make = lambda: Looks("on_before_optimizer_step")  # noqa: E731
+    assert_same(fit(make, WithoutAutocast("fp16", scaler=scaler)), fit(make))
+
+
+def test_in_half_precision() -> None:
+    """As in fp32, up to rounding."""
+    make = lambda: Looks("on_before_optimizer_step")  # noqa: E731
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0))
+    assert_same(fit(make, plugin, batches(4)), fit(make, None, batches(4)), rtol=0.02, atol=2e-3)
+    assert plugin.num_skipped == 0

@@ -1,0 +1,288 @@
+"""Row 35: derivatives inside the loss at every loss scale, under any plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import Toy, WithoutAutocast, assert_same, batches, fit, scaled_fp32, stock
+from support.promises import OPTIMIZERS, plain_sgd
+from torch import Tensor, nn
+
+from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, MetricComparison, OverflowLocator
+from lightning_amp.precision import scaled_grad, unscale_
+
+SCALES = [1.0, 2.0**10, 2.0**16, 2.0**24]
+
+
+class Penalty(Toy):
+    """The guide's recipe; `factor` makes the score, and so its derivative, larger or smaller."""
+
+    def __init__(self, factor: float = 1.0, lr: float = 1e-3) -> None:
+        super().__init__(lambda params: torch.optim.SGD(params, lr=lr))
+        self.factor = factor
+        self.gradients: list[Tensor] = []
+        self.weight_gradients: list[Tensor] = []
+
+    def score(self, batch: Tensor) -> Tensor:
+        return self.net(batch)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        batch = batch.clone().requires_grad_()
+        score = self.score(batch) * self.factor
+        (gradient,) = scaled_grad(self.trainer, score.sum(), batch, create_graph=True)
+        self.gradients.append(gradient.detach())
+        return score.float().mean() + 10 * (gradient.norm(dim=1) / self.factor - 1).pow(2).mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.weight_gradients.append(torch.cat([p.grad.flatten() for p in self.parameters()]))  # pyright: ignore
+
+
+def error(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_guides_recipe(scale: float) -> None:
+    """The weights stay where they are, so that each batch can be compared, skipped or not."""
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(scale))
+    module = fit(lambda: Penalty(lr=0.0), plugin, batches(24)).lightning_module
+    reference = fit(lambda: Penalty(lr=0.0), None, batches(24)).lightning_module
+    for mine, true in zip(module.gradients, reference.gradients, strict=True):
+        assert mine.dtype == torch.float32
+        assert error(mine, true) < 2e-3
+    taken = [
+        (a, b) for a, b in zip(module.weight_gradients, reference.weight_gradients, strict=True) if a.isfinite().all()
+    ]
+    assert len(taken) == plugin.num_steps >= 12  # what is skipped is the weights' gradients at too large a scale
+    for mine, true in taken:
+        assert error(mine, true) < 5e-3
+
+
+def test_with_defaults() -> None:
+    fit(Penalty, plugin := AmpPrecision("fp16"), batches(16))
+    assert plugin.num_skipped <= 4
+    assert plugin.last_step is not None
+    assert not plugin.last_step.skipped
+
+
+def test_a_growing_scale_does_not_end_the_run() -> None:
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(growth_interval=1))
+    fit(Penalty, plugin, batches(160))
+    assert plugin.num_skipped <= 90  # it grows after each clean step, into the next overflow
+
+
+@pytest.mark.parametrize("kind", ["static", "torch's"])
+def test_other_scalers(kind: str) -> None:
+    scaler = 2.0**13 if kind == "static" else torch.amp.GradScaler("cpu")
+    fit(Penalty, plugin := AmpPrecision("fp16", scaler=scaler), batches(16))
+    assert plugin.num_skipped <= 4
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**16])
+def test_a_derivative_that_overflows_lowers_its_own_scale(scale: float) -> None:
+    """The loss is then infinite, and lowering the loss scale could not help."""
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(scale))
+    module = fit(lambda: Penalty(factor=2.0**9, lr=0.0), plugin, batches(32)).lightning_module
+    reference = fit(lambda: Penalty(factor=2.0**9, lr=0.0), None, batches(32)).lightning_module
+    assert plugin.num_skipped <= 16
+    assert plugin.last_step is not None
+    assert not plugin.last_step.skipped
+    assert error(module.gradients[-1], reference.gradients[-1]) < 5e-3
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_tiny_derivatives(scale: float) -> None:
+    """About 1e-9; the smallest number of float16 is 6e-8."""
+
+    class Tiny(Penalty):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            batch = batch.clone().requires_grad_()
+            score = self.net(batch)
+            (gradient,) = scaled_grad(self.trainer, score.float().mean() * 1e-7, batch, retain_graph=True)
+            self.gradients.append(gradient)
+            return score.float().mean()
+
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler.static(scale))
+    module = fit(lambda: Tiny(lr=0.0), plugin, batches(16)).lightning_module
+    reference = fit(lambda: Tiny(lr=0.0), None, batches(16)).lightning_module
+    errors = [error(a, b) for a, b in zip(module.gradients, reference.gradients, strict=True)]
+    assert max(errors) < 0.1
+    if scale >= 2.0**16:  # the derivative's scale may grow as far
+        assert errors[-1] < 5e-3
+
+
+def test_a_bad_batch_does_not_lower_the_scale_of_derivatives() -> None:
+    class Bad(Penalty):
+        def score(self, batch: Tensor) -> Tensor:
+            return super().score(batch) * (torch.nan if len(self.gradients) % 2 else 1.0)
+
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0))
+    fit(Bad, plugin, batches(16))
+    assert plugin.state_dict()["derivative_scale"][0] == 2.0**10
+
+
+def test_by_powers_of_two_it_is_fp32() -> None:
+    assert_same(fit(Penalty, scaled_fp32(init_scale=2.0**16)), fit(Penalty))
+
+
+def test_other_dtypes_and_arguments() -> None:
+    seen: dict[str, Any] = {}
+
+    class Arguments(Toy):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            double = batch.double().requires_grad_()
+            unused = torch.ones(1, requires_grad=True)
+            outputs = self.net(double.float())
+            grads = scaled_grad(
+                self.trainer,
+                [outputs, outputs.float() * 2],
+                [double, unused],
+                grad_outputs=[torch.ones_like(outputs), torch.ones(len(batch), 1)],
+                allow_unused=True,
+                retain_graph=True,
+            )
+            (true,) = torch.autograd.grad(outputs.float().sum() * 3, double, retain_graph=True)
+            seen.update(grads=grads, true=true)
+            return outputs.float().mean()
+
+    fit(Arguments, AmpPrecision("fp16"), batches(1))
+    assert seen["grads"][1] is None
+    assert seen["grads"][0].dtype == torch.float64
+    assert error(seen["grads"][0], seen["true"]) < 5e-3
+
+
+# -- the functions, under any plugin ------------------------------------------------------------
+
+
+class Plain(Penalty):
+    """What it has to be where nothing is scaled."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        batch = batch.clone().requires_grad_()
+        score = self.score(batch)
+        (gradient,) = torch.autograd.grad(score.sum(), batch, create_graph=True)
+        return score.float().mean() + 10 * (gradient.norm(dim=1) - 1).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: None,
+        lambda: stock("bf16"),
+        lambda: stock("fp16", init_scale=2.0**10),
+        lambda: AmpPrecision("bf16"),
+        lambda: AmpPrecision("fp32"),
+    ],
+    ids=["none", "stock bf16", "stock fp16", "ours bf16", "ours fp32"],
+)
+def test_without_our_loss_scaling_it_is_torchs(make: Any) -> None:
+    assert_same(fit(Penalty, make()), fit(Plain, make()))
+
+
+class LooksByHand(Toy):
+    """Clips by itself, with one line that depends on no plugin."""
+
+    def __init__(self, optimizer: Any, unscale: bool = True, skip_step: bool = False) -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+        self.unscale, self.skip_step = unscale, skip_step
+        self.norms: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if self.unscale:
+            unscale_(self.trainer, optimizer)
+            unscale_(self.trainer, optimizer)  # idempotent
+        self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 0.2).detach())
+        if not (self.skip_step and batch_idx == 2):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plugin", ["none", "ours", "ours bf16", "stock", "stock bf16"])
+def test_unscale(plugin: str, optimizer: str) -> None:
+    from support import stock_fp32
+
+    plugins: dict[str, Any] = {
+        "none": lambda: None,
+        "ours": lambda: scaled_fp32(init_scale=2.0**10, growth_interval=3),
+        "ours bf16": lambda: WithoutAutocast("bf16"),
+        "stock": lambda: stock_fp32(init_scale=2.0**10, growth_interval=3),
+        "stock bf16": lambda: None,
+    }
+    make = lambda: LooksByHand(OPTIMIZERS[optimizer])  # noqa: E731
+    plugin_ = plugins[plugin]()
+    trainer, reference = fit(make, plugin_), fit(make)
+    assert_same(trainer.lightning_module.norms, reference.lightning_module.norms)
+    assert_same(trainer, reference)
+    if plugin == "stock":
+        assert plugin_.scaler.get_scale() == 2.0**12
+        assert "unscale_" not in vars(plugin_.scaler)
+
+
+def test_stock_without_it_clips_scaled_gradients() -> None:
+    from support import stock_fp32
+
+    make = lambda: LooksByHand(plain_sgd, unscale=False)  # noqa: E731
+    norms = fit(make, stock_fp32(init_scale=2.0**10)).lightning_module.norms
+    assert norms[0] > 100 * fit(make).lightning_module.norms[0]
+
+
+def test_stock_still_says_what_it_says_twice() -> None:
+    """A step that the user leaves out leaves Lightning's scaler as it would: the next `unscale_` is one too many."""
+    from support import stock_fp32
+
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+        fit(lambda: LooksByHand(plain_sgd, skip_step=True), stock_fp32(init_scale=2.0**10))
+
+
+# -- nobody else notices ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**9])
+def test_callbacks_that_run_steps_again_change_nothing(factor: float) -> None:
+    class Validated(Penalty):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            with torch.enable_grad():
+                batch = batch.clone().requires_grad_()
+                (gradient,) = scaled_grad(self.trainer, self.score(batch).sum() * self.factor, batch)
+            self.log("norm", gradient.norm())
+
+        def val_dataloader(self) -> Any:
+            return batches(2)
+
+    def run(*callbacks: L.Callback) -> tuple[L.Trainer, Any]:
+        plugin = AmpPrecision("fp16")
+        trainer = fit(lambda: Validated(factor), plugin, inference_mode=False, callbacks=list(callbacks))
+        return trainer, plugin.state_dict()
+
+    (watched, state), (alone, state_alone) = run(GradientMonitor(1), OverflowLocator(), MetricComparison()), run()
+    assert_same(watched, alone)
+    assert state == state_alone
+
+
+def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Any) -> None:
+    def run(max_epochs: int, ckpt_path: Any = None) -> tuple[L.Trainer, AmpPrecision]:
+        plugin = AmpPrecision("fp16")
+        return fit(lambda: Penalty(2.0**9), plugin, max_epochs=max_epochs, ckpt_path=ckpt_path), plugin
+
+    half, plugin = run(1)
+    state = plugin.state_dict()["derivative_scale"]
+    assert state[0] < 2.0**10
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    torch.load(tmp_path / "half.ckpt", weights_only=True)
+    (resumed, after), (whole, expected) = run(2, tmp_path / "half.ckpt"), run(2)
+    assert_same(resumed, whole)
+    assert after.state_dict() == expected.state_dict()
+
+
+@pytest.mark.parametrize("bad", [[0.0, 0.0], [float("nan"), 0.0], [1024.0], "x"])
+def test_a_damaged_entry_is_named(bad: Any) -> None:
+    fit(Penalty, plugin := AmpPrecision("fp16"), batches(2))
+    with pytest.raises(ValueError, match="derivative_scale"):
+        plugin.load_state_dict(plugin.state_dict() | {"derivative_scale": bad})

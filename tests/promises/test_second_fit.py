@@ -1,0 +1,225 @@
+"""A second fit of the same Trainer goes on where the first ended, as `global_step` does; another one starts afresh."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.tuner import Tuner
+from support import Poison, Toy, assert_same, batches, fit, quiet_trainer, scaled_fp32, stock_fp32
+from support.promises import fused_adamw, plain_adamw
+from torch import Tensor
+from torch.optim.lr_scheduler import ExponentialLR
+
+from lightning_amp import (
+    AmpPrecision,
+    DynamicLossScaler,
+    GradientMonitor,
+    MetricComparison,
+    OverflowLocator,
+    ScaleMonitor,
+)  # fmt: skip
+from lightning_amp.scaling import StepRecord
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning_amp.callbacks._overflow_locator"), "disabled", True)
+
+
+class Validated(Toy):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+def callbacks() -> list[L.Callback]:
+    return [ScaleMonitor(), OverflowLocator(), GradientMonitor(3), MetricComparison()]
+
+
+def seen(trainer: L.Trainer) -> dict[str, Any]:
+    """All that is to go on."""
+    plugin: Any = trainer.precision_plugin
+    found = {type(c).__name__: c for c in trainer.callbacks}  # pyright: ignore[reportAttributeAccessIssue]
+    return {
+        "plugin": plugin.state_dict(),
+        "scale": plugin.scaler.get_scale(),
+        "history": list(found["ScaleMonitor"].history),
+        "reports": [r.as_dict() for r in found["OverflowLocator"].reports],
+        "overflows": found["OverflowLocator"].state_dict()["num_overflows"],
+        "gradients": list(found["GradientMonitor"].table),
+        "comparison": list(found["MetricComparison"].table),
+        "steps": trainer.global_step,
+    }
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any], *without: str) -> None:
+    for key in one.keys() - set(without):
+        assert str(one[key]) == str(other[key]), key
+
+
+def make_module() -> Validated:
+    torch.manual_seed(0)
+    return Validated(fused_adamw, None, lambda o: ExponentialLR(o, 0.9))
+
+
+def make_plugin() -> AmpPrecision:
+    return scaled_fp32(init_scale=1024.0, growth_interval=5)
+
+
+def make_trainer(epochs: int, plugin: Any, *more: L.Callback, **kwargs: Any) -> L.Trainer:
+    return quiet_trainer(plugins=[plugin], max_epochs=epochs, callbacks=[*callbacks(), *more], **kwargs)
+
+
+def go_on(trainer: L.Trainer, module: L.LightningModule, epochs: int, **kwargs: Any) -> None:
+    trainer.fit_loop.max_epochs = epochs
+    trainer.fit(module, batches(), batches(2), **kwargs)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("between", ["nothing", "validate"])
+def test_two_fits_are_one(between: str) -> None:
+    """Overflows on both sides, the growth tracker and the samples in the middle of their counts."""
+    poison = (1, 4, 11, 13)
+    whole = make_trainer(2, make_plugin(), Poison(gradient=poison))
+    torch.manual_seed(1)
+    whole.fit(module := make_module(), batches(), batches(2))
+    twice = make_trainer(1, make_plugin(), Poison(gradient=poison))
+    torch.manual_seed(1)
+    twice.fit(again := make_module(), batches(), batches(2))
+    half = seen(twice)
+    if between == "validate":
+        twice.validate(again, batches(2), verbose=False)
+        rows = len(half["comparison"])
+        assert_equal(seen(twice), half, "comparison")
+        assert len(seen(twice)["comparison"]) == 2 * rows
+    go_on(twice, again, 2)
+    # what runs a second time in the second fit is Lightning's own: optimizer and schedule are made anew
+    assert_equal(seen(twice), seen(whole), "gradients", "comparison", "reports")
+    assert len(seen(twice)["reports"]) == len(seen(whole)["reports"]) == 4
+    assert [r.step for r in seen(twice)["gradients"]] == [r.step for r in seen(whole)["gradients"]]
+    assert len(seen(twice)["comparison"]) == len(seen(whole)["comparison"]) + (between == "validate")
+    assert module.trainer is whole
+
+
+def test_a_streak_of_skips_goes_on() -> None:
+    plugin = scaled_fp32(max_consecutive_skips=10)
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[Poison(gradient=range(16))])
+    trainer.fit(module := Toy(), batches())
+    assert plugin.num_skipped == 8
+    trainer.fit_loop.max_epochs = 2
+    with pytest.raises(FloatingPointError, match="10 optimizer steps in a row"):
+        trainer.fit(module, batches())
+    assert plugin.num_skipped == 10
+
+
+@pytest.mark.parametrize(
+    "scaler", [lambda: torch.amp.GradScaler("cpu", init_scale=64.0), lambda: DynamicLossScaler(64.0)]
+)
+def test_any_scaler(scaler: Callable[[], Any]) -> None:
+    plugin = AmpPrecision("fp16", scaler=scaler())
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[Poison(gradient=[1, 9])])
+    trainer.fit(module := Toy(), batches())
+    assert plugin.scaler is not None
+    assert plugin.scaler.get_scale() == 32.0
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, batches())
+    assert plugin.scaler.get_scale() == 16.0
+    assert (plugin.num_steps, plugin.num_skipped) == (14, 2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_without_a_scaler(precision: str) -> None:
+    plugin = AmpPrecision(precision)
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[Poison(gradient=[1, 9])])
+    trainer.fit(module := Toy(), batches())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, batches())
+    assert (plugin.num_steps, plugin.num_skipped) == (14, 2)
+    assert isinstance(plugin.last_step, StepRecord)
+    assert plugin.last_step.index == 15
+
+
+def test_listeners_are_those_of_their_fit() -> None:
+    class Listens(L.Callback):
+        def __init__(self) -> None:
+            self.all: list[StepRecord] = []
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.precision_plugin.records.listeners.append(self.all.extend)
+
+    trainer = quiet_trainer(plugins=[AmpPrecision("fp32")], callbacks=[listens := Listens()])
+    trainer.fit(module := Toy(), batches())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, batches())
+    assert [r.index for r in listens.all] == list(range(16))
+
+
+def test_another_trainer_starts_afresh() -> None:
+    """With the same plugin and callbacks: k folds."""
+    plugin, watchers = make_plugin(), callbacks()
+    runs: list[dict[str, Any]] = []
+    for _ in range(2):
+        trainer = quiet_trainer(plugins=[plugin], callbacks=[*watchers, Poison(gradient=[1, 4])])
+        torch.manual_seed(1)
+        trainer.fit(make_module(), batches(), batches(2))
+        runs.append(seen(trainer))
+    assert_equal(*runs)
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_checkpoint_wins(tmp_path: Any, theirs: bool) -> None:
+    """Also one that knows nothing of plugin and callbacks: what the first fit left does not belong to its weights."""
+    if theirs:
+        first = fit(lambda: Toy(fused_adamw), stock_fp32(init_scale=256.0), limit_train_batches=4)
+    else:
+        first = make_trainer(1, make_plugin(), Poison(gradient=[2]), limit_train_batches=4)
+        torch.manual_seed(0)
+        first.fit(make_module(), batches(), batches(2))
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    used = make_trainer(1, make_plugin(), Poison(gradient=[1, 4]))
+    used.fit(module := make_module(), batches(), batches(2))
+    fresh = make_trainer(2, make_plugin(), Poison())
+    for trainer in (used, fresh):
+        torch.manual_seed(2)
+        go_on(trainer, module if trainer is used else make_module(), 2, ckpt_path=tmp_path / "a.ckpt")
+    assert_equal(seen(used), seen(fresh))
+    assert_same(used, fresh)
+
+
+def test_the_tuners_leave_no_trace(tmp_path: Any) -> None:
+    class Tuned(Toy):
+        lr = 1e-3
+        batch_size = 4
+
+        def __init__(self) -> None:
+            super().__init__(plain_adamw)
+
+        def train_dataloader(self) -> Any:
+            return batches(8, self.batch_size)
+
+    plugin = make_plugin()
+    trainer = quiet_trainer(
+        plugins=[plugin], default_root_dir=tmp_path, callbacks=[monitor := ScaleMonitor()], max_epochs=2
+    )
+    module = Tuned()
+    Tuner(trainer).lr_find(module, num_training=6, early_stop_threshold=None)
+    Tuner(trainer).scale_batch_size(module, mode="power", max_trials=2, steps_per_trial=2)
+    trainer.fit(module)
+    assert plugin.num_steps == trainer.global_step == 16
+    assert monitor.history.num_attempted == 16
+    assert plugin.scaler is not None
+    assert plugin.scaler.get_scale() == 2.0**13
+
+
+def test_copies_know_no_trainer() -> None:
+    trainer = make_trainer(1, make_plugin())
+    trainer.fit(Validated(), batches(), batches(2))
+    plugin: Any = trainer.precision_plugin
+    for copied in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):
+        assert copied.num_steps == 0

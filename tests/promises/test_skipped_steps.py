@@ -1,0 +1,377 @@
+"""Rows 1, 2 and 8: a skipped step did not happen. The run equals an fp32 run that never drew the bad batches."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, StochasticWeightAveraging
+from lightning.pytorch.tuner import Tuner
+from support import Poison, Toy, assert_same, fit, quiet_trainer, scaled_fp32, weights
+from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, plain_adamw, promise
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as lrs
+from torch.utils.data import DataLoader
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "linear": lambda o: lrs.LinearLR(o, total_iters=8),
+    "one cycle": lambda o: lrs.OneCycleLR(o, max_lr=0.1, total_steps=20),
+    "lambda": lambda o: lrs.LambdaLR(o, lambda step: 0.9**step),
+    "sequential": lambda o: lrs.SequentialLR(o, [lrs.ConstantLR(o, 0.1, 3), lrs.ExponentialLR(o, 0.9)], [3]),
+    "chained": lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o, 0.1, 3), lrs.ExponentialLR(o, 0.9)], o),
+    "warm restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+}
+
+
+def data(count: int = 10, without: Iterable[int] = (), size: int = 4) -> DataLoader[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    everything = [torch.randn(size, 8, generator=generator) for _ in range(count)]
+    kept = [batch for i, batch in enumerate(everything) if i not in set(without)]
+    return DataLoader(kept, batch_size=None)  # pyright: ignore[reportArgumentType]
+
+
+def rate(trainer: L.Trainer) -> list[float]:
+    return [group["lr"] for group in trainer.optimizers[0].param_groups]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("bad", [(0,), (3, 4)])
+@promise(1, stock=f"{DIFFERS}|lr_scheduler.step.* before `optimizer.step", raises=(AssertionError, UserWarning))
+def test_schedules_see_applied_steps(plugins: Plugins, bad: tuple[int, ...], schedule: str, optimizer: str) -> None:
+    module = functools.partial(Toy, OPTIMIZERS[optimizer], None, SCHEDULES[schedule])
+    trainer = fit(module, plugins.scaled(), data(), callbacks=[Poison(gradient=bad)])
+    reference = fit(module, None, data(without=bad))
+    assert_same(trainer, reference)
+    torch.testing.assert_close(rate(trainer), rate(reference), rtol=0, atol=0)
+    ours, theirs = (t.lr_scheduler_configs[0].scheduler for t in (trainer, reference))
+    assert getattr(ours, "last_epoch", None) == getattr(theirs, "last_epoch", None)
+    assert type(ours) is type(theirs)
+
+
+@promise(1, stock=DIFFERS)
+def test_schedules_with_accumulation(plugins: Plugins) -> None:
+    """A skip drops the whole window: batches 2 and 3 here, though only 2 is bad."""
+    module = functools.partial(Toy, fused_adamw, None, SCHEDULES["lambda"])
+    kwargs: dict[str, Any] = {"accumulate_grad_batches": 2}
+    trainer = fit(module, plugins.scaled(), data(), callbacks=[Poison(gradient=[2])], **kwargs)
+    reference = fit(module, None, data(without=[2, 3]), **kwargs)
+    assert_same(trainer, reference)
+    torch.testing.assert_close(rate(trainer), rate(reference))
+
+
+class EpochSchedule(Toy):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [lrs.ExponentialLR(optimizer, 0.5)]
+
+
+@pytest.mark.parametrize("bad", [range(10), [9]])
+@promise(1, stock=None)
+def test_epoch_schedules_run_as_ever(plugins: Plugins, bad: Iterable[int]) -> None:
+    trainer = fit(lambda: EpochSchedule(fused_adamw), plugins.scaled(), data(), callbacks=[Poison(gradient=bad)])
+    assert rate(trainer) == [0.005]
+
+
+class Plateau(Toy):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.log("constant", 1.0)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        schedule = {
+            "scheduler": lrs.ReduceLROnPlateau(optimizer, patience=0),
+            "monitor": "constant",
+            "interval": "step",
+        }
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+@promise(1, stock=None)
+def test_plateau_schedules_run_as_ever(plugins: Plugins) -> None:
+    trainer = fit(lambda: Plateau(fused_adamw), plugins.scaled(), data(3), callbacks=[Poison(gradient=[0, 1, 2])])
+    assert rate(trainer) == pytest.approx([0.0001])
+
+
+class OtherVerb(Toy):
+    """Like timm: the schedule is not driven through `step()`."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        self.scheduler = lrs.LambdaLR(optimizer, lambda step: 0.9**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"}}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.last_epoch += 1
+        for group in scheduler.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
+@promise(1, stock=DIFFERS)
+def test_other_verbs(plugins: Plugins, optimizer: str) -> None:
+    module = functools.partial(OtherVerb, OPTIMIZERS[optimizer])
+    trainer = fit(module, plugins.scaled(), data(), callbacks=[Poison(gradient=[0, 3, 9])])
+    reference = fit(module, None, data(without=[0, 3, 9]))
+    torch.testing.assert_close(rate(trainer), rate(reference), rtol=0, atol=0)
+    assert "lr_scheduler_step" not in vars(trainer.lightning_module)
+
+
+class ManualSchedule(Toy):
+    def __init__(self, per: str) -> None:
+        super().__init__(fused_adamw)
+        self.automatic_optimization = False
+        self.per = per
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        if self.per == "batch":
+            self.lr_schedulers().step()
+
+    def on_train_epoch_end(self) -> None:
+        if self.per == "epoch":
+            self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [lrs.ExponentialLR(optimizer, 0.5)]
+
+
+@promise(1, stock=DIFFERS)
+def test_manual_schedules_per_batch(plugins: Plugins) -> None:
+    trainer = fit(lambda: ManualSchedule("batch"), plugins.scaled(), data(4), callbacks=[Poison(gradient=[0, 2])])
+    reference = fit(lambda: ManualSchedule("batch"), None, data(4, without=[0, 2]))
+    torch.testing.assert_close(rate(trainer), rate(reference))
+    assert_same(trainer, reference)
+
+
+@promise(1, stock=None)
+def test_manual_schedules_per_epoch(plugins: Plugins) -> None:
+    trainer = fit(lambda: ManualSchedule("epoch"), plugins.scaled(), data(4), callbacks=[Poison(gradient=[3])])
+    assert rate(trainer) == [0.005]
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_rates_that_somebody_watches_are_decided_at_once() -> None:
+    seen: list[float] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            seen.append(rate(trainer)[0])
+
+    module = functools.partial(Toy, fused_adamw, None, lambda o: lrs.ExponentialLR(o, 0.5))
+    fit(module, Plugins(True).scaled(), data(4), callbacks=[Poison(gradient=[1]), Watch()])
+    assert seen == pytest.approx([0.005, 0.005, 0.0025, 0.00125])
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_gated_schedulers_copy_and_pickle_as_themselves() -> None:
+    class Copy(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            scheduler = trainer.lr_scheduler_configs[0].scheduler
+            self.copies = [copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler))]
+            assert isinstance(scheduler, lrs.ExponentialLR)
+
+    callback = Copy()
+    fit(functools.partial(Toy, plain_adamw, None, lambda o: lrs.ExponentialLR(o, 0.5)), Plugins(True).scaled(), data(2),
+        callbacks=[callback])  # fmt: skip
+    assert [type(c) for c in callback.copies] == [lrs.ExponentialLR] * 2
+    assert [c.last_epoch for c in callback.copies] == [2, 2]
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_lr_monitor_shows_the_rate_that_is_used(tmp_path: Any) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    module = functools.partial(Toy, fused_adamw, None, lambda o: lrs.ExponentialLR(o, 0.5))
+    logger = CSVLogger(tmp_path)
+    fit(module, Plugins(True).scaled(), data(4), logger=logger, callbacks=[Poison(gradient=[1]), LearningRateMonitor()])
+    rates = [float(row["lr-AdamW"]) for row in logger.experiment.metrics if "lr-AdamW" in row]
+    assert not rates or rates == pytest.approx([0.01, 0.005, 0.005, 0.0025])
+    assert "lr-AdamW" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+
+
+# -- averaged weights ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
+@promise(1, stock=DIFFERS)
+def test_averages_see_applied_steps(plugins: Plugins, optimizer: str, accumulate: int) -> None:
+    module = functools.partial(Toy, OPTIMIZERS[optimizer])
+    bad, dropped = ([6], [6]) if accumulate == 1 else ([6], [6, 7])
+
+    def run(plugin: Any, batches: DataLoader[Tensor], *callbacks: L.Callback) -> L.Trainer:
+        average = EMAWeightAveraging(decay=0.5)
+        trainer = fit(module, plugin, batches, callbacks=[*callbacks, average], accumulate_grad_batches=accumulate)
+        assert type(average) is EMAWeightAveraging
+        return trainer
+
+    assert_same(run(plugins.scaled(), data(), Poison(gradient=bad)), run(None, data(without=dropped)))
+
+
+# -- normalisation buffers ---------------------------------------------------------------
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
+class BadForward(Toy):
+    """Overflows in the forward, before the BatchNorm."""
+
+    bad: tuple[int, ...] = ()
+
+    def __init__(self, optimizer: Any, bad: tuple[int, ...] = ()) -> None:
+        super().__init__(optimizer, batch_norm())
+        self.bad = bad
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return super().training_step(batch * float("inf") if batch_idx in self.bad else batch, batch_idx)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@promise(2, stock=DIFFERS)
+def test_buffers_of_a_skipped_batch_are_taken_back(plugins: Plugins, optimizer: str, accumulate: int) -> None:
+    kwargs: dict[str, Any] = {"accumulate_grad_batches": accumulate}
+    bad = (0, 4)
+    dropped = bad if accumulate == 1 else (0, 1, 4, 5)
+    trainer = fit(lambda: BadForward(OPTIMIZERS[optimizer], bad), plugins.scaled(), data(), **kwargs)
+    assert_same(trainer, fit(lambda: BadForward(OPTIMIZERS[optimizer]), None, data(without=dropped), **kwargs))
+
+
+class NoLossIn(BadForward):
+    """One batch is looked at, but not trained on."""
+
+    def __init__(self, without_loss: int) -> None:
+        super().__init__(fused_adamw)
+        self.without_loss = without_loss
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == self.without_loss else loss
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("without_loss", [1, 2])
+def test_a_batch_without_a_loss_is_dropped_with_its_window(without_loss: int) -> None:
+    """Which ends with a step; the batch alone, in its middle or at its end, does not end it."""
+    kwargs: dict[str, Any] = {"accumulate_grad_batches": 3}
+    trainer = fit(lambda: NoLossIn(without_loss), scaled_fp32(), data(), callbacks=[Poison([0])], **kwargs)
+    assert_same(trainer, fit(lambda: BadForward(fused_adamw), None, data(without=(0, 1, 2)), **kwargs))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@promise("2+8", stock="Tensor-likes|nan|False")
+def test_buffers_stay_finite_without_a_scaler(plugins: Plugins, precision: str) -> None:
+    plugin = plugins.bf16() if precision == "bf16" else plugins.fp32()
+    trainer = fit(lambda: BadForward(plain_adamw, (2,)), plugin, data())
+    assert all(bool(value.isfinite().all()) for value in weights(trainer).values()) is True
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+@promise(2, stock="False")
+def test_the_batch_norm_pass_of_swa(plugins: Plugins) -> None:
+    class LastEpoch(BadForward):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            # the pass over the data that only updates BatchNorm comes after the last epoch
+            self.bad = (2, 9) if self.trainer.current_epoch == 3 else ()
+            return super().training_step(batch, batch_idx)
+
+    swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    trainer = fit(lambda: LastEpoch(plain_adamw), plugins.scaled(), data(), max_epochs=3, callbacks=[swa])
+    assert all(bool(value.isfinite().all()) for value in weights(trainer).values()) is True
+
+
+# -- bf16 and fp32 ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["gradient", "loss"])
+@promise(8, stock=DIFFERS)
+def test_one_bad_batch_in_fp32(plugins: Plugins, kind: str, optimizer: str, clip: float | None) -> None:
+    module = functools.partial(Toy, OPTIMIZERS[optimizer])
+    poison = Poison(gradient=[3] if kind == "gradient" else [], loss=[3] if kind == "loss" else [])
+    trainer = fit(module, plugins.fp32(), data(), callbacks=[poison], gradient_clip_val=clip)
+    reference = fit(module, None, data(without=[3]), gradient_clip_val=clip)
+    assert_same(trainer, reference, **({"rtol": 1e-5, "atol": 1e-6} if clip else {}))
+
+
+@promise(8, stock="False")
+def test_one_bad_batch_in_bf16(plugins: Plugins) -> None:
+    poison = Poison(loss=[3])
+    trainer = fit(lambda: Toy(plain_adamw), plugins.bf16(), data(), callbacks=[poison], gradient_clip_val=0.5)
+    assert all(bool(value.isfinite().all()) for value in weights(trainer).values()) is True
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_sixty_four_bad_batches_stop_bf16_too() -> None:
+    with pytest.raises(FloatingPointError, match="64 optimizer steps in a row were skipped.*64 with a non-finite loss"):
+        fit(Toy, Plugins(True).bf16(), data(70), callbacks=[Poison(loss=range(70))])
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_bf16_is_not_advised_to_a_run_that_has_it() -> None:
+    with pytest.raises(FloatingPointError, match="0 with a non-finite loss.*want an epsilon") as caught:
+        fit(Toy, Plugins(True).bf16(), data(70), callbacks=[Poison(gradient=range(70))])
+    assert "'bf16'" not in str(caught.value)
+
+
+# -- counters and the LR finder ---------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_counters(optimizer: str) -> None:
+    plugin = Plugins(True).scaled()
+    trainer = fit(lambda: Toy(OPTIMIZERS[optimizer]), plugin, data(), callbacks=[Poison(gradient=[0, 5])])
+    assert (plugin.num_steps, plugin.num_skipped) == (8, 2)
+    assert trainer.global_step == 10  # Lightning's own counter is left alone
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
+@promise(32, stock="assert")
+def test_the_lr_finder_records_no_rate_without_a_step(plugins: Plugins, optimizer: str, tmp_path: Any) -> None:
+    used: list[float] = []
+
+    class Spy(Toy):
+        lr = 1e-4
+        batch = 0
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=optimizer.startswith("fused"))
+
+        def on_after_backward(self) -> None:
+            if self.batch in {3, 7}:
+                next(self.parameters()).grad.fill_(float("inf"))
+
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            self.before, self.rate = weights(self), rate(self.trainer)[0]
+
+        def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+            self.batch += 1
+            if any(not torch.equal(a, b) for a, b in zip(self.before.values(), weights(self).values(), strict=True)):
+                used.append(self.rate)
+
+    torch.manual_seed(0)
+    trainer = quiet_trainer(plugins=[plugins.scaled()], default_root_dir=tmp_path)
+    finder = Tuner(trainer).lr_find(
+        Spy(), data(20), num_training=15, min_lr=1e-4, max_lr=1e-2, early_stop_threshold=None
+    )
+    assert finder is not None
+    assert len(used) >= 13
+    unused = [r for r in finder.results["lr"] if not any(r == pytest.approx(u) for u in used)]
+    assert unused == []

@@ -1,0 +1,535 @@
+"""Rows 6, 11 to 15, 18, 19, 21, 31: closures, odd parameters, stuck scales, compile, anomaly detection."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import (
+    FEATURES,
+    Poison,
+    Toy,
+    WithoutAutocast,
+    assert_same,
+    batches,
+    fit,
+    flags_on_a_device,
+    scaled_fp32,
+    weights,
+)
+from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, fused_sgd, plain_adamw, plain_sgd, promise
+from torch import Tensor, nn
+
+from lightning_amp import AmpPrecision, DynamicLossScaler
+
+# -- row 11: optimizers that call their closure more than once ------------------------------------
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as it is found in the wild: climbs, asks for gradients again, comes back, steps."""
+
+    def __init__(self, params: Any, lr: float = 0.05, rho: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            self.state[p]["climb"] = p.grad * (self.param_groups[0]["rho"] / (norm + 1e-12))
+            p.add_(self.state[p]["climb"])
+        closure()
+        for p in params:
+            p.sub_(self.state[p]["climb"])
+        self.base.step()
+        return loss
+
+
+def lbfgs(line_search: str | None) -> Any:
+    return lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=4, line_search_fn=line_search)
+
+
+CLOSURES = {"sam": SAM, "lbfgs": lbfgs(None), "lbfgs, line search": lbfgs("strong_wolfe")}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", CLOSURES)
+@promise(11, stock="LBFGS optimizer are not compatible|NoneType|closure", raises=(Exception,))
+def test_closure_optimizers(plugins: Plugins, optimizer: str, accumulate: int) -> None:
+    module = functools.partial(Toy, CLOSURES[optimizer])
+    trainer = fit(module, plugins.scaled(), accumulate_grad_batches=accumulate)
+    assert_same(trainer, fit(module, accumulate_grad_batches=accumulate))
+
+
+class ManualClosure(Toy):
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", CLOSURES)
+def test_closure_optimizers_by_hand(optimizer: str) -> None:
+    module = functools.partial(ManualClosure, CLOSURES[optimizer])
+    assert_same(fit(module, Plugins(True).scaled()), fit(module))
+
+
+class OverflowInCall(L.Callback):
+    """Inf in the gradients of the n-th closure call of the run."""
+
+    def __init__(self, call: int) -> None:
+        self.call, self.calls = call, 0
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.calls == self.call:
+            next(pl_module.parameters()).grad.fill_(float("inf"))
+        self.calls += 1
+
+
+@pytest.mark.parametrize("module", [Toy, ManualClosure])
+@pytest.mark.parametrize(("optimizer", "call"), [("sam", 1), ("sam", 3), ("lbfgs", 2), ("lbfgs, line search", 1)])
+def test_an_overflow_in_a_later_call_leaves_no_trace(module: type[Toy], optimizer: str, call: int) -> None:
+    seen: list[Any] = []
+
+    class Look(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+            seen.append((weights(pl_module), trainer.optimizers[0].state_dict()))
+
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+            plugin = trainer.precision_plugin
+            if plugin.last_step.skipped:
+                assert_same(weights(pl_module), seen[-1][0])
+                seen.append("skipped")
+
+    plugin = Plugins(True).scaled()
+    trainer = fit(lambda: module(CLOSURES[optimizer]), plugin, callbacks=[OverflowInCall(call), Look()])
+    assert plugin.num_skipped == 1
+    assert "skipped" in seen
+    assert all(w.isfinite().all() for w in weights(trainer).values())
+
+
+# -- row 6: the scaler cannot destroy a model -----------------------------------------------------
+
+
+@promise(6, stock="False")
+def test_a_scale_that_fell_to_zero(plugins: Plugins) -> None:
+    """The next healthy batch gives finite gradients times an infinite inverse."""
+    plugin = plugins.scaled(2.0**-10, backoff_factor=2.0**-140) if not plugins.ours else WithoutAutocast(
+        "fp16", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**-10, backoff_factor=2.0**-140)
+    )  # fmt: skip
+    trainer = fit(lambda: Toy(plain_sgd), plugin, batches(3), callbacks=[Poison(gradient=[0])])
+    assert all(bool(w.isfinite().all()) for w in weights(trainer).values()) is True
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_gradients_that_leave_the_range_when_divided(optimizer: str, clip: float | None) -> None:
+    """Finite scaled gradients, a scale below one: the true ones are not finite."""
+    plugin = Plugins(True).scaled(2.0**-14)
+    fit_twice = [Poison(gradient=[0, 1, 2], value=1e36)]
+    trainer = fit(lambda: Toy(OPTIMIZERS[optimizer]), plugin, batches(4), callbacks=fit_twice, gradient_clip_val=clip)
+    assert all(w.isfinite().all() for w in weights(trainer).values())
+    assert plugin.num_skipped == 3
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_large_but_finite_gradients_are_finite(clip: float | None, kind: str) -> None:
+    """Their squares are not, so the 2-norm says nothing about them."""
+    module = lambda: Toy(OPTIMIZERS[kind])  # noqa: E731
+    run = lambda plugin: fit(  # noqa: E731
+        module, plugin, batches(4), callbacks=[Poison(gradient=[1, 2], value=1e25)], gradient_clip_val=clip
+    )
+    plugin = AmpPrecision("fp32")
+    trainer = run(plugin)
+    assert plugin.num_skipped == 0
+    torch.testing.assert_close(weights(trainer), weights(run(None)))
+
+
+@promise(6, stock=DIFFERS)
+def test_bad_batches_never_lower_the_scale(plugins: Plugins) -> None:
+    plugin = plugins.scaled()
+    fit(Toy, plugin, batches(20), callbacks=[Poison(loss=[2, 7, 11])])
+    torch.testing.assert_close(plugin.scaler.get_scale(), 2.0**10)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_reasons(optimizer: str) -> None:
+    records: list[Any] = []
+
+    class Read(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
+            trainer.precision_plugin.records.listeners.append(records.extend)
+
+    plugin = Plugins(True).scaled()
+    fit(lambda: Toy(OPTIMIZERS[optimizer]), plugin, callbacks=[Poison(gradient=[1], loss=[3]), Read()])
+    assert [r.reason for r in records] == ["none", "gradient", "none", "loss", "none", "none", "none", "none"]
+    assert [r.scale for r in records] == [1024.0, 1024.0] + [512.0] * 6
+    assert [r.next_scale for r in records] == [1024.0] + [512.0] * 7
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("hysteresis", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
+def test_hysteresis_in_the_trainer(hysteresis: int, optimizer: str) -> None:
+    plugin = Plugins(True).scaled(hysteresis=hysteresis)
+    fit(lambda: Toy(OPTIMIZERS[optimizer]), plugin, callbacks=[Poison(gradient=[1, 4])])
+    assert plugin.scaler.get_scale() == (256.0 if hysteresis == 1 else 512.0)
+
+
+@promise(6, stock=DIFFERS)
+def test_torchs_fused_sgd_bug(plugins: Plugins) -> None:
+    """A fused SGD with momentum whose first step is skipped keeps an uninitialised buffer (torch 2.13)."""
+    trainer = fit(lambda: Toy(fused_sgd), plugins.scaled(), callbacks=[Poison(gradient=[0])])
+    assert_same(trainer, fit(lambda: Toy(fused_sgd), data=DropFirst()))
+
+
+class DropFirst:
+    def __iter__(self) -> Any:
+        return iter(list(batches())[1:])
+
+    def __len__(self) -> int:
+        return 7
+
+
+# -- row 12: half-precision losses ----------------------------------------------------------------
+
+
+class HalfLoss(Toy):
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.net(batch).mean()
+
+
+@promise(12, stock=DIFFERS)
+def test_a_half_precision_loss(plugins: Plugins) -> None:
+    plugin = plugins.fp16(2.0**16, growth_interval=2)
+    with pytest.warns(UserWarning, match="The loss is float16") if plugins.ours else pytest.MonkeyPatch.context():
+        fit(HalfLoss, plugin)
+    skipped = plugin.num_skipped if plugins.ours else 8 - round(float(next(iter(plugin_steps(plugin)))))
+    torch.testing.assert_close(skipped, 0)
+
+
+def plugin_steps(plugin: Any) -> Any:
+    """Lightning's plugin counts nothing: a scale that is below where it would be with eight clean steps tells."""
+    yield 8.0 if plugin.scaler.get_scale() == 2.0**20 else 0.0
+
+
+# -- row 14: odd parameters -----------------------------------------------------------------------
+
+
+class Odd(Toy):
+    def __init__(self, kind: str) -> None:
+        super().__init__(plain_sgd)
+        self.kind = kind
+        if kind == "sparse":
+            self.extra: nn.Module = nn.Embedding(10, FEATURES, sparse=True)
+        else:
+            self.extra = nn.Module()
+            dtype = torch.complex64 if kind == "complex" else torch.float64
+            self.extra.weight = nn.Parameter(torch.ones(FEATURES, dtype=dtype))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        if self.kind == "sparse":
+            extra = self.extra(torch.tensor([1, 1, 3])).sum()
+        else:
+            extra = (batch * self.extra.weight).abs().sum().float()
+        return super().loss(batch) + 0.01 * extra
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("kind", ["complex", "sparse", "float64"])
+@promise(14, stock="ComplexFloat|never", raises=(RuntimeError, NotImplementedError))
+def test_odd_parameters(plugins: Plugins, kind: str) -> None:
+    if not plugins.ours and kind != "complex":
+        raise RuntimeError("never reached: Lightning keeps this one")
+    assert_same(fit(lambda: Odd(kind), plugins.scaled()), fit(lambda: Odd(kind)))
+    plugin = plugins.scaled()
+    fit(lambda: Odd(kind), plugin, callbacks=[Poison(gradient=[2])])
+    assert plugin.num_skipped == 1
+
+
+class OneNumberForAll(Toy):
+    """Gradients that are views of one number: an optimizer reads them, nobody can write into them."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        super().__init__(plain_sgd)
+        self.bad = bad
+
+    def on_after_backward(self) -> None:
+        value = torch.nan if self.trainer.fit_loop.batch_idx == self.bad else 0.5
+        for parameter in self.parameters():
+            parameter.grad = torch.full((1,), value).expand_as(parameter)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_gradients_that_cannot_be_written_into() -> None:
+    assert_same(fit(OneNumberForAll, AmpPrecision("fp32")), fit(OneNumberForAll))
+    trainer = fit(lambda: OneNumberForAll(bad=2), plugin := AmpPrecision("fp32"))
+    assert plugin.num_skipped == 1
+    assert_same(trainer, fit(OneNumberForAll, None, batches(7)))
+
+
+class Float64(Toy):
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch.double())
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("plugin", [scaled_fp32, functools.partial(AmpPrecision, "fp32")], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("optimizer", [plain_sgd, fused_adamw])
+def test_float64_by_default(plugin: Any, optimizer: Any) -> None:
+    data = batches()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_same(fit(lambda: Float64(optimizer), plugin(), data), fit(lambda: Float64(optimizer), None, data))
+        trainer = fit(lambda: Float64(optimizer), plugin(), data, callbacks=[Poison([2])])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert trainer.precision_plugin.num_skipped == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# -- row 15: gradient penalties -------------------------------------------------------------------
+
+
+class Penalty(Toy):
+    """The gradient by the input is about 1e-9: float16's smallest number is 6e-8."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        inputs = batch.clone().requires_grad_()
+        outputs = self.net(inputs).float().mean() * 1e-7
+        plugin = self.trainer.precision_plugin
+        if isinstance(plugin, AmpPrecision):
+            (gradient,) = plugin.scaled_grad(outputs, inputs, create_graph=True)
+        else:
+            (gradient,) = torch.autograd.grad(outputs, inputs, create_graph=True)
+        self.gradient = gradient.detach().float()
+        return (gradient.float().norm() * 1e8 - 1) ** 2
+
+
+@promise(15, stock=DIFFERS)
+def test_gradient_penalty(plugins: Plugins) -> None:
+    trainer = fit(Penalty, plugins.fp16(), batches(1))
+    reference = fit(Penalty, None, batches(1))
+    ours, true = trainer.lightning_module.gradient, reference.lightning_module.gradient
+    torch.testing.assert_close(ours, true, rtol=0.05, atol=1e-11)
+
+
+# -- row 18: a reused weight ----------------------------------------------------------------------
+
+
+class CountCasts(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+class TwentyTimes(Toy):
+    def __init__(self) -> None:
+        super().__init__(plain_sgd, nn.Linear(FEATURES, FEATURES))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        with CountCasts() as casts:
+            x = batch
+            for _ in range(20):
+                x = self.net(x)
+        self.casts = casts.shapes.count((FEATURES, FEATURES))
+        return x.float().pow(2).mean()
+
+
+@promise(18, stock=DIFFERS)
+def test_one_half_copy_of_a_weight_per_step(plugins: Plugins) -> None:
+    trainer = fit(TwentyTimes, plugins.bf16())
+    torch.testing.assert_close(trainer.lightning_module.casts, 1)
+
+
+# -- row 19: torch.compile ------------------------------------------------------------------------
+
+
+class Island(nn.Module):
+    """A region that its author keeps in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(x.float() @ self.weight)
+
+
+class Compiled(Toy):
+    def __init__(self, compiled: bool) -> None:
+        super().__init__(plain_sgd, nn.Sequential(Island(), nn.Linear(FEATURES, 1)))
+        self.compiled = compiled
+
+    def on_fit_start(self) -> None:
+        torch._dynamo.reset()
+        if self.compiled:
+            self.net.compile(backend="aot_eager")
+
+
+@promise(19, stock=DIFFERS)
+def test_compiled_backward_equals_eager(plugins: Plugins) -> None:
+    compiled = fit(lambda: Compiled(True), plugins.bf16(), batches(2))
+    eager = fit(lambda: Compiled(False), plugins.bf16(), batches(2))
+    assert_same(weights(compiled)["net.0.weight"], weights(eager)["net.0.weight"], rtol=0, atol=1e-7)
+
+
+# -- row 31: anomaly detection --------------------------------------------------------------------
+
+
+class OverflowsInBackward(Toy):
+    """A float16 activation whose scaled gradient overflows, and makes NaN further down."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        hidden = self.net[0](batch)
+        return (torch.softmax(hidden * 50, 1).float().pow(2) * 300).sum()
+
+
+class RealAnomaly(Toy):
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + torch.sqrt((self.net(batch).float() * 0).sum())
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.filterwarnings("ignore:.*detect_anomaly")
+@promise(31, stock="returned nan values", raises=RuntimeError)
+def test_an_overflow_is_not_an_anomaly(plugins: Plugins) -> None:
+    plugin = plugins.fp16(2.0**22)
+    fit(OverflowsInBackward, plugin, detect_anomaly=True)
+    assert plugin.num_skipped > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_a_real_anomaly_is_one() -> None:
+    with pytest.raises(RuntimeError, match="returned nan values"):
+        fit(RealAnomaly, Plugins(True).fp16(), detect_anomaly=True)
+
+
+# -- two torch flaws the pipeline must not inherit ------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [fused_adamw, fused_sgd])
+def test_several_bad_devices_are_still_one_flag(fused: Any) -> None:
+    """`found_inf` must be exactly 1.0: the kernels compare with 1, and a sum of flags steps."""
+    seen: list[float] = []
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        optimizer = fused(params)
+        original = type(optimizer).step
+
+        class Spy(type(optimizer)):
+            def step(self, closure: Any = None) -> Any:
+                def spied() -> Any:
+                    out = closure()
+                    seen.append(float(getattr(self, "found_inf", 0.0)))
+                    return out
+
+                return original(self, spied)
+
+        optimizer.__class__ = Spy
+        return optimizer
+
+    module = Toy(make)
+    with flags_on_a_device():
+        fit(module, WithoutAutocast("fp16", scaler=DynamicLossScaler(1024.0)), batches(4), callbacks=[
+            Poison(gradient=[2]), PoisonAll(2)
+        ])  # fmt: skip
+    assert set(seen) <= {0.0, 1.0}
+    assert 1.0 in seen
+
+
+class PoisonAll(L.Callback):
+    def __init__(self, batch: int) -> None:
+        self.at = batch
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == self.at:
+            for p in pl_module.parameters():
+                p.grad.fill_(float("nan"))
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_adam_counts_applied_steps() -> None:
+    plugin = Plugins(True).scaled()
+    trainer = fit(lambda: Toy(fused_adamw), plugin, callbacks=[Poison(gradient=[0, 1, 5])])
+    assert {float(s["step"]) for s in trainer.optimizers[0].state.values()} == {5.0}
+    assert_same(fit(lambda: Toy(plain_adamw), Plugins(True).scaled(), callbacks=[Poison(gradient=[0, 1, 5])]),
+                trainer, rtol=1e-5, atol=1e-6)  # fmt: skip
+
+
+class TrainsInValidation(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.seen.append(self.net(batch).dtype)
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.trainer.strategy.training_step(batch, batch_idx)
+
+    def val_dataloader(self) -> Any:
+        return batches(1)
+
+
+def test_a_training_step_in_validation_leaves_training_as_it_is() -> None:
+    """The sanity check comes first."""
+    module = TrainsInValidation()
+    fit(module, AmpPrecision("bf16", eval_precision="fp32"), batches(2))
+    assert module.seen == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+class ComesLate(L.Callback):
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            trainer.callbacks.append(SeesGradients(self.calls))
+
+
+class SeesGradients(L.Callback):
+    def __init__(self, calls: list[int]) -> None:
+        self.calls = calls
+
+    def on_before_backward(self, trainer: L.Trainer, *args: Any) -> None:
+        self.calls.append(trainer.fit_loop.batch_idx)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
+        self.calls.append(trainer.fit_loop.batch_idx)
+
+
+@pytest.mark.parametrize("optimizer", [plain_sgd, fused_adamw])
+def test_callbacks_that_come_late_are_called(optimizer: Any) -> None:
+    late = ComesLate()
+    fit(lambda: Toy(optimizer), AmpPrecision("fp32"), callbacks=[late])
+    assert late.calls == [4, 4, 5, 5, 6, 6, 7, 7]

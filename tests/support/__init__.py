@@ -1,0 +1,28 @@
+"""What the tests share: a quiet Trainer, small models, injected overflow, and comparisons with fp32."""
+
+from support.devices import DEVICE, flags_on_a_device, run_scenarios
+from support.models import FEATURES, Toy, assert_same, attributes, batches, weights
+from support.plugins import StockWithoutAutocast, WithoutAutocast, scaled_fp32, stock, stock_fp32
+from support.poison import Poison, Recorder
+from support.trainers import fit, quiet_trainer
+
+__all__ = [
+    "DEVICE",
+    "FEATURES",
+    "Poison",
+    "Recorder",
+    "StockWithoutAutocast",
+    "Toy",
+    "WithoutAutocast",
+    "assert_same",
+    "attributes",
+    "batches",
+    "fit",
+    "flags_on_a_device",
+    "quiet_trainer",
+    "run_scenarios",
+    "scaled_fp32",
+    "stock",
+    "stock_fp32",
+    "weights",
+]

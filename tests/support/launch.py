@@ -1,0 +1,70 @@
+"""Start a script once per rank, in gloo processes of its own, and wait for all of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(
+    script: Path, world_size: int, folder: Path, *arguments: str, timeout_s: float = 240
+) -> list[dict[str, Any]]:
+    """Run `script FOLDER ARGUMENTS...` on every rank; returns what each of them saved as `rank{rank}.pt` in `folder`.
+
+    Args:
+        script: Ends with `torch.distributed.destroy_process_group()`.
+        world_size: How many processes.
+        folder: Empty.
+        arguments: More of them.
+        timeout_s: After so long all are killed.
+
+    Raises:
+        AssertionError: With the end of what the failed ranks printed.
+
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        **{k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "TORCHELASTIC"))},
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+    }
+    with tempfile.TemporaryFile() as printed:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(folder), *arguments],
+                env={**common, "LOCAL_RANK": str(rank), "RANK": str(rank)},
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(world_size)
+        ]
+        deadline = time.monotonic() + timeout_s
+        try:
+            while any(p.poll() is None for p in processes):
+                if time.monotonic() > deadline or any(p.poll() for p in processes):  # the others would wait for it
+                    break
+                time.sleep(0.05)
+        finally:
+            codes = [p.poll() for p in processes]
+            for process in processes:
+                process.kill()
+                process.wait()
+        printed.seek(0)
+        assert codes == [0] * world_size, f"exit codes {codes}\n{printed.read().decode(errors='replace')[-6000:]}"
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -1,0 +1,66 @@
+"""A small model, its data, and how it is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+FEATURES = 8
+
+
+class Toy(L.LightningModule):
+    """A regression that any precision learns. Everything about it can be changed from outside."""
+
+    def __init__(
+        self,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        net: nn.Module | None = None,
+        schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.net = net or nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.make_optimizer = optimizer or (lambda params: torch.optim.SGD(params, lr=0.05))
+        self.make_schedule = schedule
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch).float(), batch.sum(1, keepdim=True))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_schedule is None:
+            return optimizer
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.make_schedule(optimizer), "interval": "step"},
+        }
+
+
+def batches(count: int = 8, size: int = 4, seed: int = 0) -> DataLoader[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(torch.randn(count * size, FEATURES, generator=generator), batch_size=size)
+
+
+def weights(module: nn.Module | L.Trainer) -> dict[str, Tensor]:
+    module = module.lightning_module if isinstance(module, L.Trainer) else module
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_same(a: Any, b: Any, **tolerance: float) -> None:
+    """Bit for bit, unless a tolerance is given."""
+    a, b = (weights(x) if isinstance(x, (nn.Module, L.Trainer)) else x for x in (a, b))
+    torch.testing.assert_close(a, b, **(tolerance or {"rtol": 0.0, "atol": 0.0}), equal_nan=True)
+
+
+def attributes(module: nn.Module) -> dict[str, set[str]]:
+    """All there is on a module, except what Lightning itself adds to the root while it trains."""
+    own = {name: set(vars(m)) for name, m in module.named_modules()}
+    own[""] = {n for n in own[""] if n == "forward" or n.startswith("on_") or n.endswith("_step")}
+    return own

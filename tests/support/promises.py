@@ -1,0 +1,95 @@
+"""A promise is tested twice: with our plugin it holds; with Lightning's own it fails, for the reason written here."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_amp import AmpPrecision, DynamicLossScaler
+from support import flags_on_a_device, scaled_fp32, stock, stock_fp32
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """Where a promise's plugin comes from."""
+
+    ours: bool
+    flags_on_a_device: bool = False
+
+    def scaled(self, init_scale: float = 2.0**10, **kwargs: Any) -> Any:
+        """Loss scaling with autocast off: by powers of two the run must equal fp32 to the bit."""
+        return (scaled_fp32 if self.ours else stock_fp32)(init_scale=init_scale, **kwargs)
+
+    def fp16(self, init_scale: float = 2.0**10, **kwargs: Any) -> Any:
+        if not self.ours:
+            return stock("fp16", init_scale=init_scale, **kwargs)
+        return AmpPrecision("fp16", scaler=DynamicLossScaler(init_scale, **kwargs))
+
+    def bf16(self) -> Any:
+        return AmpPrecision("bf16") if self.ours else stock("bf16")
+
+    def fp32(self) -> Any:
+        return AmpPrecision("fp32") if self.ours else None
+
+
+def promise(
+    row: int | str, stock: str | None, raises: type[BaseException] | tuple[type[BaseException], ...] = AssertionError
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Mark the test of a row of the promises.
+
+    Args:
+        row: Its number, for the report.
+        stock: Pattern of the message with which the same test fails under Lightning's own plugin; `None` if Lightning
+            2.6 keeps this one.
+        raises: With what.
+
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def wrapper(*args: Any, plugins: Plugins, **kwargs: Any) -> None:
+            if plugins.ours or stock is None:
+                with flags_on_a_device() if plugins.flags_on_a_device else contextlib.nullcontext():
+                    test(*args, plugins=plugins, **kwargs)
+                return
+            with pytest.raises(raises, match=stock):
+                test(*args, plugins=plugins, **kwargs)
+
+        wrapper.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
+        params = [
+            pytest.param(Plugins(True), id=f"row{row}-ours"),
+            pytest.param(Plugins(True, flags_on_a_device=True), id=f"row{row}-ours, flags on a device"),
+            pytest.param(Plugins(False), id=f"row{row}-stock", marks=pytest.mark.stock),
+        ]
+        return pytest.mark.parametrize("plugins", params)(wrapper)
+
+    return decorate
+
+
+DIFFERS = "Tensor-likes are not|Scalars are not"
+
+
+def fused_adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+def plain_adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def fused_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True)
+
+
+def plain_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+OPTIMIZERS = {"adamw": plain_adamw, "fused adamw": fused_adamw, "sgd": plain_sgd, "fused sgd": fused_sgd}

@@ -1,0 +1,279 @@
+"""Metrics inside autocast compute as outside of it; and nothing stays on them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanSquaredError, Metric, MetricCollection, MetricTracker
+from torchmetrics.aggregation import RunningMean
+from torchmetrics.classification import BinaryAUROC
+from torchmetrics.functional.regression import pearson_corrcoef
+from torchmetrics.image import StructuralSimilarityIndexMeasure
+from torchmetrics.regression import ConcordanceCorrCoef, ExplainedVariance, PearsonCorrCoef, R2Score
+from torchmetrics.wrappers import BootStrapper, MinMaxMetric, Running
+
+from lightning_amp.casting._fp32_metrics import MetricGuards, metrics_of
+from lightning_amp.precision import fp32_region
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def regression(dtype: torch.dtype, offset: float = 100.0, spread: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+    target = offset + spread * torch.randn(3, 64)
+    return [((t + 0.6 * spread * torch.randn(64)).to(dtype), t.to(dtype)) for t in target]
+
+
+def images(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Small contrasts on a grey ground, where products of means cancel."""
+    target = 0.5 + 0.1 * nn.functional.interpolate(torch.rand(3, 1, 8, 8), size=(32, 32), mode="bilinear")
+    return [((t + 0.006 * torch.randn_like(t))[None].to(dtype), t[None].to(dtype)) for t in target]
+
+
+def scores(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.sigmoid(torch.randn(128) + 4).to(dtype), (torch.rand(128) > 0.5).int()) for _ in range(3)]
+
+
+CASES: dict[str, tuple[Callable[[], Metric], Callable[[torch.dtype], list[tuple[Tensor, Tensor]]]]] = {
+    "ssim": (lambda: StructuralSimilarityIndexMeasure(data_range=1.0), images),
+    "pearson": (PearsonCorrCoef, regression),
+    "concordance": (ConcordanceCorrCoef, regression),
+    "r2": (R2Score, regression),
+    "explained variance": (ExplainedVariance, regression),
+    "mse of large values": (MeanSquaredError, lambda dtype: regression(dtype, 3e4, 1e3)),
+    "auroc": (BinaryAUROC, scores),
+    "min max": (lambda: MinMaxMetric(R2Score()), regression),
+    "running": (lambda: Running(R2Score(), window=2), regression),
+}
+
+
+class Holder(nn.Module):
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self.metric = metric
+
+
+def use(metric: Metric, batches: list[tuple[Tensor, Tensor]]) -> list[Any]:
+    """What a step gets out of a metric: a value for each batch, and those of all batches by `compute`."""
+    values = [metric(*batch) for batch in batches[:2]]
+    metric.update(*batches[2])
+    return [*values, metric.compute()]
+
+
+def in_fp32(metric: Metric, batches: list[tuple[Tensor, Tensor]]) -> list[Any]:
+    return use(metric, [(p.float(), t.float() if t.is_floating_point() else t) for p, t in batches])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_fp32(case: str, dtype: torch.dtype) -> None:
+    make, data = CASES[case]
+    batches, metric = data(dtype), make()
+    found = dict(vars(metric))
+    with torch.autocast("cpu", torch.bfloat16), MetricGuards(Holder(metric), "cpu"):
+        values = use(metric, batches)
+    torch.testing.assert_close(values, in_fp32(make(), batches), rtol=0, atol=0)
+    assert vars(metric)["update"] is found["update"]
+    assert vars(metric)["compute"] is found["compute"]
+
+
+def test_ssim_is_what_it_is() -> None:
+    """The number of the report: without the guard the same images score less than a half."""
+    pair, metric = images(torch.float32)[0], StructuralSimilarityIndexMeasure(data_range=1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not 0.9 < metric(*pair) < 1.0
+        with MetricGuards(Holder(metric), "cpu"):
+            assert 0.95 < metric(*pair) < 1.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_collection_with_compute_groups(dtype: torch.dtype) -> None:
+    def collection() -> MetricCollection:
+        return MetricCollection(
+            {"r2": R2Score(), "ev": ExplainedVariance(), "mse": MeanSquaredError(), "r2b": R2Score()}
+        )
+
+    batches, ours, reference = regression(dtype), collection(), collection()
+    guards = MetricGuards(Holder(ours), "cpu")
+    for preds, target in batches:
+        with torch.autocast("cpu", torch.bfloat16), guards:
+            ours.update(preds, target)
+        reference.update(preds.float(), target.float())
+    assert any(len(group) > 1 for group in ours.compute_groups.values())
+    with torch.autocast("cpu", torch.bfloat16), guards:
+        torch.testing.assert_close(ours.compute(), reference.compute(), rtol=0, atol=0)
+
+
+def test_bootstrap_and_arithmetic_of_metrics() -> None:
+    for make in (lambda: BootStrapper(R2Score(), num_bootstraps=3), lambda: R2Score() + 2 * MeanSquaredError()):
+        batches, states = regression(torch.bfloat16), []
+        for guarded in (True, False):
+            torch.manual_seed(1)
+            metric = make()
+            data = batches if guarded else [(p.float(), t.float()) for p, t in batches]
+            with torch.autocast("cpu", torch.bfloat16, enabled=guarded), MetricGuards(Holder(metric), "cpu"):
+                for batch in data:
+                    metric.update(*batch)
+                states.append(metric.compute())
+        torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+class InPlainContainers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: list[Any] = [R2Score(), {"inner": (R2Score(),)}]
+        self.by_name = {"val": R2Score(), "text": "no metric"}
+        self.child = nn.ModuleDict({"registered": R2Score()})
+        self.hidden = [Holder(R2Score())]
+        self.hidden.append(self)  # type: ignore[arg-type]  # a cycle
+        self.collected = [torch.zeros(1)] * 2000
+
+
+def test_metrics_in_plain_containers() -> None:
+    module = InPlainContainers()
+    metrics = metrics_of(module)
+    assert len(metrics) == len({id(m) for m in metrics}) == 5
+    batch = regression(torch.float16)[0]
+    with torch.autocast("cpu", torch.bfloat16), MetricGuards(module, "cpu"):
+        values = [metric(*batch) for metric in metrics]
+    expected = R2Score()(batch[0].float(), batch[1].float())
+    torch.testing.assert_close(values, [expected] * 5, rtol=0, atol=0)
+
+
+class Detection(Metric):
+    """Takes nested containers, as detection metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("dtypes", default=[])
+
+    def update(self, preds: list[dict[str, Tensor]], *, name: str, target: Tensor) -> None:
+        self.dtypes += [*(value.dtype for one in preds for value in one.values()), target.dtype]
+        self.autocast = torch.is_autocast_enabled("cpu")
+
+    def compute(self) -> bool:
+        return torch.is_autocast_enabled("cpu")
+
+
+def test_nested_and_keyword_arguments() -> None:
+    metric = Detection()
+    preds = [{"boxes": torch.ones(2, dtype=torch.bfloat16), "labels": torch.ones(2, dtype=torch.long)}]
+    with torch.autocast("cpu", torch.bfloat16), MetricGuards(Holder(metric), "cpu"):
+        metric.update(preds, name="x", target=torch.ones(1, dtype=torch.float16))
+        assert metric.compute() is False
+        assert torch.is_autocast_enabled("cpu")
+    assert metric.dtypes == [torch.float32, torch.long, torch.float32]
+    assert metric.autocast is False
+    assert preds[0]["boxes"].dtype == torch.bfloat16  # the caller's own is as it was
+
+
+def test_exceptions_leave_everything_as_it_was() -> None:
+    metric = R2Score()
+    found = vars(metric)["update"]
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError, match="same shape"), MetricGuards(Holder(metric), "cpu"):
+            metric.update(torch.ones(3), torch.ones(4))
+        assert torch.is_autocast_enabled("cpu")
+    assert vars(metric)["update"] is found
+
+
+def test_copies_and_pickles_in_the_middle_of_a_step() -> None:
+    metric, batch = R2Score(), regression(torch.float32)[0]
+    with MetricGuards(Holder(metric), "cpu"):
+        metric.update(*batch)
+        copies = [metric.clone(), copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))]
+    for other in copies:
+        assert type(vars(other)["update"]) is type(vars(metric)["update"])
+        other.update(*batch)
+        assert other.update_count == 2
+    assert metric.update_count == 1
+
+
+def test_guards_are_made_once() -> None:
+    """A new function would be a reason for `torch.compile` to compile again; an unpickled metric has new ones."""
+    metric = R2Score()
+    module = Holder(metric)
+    guards = MetricGuards(module, "cpu")
+    with guards:
+        first = vars(metric)["update"]
+    guards.find(module)
+    with guards:
+        with guards:
+            assert vars(metric)["update"] is first
+        assert vars(metric)["update"] is first
+    metric.__setstate__(metric.__getstate__())
+    renewed = vars(metric)["update"]
+    guards.find(module)
+    with guards:
+        assert vars(metric)["update"] is not first
+    assert vars(metric)["update"] is renewed
+
+
+def test_metrics_that_come_and_go() -> None:
+    module = Holder(MetricTracker(R2Score()))
+    guards = MetricGuards(module, "cpu")
+    module.metric.increment()
+    guards.find(module)
+    with guards:
+        assert "_InFp32" in repr(vars(module.metric[-1])["update"])
+    module.metric = RunningMean(2)
+    guards.find(module)
+    assert all(guard.owner is not None and guard.owner in list(module.modules()) for guard in guards._guards.values())
+
+
+@pytest.mark.parametrize("way", ["function", "decorator", "called decorator"])
+def test_region_for_functional_metrics(way: str) -> None:
+    preds, target = regression(torch.float16)[0]
+
+    @fp32_region
+    def decorated(preds: Tensor, target: Tensor) -> Tensor:
+        return pearson_corrcoef(preds, target)
+
+    @fp32_region()
+    def called(preds: Tensor, target: Tensor) -> Tensor:
+        return pearson_corrcoef(preds, target)
+
+    function = {"function": fp32_region(pearson_corrcoef), "decorator": decorated, "called decorator": called}[way]
+    with torch.autocast("cpu", torch.bfloat16):
+        value = function(preds, target=target)
+        assert not torch.equal(pearson_corrcoef(preds, target).float(), value)
+    torch.testing.assert_close(value, pearson_corrcoef(preds.float(), target.float()), rtol=0, atol=0)
+
+
+def test_region_as_a_context_is_reentrant_and_undone() -> None:
+    weight = torch.randn(4, 4)
+    region = fp32_region()
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(KeyError, match="x"), region:
+            with region:
+                assert (weight @ weight).dtype == torch.float32
+            assert (weight @ weight).dtype == torch.float32
+            raise KeyError("x")
+        assert (weight @ weight).dtype == torch.bfloat16
+    with region:
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_compiled_step_with_a_metric(guarded: bool) -> None:
+    """A guard is part of the metric's graph. (One graph per step: `Metric` counts updates in a Python int.)"""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    (preds, target), module = regression(torch.float32, 1e3)[0], Holder(MeanSquaredError())
+    guards = MetricGuards(module if guarded else nn.Module(), "cpu")
+    compiled = torch.compile(lambda p, t: module.metric.update(p * 1.0, t), backend=backend, fullgraph=True)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16), guards:
+            compiled(preds, target)
+    assert len(graphs) == 3
+    torch.testing.assert_close(module.metric.compute(), (preds - target).square().mean())

@@ -1,0 +1,328 @@
+"""Modules that compute in fp32 under autocast, equal to the same written by hand."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support import assert_same
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanSquaredError, MetricCollection
+
+from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
+from lightning_amp.casting._fp32_modules import Islands, checked_rules, matches
+
+autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, shift: Tensor | None = None) -> Tensor:
+        y = self.layer(self.norm(x))
+        return y if shift is None else y @ shift
+
+
+class Net(nn.Module):
+    """`by_hand` is what `fp32_modules=["decoder"]` should do."""
+
+    def __init__(self, by_hand: bool = False, direct: bool = False) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList([Block(), Block()])
+        self.decoder = Block()
+        self.head = nn.Linear(8, 1)
+        self.by_hand, self.direct = by_hand, direct
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.encoder:
+            x = block(x)
+        shift = x.mT @ x  # half precision
+        if self.by_hand:
+            with torch.autocast("cpu", enabled=False):
+                x = self.decoder(x.float(), shift=shift.float())
+        else:
+            x = (self.decoder.forward if self.direct else self.decoder)(x, shift=shift)
+        return self.head(x)
+
+
+def islands(root: nn.Module, *rules: Any) -> Islands:
+    return Islands(root, checked_rules(rules), "cpu", active=True)
+
+
+def run(net: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    with autocast():
+        out = net(x)
+    return out.detach(), [*torch.autograd.grad(out.float().square().sum(), [*net.parameters()])]
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_forward_and_backward_as_by_hand(x: Tensor, direct: bool) -> None:
+    net = Net(direct=direct)
+    reference = copy.deepcopy(net)
+    reference.by_hand = True
+    plain = copy.deepcopy(net)
+    ours = islands(net, "decoder")
+    assert_same(run(net, x), run(reference, x))
+    assert not torch.equal(run(plain, x)[0], run(reference, x)[0])  # so that the test can fail
+    ours.remove()
+    assert not torch.equal(run(net, x)[0], run(reference, x)[0])
+    assert all("forward" not in vars(m) for m in net.modules())
+
+
+class Recorder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.seen: list[Any] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen.append((args, kwargs, torch.is_autocast_enabled("cpu")))
+        return self.layer(args[0])
+
+
+def test_inputs_are_upcast_wherever_they_are(x: Tensor) -> None:
+    net = nn.Sequential(Recorder())
+    islands(net, "0")
+    with autocast():
+        out = net[0](x.half(), [x.bfloat16(), {"a": x.double()}], mask=torch.ones(2).int(), shift=x.bfloat16())
+        assert torch.is_autocast_enabled("cpu")
+    args, kwargs, inside = net[0].seen[0]
+    assert out.dtype == args[0].dtype == args[1][0].dtype == kwargs["shift"].dtype == torch.float32
+    assert args[1][1]["a"].dtype == torch.float64
+    assert kwargs["mask"].dtype == torch.int32
+    assert inside is False
+
+
+def test_gradients_are_fp32_inside(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    islands(net, "1")
+    seen: list[torch.dtype] = []
+    net[1].register_full_backward_hook(lambda _m, _i, grads: seen.append(grads[0].dtype))
+    run(net, x)
+    assert seen == [torch.float32]
+
+
+def test_exception_leaves_autocast_as_it_was(x: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(8, 8))
+    islands(net, "0")
+    with autocast():
+        with pytest.raises(RuntimeError, match="shapes"):
+            net(torch.ones(2, 3))
+        assert torch.is_autocast_enabled("cpu")
+        assert net.forward(x).dtype == torch.float32
+
+
+def test_nested_and_shared_modules(x: Tensor) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = Recorder()
+            self.b = nn.Sequential(self.a, Recorder())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    net = Shared()
+    assert list(matches(net, ["b.0"])) == ["b.0"]  # the second name of `a`
+    ours = islands(net, "b", "b.0", "a")
+    with autocast():
+        net(x)
+        assert [inside for module in (net.a, net.b[1]) for *_, inside in module.seen] == [False] * 3
+        assert net.b[1](x).dtype == torch.bfloat16  # not a match itself, and not called inside of one
+    ours.remove()
+    assert all("forward" not in vars(m) for m in net.modules())
+
+
+def test_modules_called_by_hooks(x: Tensor) -> None:
+    net = nn.ModuleDict({"main": nn.Linear(8, 8), "probe": Recorder()})
+    net["main"].register_forward_hook(lambda _m, _i, out: net["probe"](out))
+    islands(net, "probe")
+    with autocast():
+        assert net["main"](x).dtype == torch.float32
+        assert net["probe"].seen[0][0][0].dtype == torch.float32
+
+
+def test_user_hooks_on_an_island_still_run(x: Tensor) -> None:
+    net, seen = nn.Sequential(nn.Linear(8, 8)), []
+    net[0].register_forward_pre_hook(lambda _m, args: (args[0].bfloat16(),))
+    net[0].register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    islands(net, "0")
+    with autocast():
+        net(x)
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(x: Tensor, reentrant: bool) -> None:
+    net = Net()
+    islands(net, "decoder", "encoder.1")
+    expected = run(net, x)
+    with autocast():
+        out = checkpoint(net, x.requires_grad_(), use_reentrant=reentrant)
+    out.float().square().sum().backward()
+    assert_same((out.detach(), [p.grad for p in net.parameters()]), expected)
+
+
+class TestCopies:
+    def test_a_deep_copy_is_an_island_with_its_own_weights(self, x: Tensor) -> None:
+        net = Net()
+        ours = islands(net, "decoder")
+        other = copy.deepcopy(net)
+        twice = copy.deepcopy(other)
+        expected = run(net, x)
+        ours.remove()
+        for copied in (other, twice):
+            assert_same(run(copied, x), expected)
+        with torch.no_grad():
+            net.decoder.layer.weight.fill_(float("nan"))
+        assert torch.isfinite(run(other, x)[0]).all()
+
+    @pytest.mark.parametrize("save", [pickle.dumps, lambda m: torch.save(m, f := io.BytesIO()) or f.getvalue()])
+    def test_a_pickle_is_a_plain_module(self, x: Tensor, save: Any) -> None:
+        net = Net()
+        plain = run(copy.deepcopy(net), x)
+        islands(net, "decoder")
+        data = save(net)
+        assert b"lightning_amp" not in data
+        load = pickle.loads if save is pickle.dumps else lambda d: torch.load(io.BytesIO(d), weights_only=False)
+        other = load(data)
+        assert_same(run(other, x), plain)
+        with torch.no_grad():
+            net.decoder.layer.weight.fill_(float("nan"))
+        assert torch.isfinite(other(x)).all()
+        assert torch.isfinite(copy.deepcopy(other)(x)).all()
+
+    def test_a_forward_that_was_patched_before(self, x: Tensor) -> None:
+        net = nn.Sequential(nn.Linear(8, 8))
+        patched = net[0].forward
+        vars(net[0])["forward"] = patched
+        ours = islands(net, "0")
+        assert copy.deepcopy(net)(x).shape == pickle.loads(pickle.dumps(net))(x).shape == (4, 8)
+        ours.remove()
+        assert vars(net[0])["forward"] is patched
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.trace.* is deprecated:DeprecationWarning")
+    def test_state_dict_and_trace(self, x: Tensor) -> None:
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        keys = list(net.state_dict())
+        islands(net, "0")
+        assert list(net.state_dict()) == keys
+        traced = torch.jit.trace(net, x, check_trace=False)
+        torch.testing.assert_close(traced(x), net(x))
+
+
+@pytest.mark.parametrize("what", ["whole", "wrapped", "island", "child of the user"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at all inputs
+def test_compiled(x: Tensor, what: str, backend: str) -> None:
+    torch._dynamo.reset()
+    net = Net()
+    reference = copy.deepcopy(net)
+    islands(reference, "decoder")
+    expected = run(reference, x)
+    options: dict[str, Any] = {"backend": backend, "fullgraph": True}
+    if what == "child of the user":
+        net.decoder = torch.compile(net.decoder, **options)  # type: ignore[assignment]
+    ours = islands(net, "decoder")
+    if what in ("whole", "island"):
+        (net if what == "whole" else net.decoder).compile(**options)
+    called = torch.compile(net, **options) if what == "wrapped" else net
+    compiling = CompiledBackwardWithoutAutocast()
+    compiling.start()
+    try:
+        for _ in range(2):
+            assert_same(run(called, x), expected)
+    finally:
+        compiling.stop()
+    assert not torch.is_autocast_enabled("cpu")
+    ours.remove()
+    assert not torch.equal(run(called, x)[0], expected[0])  # compiled again, since `forward` is another
+
+
+class TestRules:
+    def test_what_they_match(self) -> None:
+        net = Net()
+        assert list(matches(net, ["decoder"])) == ["decoder"]
+        assert list(matches(net, ["*.norm"])) == ["encoder.0.norm", "encoder.1.norm", "decoder.norm"]
+        assert list(matches(net, [nn.LayerNorm])) == list(matches(net, ["*.norm"]))
+        assert list(matches(net, ["head", "encoder.1.*"])) == ["head", "encoder.1.norm", "encoder.1.layer"]
+        assert list(matches(net, ["encoder"])) == ["encoder.0", "encoder.1"]  # a list computes nothing itself
+        assert list(matches(net, ["encoder.[0]"])) == ["encoder.0"]
+        assert "" not in matches(net, ["*", nn.Module])
+        assert matches(net, []) == {}
+
+    def test_names_do_not_show_compilation(self) -> None:
+        net = Net()
+        inner = net.decoder
+        net.decoder = torch.compile(net.decoder, backend="eager")  # type: ignore[assignment]
+        assert matches(net, ["decoder"]) == {"decoder": inner}
+        assert list(matches(net, ["decoder.norm", Block])) == ["decoder.norm", "encoder.0", "encoder.1", "decoder"]
+
+    def test_metrics_count_and_are_left_alone(self) -> None:
+        net = nn.ModuleDict({"mse": MeanSquaredError(), "all": MetricCollection([MeanSquaredError()])})
+        assert matches(net, ["mse", "all", "*"]) == {}
+
+    @pytest.mark.parametrize(
+        ("rule", "message"),
+        [
+            ("decoder.haed", "'decoder.haed', which matches no module. Close to it are: '(decoder|head)"),
+            ("norm", "'norm', which matches no module. Close to it are: .*'encoder.0.norm'"),
+            ("zzz", "'zzz', which matches no module. There are: 'encoder', 'encoder.0', .* and 6 more"),
+            (nn.BatchNorm1d, "BatchNorm1d, and no module is one. .* are: `LayerNorm`"),
+            (nn.Bilinear, "Bilinear, and no module is one. Close to it are: `Linear`"),
+        ],
+    )
+    def test_a_rule_that_matches_nothing(self, rule: Any, message: str) -> None:
+        net = Net()
+        with pytest.raises(ValueError, match=message):
+            islands(net, "decoder", rule)
+        assert all("forward" not in vars(m) for m in net.modules())
+
+    def test_a_module_without_submodules(self) -> None:
+        with pytest.raises(ValueError, match="'x', which matches no module: the module has no submodules"):
+            islands(nn.Linear(2, 2), "x")
+
+    @pytest.mark.parametrize(
+        ("rules", "message"),
+        [
+            ("decoder", r"must be a sequence of rules, got 'decoder'. Write `fp32_modules=\['decoder'\]`"),
+            (nn.LayerNorm, r"Write `fp32_modules=\[LayerNorm\]`"),
+            ([3], "subclasses of `torch.nn.Module`; got 3"),
+            ([""], "got ''"),
+            ([int], "got <class 'int'>"),
+            ([nn.Linear(2, 2)], "got Linear"),
+            (3, "got 3"),
+            (None, "got None"),
+        ],
+    )
+    def test_what_is_no_rule(self, rules: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            checked_rules(rules)
+
+    def test_half_parameters(self) -> None:
+        net = Net()
+        net.decoder.norm.bfloat16()
+        with pytest.raises(ValueError, match="matches `decoder`, whose .*`decoder.norm.weight` .torch.bfloat16"):
+            islands(net, "head", "decoder")
+        assert "forward" not in vars(net.head)
+
+    def test_inactive_checks_and_does_nothing(self) -> None:
+        net = Net()
+        assert Islands(net, ["head"], "cpu", active=False).modules == set()
+        assert "forward" not in vars(net.head)
+        with pytest.raises(ValueError, match="matches no module"):
+            Islands(net, ["nothing"], "cpu", active=False)

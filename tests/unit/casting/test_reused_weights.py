@@ -1,0 +1,681 @@
+"""A weight that is used many times: one half-precision copy, gradients summed in fp32, never stale."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from lightning.pytorch import LightningModule
+from support import DEVICE, assert_same, quiet_trainer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_amp.casting._reused_weights import ReusedWeights
+
+WIDTH = 8
+
+
+class Root(LightningModule):
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.trainer = quiet_trainer()
+
+
+@contextlib.contextmanager
+def cast_per_use(dtype: torch.dtype = torch.bfloat16) -> Generator[None, None, None]:
+    """What Lightning's own plugin does."""
+    with torch.autocast(DEVICE, dtype=dtype, cache_enabled=False):
+        yield
+
+
+class Sharing:
+    """The plugin's part of this, without a Trainer."""
+
+    def __init__(self, root: LightningModule, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.weights = ReusedWeights()
+        self.weights.attach(root, DEVICE)
+        self.dtype = dtype
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str = "training_step") -> Generator[None, None, None]:
+        with self.weights.inside(stage), cast_per_use(self.dtype):
+            yield
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts to half precision, by the shape of what is cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (torch.bfloat16, torch.float16):
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+# -- as exact as a cast per use, bit for bit ---------------------------------------------------------------------------
+
+
+def again(module: nn.Module, x: Tensor, times: int = 5) -> Tensor:
+    for _ in range(times):
+        x = torch.tanh(module(x)) + x / 2
+    return x
+
+
+def cell(module: nn.Module, x: Tensor, times: int = 5) -> Tensor:
+    state: Any = torch.zeros(len(x), WIDTH, device=x.device)
+    state = (state, state) if isinstance(module, nn.LSTMCell) else state
+    for step in range(times):
+        state = module(x / (1 + step), state)
+    return state[0] if isinstance(state, tuple) else state
+
+
+def images(module: nn.Module, x: Tensor, dims: int = 1) -> Tensor:
+    return again(module, x[(...,) + (None,) * dims].expand(*x.shape, *[3] * dims))
+
+
+def self_attention(module: nn.Module, x: Tensor) -> Tensor:
+    x = x[None]
+    for _ in range(3):
+        x = x + module(x, x, x)[0]
+    return x
+
+
+def attention(module: nn.Module, x: Tensor) -> Tensor:
+    x = x[None]
+    for _ in range(3):
+        x = x + module(x, x + 1, x)[0]
+    return x
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
+    "linear": (lambda: nn.Linear(WIDTH, WIDTH), again),
+    "linear without bias": (lambda: nn.Linear(WIDTH, WIDTH, bias=False), again),
+    "conv1d": (lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1), images),
+    "conv2d": (lambda: nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=2), functools.partial(images, dims=2)),
+    "conv2d channels last": (
+        lambda: nn.Conv2d(WIDTH, WIDTH, 3, padding=1).to(memory_format=torch.channels_last),
+        functools.partial(images, dims=2),
+    ),
+    "conv3d": (lambda: nn.Conv3d(WIDTH, WIDTH, 3, padding=1), functools.partial(images, dims=3)),
+    "transposed conv1d": (lambda: nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1), images),
+    "transposed conv2d": (lambda: nn.ConvTranspose2d(WIDTH, WIDTH, 3, padding=1), functools.partial(images, dims=2)),
+    "rnn cell": (lambda: nn.RNNCell(WIDTH, WIDTH), cell),
+    "gru cell": (lambda: nn.GRUCell(WIDTH, WIDTH), cell),
+    "lstm cell": (lambda: nn.LSTMCell(WIDTH, WIDTH), cell),
+    "self-attention": (lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True), self_attention),
+    "attention": (lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True), attention),
+    "attention, other keys": (lambda: nn.MultiheadAttention(WIDTH, 2, kdim=WIDTH, vdim=WIDTH), attention),
+    "attention with extra biases": (lambda: nn.MultiheadAttention(WIDTH, 2, add_bias_kv=True), attention),
+    "transformer layer": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True),
+        lambda module, x: again(module, x[None], 3)),
+    "frozen weight": (lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False), again),
+    "frozen bias": (lambda: frozen_bias(nn.Linear(WIDTH, WIDTH)), again),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), again),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), again),
+    "old spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), again),
+}  # fmt: skip
+FP16 = [k for k in KINDS if "conv" not in k]  # fp16 convolutions take seconds on a CPU
+
+
+def frozen_bias(module: nn.Linear) -> nn.Linear:
+    module.bias.requires_grad_(False)
+    return module
+
+
+def gradients(root: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor], context: Any) -> dict[str, Any]:
+    root.zero_grad()
+    x = x.detach().requires_grad_()
+    with context:
+        out = run(root.net, x)
+    out.float().square().mean().backward()
+    return {"x": x.grad, "out": out.detach(), **{n: p.grad for n, p in root.named_parameters() if p.grad is not None}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((k, torch.bfloat16) for k in KINDS), *((k, torch.float16) for k in FP16)]
+)
+def test_same_bits_as_a_cast_per_use(kind: str, dtype: torch.dtype) -> None:
+    make, run = KINDS[kind]
+    root = Root(net=make()).to(DEVICE)
+    other = copy.deepcopy(root)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root, dtype)
+    for _ in range(3):
+        ours = gradients(root, x, run, sharing())
+        assert_same(ours, gradients(other, x, run, cast_per_use(dtype)))
+    assert not any("forward" in vars(m) for m in root.modules())
+
+
+@pytest.mark.parametrize("kind", ["linear", "gru cell", "lstm cell", "conv1d", "self-attention", "transformer layer"])
+def test_one_copy_per_step(kind: str) -> None:
+    make, run = KINDS[kind]
+    root = Root(net=make()).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    weights = [tuple(p.shape) for p in root.net.parameters() if p.dim() > 1]
+    found: list[list[int]] = []
+    for _ in range(3):
+        with Casts() as casts:
+            gradients(root, x, run, sharing())
+        found.append([casts.shapes.count(shape) // weights.count(shape) for shape in weights])
+    assert max(found[0]) == 2  # the first use tells nothing yet
+    assert found[1:] == [[1] * len(weights)] * 2
+    with Casts() as casts:
+        gradients(root, x, run, cast_per_use())
+    assert min(casts.shapes.count(shape) // weights.count(shape) for shape in weights) > 2  # so that the test can fail
+
+
+def test_one_copy_is_held_for_the_backward() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+
+    def held(context: Any) -> int:
+        addresses: set[int] = set()
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.shape[-2:] == (WIDTH, WIDTH):
+                addresses.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), context:
+            out = again(root.net, x, 20)
+            del out
+            return len(addresses)
+
+    held(sharing())
+    assert held(sharing()) == 1
+    assert held(cast_per_use()) == 19  # the first input needs no gradient
+
+
+# -- never stale -------------------------------------------------------------------------------------------------------
+
+
+def edits() -> dict[str, Callable[[nn.Parameter], Any]]:
+    def in_place(weight: nn.Parameter) -> None:
+        with torch.no_grad():
+            weight.mul_(2)
+
+    def through_data(weight: nn.Parameter) -> None:
+        weight.data.mul_(2)
+
+    def other_storage(weight: nn.Parameter) -> None:
+        weight.data = weight.data * 2
+
+    return {"in place": in_place, "through .data": through_data, "other .data": other_storage}
+
+
+@pytest.mark.parametrize("how", edits())
+def test_an_edit_between_two_forwards_is_seen(how: str) -> None:
+    if how == "through .data" and DEVICE != "cpu":
+        pytest.skip("would have to wait for the device; documented")
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    for _ in range(3):
+        with sharing():
+            before = [root.net(x) for _ in range(3)]
+            edits()[how](root.net.weight)
+            after = [root.net(x) for _ in range(3)]
+        with cast_per_use():
+            expected = root.net(x)
+        assert_same(after, [expected] * 3)
+        assert not torch.equal(before[0], expected)
+        sum((out.float().sum() for out in (*before, *after)), torch.zeros(())).backward()  # old copies are still right
+
+
+def test_an_edit_of_one_element_is_seen() -> None:
+    root = Root(net=nn.Linear(64, 64)).to(DEVICE)
+    sharing = Sharing(root)
+    for _ in range(3):
+        with sharing():
+            again(root.net, torch.ones(1, 64, device=DEVICE))
+            with torch.no_grad():
+                root.net.weight[0, 1] += 1  # not among those that are compared
+            out = root.net(torch.ones(1, 64, device=DEVICE))
+        with cast_per_use():
+            assert_same(out, root.net(torch.ones(1, 64, device=DEVICE)))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU an edit through `.data` is not looked for")
+@pytest.mark.parametrize("shape", [(64, 784), (128, 784), (256, 256), (130, 300)])
+def test_an_edit_of_all_columns_but_the_first_is_seen(shape: tuple[int, int]) -> None:
+    root = Root(net=nn.Linear(shape[1], shape[0]))
+    x = torch.ones(2, shape[1])
+    sharing = Sharing(root)
+    with sharing():
+        root.net(x)
+        before = root.net(x)
+        root.net.weight.data[:, 1:].zero_()
+        assert not torch.equal(root.net(x), before)
+
+
+def test_an_expanded_weight_is_left_alone() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    root.net.weight = nn.Parameter(torch.ones(1, WIDTH, device=DEVICE).expand(WIDTH, WIDTH), requires_grad=False)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    with cast_per_use():
+        expected = again(root.net, x)
+    with Sharing(root)():
+        assert_same(again(root.net, x), expected)
+
+
+def test_a_replaced_parameter_is_seen() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    for _ in range(2):
+        with sharing():
+            again(root.net, x)
+            root.net.weight = nn.Parameter(root.net.weight.detach() + 1)
+            out = root.net(x)
+        with cast_per_use():
+            assert_same(out, root.net(x))
+
+
+# -- grad modes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_forward_without_gradients_comes_first(mode: Any) -> None:
+    """A teacher, a target network: its copy must not be one that the real forward cannot be trained with."""
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    for _ in range(3):
+        root.zero_grad()
+        with sharing():
+            with mode():
+                again(root.net, x)
+            out = again(root.net, x)
+        out.float().sum().backward()
+        assert root.net.weight.grad is not None
+        assert float(root.net.weight.grad.abs().sum()) > 0
+
+
+def test_frozen_in_between() -> None:
+    """As `toggle_optimizer` does."""
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE, requires_grad=True)
+    sharing = Sharing(root)
+    for _ in range(3):
+        with sharing():
+            again(root.net, x)
+            root.requires_grad_(False)
+            frozen = again(root.net, x)
+            root.requires_grad_(True)
+            trained = again(root.net, x)
+        frozen.float().sum().backward()
+        assert root.net.weight.grad is None
+        trained.float().sum().backward()
+        assert root.net.weight.grad is not None
+        root.zero_grad()
+
+
+def test_double_backward() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    other = copy.deepcopy(root)
+    x = torch.randn(3, WIDTH, device=DEVICE, requires_grad=True)
+    sharing = Sharing(root)
+
+    def penalty(root: nn.Module, context: Any) -> dict[str, Tensor]:
+        root.zero_grad()
+        with context:
+            (gradient,) = torch.autograd.grad(again(root.net, x).float().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        return {n: p.grad for n, p in root.named_parameters() if p.grad is not None}
+
+    for _ in range(3):
+        assert_same(penalty(root, sharing()), penalty(other, cast_per_use()))
+
+
+def test_two_backwards_through_one_copy() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    for _ in range(3):
+        root.zero_grad()
+        with sharing():
+            a, b = (root.net(x).float().sum() for _ in range(2))
+        a.backward()
+        b.backward()
+    with cast_per_use():
+        expected = torch.autograd.grad(2 * root.net(x).float().sum(), root.net.weight)
+    assert_same(root.net.weight.grad, expected[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    other = copy.deepcopy(root)
+    x = torch.randn(3, WIDTH, device=DEVICE, requires_grad=True)
+    sharing = Sharing(root)
+
+    def run(net: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = checkpoint(again, net, x, 3, use_reentrant=reentrant)  # type: ignore[assignment]
+        return x
+
+    for _ in range(3):
+        other.zero_grad()
+        root.zero_grad()
+        with sharing():
+            out = run(root.net, x)
+        with sharing.weights.inside():  # as the plugin's backward
+            out.float().sum().backward()
+        with cast_per_use():
+            out = run(other.net, x)
+        out.float().sum().backward()
+        assert_same(root.net.weight.grad, other.net.weight.grad)
+
+
+def test_a_checkpointed_module_that_is_called_once_is_not_taken_for_reused() -> None:
+    """In manual optimization the backward, which calls it again, is inside of the training step."""
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE, requires_grad=True)
+    sharing = Sharing(root)
+    for step in range(4):
+        with sharing():
+            assert ("forward" in vars(root.net)) == (step < 2)
+            out: Any = checkpoint(root.net, x, use_reentrant=False)
+            with sharing.weights.inside():
+                out.float().sum().backward()
+
+
+# -- left alone --------------------------------------------------------------------------------------------------------
+
+
+class Own(nn.Linear):
+    """Does with its weight what autocast computes in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, torch.softmax(self.weight * 3, 1), self.bias)
+
+
+def test_somebody_elses_forward_is_left_alone() -> None:
+    root = Root(net=Own(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    for _ in range(3):
+        assert_same(gradients(root, x, again, sharing()), gradients(copy.deepcopy(root), x, again, cast_per_use()))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.layer(x + 1)
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_selective_activation_checkpointing(policy: CheckpointPolicy) -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE, requires_grad=True)
+    contexts = functools.partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: policy)
+
+    def twice(module: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(again, module, x, 2, use_reentrant=False, context_fn=contexts)
+        return x
+
+    other = copy.deepcopy(root)
+    sharing = Sharing(root)
+    for _ in range(3):
+        root.zero_grad()
+        other.zero_grad()
+        with sharing():
+            out = twice(root.net, x)
+        with sharing.weights.inside():  # as the plugin's backward
+            out.float().sum().backward()
+        with cast_per_use():
+            out = twice(other.net, x)
+        out.float().sum().backward()
+        assert_same(root.net.weight.grad, other.net.weight.grad)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["instance", "class", "in a step"])
+def test_a_forward_that_is_replaced_later_stays(how: str) -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    with sharing():
+        again(root.net, x)
+    expected = 2 * root.net(x)
+
+    if how == "class":
+        root.net.__class__ = Doubled
+    else:
+        with sharing() if how == "in a step" else contextlib.nullcontext():
+            before = root.net.forward
+            root.net.forward = lambda x: 2 * before(x)
+    for _ in range(3):
+        with sharing():
+            outputs = [root.net(x) for _ in range(2)]
+        assert_same(root.net(x), expected)
+        for output in outputs:
+            torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_a_removed_module_is_let_go() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    with sharing():
+        again(root.net, x)
+    removed = weakref.ref(root.net)
+    root.net = nn.Linear(WIDTH, WIDTH).to(DEVICE)
+    with sharing():
+        again(root.net, x)
+    gc.collect()
+    assert removed() is None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("regional", [True, False])
+def test_compiled_modules_are_left_alone(regional: bool) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    net = Layer()
+    if regional:
+        net.compile(backend=counter, fullgraph=True)
+    root = Root(net=net if regional else torch.compile(net, backend=counter, fullgraph=True)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    for _ in range(4):
+        with sharing():
+            root.net(x)
+            root.net(x)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("calls", [1, 2])
+def test_modules_in_a_compiled_function_are_left_alone(calls: int) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    root = Root(net=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))).to(DEVICE)
+    function = torch.compile(lambda x: again(root.net, x, calls), backend=counter, fullgraph=True)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    for _ in range(2):  # fits
+        sharing = Sharing(root)
+        for epoch in range(12):
+            root.trainer.fit_loop.epoch_progress.current.completed = epoch
+            for _ in range(4):
+                with sharing():
+                    function(x)
+            with sharing("validation_step"):
+                function(x)
+    assert counter.frame_count <= 2
+
+
+def test_modules_that_are_also_known_by_their_compiled_wrapper_are_left_alone() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    root = Root(net=Layer()).to(DEVICE)
+    root.wrapper = torch.compile(root.net, backend=counter, fullgraph=True)
+    sharing = Sharing(root)
+    for _ in range(4):
+        with sharing():
+            root.wrapper(torch.randn(3, WIDTH, device=DEVICE))
+    assert counter.frame_count == 1
+
+
+def test_torch_func() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+
+    def each(x: Tensor) -> Tensor:
+        return again(root.net, x).float().sum()
+
+    def of_weights(weights: dict[str, Tensor]) -> Tensor:
+        return sum((torch.func.functional_call(root.net, weights, x) for _ in range(3)), torch.zeros(())).float().sum()
+
+    for _ in range(3):
+        with sharing():
+            again(root.net, x)
+            ours = (
+                torch.func.vmap(torch.func.grad(each))(x),
+                torch.func.grad(of_weights)(dict(root.net.named_parameters())),
+            )
+        with cast_per_use():
+            theirs = (
+                torch.func.vmap(torch.func.grad(each))(x),
+                torch.func.grad(of_weights)(dict(root.net.named_parameters())),
+            )
+        assert_same(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_tracing_and_scripts() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH), script=torch.jit.script(nn.Linear(WIDTH, WIDTH))).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    for _ in range(3):
+        with sharing():
+            again(root.script, again(root.net, x)).float().sum().backward()
+            traced = torch.jit.trace(root.net, x, check_trace=False)
+            assert_same(traced(x), root.net(x))
+
+
+def test_other_parameters_are_left_alone() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    root.net.bias = nn.Parameter(root.net.bias.detach().to(torch.bfloat16))
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    for _ in range(3):
+        assert_same(gradients(root, x, again, sharing()), gradients(copy.deepcopy(root), x, again, cast_per_use()))
+
+
+def test_outside_of_autocast_nothing_is_cast() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    for _ in range(3):
+        with sharing():
+            again(root.net, x)
+            with torch.autocast(DEVICE, enabled=False):
+                ours = again(root.net, x)
+        assert_same(ours, again(root.net, x))
+
+
+# -- the module is as it was -------------------------------------------------------------------------------------------
+
+
+def test_copies_and_pickles_in_the_middle_of_a_step() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    copies: list[Any] = []
+    for _ in range(3):
+        with sharing():
+            again(root.net, x)
+            saved = io.BytesIO()
+            torch.save(root.net, saved)
+            saved.seek(0)
+            copies += [
+                copy.deepcopy(root.net),
+                pickle.loads(pickle.dumps(root.net)),
+                torch.load(saved, weights_only=False),
+            ]
+    expected = root.net(x)
+    with torch.no_grad():
+        root.net.weight.zero_()
+    for module in copies:
+        assert_same(module(x), expected)  # its own weights, not those of the original
+    assert "forward" not in vars(root.net)
+
+
+def test_after_an_exception_the_module_is_as_it_was() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    before = {name: id(value) for name, value in vars(root.net).items()}
+    sharing = Sharing(root)
+    for wrong in (torch.randn(3, WIDTH + 1), "no tensor"):
+        with pytest.raises((RuntimeError, TypeError)), sharing():
+            again(root.net, x)
+            root.net(wrong)
+        assert {name: id(value) for name, value in vars(root.net).items()} == before
+        assert type(root.net.weight) is nn.Parameter
+        assert root.net.weight.dtype == torch.float32
+
+
+def test_a_module_that_is_called_once_is_not_touched() -> None:
+    root = Root(once=nn.Linear(WIDTH, WIDTH), often=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    seen: list[tuple[bool, bool]] = []
+    for _ in range(4):
+        with sharing():
+            seen.append(("forward" in vars(root.once), "forward" in vars(root.often)))
+            again(root.often, root.once(x))
+    assert seen == [(True, True), (True, True), (False, True), (False, True)]
+
+
+def test_each_stage_is_watched() -> None:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    for _ in range(4):
+        with sharing():
+            root.net(x)
+    casts = Casts()
+    for _ in range(2):
+        casts.shapes.clear()
+        with sharing("validation_step"), torch.inference_mode(), casts:
+            again(root.net, x)
+    assert casts.shapes.count((WIDTH, WIDTH)) == 1
+
+
+def test_tied_weights() -> None:
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    second.weight = first.weight
+    root = Root(net=nn.Sequential(first, second)).to(DEVICE)
+    x = torch.randn(3, WIDTH, device=DEVICE)
+    sharing = Sharing(root)
+    for _ in range(3):
+        other = copy.deepcopy(root)
+        assert_same(gradients(root, x, again, sharing()), gradients(other, x, again, cast_per_use()))

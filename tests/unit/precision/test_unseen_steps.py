@@ -1,0 +1,328 @@
+"""Row 36: a step past the plugin would apply gradients times the loss scale. It is an error, in the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.optim.optimizer as torch_optimizers
+from support import FEATURES, Toy, WithoutAutocast, assert_same, batches, fit, scaled_fp32
+from support.promises import OPTIMIZERS, Plugins, plain_adamw, plain_sgd, promise
+from torch import Tensor, nn
+
+from lightning_amp import AmpPrecision
+from lightning_amp.precision import unscale_
+
+NOT_RAISED = pytest.fail.Exception
+
+
+class Manual(Toy):
+    """`step` says how its optimizer steps; `optimizers` how it is made."""
+
+    def __init__(self, step: Callable[[Any], None], optimizer: Any = plain_sgd) -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+        self.step = step
+        self.own = [optimizer(self.net.parameters())]  # a list, as any plain attribute: Lightning does not see it
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.optimizers().zero_grad()
+        self.own[0].zero_grad()
+        self.batch = batch
+        self.manual_backward(self.loss(batch))
+        self.step(self)
+
+
+def inner(module: Any) -> None:
+    module.optimizers().optimizer.step()
+
+
+def raw(module: Any) -> None:
+    module.optimizers(use_pl_optimizer=False).step()
+
+
+def own(module: Any) -> None:
+    module.own[0].step()
+
+
+def unscaled(module: Any) -> None:
+    module.trainer.precision_plugin.unscale_(module.optimizers())
+    module.optimizers().optimizer.step()
+
+
+def unscaled_own(module: Any) -> None:
+    unscale_(module.trainer, module.own[0])
+    module.own[0].step()
+
+
+def right(module: Any) -> None:
+    module.optimizers().step()
+
+
+def with_a_closure(module: Any) -> None:
+    optimizer = module.optimizers().optimizer
+    optimizer.zero_grad()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = module.loss(module.batch)
+        module.manual_backward(loss)
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("step", [inner, raw, own, with_a_closure])
+@promise(36, stock="DID NOT RAISE", raises=NOT_RAISED)
+def test_past_the_plugin(plugins: Plugins, step: Callable[[Any], None], optimizer: str) -> None:
+    module = Manual(step, OPTIMIZERS[optimizer])
+    says = "Return it from `configure_optimizers`" if step is own else r"Call `step\(\)` of what `self.optimizers\(\)`"
+    with pytest.raises(RuntimeError, match=f"past the precision plugin.*loss scale.*1024.*{says}"):
+        fit(module, plugins.scaled())
+    assert module.trainer.global_step == 0 if step is not with_a_closure else True
+
+
+@pytest.mark.parametrize("step", [unscaled, unscaled_own])
+def test_unscaled_by_hand(step: Callable[[Any], None]) -> None:
+    """The gradients are true, but nobody would skip the step if they had overflowed."""
+    with pytest.raises(RuntimeError, match="past the precision plugin.*cannot skip it"):
+        fit(lambda: Manual(step), scaled_fp32(init_scale=1024.0))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_the_error_says_works(optimizer: str) -> None:
+    assert_same(
+        fit(lambda: Manual(right, OPTIMIZERS[optimizer]), scaled_fp32()),
+        fit(lambda: Manual(right, OPTIMIZERS[optimizer])),
+    )
+
+
+class InBackward(Toy):
+    """An optimizer for each parameter, stepped as soon as its gradient is there."""
+
+    def __init__(self, how: str, automatic: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.how = how
+
+    def configure_optimizers(self) -> Any:
+        many = [torch.optim.SGD([p], lr=0.05) for p in self.parameters()]
+        if self.how == "hidden":
+            self.mine = many
+        for i, parameter in enumerate(self.parameters()):
+            parameter.register_post_accumulate_grad_hook(lambda p, i=i: self.in_backward(i))
+        return None if self.how == "hidden" else many
+
+    def in_backward(self, i: int) -> None:
+        if self.how == "after":
+            return
+        if self.how == "right":
+            optimizer = self.optimizers()[i]
+        else:
+            optimizer = self.mine[i] if self.how == "hidden" else self.optimizers(use_pl_optimizer=False)[i]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        if self.how == "after":
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
+@pytest.mark.parametrize("automatic", [False, True])
+@promise(36, stock="DID NOT RAISE|No inf checks", raises=(NOT_RAISED, AssertionError))
+def test_inside_the_backward(plugins: Plugins, automatic: bool) -> None:
+    with pytest.raises(RuntimeError, match="past the precision plugin.*inside the backward.*'bf16'"):
+        fit(lambda: InBackward("hidden", automatic), plugins.scaled())
+
+
+def test_inside_the_backward_with_a_known_optimizer() -> None:
+    with pytest.raises(RuntimeError, match="inside the backward"):
+        fit(lambda: InBackward("known"), scaled_fp32())
+
+
+def test_what_the_error_in_the_backward_says_works() -> None:
+    for how in ("after", "right"):
+        assert_same(fit(lambda how=how: InBackward(how), scaled_fp32()), fit(lambda how=how: InBackward(how)))
+
+
+# -- what is legal stays silent ------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
+@pytest.mark.parametrize("plugin", ["fp32", "bf16", "none"])
+@pytest.mark.parametrize("make", [lambda: Manual(inner), lambda: Manual(own), lambda: InBackward("hidden")])
+def test_without_loss_scaling_it_is_as_in_fp32(make: Any, plugin: str) -> None:
+    plugins = {"fp32": lambda: AmpPrecision("fp32"), "bf16": lambda: WithoutAutocast("bf16"), "none": lambda: None}
+    assert_same(fit(make, plugins[plugin]()), fit(make))
+
+
+class OwnLoss(Toy):
+    """Beside the plugin's, an optimizer of its own with a backward of its own, as centre losses and probes have."""
+
+    def __init__(self, automatic: bool) -> None:
+        super().__init__(plain_adamw)
+        self.automatic_optimization = automatic
+        self.probe = nn.Linear(FEATURES, 1)
+        self.outside = [nn.Linear(FEATURES, 1)]
+        self.own = [torch.optim.SGD([*self.probe.parameters(), *self.outside[0].parameters()], lr=0.1)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            self.step_probe(batch)
+            return self.loss(batch)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.step_probe(batch)
+        optimizer.step()
+        return None
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.step_probe(batch)
+
+    def step_probe(self, batch: Tensor) -> None:
+        self.own[0].zero_grad()
+        (self.probe(batch) + self.outside[0](batch)).pow(2).mean().backward()
+        self.own[0].step()
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.net.parameters())
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_an_optimizer_with_a_backward_of_its_own(automatic: bool) -> None:
+    trainer, reference = fit(lambda: OwnLoss(automatic), scaled_fp32()), fit(lambda: OwnLoss(automatic))
+    assert_same(trainer, reference)
+    assert_same(trainer.lightning_module.outside[0], reference.lightning_module.outside[0])
+
+
+class OwnPart(OwnLoss):
+    """The probe is a part of the scaled loss after all."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + self.probe(batch).pow(2).mean()
+
+    def step_probe(self, batch: Tensor) -> None:
+        self.own[0].step()
+        self.own[0].zero_grad()
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_an_optimizer_whose_gradients_come_with_the_scaled_loss(automatic: bool) -> None:
+    with pytest.raises(RuntimeError, match="past the precision plugin.*Return it from `configure_optimizers`"):
+        fit(lambda: OwnPart(automatic), scaled_fp32(), batches(2))
+
+
+class NewOptimizers(Toy):
+    """The optimizers are made anew in the middle of a batch, as some do for each task or epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 3 == 1:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_optimizers_that_are_made_after_the_backward() -> None:
+    """Their gradients are scaled, although the plugin meets them now."""
+    assert_same(fit(NewOptimizers, scaled_fp32()), fit(NewOptimizers))
+
+
+def test_an_error_that_is_caught_leaves_nothing_behind() -> None:
+    class Catches(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.step = inner if batch_idx == 1 else right
+            if batch_idx == 1:
+                with pytest.raises(RuntimeError, match="past the precision plugin"):
+                    super().training_step(batch, batch_idx)
+                right(self)
+            else:
+                super().training_step(batch, batch_idx)
+
+    assert_same(fit(lambda: Catches(right), scaled_fp32()), fit(lambda: Manual(right)))
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_no_hook_stays(crash: bool) -> None:
+    class Crash(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            if crash:
+                raise KeyError("crash")
+
+    before = [dict(hooks) for hooks in hooks_of_torch()]
+    module = OwnLoss(True)
+    try:
+        fit(module, scaled_fp32(), callbacks=[Crash()])
+    except KeyError:
+        assert crash
+    assert [dict(hooks) for hooks in hooks_of_torch()] == before
+    assert not any(p._post_accumulate_grad_hooks for p in [*module.parameters(), *module.outside[0].parameters()])
+
+
+def hooks_of_torch() -> list[Any]:
+    return [torch_optimizers._global_optimizer_pre_hooks, torch_optimizers._global_optimizer_post_hooks]
+
+
+# -- a backward that the plugin does not see ---------------------------------------------------------------------------
+
+
+class TwoLosses(Toy):
+    """Two networks and two optimizers; the second one's loss goes backward as `backward` says."""
+
+    def __init__(self, backward: str = "plain") -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(FEATURES, 1)
+        self.how = backward
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        first.zero_grad()
+        self.manual_backward(self.loss(batch))
+        first.step()
+        if self.how == "looked at":
+            self.other(batch).float().square().mean().backward()  # a saliency map, say
+        second.zero_grad()
+        loss = (self.other(batch).float() - 1).square().mean()
+        if self.how == "plain":
+            loss.backward()
+        else:
+            self.manual_backward(loss)
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        return plain_sgd(self.net.parameters()), plain_sgd(self.other.parameters())
+
+
+def test_a_backward_past_the_plugin_is_an_error_in_the_first_batch() -> None:
+    """Without it the second optimizer's gradients are divided by a scale that they do not have: it does not train."""
+    with pytest.raises(RuntimeError, match=r"come from `loss.backward\(\)`.*Call `self.manual_backward\(loss\)`"):
+        fit(TwoLosses, scaled_fp32(), batches(1))
+    assert_same(fit(lambda: TwoLosses("as it says"), scaled_fp32()), fit(lambda: TwoLosses("as it says")))
+
+
+@pytest.mark.parametrize("how", ["as it says", "looked at"])
+def test_a_backward_whose_gradients_are_dropped_is_nobodys_business(how: str) -> None:
+    assert_same(fit(lambda: TwoLosses(how), scaled_fp32()), fit(lambda: TwoLosses(how)))
+
+
+def test_without_loss_scaling_any_backward_is_as_in_fp32() -> None:
+    assert_same(fit(TwoLosses, AmpPrecision("fp32")), fit(TwoLosses))

@@ -1,0 +1,217 @@
+"""`GradientMonitor` and `OverflowLocator` on modules that are compiled, scripted, or called through `torch.func`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import Toy, assert_same, batches, quiet_trainer, weights
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+
+from lightning_amp import AmpPrecision, GradientMonitor, OverflowLocator, ScaleMonitor
+from lightning_amp.tracing import replay
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit:DeprecationWarning", "ignore:.*LeafSpec:FutureWarning", "ignore:.*skipping cudagraphs"
+)
+compiled: Any = functools.partial(torch.compile, backend="eager")
+
+
+class Net(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1, 1)
+        self.encode: Callable[[Tensor], Tensor] = self.plain_encode
+        self.act: Callable[[Tensor], Tensor] = nn.functional.tanh
+
+    def plain_encode(self, batch: Tensor) -> Tensor:
+        return self.net(batch)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.head(self.act(self.encode(batch)))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self(batch).float(), batch.sum(1, keepdim=True))
+
+
+class Functional(Net):
+    """Its loss goes through a transform of `torch.func`, and it is always that of `forward`, or nearly so."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def loss(self, batch: Tensor) -> Tensor:
+        target, parameters = batch.sum(1, keepdim=True), dict(self.named_parameters())
+
+        def one(x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.mse_loss(self.forward(x).float(), y)
+
+        def of_parameters(parameters: dict[str, Tensor]) -> Tensor:
+            return nn.functional.mse_loss(functional_call(self, parameters, (batch,)).float(), target)
+
+        if self.kind == "functional_call":
+            return of_parameters(parameters)
+        if self.kind == "vmap":
+            return vmap(one)(batch, target).mean()
+        plain = super().loss(batch)
+        if self.kind == "grad of inputs":
+            return plain + 1e-3 * vmap(grad(lambda x: self.forward(x).float().sum()))(batch).float().square().mean()
+        if self.kind == "jacrev":
+            return plain + 1e-3 * vmap(jacrev(self.forward))(batch).float().square().mean()
+        if self.kind == "jvp":
+            return plain + 1e-3 * jvp(self.forward, (batch,), (torch.ones_like(batch),))[1].float().square().mean()
+        step = grad(of_parameters)(parameters)
+        return of_parameters({name: p - 1e-3 * step[name] for name, p in parameters.items()})
+
+
+def wrapped(encode: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def inner(batch: Tensor, scale: float = 1) -> Tensor:
+        return encode(batch * scale)
+
+    return inner
+
+
+def double(x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+def make(kind: str) -> Any:
+    if kind in ("functional_call", "vmap", "grad of inputs", "jacrev", "jvp", "inner step"):
+        return Functional(kind)
+    module = Net()
+    if kind == "torch.compile(child)":
+        module.net = compiled(module.net)
+    elif kind == "torch.compile(grandchild)":
+        module.net[0] = compiled(module.net[0])
+    elif kind == "child.compile()":
+        module.net.compile(backend="eager")
+    elif kind == "torch.compile(method)":
+        module.encode = compiled(module.plain_encode)
+    elif kind == "lambda":
+        module.encode = lambda batch: module.net(batch * 1)
+    elif kind == "function in a function":
+        module.encode = functools.partial(wrapped(wrapped(module.plain_encode)), scale=1)
+    elif kind == "torch.jit.script(child)":
+        module.net = torch.jit.script(module.net)
+    elif kind == "torch.jit.trace(child)":
+        module.net = torch.jit.trace(module.net, torch.ones(4, 8))  # type: ignore[assignment]
+    elif kind == "torch.jit.script(function)":
+        module.act = torch.jit.script(double)
+    elif kind == "torch.compile(module)":
+        return compiled(module)
+    return module
+
+
+COMPILED = [
+    "torch.compile(child)", "torch.compile(grandchild)", "child.compile()", "torch.compile(method)",
+    "torch.compile(module)", "lambda", "function in a function",
+]  # fmt: skip
+SCRIPTED = ["torch.jit.script(child)", "torch.jit.trace(child)", "torch.jit.script(function)"]
+FUNCTIONAL = ["functional_call", "vmap", "grad of inputs", "jacrev", "jvp", "inner step"]
+
+
+def run(kind: str, precision: str, *callbacks: L.Callback) -> L.Trainer:
+    torch.manual_seed(0)
+    module = make(kind)
+    trainer = quiet_trainer(plugins=[AmpPrecision(precision)], callbacks=list(callbacks))
+    trainer.fit(module, batches())
+    return trainer
+
+
+@pytest.mark.parametrize("kind", ["plain", *COMPILED, *SCRIPTED, *FUNCTIONAL])
+def test_they_see_what_they_see_of_a_plain_module(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the default scale: some steps are skipped, and found."""
+    plain = GradientMonitor(4)
+    run("plain", "fp16", plain)
+    monitor, locator = GradientMonitor(4), OverflowLocator(max_reports=2, dirpath=tmp_path, save_bundles=True)
+    with caplog.at_level("INFO"):
+        run(kind, "fp16", ScaleMonitor(), monitor, locator)
+    assert [row.name for row in monitor.table] == [row.name for row in plain.table]
+    assert {row.name for row in monitor.table} == {"net.0", "net.2", "head", "(all)"}
+    for seen, wanted in zip(monitor.table, plain.table, strict=True):
+        assert seen.headroom_bits == pytest.approx(wanted.headroom_bits, abs=1.0 if "script" in kind else 0.1)
+    assert all(row.cosine > 0.999 for row in monitor.table.last)
+    assert locator.reports
+    for report in locator.reports:
+        assert report.cause == "backward"
+        assert report.diagnosis.module in ("net.0", "net.2", "head", "")
+        assert all(name.split(".")[0] in ("net", "head") for name in report.parameters)
+    assert "_orig_mod" not in caplog.text
+    assert "second time" not in caplog.text
+    hidden = kind in ("torch.jit.script(child)", "torch.jit.trace(child)")
+    assert ("`GradientMonitor` does not see into `net`, compiled by TorchScript" in caplog.text) == hidden
+    assert all(("`net` is compiled by TorchScript" in report.note) == hidden for report in locator.reports)
+    if kind != "torch.compile(module)":  # there the factory would have to return what is inside
+        bundle = sorted(tmp_path.glob("*.pt"))[0]
+        assert replay(bundle, lambda: make(kind), precision="fp16").diagnosis.cause == "backward"
+        if not hidden:
+            assert replay(bundle, Net, precision="fp16").diagnosis.cause == "backward"
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("kind", [*COMPILED, "torch.jit.trace(child)", *FUNCTIONAL])
+def test_training_is_the_same_bits(kind: str, precision: str) -> None:
+    torch._dynamo.reset()
+    alone = weights(run(kind, precision))
+    watched = run(kind, precision, ScaleMonitor(), GradientMonitor(3), OverflowLocator(max_reports=2))
+    assert_same(weights(watched), alone)
+
+
+class ZeroedAfterwards(Net):
+    """Gradients that anybody leaves behind before the step take part in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["torch.compile(method)", "function in a function", "a global"])
+def test_no_gradient_of_a_copy_reaches_the_module(kind: str) -> None:
+    def fitted(*callbacks: L.Callback) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = ZeroedAfterwards()
+        if kind == "torch.compile(method)":
+            module.encode = compiled(module.plain_encode)
+        elif kind == "function in a function":
+            module.encode = wrapped(wrapped(module.plain_encode))
+        else:
+            keep.append(module)
+            type(module).encode = property(lambda self: keep[-1].plain_encode, lambda self, value: None)
+        trainer = quiet_trainer(plugins=[AmpPrecision("bf16")], callbacks=list(callbacks))
+        trainer.fit(module, batches())
+        assert all(p.requires_grad for p in module.parameters())
+        return weights(trainer)
+
+    keep: list[ZeroedAfterwards] = []
+    try:
+        assert_same(fitted(GradientMonitor(1)), fitted())
+    finally:
+        if kind == "a global":
+            del ZeroedAfterwards.encode
+
+
+def test_a_parameter_that_has_no_gradient_in_mixed_precision_is_lost() -> None:
+    class Casts(Net):
+        def forward(self, batch: Tensor) -> Tensor:
+            hidden = self.encode(batch)
+            return self.head(hidden if hidden.dtype == torch.float32 else hidden.detach())
+
+    monitor = GradientMonitor()
+    torch.manual_seed(0)
+    trainer = quiet_trainer(plugins=[AmpPrecision("bf16")], callbacks=[monitor])
+    trainer.fit(Casts(), batches(1))
+    rows = {row.name: row for row in monitor.table}
+    assert (rows["net.0"].sqnr_db, rows["net.0"].cosine) == (0, 0)
+    assert rows["head"].sqnr_db > 30

@@ -1,0 +1,149 @@
+"""A training step on a shadow: what user code asks of the trainer works on the shadow's things, not the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import Toy, fit
+from torch import Tensor, nn
+
+from lightning_amp import AmpPrecision
+from lightning_amp.shadow._training_pass import TrainingPass, in_one_line
+
+
+def probe(module: Callable[[], L.LightningModule], look: Callable[[L.Trainer, TrainingPass, Any], None]) -> L.Trainer:
+    """Run the first batch on a shadow before the real step, then stop."""
+
+    class Probe(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Tensor, batch_idx: int) -> None:
+            twin = TrainingPass(trainer, module)
+            twin.run(batch, batch_idx, context=trainer.precision_plugin.forward_context(), scale=4.0)
+            look(trainer, twin, module)
+            twin.close()
+
+    return fit(module, AmpPrecision("bf16"), callbacks=[Probe()], max_steps=2)
+
+
+class Gan(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(8, 1)
+        self.frozen: list[tuple[bool, bool]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()[0]
+        self.toggle_optimizer(optimizer)
+        self.manual_backward((self.net(batch).float() + self.other(batch).float()).square().mean())
+        self.frozen.append((self.net[0].weight.requires_grad, self.other.weight.requires_grad))
+        optimizer.step(closure=lambda: self.frozen.append((True, False)))
+        self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.net, self.other)]
+
+
+def test_toggling_concerns_the_shadow() -> None:
+    def look(trainer: L.Trainer, twin: TrainingPass, module: Gan) -> None:
+        assert twin.module.frozen[-2:] == [(True, False)] * 2
+        assert sorted(twin.gradients()) == ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"]
+        assert all(p.requires_grad for p in (*module.parameters(), *twin.module.parameters()))
+        real = {id(p) for p in module.parameters()}
+        assert real.isdisjoint(id(p) for p in twin.module.parameters())
+        assert len(module.frozen) == 2 * trainer.global_step
+
+    assert probe(Gan, look).global_step == 2
+
+
+def test_gradients_are_those_of_the_real_step_times_the_scale() -> None:
+    found: list[dict[str, Tensor]] = []
+
+    class Keeps(Toy):
+        def on_after_backward(self) -> None:
+            for name, parameter in self.named_parameters():
+                assert parameter.grad is not None
+                assert torch.equal(parameter.grad * 4, found[-1][name])
+
+    probe(Keeps, lambda trainer, twin, module: found.append(twin.gradients()))
+    assert len(found) == 2
+
+
+def test_batch_hooks_run_before_the_step() -> None:
+    class Hook(Toy):
+        total = 0.0
+
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            batch.mul_(0).add_(1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.total = float(batch.sum())
+            return self.loss(batch)
+
+    def look(trainer: L.Trainer, twin: TrainingPass, module: Hook) -> None:
+        assert twin.module.total == 32
+
+    probe(Hook, look)
+
+
+def test_backward_runs_outside_of_autocast() -> None:
+    seen: list[bool] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return gradient
+
+    class Manual(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(Look.apply(self.net(batch).float()).sum())
+            optimizer.step()
+
+    probe(Manual, lambda *_: None)
+    assert seen == [False] * 4
+
+
+def test_logged_values_are_not_reduced_over_ranks() -> None:
+    """The other ranks may not be running the step."""
+    enabled: list[bool | None] = []
+
+    class Logs(Toy):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            enabled.append(getattr(self.trainer.strategy.reduce, "enabled", None))
+            loss = self.loss(batch)
+            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+            return loss
+
+    probe(Logs, lambda *_: None)
+    assert enabled == [False, None] * 2
+
+
+DISPATCHER = "\nCould not run 'ne' on nested tensors.\n\nCPU: registered at a.cpp:1\nMeta: registered at b.cpp:2\n"
+TORCHSCRIPT = "The following operation failed.\nTraceback of TorchScript:\n  x\nRuntimeError: bad shape\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("only once", "only once"),
+        ("", ""),
+        (DISPATCHER, "Could not run 'ne' on nested tensors."),
+        (TORCHSCRIPT, "RuntimeError: bad shape"),
+    ],
+)
+def test_an_error_in_one_line(message: str, line: str) -> None:
+    assert in_one_line(ValueError(message)) == f"ValueError: {line}"
