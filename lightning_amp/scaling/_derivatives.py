@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._compat import _torch
-from lightning_amp.scaling._gradients import constant
+from lightning_amp.scaling._skip import constant
 from lightning_amp.scaling._saved import Saved
 from lightning_amp.scaling._scaler import HALF_LOSS_CEILING
 

@@ -1,141 +1,344 @@
-"""What is known between the backward and the step of one optimizer, and what became of the step."""
+"""What is known about the gradients of one optimizer between a backward and its step: what they are multiplied by."""
 
 from __future__ import annotations
 
-import copy
+import inspect
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import final
 
 from lightning_amp._compat import _torch
-from lightning_amp.scaling._gradients import host_value, in_host_memory, parameters
-from lightning_amp.scaling._scaler import nonfinite
+from lightning_amp.numerics import nonfinite_flag
+from lightning_amp.scaling import _skip
+from lightning_amp.scaling._gradients import Gradients, has_gradients
+from lightning_amp.scaling._loss_probe import merge_losses
+from lightning_amp.scaling._skip import Skip, constant
 
 
-class Window:
-    """What is known about the gradients of one optimizer since its last step.
+@final
+@dataclass(slots=True, frozen=True)
+class Scaled:
+    """They are the true ones times `scale` []."""
+
+    scale: Tensor
+
+
+@final
+@dataclass(slots=True, frozen=True)
+class Unscaled:
+    """They are the true ones.
 
     Attributes:
-        scale: The factor that its gradients are multiplied with, shape []; `None` if they are true gradients.
-        loss: Finite, shape [], as long as every loss since the last step was.
-        found_inf: 1.0, shape [], if the gradients that are there now are not finite; `None` if that is not known.
-        overflowed: Whether they were not finite before the user changed them; `None` if nobody could.
-        clamped: The flag from before they were clamped, which makes an infinite gradient finite but not right.
-        used_scale: The scale that was divided out last.
-        plain_backward: Tells whether its latest gradients came with a backward that was not scaled; `None`: unknown.
+        found_inf: 1.0, [], if they are not finite now; `None` if nobody has looked since the backward.
+        used_scale: What they were divided by, [].
+        overflow: Whether they were not finite before the user changed them; `None` if nobody could.
+        clamped: `found_inf` from before they were clipped by value, which makes inf finite and mends nothing.
 
     """
 
-    def __init__(self, optimizer: Optimizer, index: int) -> None:
+    found_inf: Tensor | None = None
+    used_scale: Tensor | None = None
+    overflow: Skip | None = None
+    clamped: Tensor | None = None
+
+
+@final
+@dataclass(slots=True, frozen=True)
+class Folded:
+    """A fused optimizer makes them true ones inside of its kernel, if it steps at all.
+
+    Attributes:
+        found_inf: 1.0, [], if it does not.
+        scale: What they are multiplied by until then, []; `None` without scaling.
+
+    """
+
+    found_inf: Tensor
+    scale: Tensor | None
+
+    def to_true(self) -> Tensor | float:
+        """Return the factor [] that makes what the step left true gradients."""
+        return 1.0 if self.scale is None else torch.where(self.found_inf > 0, inverse(self.scale), 1.0)
+
+
+Form: TypeAlias = "Scaled | Unscaled | Folded"
+
+UNSEEN = Unscaled()
+"""True gradients that nobody has looked at, as a backward without scaling leaves them."""
+
+
+@final
+class GradientState:
+    """The gradients of one optimizer since its last step.
+
+    Args:
+        optimizer: Whose; any of the user's.
+        index: Its place in `configure_optimizers`.
+        form: What its gradients are multiplied by now.
+
+    Attributes:
+        form: The same, kept up to date.
+        loss_probe: Finite, [], as long as every loss since the last step was; `None` before the first.
+        has_gradients: On any rank; known once they were looked at.
+
+    """
+
+    def __init__(self, optimizer: Optimizer, index: int, form: Form = UNSEEN) -> None:
         self.optimizer = optimizer
         self.index = index
-        self.scale: Tensor | None = None
-        self.folded: tuple[Tensor, Tensor] | None = None  # flag and scale of a folded step, see `to_true`
-        self.loss: Tensor | None = None
-        self.found_inf: Tensor | None = None
-        self.overflowed: Tensor | bool | None = None
-        self.clamped: Tensor | None = None
-        self.used_scale: Tensor | None = None
-        self.plain_backward: Callable[[], bool] | None = None
-        self.clear_flag: Tensor | None = None  # 0.0 for sure, to be used again
-        self.has_gradients = False  # on any rank
-        self.had_gradients = False  # on this one, in any step
-        self.closure_calls = 0  # of its last step
-        self.stepped = False
+        self.form: Form = form
+        self.loss_probe: Tensor | None = None
+        self.has_gradients = False
         self.decides_on_device = _torch.decides_on_device(optimizer)
-        self.may_move_first = not always_calls_closure(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
-
-    def require_scaled(self) -> None:
-        """Refuse to divide by the scale what a backward of the user's own, past the plugin, has not multiplied."""
-        if self.plain_backward is not None and self.plain_backward():
-            name = type(self.optimizer).__name__
-            raise RuntimeError(
-                f"Gradients of `{name}` come from `loss.backward()`, which does not multiply them by the loss scale as"
-                " those of the other losses are. Call `self.manual_backward(loss)` for each loss."
-            )
-
-    def to_true(self) -> Tensor | None:
-        """What makes the leftovers of a folded step true gradients: the kernel unscales them only when it steps."""
-        if self.folded is None:
-            return None
-        found_inf, scale = self.folded
-        return torch.where(found_inf > 0, inverse(scale), 1.0)
-
-
-class Outcome:
-    """What became of one attempted step.
-
-    Attributes:
-        skipped: A bool where the host knows, else a flag [] on the device.
-        overflowed: The same for what the scale has to know: a step whose overflow the user mended was taken, but with
-            gradients that the scale was too large for.
-
-    """
-
-    def __init__(self, window: Window, skipped: Tensor | bool) -> None:
-        self.window = window
-        self.skipped = skipped
-        self.loss = window.loss
-        self.counts_for_scale = window.has_gradients
-        before = window.overflowed
-        self.overflowed = skipped if before is None or skipped is True or before is False else before
-        if isinstance(skipped, Tensor) and isinstance(before, Tensor):
-            self.overflowed = torch.maximum(skipped, before.to(skipped.device))
+        self.always_calls_closure = type(optimizer).__module__.startswith("torch.optim")
+        self.takes_closure = self.always_calls_closure or _takes_closure(optimizer)
+        self.may_move_first = not self.always_calls_closure or isinstance(optimizer, torch.optim.LBFGS)
+        self._closure_calls: int | None = None  # of its last step
+        self._had_gradients = False  # on this rank, in any step
+        self._spare_flag: Tensor | None = None  # 0.0 for sure, to be used again
 
     @property
-    def bad_loss(self) -> Tensor | bool:
-        """Whether the loss was not finite: a bool where the host knows, else a flag [], bool, on the device."""
-        if self.loss is None:
+    def found_inf(self) -> Tensor | None:
+        """1.0, [], if the gradients are not finite; `None` if that is not known."""
+        return None if isinstance(self.form, Scaled) else self.form.found_inf
+
+    @property
+    def used_scale(self) -> Tensor | None:
+        """What the gradients were, or in a fused optimizer are, divided by, []."""
+        if isinstance(self.form, Folded):
+            return self.form.scale
+        return self.form.used_scale if isinstance(self.form, Unscaled) else None
+
+    @property
+    def overflow(self) -> Skip | None:
+        """Whether the gradients overflowed before the user changed them."""
+        return self.form.overflow if isinstance(self.form, Unscaled) else None
+
+    # -- around the backward -------------------------------------------------------------------------------------------
+
+    def add_loss(self, loss: Tensor, *, may_have_none: bool) -> None:
+        """Note the loss of the backward to come; what was known about gradients without it is over.
+
+        Args:
+            loss: Any shape.
+            may_have_none: Whether this rank may hold no shard of the parameters, and so never has gradients.
+
+        """
+        probe = self.loss_probe
+        if probe is not None and (self._had_gradients or not may_have_none) and not has_gradients(self.optimizer):
+            probe = None  # they were dropped: earlier losses say nothing about the step to come
+        self.loss_probe = merge_losses(probe, loss)
+        if isinstance(self.form, Unscaled):
+            self.form = UNSEEN
+
+    def carry(self, to: Scaled, leave_out: Collection[int]) -> None:
+        """Multiply the gradients that are still there so that they fit to those of the backward to come.
+
+        Args:
+            to: Their new form.
+            leave_out: Ids of parameters that another optimizer shares and that were carried with it.
+
+        """
+        form = self.form
+        if isinstance(form, Scaled) and form.scale is to.scale:
+            return
+        gradients = Gradients(self.optimizer, leave_out)
+        if gradients:
+            factor = to.scale
+            if isinstance(form, Scaled):
+                factor = factor * inverse(form.scale)
+            elif isinstance(form, Folded):
+                factor = factor * form.to_true()
+            gradients.multiply_(factor)
+        self.form = to
+
+    # -- unscale and check ---------------------------------------------------------------------------------------------
+
+    def unfold(self) -> None:
+        """Make what a folded step left true gradients."""
+        if isinstance(self.form, Folded):
+            factor = self.form.to_true()
+            if isinstance(factor, Tensor):
+                Gradients(self.optimizer).multiply_(factor)
+            self.form = UNSEEN
+
+    def unscale_(self, scale: Tensor, shared: Collection[int], *, may_overflow: bool) -> None:
+        """Divide the gradients by `scale` [] and check them.
+
+        Args:
+            scale: What they are multiplied by.
+            shared: Ids of parameters whose gradients another optimizer has unscaled already.
+            may_overflow: Whether the scale may be below 1, so that a finite value can leave the range.
+
+        """
+        gradients = Gradients(self.optimizer, shared)
+        everything = Gradients(self.optimizer) if shared else gradients
+        everything.require_full_precision(self.optimizer)
+        self._note_gradients(everything)
+        found_inf = self._new_flag(scale.device)
+        if gradients:
+            found_inf = gradients.unscale_(inverse(scale), found_inf)
+            if may_overflow:
+                found_inf = gradients.check(found_inf)
+        if shared and everything:
+            found_inf = everything.check(found_inf)
+        self.form = Unscaled(found_inf, scale)
+
+    def check(self) -> None:
+        """Check gradients that are true ones already."""
+        assert isinstance(self.form, Unscaled)
+        gradients = Gradients(self.optimizer)
+        self._note_gradients(gradients)
+        probe, clamped = self.loss_probe, self.form.clamped
+        device = gradients.device or (probe.device if probe is not None else torch.device("cpu"))
+        found_inf = self._new_flag(device)
+        found_inf = gradients.check(found_inf) if gradients else found_inf
+        if clamped is not None:
+            found_inf = torch.maximum(found_inf, clamped)
+        self.form = Unscaled(found_inf, self.form.used_scale, self.form.overflow, clamped)
+
+    def check_again(self, *, before_clamping: bool = False) -> None:
+        """Check true gradients that the user may have changed since they were checked: as they are now, they count.
+
+        What they were before still tells whether the scale was too large.
+        """
+        form = self.form
+        if not isinstance(form, Unscaled) or form.found_inf is None:
+            return
+        overflow = Skip.on_device(form.found_inf)
+        if overflow.known is False:
+            self._spare_flag = form.found_inf
+        self.form = Unscaled(form.found_inf, form.used_scale, overflow | (form.overflow or Skip.NO), form.clamped)
+        self.check()
+        if before_clamping:
+            form = self.form
+            self.form = Unscaled(form.found_inf, form.used_scale, form.overflow, clamped=form.found_inf)
+
+    def fold(self, max_norm: float | None, *, may_overflow: bool) -> bool:
+        """Leave unscaling and clipping to the fused optimizer; one read of the gradients decides.
+
+        Args:
+            max_norm: What to clip their total 2-norm to.
+            may_overflow: See :meth:`unscale_`.
+
+        Returns:
+            Whether it can be done. If not, nothing was changed.
+
+        """
+        scale = self.form.scale if isinstance(self.form, Scaled) else None
+        gradients = Gradients(self.optimizer)
+        device = gradients.device
+        if device is None or not gradients.plain or (max_norm is None and scale is not None and may_overflow):
             return False
-        return not math.isfinite(host_value(self.loss)) if in_host_memory(self.loss) else nonfinite(self.loss)
+        if scale is not None:
+            gradients.require_full_precision(self.optimizer)
+        grad_scale = None if scale is None else scale.to(device)
+        if max_norm is None:
+            found_inf = gradients.check(self._new_flag(device))
+        else:
+            norm = gradients.norm()
+            if _skip.in_host_memory(norm) and not math.isfinite(_skip.host_value(norm)):
+                return False  # each element may still be finite; the plain order tells
+            if grad_scale is not None:
+                norm = norm / grad_scale
+            found_inf = nonfinite_flag(norm)
+            divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # 1 / clip_coef of `clip_grad_norm_`
+            grad_scale = divisor if grad_scale is None else grad_scale * divisor
+        self._note_gradients(gradients)
+        self.form = Folded(found_inf, scale)
+        _torch.set_grad_scale(self.optimizer, grad_scale)
+        return True
 
-    def flag(self, like: Tensor) -> Tensor:
-        """1.0 for an overflow, shape [], on the device of `like`."""
-        if isinstance(self.overflowed, Tensor):
-            return self.overflowed.to(like.device)
-        return torch.full((), float(self.overflowed), device=like.device, dtype=torch.float32)
+    def agree(self, all_reduce_max: Callable[[Tensor], Any], device: torch.device | None) -> None:
+        """Make what is known that on which all ranks act: not finite if anything is not finite anywhere.
 
+        Reduced gradients agree by themselves, but a shard's overflow or a non-finite loss may be on one rank only, and
+        who steps, and what it does to the scale, must be the same everywhere. One collective per closure call, on every
+        rank, whatever it has found: so nobody waits forever as long as all ranks step the same optimizers. What was not
+        finite before it was mended goes with it: the scale must be the same, too.
 
-class Guards(Protocol):
-    """What must not notice a skipped step."""
+        Args:
+            all_reduce_max: Reduces a tensor [4] in place, over all ranks.
+            device: That it works on; `None`: where the gradients are.
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step; its gradients are there."""
+        """
+        form = self.form
+        assert not isinstance(form, Scaled)
+        assert form.found_inf is not None
+        device = form.found_inf.device if device is None else device
+        loss = constant(0.0, device) if self.loss_probe is None else nonfinite_flag(self.loss_probe).to(device)
+        before = (self.overflow or Skip.NO).flag(device)
+        has_gradients = constant(float(self.has_gradients), device)
+        everywhere = torch.stack([form.found_inf.to(device), loss, has_gradients, before])
+        all_reduce_max(everywhere)
+        found_inf, loss, anybody_has, before = everywhere.unbind()
+        self.loss_probe = torch.where(loss > 0, torch.nan, 0.0)
+        if not self.has_gradients:  # others may: then this was a step, and the scale moves here too
+            self.has_gradients = bool(anybody_has)
+        if isinstance(form, Folded):
+            self.form = Folded(found_inf, form.scale)
+        else:
+            overflow = None if form.overflow is None else Skip.on_device(before)
+            self.form = Unscaled(found_inf, form.used_scale, overflow, form.clamped)
 
-    def host_must_know(self, optimizer: Optimizer) -> bool:
-        """Whether the outcome of this optimizer's step is needed on the host at once."""
-        ...
+    # -- the step ------------------------------------------------------------------------------------------------------
 
-    def observe(self, outcome: Outcome) -> None:
-        """A step was attempted."""
+    def wait(self, *, asks_for_loss: bool) -> bool:
+        """Return whether the step is to be skipped. Waits for the device; with it, if asked, for the loss."""
+        found_inf, probe = self.found_inf, self.loss_probe
+        assert found_inf is not None
+        if not asks_for_loss or probe is None or _skip.in_host_memory(probe):
+            return Skip(found_inf).wait()
+        skip, bad_loss = Skip.wait_together(found_inf, nonfinite_flag(probe).to(found_inf))
+        self.loss_probe = constant(torch.nan if bad_loss.known else 0.0, torch.device("cpu"))
+        return skip.wait()
 
+    def keep_spare(self, flag: Tensor) -> None:
+        """Keep a flag [] that is 0.0, to be used again."""
+        self._spare_flag = flag
 
-def snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """Remember parameters and optimizer state (of an optimizer inside the optimizer too); the result puts them back."""
-    optimizers = [optimizer, *(v for v in vars(optimizer).values() if isinstance(v, Optimizer))]
-    params = list({id(p): p for o in optimizers for p in parameters(o)}.values())
-    values = [p.detach().clone() for p in params]
-    memo = {id(p): p for p in params}
-    states = [copy.deepcopy(o.state, memo) for o in optimizers]
+    @property
+    def needs_snapshot(self) -> bool:
+        """Whether the optimizer may move parameters before it has called its closure for the last time."""
+        return self.may_move_first and (self._closure_calls is None or self._closure_calls > 1)
 
-    def restore() -> None:
-        with torch.no_grad():
-            for param, value in zip(params, values, strict=True):
-                param.copy_(value)
-        for o, state in zip(optimizers, states, strict=True):
-            o.state = state
+    def note_closure_calls(self, count: int) -> None:
+        """Note how often a step has called its closure, whether it ended well or not."""
+        self._closure_calls = count
 
-    return restore
+    def finish(self) -> None:
+        """Begin anew: the gradients are those of no loss until the next backward."""
+        self.loss_probe = None
+        if isinstance(self.form, Unscaled) or (isinstance(self.form, Folded) and self.form.scale is None):
+            self.form = UNSEEN
+
+    def _note_gradients(self, gradients: Gradients) -> None:
+        self.has_gradients = bool(gradients)
+        self._had_gradients |= self.has_gradients
+
+    def _new_flag(self, device: torch.device) -> Tensor:
+        """Return 0.0, [], to be set by a check."""
+        flag, self._spare_flag = self._spare_flag, None
+        if flag is None or flag.device != device:
+            return torch.zeros((), device=device, dtype=torch.float32)
+        return flag
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """1 / scale, computed in float64 as `GradScaler.unscale_` does (MPS has none)."""
+    """Return 1 / scale, computed in float64 as `GradScaler.unscale_` does (MPS has none)."""
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
 
 
-def always_calls_closure(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim")
+def _takes_closure(optimizer: Optimizer) -> bool:
+    """Return whether its `step` has a place for a closure; some optimizers take gradients only."""
+    try:
+        parameters = inspect.signature(optimizer.step).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(p.name == "closure" or p.kind is p.VAR_KEYWORD for p in parameters)

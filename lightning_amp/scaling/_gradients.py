@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._compat import _torch
+from lightning_amp.scaling._skip import constant
 
 
 class HalfGradientsError(ValueError):
@@ -139,17 +139,6 @@ class Gradients:
         return torch.linalg.vector_norm(torch.stack([n.to(torch.float32) for n in norms]))
 
 
-def in_host_memory(scalar: Tensor) -> bool:
-    """Whether reading it is free, since no device has to be waited for."""
-    return scalar.device.type == "cpu"
-
-
-def host_value(scalar: Tensor) -> float:
-    """The value of a scalar in host memory; not `item`, which is what waiting looks like to a profiler."""
-    value: Any = scalar.tolist()
-    return value
-
-
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
     """All parameters of an optimizer, in order."""
     for group in optimizer.param_groups:
@@ -159,12 +148,6 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether there are any; looks no further than the first."""
     return any(param.grad is not None for param in parameters(optimizer))
-
-
-@functools.cache
-def constant(value: float, device: torch.device) -> Tensor:
-    """A float32 scalar, shape [], that is made once; nobody writes into it."""
-    return torch.full((), value, device=device, dtype=torch.float32)
 
 
 def all_finite(grad: Tensor) -> bool:

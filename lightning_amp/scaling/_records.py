@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import final
 
 from lightning_amp._numbers import exact
+from lightning_amp.scaling._skip import Skip
 
 Reason = Literal["none", "loss", "gradient"]
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One attempted optimizer step. Immutable.
@@ -37,9 +40,36 @@ class StepRecord:
     reason: Reason
 
 
-_Open: TypeAlias = "tuple[int, Tensor | None, Tensor | bool, Tensor | None]"  # optimizer_idx, scale, found_inf, loss
+class _Open(NamedTuple):
+    """A step whose record is not complete: the scale that follows is not known yet."""
+
+    optimizer_idx: int
+    scale: Tensor | None
+    skip: Skip
+    loss_probe: Tensor | None
 
 
+Listener: TypeAlias = Callable[[list[StepRecord]], None]
+
+
+@final
+class Subscription:
+    """Somebody who gets the records of a :class:`RecordLog`, until :meth:`close`."""
+
+    def __init__(self, log: RecordLog, listener: Listener, at_once: bool) -> None:
+        self._log, self.listener, self.at_once = log, listener, at_once
+
+    @property
+    def is_open(self) -> bool:
+        """Whether records still come."""
+        return self._log.has(self)
+
+    def close(self) -> None:
+        """End it; a second time does nothing."""
+        self._log.unsubscribe(self)
+
+
+@final
 class RecordLog:
     """Keeps references to the device's own scalars and turns them into `StepRecord`s one block at a time.
 
@@ -47,72 +77,100 @@ class RecordLog:
     waits once and transfers the flags, the scales (only the last ones where nobody listens) and, if steps were skipped,
     their losses.
 
-    Who appends to `listeners` gets the records in blocks, for free. As long as anybody is in `listeners_at_once`, every
-    batch is read back at its end: one wait for the device per batch, for those who must act on a skip at once.
-
     Args:
-        max_consecutive_skips: So many skips in a row raise `FloatingPointError` when they are read; `None` never.
+        max_consecutive_skips: Raise `FloatingPointError` after this many consecutive skips, when they are read; `None`
+            disables the check.
         block: Records that are kept before they are read back.
+        describe_skips: Says what is known of the gradients of a run that is stuck, for the error.
 
     """
 
-    def __init__(self, max_consecutive_skips: int | None = 64, *, block: int = 64) -> None:
+    def __init__(
+        self,
+        max_consecutive_skips: int | None = 64,
+        *,
+        block: int = 64,
+        describe_skips: Callable[[], str] = str,
+    ) -> None:
         self.max_consecutive_skips = max_consecutive_skips
-        self.block = block
         self.num_steps = 0
         self.num_skipped = 0
         self.last: StepRecord | None = None
-        self.listeners: list[Callable[[list[StepRecord]], None]] = []
-        self.listeners_at_once: list[Callable[[list[StepRecord]], None]] = []
-        self.describe_skips: Callable[[], str] = str
+        self._block = block
+        self._describe_skips = describe_skips
+        self._subscriptions: list[Subscription] = []
         self._pending: list[tuple[_Open, Tensor | None]] = []  # with the scale that followed
-        self._open: list[_Open] = []  # it is not known yet
+        self._open: list[_Open] = []
         self._in_batch = False  # there are records since the last batch was closed
         self._streak: list[Reason] = []
-        self._known_skips = 0
         self._known_streak = 0  # the same, as far as the host knows without reading
+        self.num_known_skips = 0
+        """Skips that the host decided and that were not read back yet."""
 
     @property
     def streak(self) -> tuple[Reason, ...]:
         """Why each of the skips in a row happened, up to the last record that was read."""
         return tuple(self._streak)
 
-    def restore(self, num_steps: int, num_skipped: int, streak: list[Reason], last: StepRecord | None) -> None:
+    def restore(self, num_steps: int, num_skipped: int, streak: Sequence[Reason], last: StepRecord | None) -> None:
         """Continue the counters of a checkpoint; forgets what was not read yet."""
         self._pending.clear()
         self._open.clear()
-        self._known_skips = 0
+        self.num_known_skips = 0
         self.num_steps, self.num_skipped, self._streak = num_steps, num_skipped, list(streak)
         self._known_streak = len(streak)
         self.last = last
 
-    @property
-    def num_known_skips(self) -> int:
-        """Skips that the host decided and that were not read back yet."""
-        return self._known_skips
+    # -- listening -----------------------------------------------------------------------------------------------------
 
-    def append(self, optimizer_idx: int, scale: Tensor | None, found_inf: Tensor | bool, loss: Tensor | None) -> None:
+    def subscribe(self, listener: Listener, *, at_once: bool = False) -> Subscription:
+        """Have `listener` receive all records to come, in blocks, at no extra cost.
+
+        Args:
+            listener: Gets a list of records, oldest first.
+            at_once: Read every batch back at its end, for those who must act on a skip at once: one wait for the device
+                per batch, as long as the subscription is open.
+
+        Returns:
+            A handle, to be closed.
+
+        """
+        subscription = Subscription(self, listener, at_once)
+        self._subscriptions.append(subscription)
+        return subscription
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        """End a subscription; one that has ended is left alone."""
+        if subscription in self._subscriptions:
+            self._subscriptions.remove(subscription)
+
+    def has(self, subscription: Subscription) -> bool:
+        """Return whether a subscription is open."""
+        return subscription in self._subscriptions
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def append(self, optimizer_idx: int, scale: Tensor | None, skip: Skip, loss_probe: Tensor | None) -> None:
         """Note an attempted step.
 
         Args:
             optimizer_idx: Which optimizer.
-            scale: The scale used, shape []; `None` without scaling.
-            found_inf: 1.0 for a skip, shape []; or a bool where the host knows.
-            loss: Shape []; finite exactly if the losses of this step were.
+            scale: The scale used, []; `None` without scaling.
+            skip: Whether it was skipped.
+            loss_probe: Finite exactly if the losses of this step were, [].
 
         """
-        self._open.append((optimizer_idx, scale, found_inf, loss))
-        if found_inf is True:
+        self._open.append(_Open(optimizer_idx, scale, skip, loss_probe))
+        if skip.known:
             self._known_streak += 1
-            self._known_skips += 1
+            self.num_known_skips += 1
         else:
             self._known_streak = 0
 
     def complete(self, next_scale: Tensor | None) -> None:
         """Complete the records so far with the scale that follows, in the middle of a batch. Reads nothing back."""
         self._in_batch |= bool(self._open)
-        for step in self._open:
-            self._pending.append((step, next_scale))
+        self._pending += [(step, next_scale) for step in self._open]
         self._open.clear()
 
     def close_batch(self, next_scale: Tensor | None) -> None:
@@ -122,8 +180,10 @@ class RecordLog:
             return
         self._in_batch = False
         stuck = self.max_consecutive_skips is not None and self._known_streak >= self.max_consecutive_skips
-        if stuck or self.listeners_at_once or len(self._pending) >= self.block:
+        if stuck or len(self._pending) >= self._block or any(s.at_once for s in self._subscriptions):
             self.flush()
+
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Read everything back. Waits for the device.
@@ -133,30 +193,20 @@ class RecordLog:
 
         """
         pending, self._pending = self._pending, []
-        self._known_skips = sum(found_inf is True for _, _, found_inf, _ in self._open)
+        self.num_known_skips = sum(step.skip.known is True for step in self._open)
         if not pending:
             return
-        skips = _read([found_inf for (_, _, found_inf, _), _ in pending])
-        listeners = (*self.listeners, *self.listeners_at_once)
+        skips = _read([step.skip.value for step, _ in pending])
+        listeners = [s.listener for s in self._subscriptions]
         if not listeners and not any(skips):
             self.num_steps += len(pending) - 1  # the last one is still to be written down
             pending, skips = pending[-1:], skips[-1:]
-        scales = _read([scale for (_, used, _, _), next_scale in pending for scale in (used, next_scale)])
-        losses = _read([loss if skipped else None for ((*_, loss), _), skipped in zip(pending, skips, strict=True)])
-        records: list[StepRecord] = []
+        records = self._records(pending, skips)
         stuck = False
-        for i, (((optimizer_idx, *_), _), skipped) in enumerate(zip(pending, map(bool, skips), strict=True)):
-            reason: Reason = "none"
-            if skipped:
-                reason = "gradient" if math.isfinite(losses[i]) else "loss"
-            records.append(
-                StepRecord(
-                    self.num_steps + self.num_skipped, optimizer_idx, scales[2 * i], scales[2 * i + 1], skipped, reason
-                )
-            )
-            if skipped:
+        for record in records:
+            if record.skipped:
                 self.num_skipped += 1
-                self._streak.append(reason)
+                self._streak.append(record.reason)
                 stuck |= len(self._streak) == self.max_consecutive_skips
             else:
                 self.num_steps += 1
@@ -166,17 +216,49 @@ class RecordLog:
         for listener in listeners:
             listener(records)
         if stuck:
-            self._raise_stuck()
+            self._raise_stuck(self.last)
 
-    def _raise_stuck(self) -> None:
+    def so_far(self, next_scale: Tensor | None) -> tuple[int, int, StepRecord | None]:
+        """Return applied and skipped steps, and the last one, those of the batch that runs included.
+
+        Waits for the device.
+
+        Args:
+            next_scale: In force now, []; that of a batch that has not ended is not known.
+
+        Raises:
+            FloatingPointError: As :meth:`flush`.
+
+        """
+        self.flush()
+        if not self._open:
+            return self.num_steps, self.num_skipped, self.last
+        skips = _read([step.skip.value for step in self._open])
+        records = self._records([(step, next_scale) for step in self._open], skips)
+        skipped = sum(map(bool, skips))
+        return self.num_steps + len(records) - skipped, self.num_skipped + skipped, records[-1]
+
+    def _records(self, steps: list[tuple[_Open, Tensor | None]], skips: list[float]) -> list[StepRecord]:
+        scales = _read([scale for step, next_scale in steps for scale in (step.scale, next_scale)])
+        probes = _read([step.loss_probe if skip else None for (step, _), skip in zip(steps, skips, strict=True)])
+        reasons: list[Reason] = [
+            "none" if not skip else "gradient" if math.isfinite(probe) else "loss"
+            for skip, probe in zip(skips, probes, strict=True)
+        ]
+        first = self.num_steps + self.num_skipped
+        return [
+            StepRecord(first + i, step.optimizer_idx, *scales[2 * i : 2 * i + 2], bool(skips[i]), reasons[i])
+            for i, (step, _) in enumerate(steps)
+        ]
+
+    def _raise_stuck(self, last: StepRecord) -> None:
         streak, self._streak, self._known_streak = self._streak, [], 0
         num_loss = streak.count("loss")
-        assert self.last is not None
-        details = self.describe_skips()
-        advice = _BROKEN_FORWARD if num_loss > len(streak) // 2 else _advice_on_gradients(self.last)
+        details = self._describe_skips()
+        advice = _BROKEN_FORWARD if num_loss > len(streak) // 2 else _advice_on_gradients(last)
         raise FloatingPointError(
             f"{len(streak)} optimizer steps in a row were skipped (the limit is {self.max_consecutive_skips}), the last"
-            f" at loss scale {exact(self.last.scale)}: {num_loss} with a non-finite loss, {len(streak) - num_loss} with"
+            f" at loss scale {exact(last.scale)}: {num_loss} with a non-finite loss, {len(streak) - num_loss} with"
             f" non-finite gradients under a finite loss. {details}{'. ' if details else ''}{advice}."
         )
 
@@ -205,8 +287,8 @@ def _advice_on_gradients(last: StepRecord) -> str:
     )
 
 
-def _read(values: list[Tensor | bool | None]) -> list[float]:
-    """Scalars to the host with one transfer per device; `None` reads as 1.0 (no scaling)."""
+def _read(values: Sequence[Tensor | bool | None]) -> list[float]:
+    """Bring scalars to the host with one transfer per device; `None` reads as 1.0 (no scaling)."""
     out = [1.0 if v is None else float(v) if isinstance(v, bool) else 0.0 for v in values]
     by_device: dict[torch.device, dict[int, Tensor]] = {}
     for v in values:

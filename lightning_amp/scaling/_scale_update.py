@@ -1,101 +1,141 @@
-"""What the optimizer steps of one batch do to the scale."""
+"""What the optimizer steps of one batch do to the loss scale."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from typing_extensions import final
 
 from lightning_amp._compat import _torch
-from lightning_amp.scaling._gradient_state import Outcome
-from lightning_amp.scaling._gradients import constant, host_value, in_host_memory
-from lightning_amp.scaling._scaler import DynamicLossScaler, held_by
+from lightning_amp.scaling._loss_probe import held_by
+from lightning_amp.scaling._scaler import DynamicLossScaler
+from lightning_amp.scaling._skip import Skip, constant
 
 
-class Round:
-    """The steps of a batch since the scale was last looked at, and when that is due again.
+@final
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempted step, as the scale has to know of it.
 
-    It is when all optimizers have stepped, or one of them once more, since what made it overflow does so again. Two
-    optimizers that step once each are one round. How many steps there are decides, not what became of them, so that a
-    device and the host, which knows of overflows at once, do the same.
+    Attributes:
+        optimizer_idx: Whose.
+        overflow: Whether the scale was too large for it: a step whose overflow the user mended was taken all the same.
+        loss_probe: Finite exactly if the losses of this step were, []; `None` if nobody backpropagated one.
+        had_gradients: On any rank. A step without says nothing about the scale.
+
+    """
+
+    optimizer_idx: int
+    overflow: Skip
+    loss_probe: Tensor | None
+    had_gradients: bool
+
+    def gradient_overflow(self, device: torch.device) -> Tensor:
+        """Return 1.0 if gradients overflowed under a finite loss, else 0.0, [], on `device`."""
+        flag = self.overflow.flag(device)
+        if self.loss_probe is None:
+            return flag
+        return flag * (1 - held_by(self.loss_probe, flag).to(torch.float32))
+
+
+@final
+class BatchAttempts:
+    """The steps of one batch, and when they move the scale: at its end, and downwards before the batch is over.
+
+    A batch may take many steps: several epochs over a rollout in one `training_step`, or a critic's. It would lose
+    every one of them, and end as stuck, if the scale could not fall in between. It is looked at when all optimizers
+    have stepped, or one of them once more, since what made it overflow does so again. Two optimizers that step once
+    each are one round. How many steps there are decides, not what became of them, so that a device and the host, which
+    knows of overflows at once, do the same.
+
     """
 
     def __init__(self) -> None:
-        self._outcomes: list[Outcome] = []
+        self._counted: list[Attempt] = []  # for the end of the batch
+        self._round: list[Attempt] = []  # since the scale was last looked at
         self._stepped: set[int] = set()  # optimizers, in this batch
         self._again: set[int] = set()  # those that stepped more than once
 
-    def add(self, outcome: Outcome) -> None:
-        """A step was attempted."""
-        self._outcomes.append(outcome)
-        (self._again if outcome.window.index in self._stepped else self._stepped).add(outcome.window.index)
+    def add(self, attempt: Attempt) -> None:
+        """Note a step."""
+        self._counted.append(attempt)
+        self._round.append(attempt)
+        (self._again if attempt.optimizer_idx in self._stepped else self._stepped).add(attempt.optimizer_idx)
 
-    def is_over(self, num_optimizers: int) -> bool:
-        """Whether the scale is due before another backward."""
-        outcomes = self._outcomes
-        return len(outcomes) >= num_optimizers > 0 or any(o.window.index in self._again for o in outcomes)
+    def round_is_over(self, num_optimizers: int) -> bool:
+        """Return whether the scale is due before another backward."""
+        attempts = self._round
+        return len(attempts) >= num_optimizers > 0 or any(a.optimizer_idx in self._again for a in attempts)
 
-    def take(self) -> list[Outcome]:
-        """The steps; another round begins."""
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+    def end_round(self, scaler: torch.amp.GradScaler) -> None:
+        """Lower the scale if a step of this round overflowed; leave it, and its growth, alone otherwise."""
+        overflowed = [a for a in self._round if a.overflow.known is not False]
+        self._round = []
+        if not overflowed or lower_scale(scaler, [a for a in overflowed if a.had_gradients]):
+            self._counted = [a for a in self._counted if a not in overflowed]
+
+    def end_batch(self, scaler: torch.amp.GradScaler) -> bool:
+        """Move the scale once, for all steps that have not moved it; returns whether there were any."""
+        counted = self._counted
+        self.clear()
+        move_scale(scaler, [a for a in counted if a.had_gradients])
+        return bool(counted)
 
     def clear(self) -> None:
-        """The batch is over."""
-        self._outcomes.clear()
+        """Forget them."""
+        self._counted, self._round = [], []
         self._stepped.clear()
         self._again.clear()
 
 
-def move_scale(scaler: torch.amp.GradScaler, attempts: list[Outcome]) -> None:
-    """Move it once, for all steps of a batch."""
+def move_scale(scaler: torch.amp.GradScaler, attempts: Sequence[Attempt]) -> None:
+    """Move the scale once, for all steps of a batch."""
     if not attempts:
         return
     scale = _torch.scale_tensor(scaler)
     ours = isinstance(scaler, DynamicLossScaler)
-    found_inf: Tensor | None = None
-    held: Tensor | None = None
-    uncertain = [a for a in attempts if a.overflowed is not False]
+    uncertain = [a for a in attempts if a.overflow.known is not False]
     if len(uncertain) == 1 and ours:  # the usual case, in as few launches as possible
-        found_inf = uncertain[0].flag(scale)
-        loss = uncertain[0].loss
-        scaler.advance(found_inf, None if loss is None else held_by(loss, found_inf))
-        return
-    for attempt in uncertain:
-        flag = attempt.flag(scale)
-        if attempt.loss is not None and ours:
-            loss_flag = held_by(attempt.loss, flag).to(torch.float32)
-            held = loss_flag if held is None else torch.maximum(held, loss_flag)
-            flag = flag * (1 - loss_flag)  # an overflow of another optimizer still counts
-        found_inf = flag if found_inf is None else torch.maximum(found_inf, flag)
-    if found_inf is None:
-        found_inf = constant(0.0, scale.device)
-    if ours:
-        scaler.advance(found_inf, None if held is None else held * (1 - found_inf))
+        found_inf = uncertain[0].overflow.flag(scale.device)
+        probe = uncertain[0].loss_probe
+        scaler.advance(found_inf, None if probe is None else held_by(probe, found_inf))
+    elif ours:
+        found_inf = _any_overflow(uncertain, scale.device)
+        held = [held_by(a.loss_probe, a.overflow.flag(scale.device)) for a in uncertain if a.loss_probe is not None]
+        # an overflow of another optimizer still counts
+        scaler.advance(found_inf, torch.stack(held).any() * (1 - found_inf) if held else None)
     else:
-        _torch.set_scale_tensor(scaler, scale.clone())  # its update works in place; records keep the old tensor
-        _torch.give_found_inf(scaler, found_inf)
-        scaler.update()
+        flags = [a.overflow.flag(scale.device) for a in uncertain]
+        found_inf = torch.stack(flags).amax() if flags else constant(0.0, scale.device)
+        _update_foreign(scaler, found_inf)
 
 
-def lower_scale(scaler: torch.amp.GradScaler, attempts: list[Outcome]) -> bool:
-    """Lower it in the middle of a batch, if one of these steps overflowed; else leave all as it is, growth too.
+def lower_scale(scaler: torch.amp.GradScaler, attempts: Iterable[Attempt]) -> bool:
+    """Lower the scale in the middle of a batch, if gradients of one of these steps overflowed; leave it otherwise.
 
     Somebody else's scaler has no way to do this without waiting for the device, and is asked only where nobody waits:
     `False` elsewhere, so that these steps are still to be counted at the end of the batch.
     """
-    scale = _torch.scale_tensor(scaler)
-    found_inf = constant(0.0, scale.device)
-    for attempt in attempts:
-        flag = attempt.flag(scale)
-        if attempt.loss is not None:
-            flag = flag * (1 - held_by(attempt.loss, flag).to(torch.float32))
-        found_inf = torch.maximum(found_inf, flag)
+    found_inf = _any_overflow(attempts, _torch.scale_tensor(scaler).device)
     if isinstance(scaler, DynamicLossScaler):
         scaler.advance(found_inf, 1 - found_inf)
-    elif not in_host_memory(found_inf):
-        return False
-    elif host_value(found_inf):
-        _torch.set_scale_tensor(scaler, scale.clone())
-        _torch.give_found_inf(scaler, found_inf)
-        scaler.update()
-    return True
+        return True
+    overflow = Skip.on_device(found_inf).known
+    if overflow:
+        _update_foreign(scaler, found_inf)
+    return overflow is not None
+
+
+def _any_overflow(attempts: Iterable[Attempt], device: torch.device) -> Tensor:
+    flags = [a.gradient_overflow(device) for a in attempts]
+    return torch.stack(flags).amax() if flags else constant(0.0, device)
+
+
+def _update_foreign(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
+    # its update works in place; records keep the old tensor
+    _torch.set_scale_tensor(scaler, _torch.scale_tensor(scaler).clone())
+    _torch.give_found_inf(scaler, found_inf)
+    scaler.update()

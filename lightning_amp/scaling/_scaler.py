@@ -15,8 +15,10 @@ from torch import Tensor
 from lightning_amp._compat import _torch
 from lightning_amp._numbers import exact, literal
 from lightning_amp._terminal import own_lines
+from lightning_amp.scaling._loss_probe import held_by, merge_losses
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._saved import check_scaler_state
+from lightning_amp.scaling._skip import Skip
 
 HALF_LOSS_CEILING = 2.0**15
 """Largest power of two that float16 can hold: the gradient that enters a float16 loss *is* the scale."""
@@ -230,7 +232,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
             found_inf = torch.maximum(found_inf, other.to(used.device))
         loss = self._loss
         self.advance(found_inf, None if loss is None else held_by(loss, found_inf))
-        self._log.append(0, used, found_inf, loss)
+        self._log.append(0, used, Skip.on_device(found_inf), loss)
         self._log.close_batch(self.scale_tensor)
 
     def advance(self, found_inf: Tensor, held: Tensor | None = None) -> None:
@@ -334,31 +336,6 @@ class DynamicLossScaler(torch.amp.GradScaler):
         settings = {"init_scale": self._start[0]} | {name: getattr(self, f"get_{name}")() for name in _POLICY}
         settings |= {name: getattr(self, name) for name in _LIMITS}
         return f"{type(self).__name__}({', '.join(f'{name}={literal(value)}' for name, value in settings.items())})"
-
-
-def merge_losses(merged: Tensor | None, loss: Tensor) -> Tensor:
-    """One tensor, shape [], that is finite exactly while all losses were; the first loss costs nothing."""
-    loss = loss.detach()
-    if loss.dim() != 0:
-        loss = (loss.float() * 0).sum()
-    if merged is None:
-        return loss
-    return merged.float() * 0 + loss.to(merged.device).float() * 0
-
-
-def nonfinite(tensor: Tensor) -> Tensor:
-    """Whether `tensor` [] is inf or NaN, bool []; two kernels where `isfinite` takes four."""
-    return (tensor * 0).ne(0)
-
-
-def held_by(loss: Tensor, found_inf: Tensor) -> Tensor:
-    """Whether an overflow, `found_inf` [], is that of the loss, so that the scale stays; bool [], on its device."""
-    return nonfinite(loss).to(found_inf.device).logical_and(found_inf)
-
-
-def nonfinite_flag(tensor: Tensor) -> Tensor:
-    """Float tensor, shape []: exactly 1.0 if `tensor` [] is inf or NaN, else 0.0 (fused optimizers test for 1.0)."""
-    return nonfinite(tensor).to(torch.float32)
 
 
 def _require_number(name: str, value: Any) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import WeightAveraging
+from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp.scaling import Outcome
+from lightning_amp.scaling import Skip
 
 
-class AveragingGate:
+@final
+class HeldAverages:
     """Holds `WeightAveraging.should_update(step_idx=...)` unless a step was applied since the last update.
 
     Updating an average reads its counter on the host anyway, so the flag is read there too. `StochasticWeightAveraging`
@@ -31,9 +33,9 @@ class AveragingGate:
     def __bool__(self) -> bool:
         return bool(self._gates)
 
-    def observe(self, outcome: Outcome) -> None:
-        """A step was attempted; the host knows its outcome."""
-        self._applied += not bool(outcome.skipped)
+    def observe(self, skip: Skip) -> None:
+        """Count a step that was not skipped. The host knows, see `SkipProtection.host_must_know`."""
+        self._applied += not skip.wait()
 
     def _gate(self, callback: WeightAveraging, base: type[WeightAveraging]) -> None:
         counted = self._applied
@@ -55,7 +57,7 @@ class AveragingGate:
         callback.__class__ = type(base.__name__, (base,), {**names, **members})
 
     def detach(self) -> None:
-        """Callbacks are as they were."""
+        """Leave callbacks as they were."""
         for callback, base in self._gates:
             callback.__class__ = base
         self._gates.clear()

@@ -3,82 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
+from typing_extensions import final
 
-from lightning_amp.scaling import OptimizerSteps, Outcome
-from lightning_amp.skipped_steps._averages import AveragingGate
+from lightning_amp.scaling import StepResult
+from lightning_amp.skipped_steps._averages import HeldAverages
 from lightning_amp.skipped_steps._named_buffers import Place
-from lightning_amp.skipped_steps._schedules import ScheduleGate
-from lightning_amp.skipped_steps._statistics import BufferGuard
+from lightning_amp.skipped_steps._schedules import HeldSchedules
+from lightning_amp.skipped_steps._statistics import StatisticsRollback
 
 
-class FitGuards:
-    """Schedules, averaged weights and buffers, told of each outcome.
+@final
+class SkipProtection:
+    """Schedules, averaged weights and buffers, told what became of each step.
 
     Args:
         module: The user's.
-        steps: Whose outcomes.
         named: Buffers to put back besides the statistics of normalisation layers.
 
     """
 
-    def __init__(self, module: LightningModule, steps: OptimizerSteps, named: Sequence[Place] = ()) -> None:
-        self._steps = steps
+    def __init__(self, module: LightningModule, named: Sequence[Place] = ()) -> None:
         self._inside_manual_step = False
-        self.schedules = ScheduleGate(module)
-        self.averaging = AveragingGate(module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
-        self.buffers = BufferGuard(module, named)
-        self._listen()
-
-    def _listen(self) -> None:
-        self.schedules.attach()
-        # who has nothing to protect is not asked in each step
-        self._steps.guards = self if self.schedules or self.averaging or self.buffers else None
+        self._schedules = HeldSchedules(module)
+        self._averages = HeldAverages(module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        self._statistics = StatisticsRollback(module, named)
+        self._schedules.attach()
 
     def host_must_know(self, optimizer: Optimizer) -> bool:
-        """Whether the outcome of this optimizer's step is needed at once."""
-        return bool(self.averaging) or self.schedules.host_must_know(optimizer)
+        """Return whether the host has to know of a skip right after the step of this optimizer."""
+        return bool(self._averages) or self._schedules.host_must_know(optimizer)
+
+    @property
+    def asks_for_loss(self) -> bool:
+        """Whether it matters if the loss was finite: a bad one leaves NaN in statistics, mended gradients or not."""
+        return bool(self._statistics)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step."""
-        self.schedules.before_step(optimizer)
+        """Decide what an optimizer needs to know before it steps: its rate."""
+        self._schedules.before_step(optimizer)
 
-    def observe(self, outcome: Outcome) -> None:
-        """A step was attempted."""
-        self.schedules.observe(outcome)
-        if self.averaging:
-            self.averaging.observe(outcome)
-        if self.buffers:
-            self.buffers.observe(outcome, self._inside_manual_step)
-        self.schedules.hold_other_verbs()
+    def observe(self, optimizer: Optimizer, result: StepResult) -> None:
+        """Hold, or put back, what must not notice the step if it was skipped."""
+        self._schedules.observe(optimizer, result.skip)
+        if self._averages:
+            self._averages.observe(result.skip)
+        if self._statistics:
+            self._statistics.observe(result, self._inside_manual_step)
+        self._schedules.hold_other_verbs()
 
     def enter_step(self, manual: bool) -> None:
-        """A training step begins."""
+        """Prepare for a training step."""
         self._inside_manual_step = manual
-        self.schedules.release_other_verbs()
-        self._listen()
-        if self.buffers:
-            self.buffers.enter_step()
+        self._schedules.release_other_verbs()
+        self._schedules.attach()  # some come, or are replaced, during a fit
+        if self._statistics:
+            self._statistics.enter_step()
 
     def leave_step(self) -> None:
-        """The training step is over (in automatic optimization its backward and optimizer step are still to come)."""
+        """Note its end (in automatic optimization its backward and optimizer step are still to come)."""
         self._inside_manual_step = False
 
     def note_backward(self) -> None:
-        """A backward ran."""
-        self.buffers.note_backward()
+        """Note that it had a backward."""
+        self._statistics.note_backward()
 
     def settle(self) -> None:
-        """Somebody is about to look: validation, or a checkpoint."""
-        self.schedules.release_other_verbs()
-        if self.buffers:
-            self.buffers.settle()
+        """Leave everything as it ought to be for somebody who looks now: validation, or a checkpoint."""
+        self._schedules.release_other_verbs()
+        if self._statistics:
+            self._statistics.settle()
+
+    def mend(self, state_dict: dict[str, Any]) -> None:
+        """Take what an overflow wrote out of the module's entries in a checkpoint."""
+        self._statistics.mend(state_dict)
 
     def detach(self) -> None:
-        """The user's objects are as they were."""
+        """Leave the user's objects as they were."""
         self.settle()
-        self.schedules.detach()
-        self.averaging.detach()
-        self._steps.guards = None
+        self._schedules.detach()
+        self._averages.detach()

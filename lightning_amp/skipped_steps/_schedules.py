@@ -7,15 +7,16 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
-from lightning_amp.scaling import Outcome
+from lightning_amp.scaling import Skip
 
 
-class ScheduleGate:
+@final
+class HeldSchedules:
     """Holds `scheduler.step()` where all steps of its optimizer since the scheduler's last step were skipped.
 
     One rule serves every way of driving a schedule: per step, with accumulation, by hand per batch, by hand per epoch
@@ -45,29 +46,29 @@ class ScheduleGate:
         return bool(self._gates)
 
     def host_must_know(self, optimizer: Optimizer) -> bool:
-        """Whether the answer is needed right after the step of this optimizer."""
+        """Return whether the answer is needed right after the step of this optimizer."""
         return self.at_once and any(gate.optimizer is optimizer for gate in self._gates.values())
 
     def attach(self) -> None:
-        """Gate what schedulers there are; the LR finder and `StochasticWeightAveraging` replace them during a fit."""
+        """Hold what schedulers there are; the LR finder and `StochasticWeightAveraging` replace them during a fit."""
         for config in self._strategy.lr_scheduler_configs:
             scheduler = config.scheduler
             if id(scheduler) in self._gates or (self._automatic and config.interval != "step"):
                 continue
             if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
-                self._gates[id(scheduler)] = _Gate(scheduler)
+                self._gates[id(scheduler)] = _HeldSchedule(scheduler)
             elif self._own_verb and not config.reduce_on_plateau:
                 optimizer = getattr(scheduler, "optimizer", self._module.trainer.optimizers[0])
                 self._gates[id(scheduler)] = _Tally(scheduler, optimizer)
 
-    def observe(self, outcome: Outcome) -> None:
-        """A step was attempted."""
+    def observe(self, optimizer: Optimizer, skip: Skip) -> None:
+        """Note what became of a step."""
         for gate in self._gates.values():
-            if gate.optimizer is outcome.window.optimizer:
-                gate.outcomes.append(outcome.skipped)
+            if gate.optimizer is optimizer:
+                gate.add(skip)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step: it needs its rate now."""
+        """Decide what was noted for an optimizer that is about to step: it needs its rate now."""
         for gate in self._gates.values():
             if gate.optimizer is optimizer:
                 gate.resolve()
@@ -109,7 +110,7 @@ class ScheduleGate:
             gate.resolve()
 
     def detach(self) -> None:
-        """Schedulers are as they were."""
+        """Leave schedulers as they were."""
         self.release_other_verbs()
         for gate in self._gates.values():
             gate.close()
@@ -117,27 +118,37 @@ class ScheduleGate:
 
 
 class _Tally:
-    """What became of the steps of one optimizer since its schedule last moved."""
+    """The skips of one optimizer since its schedule last moved."""
 
     def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
         self.scheduler = scheduler
         self.optimizer = optimizer
-        self.outcomes: list[Tensor | bool] = []
+        self._skips: list[Skip] = []
+
+    def add(self, skip: Skip) -> None:
+        """Note what became of a step."""
+        self._skips.append(skip)
+
+    def take(self) -> list[Skip]:
+        """Return what was noted, and begin anew."""
+        skips, self._skips = self._skips, []
+        return skips
 
     def take_held(self) -> bool:
-        """Whether all of them were skipped; begins anew. Waits for the device."""
-        outcomes, self.outcomes = self.outcomes, []
-        return bool(outcomes) and all(bool(o) for o in outcomes)
+        """Return whether all steps were skipped, and begin anew. Waits for the device."""
+        skips = self.take()
+        return bool(skips) and all(skip.wait() for skip in skips)
 
     def resolve(self) -> None:
         """Decide what was noted."""
 
     def close(self) -> None:
-        """The scheduler is as it was."""
+        """Leave the scheduler as it was."""
 
 
-class _Gate(_Tally):
-    """One gated scheduler.
+@final
+class _HeldSchedule(_Tally):
+    """One scheduler.
 
     Its class is a subclass that differs in `step`. State lives here, not in the scheduler, whose `state_dict` is all of
     its `__dict__`.
@@ -145,7 +156,7 @@ class _Gate(_Tally):
 
     def __init__(self, scheduler: LRScheduler) -> None:
         super().__init__(scheduler, scheduler.optimizer)
-        self._noted: tuple[list[Tensor | bool], tuple[Any, ...], dict[str, Any]] | None = None
+        self._noted: tuple[list[Skip], tuple[Any, ...], dict[str, Any]] | None = None
         self._base = base = type(scheduler)
         gate = self
 
@@ -173,19 +184,21 @@ class _Gate(_Tally):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         self.resolve()
-        outcomes, self.outcomes = self.outcomes, []
-        if not outcomes or any(o is False for o in outcomes):
+        known = [skip.known for skip in (skips := self.take())]
+        if not skips or False in known:
             self._base.step(self.scheduler, *args, **kwargs)
-        elif any(isinstance(o, Tensor) for o in outcomes):
-            self._noted = (outcomes, args, kwargs)
+        elif None in known:
+            self._noted = (skips, args, kwargs)
 
+    @override
     def resolve(self) -> None:
         if self._noted is None:
             return
-        (outcomes, args, kwargs), self._noted = self._noted, None
-        if not all(bool(o) for o in outcomes):
+        (skips, args, kwargs), self._noted = self._noted, None
+        if not all(skip.wait() for skip in skips):
             self._base.step(self.scheduler, *args, **kwargs)
 
+    @override
     def close(self) -> None:
         try:
             self.resolve()
@@ -195,7 +208,7 @@ class _Gate(_Tally):
 
 
 def _looks_at_rates(owner: Callback | LightningModule) -> bool:
-    """Whether this may read `param_groups` between two steps: by the monitor's purpose, or by the user's own hook."""
+    """Return whether this may read `param_groups` between two steps: by the monitor's purpose, or by the user's own hook."""
     if isinstance(owner, LearningRateMonitor) or type(owner).__module__.startswith("lightning.pytorch.tuner"):
         return True
     base = Callback if isinstance(owner, Callback) else LightningModule

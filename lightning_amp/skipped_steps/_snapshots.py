@@ -7,13 +7,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import final
 
 from lightning_amp._compat import _torch
+from lightning_amp.scaling import Skip
 from lightning_amp.skipped_steps._named_buffers import Place
 
 Buffers = Sequence[Tensor | None]
 
 
+@final
 class Snapshot:
     """The values of some buffers at one time.
 
@@ -33,7 +36,7 @@ class Snapshot:
         self.version = -1
 
     def is_of(self, buffers: Buffers) -> bool:
-        """Whether it has place for these very tensors."""
+        """Return whether it has place for these very tensors."""
         return len(buffers) == len(self._buffers) and all(map(operator.is_, buffers, self._buffers))
 
     @torch.no_grad()
@@ -44,11 +47,11 @@ class Snapshot:
             _torch.foreach_copy_(group.views, group.of(self._buffers))
 
     def copies(self) -> list[Tensor | None]:
-        """In the order of the buffers."""
+        """Return copies of the values, in the order of the buffers."""
         return [self._copies[i].clone() if i in self._copies else None for i in range(len(self._buffers))]
 
     def is_finite(self) -> bool:
-        """Whether all values are. Waits for the device."""
+        """Return whether all values are. Waits for the device."""
         return all(bool(torch.isfinite(group.flat).all()) for group in self._groups if group.flat.is_floating_point())
 
     @torch.no_grad()
@@ -61,34 +64,32 @@ class Snapshot:
                 place.write(buffer)
 
     @torch.no_grad()
-    def restore_where(self, places: Sequence[Place], flag: Tensor | bool, if_not_finite: Tensor | bool = False) -> None:
-        """The same on the device. Waits for it only where a shape changed.
+    def restore_where(self, places: Sequence[Place], skip: Skip, bad_loss: Skip = Skip.NO) -> None:
+        """Put the values back on the device if it says so. Waits for it only where a shape changed.
 
         Args:
             places: Where the values belong.
-            flag: Shape []: put all back where it is above 0.
-            if_not_finite: Shape [], bool: where it is set, put all back if what is there now is not finite.
+            skip: Put all back if it was.
+            bad_loss: If so, put all back if what is there now is not finite.
 
         """
         now = [place.read() for place in places]
-        back: Tensor | bool = flag > 0
         filled = [b for b in now if b is not None and b.is_floating_point()]
-        if if_not_finite is not False and filled:
+        if bad_loss.known is not False and filled:
             bad = _all_finite(filled).logical_not()
-            back = torch.as_tensor(back, device=bad.device) | (bad & torch.as_tensor(if_not_finite, device=bad.device))
+            skip |= Skip(bad & (bad_loss.flag(bad.device) > 0))
         changed = [i for i, (new, old) in enumerate(zip(now, self._buffers, strict=True)) if new is not old]
         for group in self._groups:
             here = group.of(self._buffers)  # those that were replaced are nobody's any more
             current = torch.cat([b.reshape(-1) for b in here])
             # `where`, not `lerp`: NaN times 0 is NaN
-            where = torch.as_tensor(back, device=current.device)
-            _torch.foreach_copy_(here, group.split(torch.where(where, group.flat, current)))
+            _torch.foreach_copy_(here, group.split(torch.where(skip.flag(current.device) > 0, group.flat, current)))
         for i in changed:
             old, new = self._buffers[i], now[i]
             if _alike(old, new):
                 assert new is not None
-                places[i].write(torch.where(torch.as_tensor(back, device=new.device), self._copies[i], new))
-            elif bool(back):
+                places[i].write(torch.where(skip.flag(new.device) > 0, self._copies[i], new))
+            elif skip.wait():
                 places[i].write(old)
 
     @torch.no_grad()
@@ -97,9 +98,10 @@ class Snapshot:
         now = [b for place in places if (b := place.read()) is not None and b.is_floating_point()]
         before = [group.flat for group in self._groups if group.flat.is_floating_point()]
         if now and before:
-            self.restore_where(places, _all_finite(before) & _all_finite(now).logical_not().to(before[0].device))
+            self.restore_where(places, Skip(_all_finite(before) & _all_finite(now).logical_not().to(before[0].device)))
 
 
+@final
 class _Group:
     """Place for the buffers of one device and dtype; the views of it are made once."""
 
@@ -112,7 +114,7 @@ class _Group:
         self.views = self.split(self.flat)
 
     def of(self, buffers: Buffers) -> list[Tensor]:
-        """Its members among all."""
+        """Return its members among all."""
         members = [buffers[i] for i in self.indices]
         return [member for member in members if member is not None]
 

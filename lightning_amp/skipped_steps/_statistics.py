@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp.scaling import Outcome
+from lightning_amp.scaling import StepResult
 from lightning_amp.skipped_steps._named_buffers import Place, norm_places
 from lightning_amp.skipped_steps._snapshots import Buffers, Snapshot
 
 
-class BufferGuard:
-    """Buffers are those of a run that never drew the skipped batch.
+@final
+class StatisticsRollback:
+    """Keeps buffers as in a run that never drew the skipped batch.
 
-    A forward that overflows folds inf or NaN into BatchNorm's running mean for ever. A snapshot is taken when a window
+    A forward that overflows folds inf or NaN into BatchNorm's running mean forever. A snapshot is taken when a window
     opens (one copy for all buffers of a dtype) and put back if its step is skipped. A window is everything since the
     last attempted step, so with accumulation all its batches are dropped.
 
@@ -35,12 +37,12 @@ class BufferGuard:
         return bool(self._parts)
 
     def enter_step(self) -> None:
-        """A training step begins."""
+        """Remember the buffers if a window opens with this training step."""
         for part in self._parts:
             part.enter_step()
 
     def note_backward(self) -> None:
-        """The step had a backward: its optimizer step will decide."""
+        """Note that the training step had a backward: its optimizer step will decide."""
         for part in self._parts:
             part.note_backward()
 
@@ -62,18 +64,19 @@ class BufferGuard:
         for part in self._parts:
             part.mend(state_dict)
 
-    def observe(self, outcome: Outcome, inside_step: bool) -> None:
-        """A step was attempted.
+    def observe(self, result: StepResult, inside_step: bool) -> None:
+        """Put buffers back after a step that was skipped.
 
         Args:
-            outcome: What became of it.
+            result: What became of it.
             inside_step: Manual optimization: more forwards may follow in this training step.
 
         """
         for part in self._parts:
-            part.observe(outcome, inside_step)
+            part.observe(result, inside_step)
 
 
+@final
 class _Part:
     """Buffers of one kind.
 
@@ -144,8 +147,9 @@ class _Part:
             if entry is not None and value is not None and entry.shape == value.shape:
                 state_dict[name] = value
 
-    def observe(self, outcome: Outcome, inside_step: bool) -> None:
-        if outcome.skipped is not True:
+    def observe(self, result: StepResult, inside_step: bool) -> None:
+        skip = result.skip
+        if not skip.known:
             self.settle()  # a step without a new backward: its flag says nothing about the forward
         version = _version(self._buffers())
         basis = self._snapshot
@@ -153,13 +157,13 @@ class _Part:
             basis = self._previous[0]  # no forward since the last attempt: backward, backward, step, step
         if basis is None:
             return
-        if outcome.skipped is True:
+        if skip.known:
             basis.restore(self._places)
-        else:  # also of a batch that was not dropped, since its gradients were mended: NaN stays in there for ever
-            bad_loss = outcome.bad_loss
-            if isinstance(outcome.skipped, Tensor) or isinstance(bad_loss, Tensor):
-                basis.restore_where(self._places, outcome.skipped, bad_loss)
-            elif bad_loss:
+        else:  # also of a batch that was not dropped, since its gradients were mended: NaN stays in there forever
+            bad_loss = result.bad_loss
+            if skip.known is None or bad_loss.known is None:
+                basis.restore_where(self._places, skip, bad_loss)
+            elif bad_loss.known:
                 basis.restore_unless_finite(self._places)
         buffers = self._buffers()
         version = _version(buffers)
@@ -174,5 +178,5 @@ class _Part:
 
 
 def _version(buffers: Buffers) -> int:
-    """Grows with every in-place change of any buffer; also changes when a buffer is replaced."""
+    """Return a number that grows with every in-place change of any buffer, and changes when a buffer is replaced."""
     return sum(_modules.version(b) for b in buffers if b is not None) + sum(map(id, buffers))

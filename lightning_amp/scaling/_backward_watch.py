@@ -1,0 +1,90 @@
+"""Which gradients came with a backward of the plugin's, and are multiplied by the loss scale, and which with another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import final
+
+from lightning_amp.scaling._gradients import parameters
+
+
+@final
+class BackwardWatch:
+    """Tells them apart by hooks on parameters: one of each known optimizer, and all that none of them has.
+
+    Args:
+        optimizers: That are known.
+        others: Parameters, of which those of the optimizers are left out.
+
+    Cost: one Python call per watched parameter and backward.
+
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], others: Iterable[Any]) -> None:
+        self.scale: Tensor | None = None
+        """Of the backward that runs now, []; `None` in the user's own, and outside of any."""
+        self._spokesmen: dict[int, Any] = {}  # by id of a known optimizer: the parameter that speaks for it
+        self._scales: dict[int, Tensor | None] = {}  # by id of the parameter: that of its latest backward
+        self._handles: dict[int, Any] = {}
+        known: set[int] = set()
+        for optimizer in optimizers:
+            mine = list(parameters(optimizer))
+            known.update(map(id, mine))
+            first = next((p for p in mine if p.requires_grad and p.is_leaf), None)
+            if first is not None:
+                self._spokesmen[id(optimizer)] = first
+                self._watch(first)
+        for parameter in others:
+            if id(parameter) not in known:
+                self._watch(parameter)
+
+    def _watch(self, parameter: Any) -> None:
+        if id(parameter) in self._handles or not parameter.requires_grad or not parameter.is_leaf:
+            return
+
+        def note(p: Any) -> None:
+            self._scales[id(p)] = self.scale
+
+        self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(note)
+
+    def begin(self, scale: Tensor) -> None:
+        """Note that the backward of a loss begins that was multiplied by `scale` []."""
+        self.scale = scale
+
+    def end(self) -> None:
+        """Note that it is over."""
+        self.scale = None
+
+    def came_plain(self, optimizer: Optimizer) -> bool:
+        """Return whether the latest gradients of a known optimizer came with a backward of the user's own."""
+        first = self._spokesmen.get(id(optimizer))
+        return first is not None and first.grad is not None and self._scales.get(id(first), self) is None
+
+    def scale_of(self, optimizer: Optimizer, known: Mapping[int, Tensor]) -> Tensor | None:
+        """Return what the gradients of an optimizer that is not known are multiplied by, []; `None` if by nothing.
+
+        Args:
+            optimizer: Whose.
+            known: By id of the parameter, the scale of gradients that it shares with an optimizer that is known.
+
+        """
+        mine = [p for p in parameters(optimizer) if p.grad is not None]
+        if mine and self.scale is not None:
+            return self.scale
+        for parameter in mine:
+            scale = known.get(id(parameter), self._scales.get(id(parameter)))
+            if scale is not None:
+                return scale
+            self._watch(parameter)  # from now on
+        return None
+
+    def detach(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self._scales.clear()

@@ -1,0 +1,93 @@
+"""Whether a step was skipped: one value for what the host knows and for what only the device knows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import final
+
+from lightning_amp.numerics import nonfinite
+
+
+@final
+class Skip:
+    """Whether something was skipped: `Skip.NO`, `Skip.YES`, or a flag that the device still computes. Immutable.
+
+    Only :meth:`wait` waits for the device. Whoever can do without asks :attr:`known`, or hands :meth:`flag` on.
+
+    """
+
+    __slots__ = ("value",)
+    NO: ClassVar[Skip]
+    YES: ClassVar[Skip]
+
+    def __init__(self, value: Tensor | bool) -> None:
+        self.value = value
+
+    @classmethod
+    def on_device(cls, flag: Tensor) -> Skip:
+        """Return the skip that `flag` [] tells of (above 0: yes), known at once where it is in host memory."""
+        if not in_host_memory(flag):
+            return cls(flag)
+        return cls.YES if host_value(flag) else cls.NO
+
+    @classmethod
+    def if_nonfinite(cls, probe: Tensor | None) -> Skip:
+        """Return the skip that a value [] asks for: yes if it is inf or NaN; `None` asks for none."""
+        if probe is None:
+            return cls.NO
+        if not in_host_memory(probe):
+            return cls(nonfinite(probe))
+        return cls.NO if math.isfinite(host_value(probe)) else cls.YES
+
+    @classmethod
+    def wait_together(cls, flag: Tensor, other: Tensor) -> tuple[Skip, Skip]:
+        """Wait for two flags [] of 0.0 or 1.0 on one device with a single transfer."""
+        both = (flag * 2 + other).item()
+        return cls.YES if both >= 2 else cls.NO, cls.YES if both % 2 else cls.NO
+
+    @property
+    def known(self) -> bool | None:
+        """Whether it was skipped, as far as the host knows; `None` if only the device does. Never waits."""
+        return None if isinstance(self.value, Tensor) else self.value
+
+    def wait(self) -> bool:
+        """Return whether it was skipped. Waits for the device if need be."""
+        return bool(self.value.item()) if isinstance(self.value, Tensor) else self.value
+
+    def flag(self, device: torch.device) -> Tensor:
+        """Return 1.0 if it was skipped, else 0.0, float32, [], on `device`. Never waits; not to be written into."""
+        if isinstance(self.value, Tensor):
+            return self.value.to(device, torch.float32)
+        return constant(float(self.value), device)
+
+    def __or__(self, other: Skip) -> Skip:
+        if isinstance(self.value, Tensor) and isinstance(other.value, Tensor):
+            return Skip(torch.maximum(self.value, other.value.to(self.value.device)))
+        if self.value is False or other.value is True:
+            return other
+        return self
+
+
+Skip.NO, Skip.YES = Skip(False), Skip(True)
+
+
+def in_host_memory(scalar: Tensor) -> bool:
+    """Return whether reading it is free, since no device has to be waited for."""
+    return scalar.device.type == "cpu"
+
+
+def host_value(scalar: Tensor) -> float:
+    """Return the value of a scalar in host memory; not by `item`, which is what waiting looks like to a profiler."""
+    value: Any = scalar.tolist()
+    return value
+
+
+@functools.cache
+def constant(value: float, device: torch.device) -> Tensor:
+    """Return a float32 scalar [] that is made once; nobody writes into it."""
+    return torch.full((), value, device=device, dtype=torch.float32)
