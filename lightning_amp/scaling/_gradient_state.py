@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp._compat import _torch
+from lightning_amp.numerics import nonfinite
 from lightning_amp.scaling._gradients import host_value, in_host_memory, parameters
-from lightning_amp.scaling._scaler import nonfinite
 
 
 class Window:

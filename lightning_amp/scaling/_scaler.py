@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_amp._compat import _torch
 from lightning_amp._numbers import exact, literal
 from lightning_amp._terminal import own_lines
+from lightning_amp.numerics import nonfinite
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._saved import check_scaler_state
 
@@ -346,19 +347,9 @@ def merge_losses(merged: Tensor | None, loss: Tensor) -> Tensor:
     return merged.float() * 0 + loss.to(merged.device).float() * 0
 
 
-def nonfinite(tensor: Tensor) -> Tensor:
-    """Whether `tensor` [] is inf or NaN, bool []; two kernels where `isfinite` takes four."""
-    return (tensor * 0).ne(0)
-
-
 def held_by(loss: Tensor, found_inf: Tensor) -> Tensor:
     """Whether an overflow, `found_inf` [], is that of the loss, so that the scale stays; bool [], on its device."""
     return nonfinite(loss).to(found_inf.device).logical_and(found_inf)
-
-
-def nonfinite_flag(tensor: Tensor) -> Tensor:
-    """Float tensor, shape []: exactly 1.0 if `tensor` [] is inf or NaN, else 0.0 (fused optimizers test for 1.0)."""
-    return nonfinite(tensor).to(torch.float32)
 
 
 def _require_number(name: str, value: Any) -> None:

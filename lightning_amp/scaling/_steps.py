@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp._compat import _torch
+from lightning_amp.numerics import nonfinite_flag
 from lightning_amp.scaling._gradient_state import Guards, Outcome, Window, always_calls_closure, inverse, snapshot
 from lightning_amp.scaling._gradients import Gradients, constant, has_gradients, host_value, in_host_memory, parameters
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._scale_update import Round, lower_scale, move_scale
-from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses, nonfinite_flag
+from lightning_amp.scaling._scaler import DynamicLossScaler, merge_losses
 
 
 class _Skip(BaseException):  # not an Exception: user code between us and the optimizer may catch those

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._compat import _torch
+from lightning_amp.numerics import all_finite
 from lightning_amp.skipped_steps._named_buffers import Place
 
 Buffers = Sequence[Tensor | None]
@@ -49,7 +50,7 @@ class Snapshot:
 
     def is_finite(self) -> bool:
         """Whether all values are. Waits for the device."""
-        return all(bool(torch.isfinite(group.flat).all()) for group in self._groups if group.flat.is_floating_point())
+        return bool(all_finite(group.flat for group in self._groups))
 
     @torch.no_grad()
     def restore(self, places: Sequence[Place]) -> None:
@@ -71,18 +72,19 @@ class Snapshot:
 
         """
         now = [place.read() for place in places]
-        back: Tensor | bool = flag > 0
-        filled = [b for b in now if b is not None and b.is_floating_point()]
-        if if_not_finite is not False and filled:
-            bad = _all_finite(filled).logical_not()
-            back = torch.as_tensor(back, device=bad.device) | (bad & torch.as_tensor(if_not_finite, device=bad.device))
         changed = [i for i, (new, old) in enumerate(zip(now, self._buffers, strict=True)) if new is not old]
-        for group in self._groups:
-            here = group.of(self._buffers)  # those that were replaced are nobody's any more
-            current = torch.cat([b.reshape(-1) for b in here])
+        current = [torch.cat([b.reshape(-1) for b in group.of(self._buffers)]) for group in self._groups]
+        back: Tensor | bool = flag > 0
+        # those that were replaced are nobody's any more
+        filled = [b for b in (now if changed else current) if b is not None and b.is_floating_point()]
+        if if_not_finite is not False and filled:
+            bad = all_finite(filled).logical_not()
+            back = torch.as_tensor(back, device=bad.device) | (bad & torch.as_tensor(if_not_finite, device=bad.device))
+        for group, values in zip(self._groups, current, strict=True):
             # `where`, not `lerp`: NaN times 0 is NaN
-            where = torch.as_tensor(back, device=current.device)
-            _torch.foreach_copy_(here, group.split(torch.where(where, group.flat, current)))
+            where = torch.as_tensor(back, device=values.device)
+            restored = group.split(torch.where(where, group.flat, values))
+            _torch.foreach_copy_(group.of(self._buffers), restored)
         for i in changed:
             old, new = self._buffers[i], now[i]
             if _alike(old, new):
@@ -97,7 +99,7 @@ class Snapshot:
         now = [b for place in places if (b := place.read()) is not None and b.is_floating_point()]
         before = [group.flat for group in self._groups if group.flat.is_floating_point()]
         if now and before:
-            self.restore_where(places, _all_finite(before) & _all_finite(now).logical_not().to(before[0].device))
+            self.restore_where(places, all_finite(before) & all_finite(now).logical_not().to(before[0].device))
 
 
 class _Group:
@@ -125,8 +127,3 @@ def _alike(old: Tensor | None, new: Tensor | None) -> bool:
     if old is None or new is None:
         return False
     return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
-
-
-def _all_finite(tensors: list[Tensor]) -> Tensor:
-    sums = [t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in tensors]
-    return torch.isfinite(torch.stack([s.to(sums[0].device) for s in sums])).all()
