@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_HALF = (torch.float16, torch.bfloat16)
+from lightning_amp.numerics import HALF_DTYPES
 
 
 def to_fp32(data: Any) -> Any:
@@ -20,7 +20,7 @@ def to_fp32(data: Any) -> Any:
     no half-precision tensor comes back as the same object; what does is copied: the caller's own is not changed.
     """
     if isinstance(data, Tensor):
-        return data.to(torch.float32) if data.dtype in _HALF else data
+        return data.to(torch.float32) if data.dtype in HALF_DTYPES else data
     if isinstance(data, (list, tuple)):
         items = [to_fp32(item) for item in data]
         if all(new is old for new, old in zip(items, data, strict=True)):

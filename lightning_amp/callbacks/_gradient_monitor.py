@@ -16,8 +16,8 @@ from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._numbers import exact, rounded
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
-from lightning_amp.numerics import ExponentHistogram
-from lightning_amp.reports import MAX_ROWS, TOTAL, GradientRow, GradientTable, Quantity, fitting_scale
+from lightning_amp.numerics import ExponentHistogram, fitting_scale
+from lightning_amp.reports import MAX_ROWS, TOTAL, GradientRow, GradientTable, Quantity
 from lightning_amp.scaling import Saved
 from lightning_amp.shadow import in_one_line, is_out_of_memory, take_sample
 

@@ -17,11 +17,11 @@ from lightning_amp._files import write_atomically
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
+from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import RecordLog, Saved, StepRecord
 from lightning_amp.shadow import BatchWindow, Finding, find, gather, gather_on_zero, packed_step, unpacked_step
-from lightning_amp.tracing import nonfinite_gradients
 
 OVERFLOWS = "amp/overflows"
 

@@ -15,9 +15,9 @@ from lightning_amp._compat import _modules
 from lightning_amp._containers import to_fp32
 from lightning_amp.casting._fp32_metrics import is_metric
 from lightning_amp.casting._method_override import Override
+from lightning_amp.numerics import HALF_DTYPES
 
 Rule = type[nn.Module] | str
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def checked_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -172,7 +172,7 @@ class Islands:
         if not active:
             return
         for name, module in found.items():
-            half = [f"`{name}.{n}` ({p.dtype})" for n, p in module.named_parameters() if p.dtype in _HALF]
+            half = [f"`{name}.{n}` ({p.dtype})" for n, p in module.named_parameters() if p.dtype in HALF_DTYPES]
             if half:
                 raise ValueError(
                     f"`fp32_modules` matches `{name}`, whose parameters are half precision: {', '.join(half[:3])}. They"

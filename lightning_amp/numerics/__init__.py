@@ -1,11 +1,18 @@
 """Numbers in low precision: what formats hold, how well values fit, where a non-finite value arose. Plain torch."""
 
 from lightning_amp.numerics._fidelity import cosine, fidelity, fidelity_sums, sqnr_db
-from lightning_amp.numerics._limits import FORMATS, FormatLimits, limits
+from lightning_amp.numerics._finite import (
+    all_finite,
+    count_nonfinite,
+    nonfinite,
+    nonfinite_flag,
+    nonfinite_gradients,
+    stack_scalars,
+)
+from lightning_amp.numerics._limits import FORMATS, HALF_DTYPES, FormatLimits, fitting_scale, limits
 from lightning_amp.numerics._ranges import (
     ExponentHistogram,
     Underflow,
-    count_nonfinite,
     dense,
     exponent_histogram,
     headroom_bits,
@@ -18,21 +25,28 @@ from lightning_amp.numerics._ranges import (
 
 __all__ = [
     "FORMATS",
+    "HALF_DTYPES",
     "ExponentHistogram",
     "FormatLimits",
     "Underflow",
+    "all_finite",
     "cosine",
     "count_nonfinite",
     "dense",
     "exponent_histogram",
     "fidelity",
     "fidelity_sums",
+    "fitting_scale",
     "headroom_bits",
     "largest",
     "largest_finite",
     "limits",
+    "nonfinite",
+    "nonfinite_flag",
+    "nonfinite_gradients",
     "overflow_fraction",
     "sqnr_db",
+    "stack_scalars",
     "underflow",
     "underflow_counts",
 ]

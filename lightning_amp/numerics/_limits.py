@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+"""What autocast computes in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +94,18 @@ def limits(number_format: str | torch.dtype) -> FormatLimits:
         if number_format in (known.name, known.dtype):
             return known
     raise ValueError(f"`number_format` must be one of {list(FORMATS)} or their dtypes; got {number_format!r}.")
+
+
+def fitting_scale(largest: float, spare_bits: float = 2.0, lowest: int = -14) -> float:
+    """Return the largest power of two that keeps `largest` inside fp16, with some bits to spare.
+
+    Args:
+        largest: Magnitude of the largest true gradient.
+        spare_bits: For batches with larger ones.
+        lowest: Exponent of the lowest scale to return. The highest is that of `DynamicLossScaler`, 2**24.
+
+    """
+    if not largest > 0:
+        return 2.0**24
+    exponent = math.floor(math.log2(limits("fp16").largest) - math.log2(largest) - spare_bits)
+    return 2.0 ** min(max(exponent, lowest), 24)

@@ -111,11 +111,6 @@ def largest_finite(values: Tensor) -> Tensor:
     return torch.where(torch.isfinite(magnitude), magnitude, torch.zeros_like(magnitude)).max().float()
 
 
-def count_nonfinite(values: Tensor) -> Tensor:
-    """How many values are infinite or NaN, int64, shape []."""
-    return (~torch.isfinite(dense(values.detach()))).sum()
-
-
 class ExponentHistogram(NamedTuple):
     """How many values have which exponent.
 

@@ -371,7 +371,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
             return closure()
 
     def _describe_skips(self) -> str:
-        return "" if self._module is None else _refusals.nonfinite_gradients(self._module)
+        return "" if self._module is None else _refusals.describe_nonfinite_gradients(self._module)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.scaling import all_finite
+from lightning_amp.numerics import all_finite
 
 
 class AnomalyCheck:
@@ -47,7 +47,7 @@ class AnomalyCheck:
 
         """
         params = [p for p in module.parameters() if p.requires_grad]
-        if all(all_finite(p.grad) for p in params if p.grad is not None):
+        if all_finite(p.grad for p in params if p.grad is not None):
             return
         if self._loss.requires_grad and params:
             torch.autograd.grad(self._loss, params, allow_unused=True)

@@ -25,12 +25,12 @@ from typing_extensions import override
 
 from lightning_amp import _messages
 from lightning_amp._compat import _modules
+from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.precision import _checkpoint
 from lightning_amp.precision._amp import AmpPrecision
 from lightning_amp.scaling import parameters
 
-_HALF = (torch.float16, torch.bfloat16)
-_REDUCE_DTYPES = (torch.float32, *_HALF)
+_REDUCE_DTYPES = (torch.float32, *HALF_DTYPES)
 
 
 class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
@@ -110,7 +110,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
         if theirs is None:
             return
         assert self._eval_choice is not None
-        if theirs.param_dtype in _HALF:
+        if theirs.param_dtype in HALF_DTYPES:
             asks = {
                 "fp32_modules": bool(self.fp32_modules),
                 "precision": not self._settled().mixed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,7 @@ from torch import nn
 from lightning_amp import _messages
 from lightning_amp._compat import _modules
 from lightning_amp.casting import Choice, cpu_has_bf16
-from lightning_amp.scaling import all_finite
-
-_HALF = (torch.float16, torch.bfloat16)
+from lightning_amp.numerics import HALF_DTYPES, nonfinite_gradients
 
 
 def check(module: LightningModule, choice: Choice, device: torch.device, in_fp32: Collection[nn.Module] = ()) -> None:
@@ -46,18 +44,22 @@ def _report(title: str, findings: list[str]) -> str:
     return "\n".join([f"lightning_amp: {title}:", *(f"  - {finding}" for finding in findings)])
 
 
-def _names(names: list[str]) -> str:
+def _names(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(f"`{_modules.plain_name(name)}`" for name in names[:3]) + more
 
 
+def _trained_in_half(module: nn.Module) -> dict[str, torch.dtype]:
+    return {n: p.dtype for n, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES}
+
+
 def _half_parameters(module: LightningModule, choice: Choice) -> list[str]:
-    names = [n for n, p in module.named_parameters() if p.requires_grad and p.dtype in _HALF]
-    if not names:
+    half = _trained_in_half(module)
+    if not half:
         return []
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in half.values()}
     return [
-        f"trainable parameters are {' and '.join(sorted(dtypes))}: {_names(names)}. Mixed precision keeps float32"
+        f"trainable parameters are {' and '.join(sorted(dtypes))}: {_names([*half])}. Mixed precision keeps float32"
         " parameters and casts them for each forward; in half precision most small updates are rounded away. Call"
         " `.float()` on the module (or load it with `dtype=torch.float32`), or freeze these parameters with"
         " `requires_grad_(False)`"
@@ -123,7 +125,7 @@ def _slow(choice: Choice, device: torch.device) -> list[str]:
 
 def half_in_a_step(module: nn.Module) -> str:
     """What to say of trainable parameters that are half precision once a step ran; empty if there are none."""
-    names = [n for n, p in module.named_parameters() if p.requires_grad and p.dtype in _HALF]
+    names = [*_trained_in_half(module)]
     if not names:
         return ""
     owner = names[0].rpartition(".")[0] or "..."
@@ -142,9 +144,9 @@ def warn_of_half_in_a_step(module: nn.Module) -> None:
         _messages.warn(f"lightning_amp: {found}.")
 
 
-def nonfinite_gradients(module: nn.Module) -> str:
-    """Names of the first parameters whose gradients are not finite, where gradients are still there."""
-    names = [n for n, p in module.named_parameters() if p.grad is not None and not all_finite(p.grad)]
+def describe_nonfinite_gradients(module: nn.Module) -> str:
+    """Name the first parameters whose gradients are not finite, where gradients are still there."""
+    names = nonfinite_gradients(dict(module.named_parameters()))
     return f"The first parameters with non-finite gradients are {_names(names)}" if names else ""
 
 

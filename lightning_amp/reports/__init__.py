@@ -2,7 +2,7 @@
 
 from lightning_amp.reports._comparison_table import LOADER_SUFFIX, MAX_ROWS, ComparisonRow, ComparisonTable
 from lightning_amp.reports._gradient_plot import Quantity
-from lightning_amp.reports._gradient_table import TOTAL, GradientRow, GradientTable, fitting_scale
+from lightning_amp.reports._gradient_table import TOTAL, GradientRow, GradientTable
 from lightning_amp.reports._overflow_report import OverflowReport
 from lightning_amp.reports._scale_history import ScaleHistory
 
@@ -17,5 +17,4 @@ __all__ = [
     "OverflowReport",
     "Quantity",
     "ScaleHistory",
-    "fitting_scale",
 ]

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, NamedTuple, overload
 
-from lightning_amp.numerics import limits
 from lightning_amp.reports._gradient_plot import QUANTITIES, Quantity, draw_heat_map
 
 if TYPE_CHECKING:
@@ -168,18 +167,3 @@ def _cells(row: GradientRow) -> tuple[str, ...]:
         f"{row.sqnr_db:.1f} dB" if math.isfinite(row.sqnr_db) else "equal" if row.sqnr_db > 0 else "overflow",
         "" if math.isnan(row.cosine) else f"{row.cosine:.4f}",
     )
-
-
-def fitting_scale(largest: float, spare_bits: float = 2.0, lowest: int = -14) -> float:
-    """The largest power of two that keeps `largest` inside fp16, with some bits to spare.
-
-    Args:
-        largest: Magnitude of the largest true gradient.
-        spare_bits: For batches with larger ones.
-        lowest: Exponent of the lowest scale to return. The highest is that of `DynamicLossScaler`, 2**24.
-
-    """
-    if not largest > 0:
-        return 2.0**24
-    exponent = math.floor(math.log2(limits("fp16").largest) - math.log2(largest) - spare_bits)
-    return 2.0 ** min(max(exponent, lowest), 24)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from lightning_amp._numbers import exact, rounded
-from lightning_amp.reports._gradient_table import fitting_scale
+from lightning_amp.numerics import fitting_scale
 from lightning_amp.scaling import StepRecord
 from lightning_amp.tracing import Diagnosis
 

@@ -2,7 +2,7 @@
 
 from lightning_amp.scaling._derivatives import DerivativeScale
 from lightning_amp.scaling._gradient_state import Outcome, Window
-from lightning_amp.scaling._gradients import HalfGradientsError, all_finite, has_gradients, parameters
+from lightning_amp.scaling._gradients import HalfGradientsError, has_gradients, parameters
 from lightning_amp.scaling._records import Reason, RecordLog, StepRecord
 from lightning_amp.scaling._saved import Saved, check_scaler_state
 from lightning_amp.scaling._scaler import DynamicLossScaler
@@ -19,7 +19,6 @@ __all__ = [
     "Saved",
     "StepRecord",
     "Window",
-    "all_finite",
     "check_scaler_state",
     "has_gradients",
     "parameters",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_amp._compat import _torch
 from lightning_amp.scaling._skip import constant
+from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite
 from lightning_amp.scaling._saved import Saved
 from lightning_amp.scaling._scaler import HALF_LOSS_CEILING
 
@@ -72,8 +73,7 @@ class DerivativeScale:
         if not dense:
             return
         largest = torch.stack([torch.linalg.vector_norm(g, torch.inf).to(device, torch.float32) for g in dense]).max()
-        sound = torch.stack([torch.isfinite(output.detach()).all().to(device) for output in outputs]).all()
-        overflow = torch.isfinite(largest).logical_not() & sound
+        overflow = nonfinite(largest) & all_finite(outputs).to(device)
         patience = constant(0.0, device) if self._patience is None else self._patience.to(device)
         limit = loss_scale.clamp(FIRST_SCALE, HALF_LOSS_CEILING)
         grows = (largest < _TOO_SMALL) & (patience <= 0) & (scale < limit)
@@ -104,4 +104,4 @@ class DerivativeScale:
 
 
 def _in_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_amp._compat import _torch
 from lightning_amp.scaling._skip import constant
+from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite_flag
 
 
 class HalfGradientsError(ValueError):
@@ -88,9 +89,9 @@ class Gradients:
             HalfGradientsError: Naming the first parameter.
 
         """
-        half = (torch.float16, torch.bfloat16)
-        if any(dtype in half for _, dtype in self.groups):
-            raise HalfGradientsError(next(p for p in parameters(optimizer) if p.grad is not None and p.dtype in half))
+        if any(dtype in HALF_DTYPES for _, dtype in self.groups):
+            half = (p for p in parameters(optimizer) if p.grad is not None and p.dtype in HALF_DTYPES)
+            raise HalfGradientsError(next(half))
 
     @property
     def device(self) -> torch.device | None:
@@ -123,14 +124,12 @@ class Gradients:
                 filled = [g for g in grads if g.numel()]  # an empty one has no infinity norm
                 if filled:
                     norms = torch.stack(_torch.foreach_norm(filled, torch.inf))
-                    flag = torch.isfinite(norms).all().logical_not().to(found_inf)
-                    torch.maximum(found_inf, flag, out=found_inf)
+                    torch.maximum(found_inf, nonfinite_flag(norms.max()).to(found_inf.device), out=found_inf)
             else:  # the CPU has no fast infinity norm
                 try:
                     _torch.amp_unscale_(grads, found_inf, constant(1.0, device))
                 except RuntimeError:  # an expanded gradient, which an optimizer only reads, cannot be written into
-                    for grad in grads:
-                        found_inf.logical_or_(torch.isfinite(grad).all().logical_not())
+                    found_inf.logical_or_(all_finite(grads).logical_not())
         return found_inf
 
     def norm(self) -> Tensor:
@@ -148,15 +147,3 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether there are any; looks no further than the first."""
     return any(param.grad is not None for param in parameters(optimizer))
-
-
-def all_finite(grad: Tensor) -> bool:
-    """Whether a gradient of any layout is finite, of a sharded one this rank's shard.
-
-    Waits for the device; for messages, not for the step.
-    """
-    if hasattr(grad, "to_local"):
-        grad = grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-    if grad.layout is torch.sparse_coo:
-        grad = grad.coalesce().values()
-    return bool(torch.isfinite(grad).all())

@@ -25,8 +25,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_amp._compat import _lightning, _modules
+from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.shadow._not_copied import NotCopied, NotCopiedError, Permission, PermittedHook
-from lightning_amp.shadow._upcasting import HALF, upcast_tensors
+from lightning_amp.shadow._upcasting import upcast_tensors
 
 __all__ = ["NotCopied", "NotCopiedError", "copy_batch", "copy_module", "is_out_of_memory"]
 
@@ -115,7 +116,7 @@ class _Copier:
     def share(self, module: nn.Module) -> None:
         """Enter into the memo what is not to be copied of a module."""
         for parameter in module.parameters():
-            upcast = self.upcast and parameter.dtype in HALF
+            upcast = self.upcast and parameter.dtype in HALF_DTYPES
             if not self.own_parameters and not upcast:
                 self.memo[id(parameter)] = parameter
             elif id(parameter) not in self.memo:
@@ -123,7 +124,7 @@ class _Copier:
                 self.memo[id(parameter)] = own = nn.Parameter(values, parameter.requires_grad)
                 vars(own).update(vars(parameter))  # marks such as `no_weight_decay`
         for buffer in module.buffers() if self.upcast else ():
-            if buffer.dtype in HALF:
+            if buffer.dtype in HALF_DTYPES:
                 self.memo[id(buffer)] = buffer.detach().float()
         submodules = list(module.modules())
         self.searched.update(id(submodule) for submodule in submodules)

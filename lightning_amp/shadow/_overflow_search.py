@@ -13,12 +13,12 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_amp._compat import _modules
+from lightning_amp.numerics import HALF_DTYPES, nonfinite_gradients
 from lightning_amp.shadow._module_copy import copy_batch, is_out_of_memory
 from lightning_amp.shadow._ranks import gather
 from lightning_amp.shadow._shadow import RandomState, full_precision
 from lightning_amp.shadow._training_pass import TrainingPass, in_one_line
-from lightning_amp.shadow._upcasting import HALF
-from lightning_amp.tracing import Diagnosis, Place, Trace, diagnose, make_bundle, nonfinite_gradients, pack_random_state
+from lightning_amp.tracing import Diagnosis, Place, Trace, diagnose, make_bundle, pack_random_state
 
 _WINDOW_BYTES = 2**28
 """What the batches of an accumulation window may take in memory; of a larger one the first are forgotten."""
@@ -190,7 +190,7 @@ class _Search:
     def _measure(self) -> None:
         assert self._replay is not None
         exact = self._replay
-        if any(parameter.dtype in HALF for parameter in self._module.parameters()):
+        if any(parameter.dtype in HALF_DTYPES for parameter in self._module.parameters()):
             exact = TrainingPass(self._trainer, self._module, upcast=True)
         try:
             largest = _largest_true_gradient(self._trainer, exact, self._step, self._half_places)

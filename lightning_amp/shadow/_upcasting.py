@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.shadow._not_copied import NotCopied
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def upcast_tensors(batch: Any) -> Any:
@@ -26,7 +24,7 @@ def _upcast(value: Any, memo: dict[int, tuple[Any, Any]]) -> Any:
     result = value
     memo[id(value)] = (value, value)  # the first keeps the id from being used again
     if isinstance(value, Tensor):
-        if value.dtype in HALF:
+        if value.dtype in HALF_DTYPES:
             result = value.detach().float().requires_grad_(value.requires_grad)
     elif isinstance(value, tuple):
         items = [_upcast(item, memo) for item in value]

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import final
 
 from lightning_amp._compat import _torch
+from lightning_amp.numerics import all_finite
 from lightning_amp.scaling import Skip
 from lightning_amp.skipped_steps._named_buffers import Place
 
@@ -52,7 +53,7 @@ class Snapshot:
 
     def is_finite(self) -> bool:
         """Return whether all values are. Waits for the device."""
-        return all(bool(torch.isfinite(group.flat).all()) for group in self._groups if group.flat.is_floating_point())
+        return bool(all_finite(group.flat for group in self._groups))
 
     @torch.no_grad()
     def restore(self, places: Sequence[Place]) -> None:
@@ -74,16 +75,17 @@ class Snapshot:
 
         """
         now = [place.read() for place in places]
-        filled = [b for b in now if b is not None and b.is_floating_point()]
-        if bad_loss.known is not False and filled:
-            bad = _all_finite(filled).logical_not()
-            skip |= Skip(bad & (bad_loss.flag(bad.device) > 0))
         changed = [i for i, (new, old) in enumerate(zip(now, self._buffers, strict=True)) if new is not old]
-        for group in self._groups:
-            here = group.of(self._buffers)  # those that were replaced are nobody's any more
-            current = torch.cat([b.reshape(-1) for b in here])
+        current = [torch.cat([b.reshape(-1) for b in group.of(self._buffers)]) for group in self._groups]
+        # those that were replaced are nobody's any more
+        filled = [b for b in (now if changed else current) if b is not None and b.is_floating_point()]
+        if bad_loss.known is not False and filled:
+            bad = all_finite(filled).logical_not()
+            skip |= Skip(bad & (bad_loss.flag(bad.device) > 0))
+        for group, values in zip(self._groups, current, strict=True):
             # `where`, not `lerp`: NaN times 0 is NaN
-            _torch.foreach_copy_(here, group.split(torch.where(skip.flag(current.device) > 0, group.flat, current)))
+            restored = group.split(torch.where(skip.flag(values.device) > 0, group.flat, values))
+            _torch.foreach_copy_(group.of(self._buffers), restored)
         for i in changed:
             old, new = self._buffers[i], now[i]
             if _alike(old, new):
@@ -98,7 +100,7 @@ class Snapshot:
         now = [b for place in places if (b := place.read()) is not None and b.is_floating_point()]
         before = [group.flat for group in self._groups if group.flat.is_floating_point()]
         if now and before:
-            self.restore_where(places, Skip(_all_finite(before) & _all_finite(now).logical_not().to(before[0].device)))
+            self.restore_where(places, Skip(all_finite(before) & all_finite(now).logical_not().to(before[0].device)))
 
 
 @final
@@ -127,8 +129,3 @@ def _alike(old: Tensor | None, new: Tensor | None) -> bool:
     if old is None or new is None:
         return False
     return (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
-
-
-def _all_finite(tensors: list[Tensor]) -> Tensor:
-    sums = [t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in tensors]
-    return torch.isfinite(torch.stack([s.to(sums[0].device) for s in sums])).all()

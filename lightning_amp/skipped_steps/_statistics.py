@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp.scaling import StepResult
+
+from lightning_amp.numerics import all_finite
 from lightning_amp.skipped_steps._named_buffers import Place, norm_places
 from lightning_amp.skipped_steps._snapshots import Buffers, Snapshot
 
@@ -141,7 +142,7 @@ class _Part:
             return
         names = [place.qualified for place in self._places]
         entries = [state_dict.get(name) for name in names]  # some buffers are not saved
-        if all(e is None or bool(torch.isfinite(e).all()) for e in entries) or not snapshot.is_finite():
+        if all_finite(e for e in entries if e is not None) or not snapshot.is_finite():
             return
         for name, entry, value in zip(names, entries, snapshot.copies(), strict=True):
             if entry is not None and value is not None and entry.shape == value.shape:

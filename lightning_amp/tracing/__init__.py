@@ -1,7 +1,7 @@
 """Where a step went wrong: the first non-finite value of a forward and backward, and its replay. Plain torch."""
 
 from lightning_amp.tracing._bundles import make_bundle
-from lightning_amp.tracing._diagnosis import Diagnosis, diagnose, nonfinite_entries, nonfinite_gradients
+from lightning_amp.tracing._diagnosis import Diagnosis, diagnose, nonfinite_entries
 from lightning_amp.tracing._replay import pack_random_state, replay
 from lightning_amp.tracing._trace import Place, Trace
 
@@ -12,7 +12,6 @@ __all__ = [
     "diagnose",
     "make_bundle",
     "nonfinite_entries",
-    "nonfinite_gradients",
     "pack_random_state",
     "replay",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._compat import _modules
-from lightning_amp.numerics import count_nonfinite, dense, largest_finite
-from lightning_amp.tracing._trace import Call, Trace, Where, nonfinite, tensors_in
+from lightning_amp.numerics import all_finite, count_nonfinite, largest_finite
+from lightning_amp.tracing._trace import Call, Trace, Where, tensors_in
 
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "none"]
 
@@ -68,7 +67,7 @@ def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
         batch: What went in.
 
     """
-    loss_is_bad = loss is not None and bool(nonfinite(loss))
+    loss_is_bad = loss is not None and not all_finite([loss])
     arrival = trace.first_bad_arrival()
     if loss_is_bad or arrival is not None:
         call = trace.first_bad_call(overflowed=not loss_is_bad)
@@ -102,19 +101,6 @@ def nonfinite_entries(values: Any) -> tuple[tuple[str, int], ...]:
     """Path and count of what is not finite in nested containers, such as `(("['x']", 3),)`. Waits for the device."""
     counts = ((path, int(count_nonfinite(tensor))) for path, tensor in tensors_in(values))
     return tuple((path, count) for path, count in counts if count)
-
-
-def nonfinite_gradients(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
-    """Names of the parameters whose gradients are not all finite. Waits for the device once per device."""
-    flags: dict[torch.device, dict[str, Tensor]] = {}
-    for name, parameter in parameters.items():
-        grad = parameter.grad
-        if grad is not None:
-            flags.setdefault(grad.device, {})[name] = torch.isfinite(dense(grad)).all()
-    fine: dict[str, bool] = {}
-    for group in flags.values():
-        fine.update(zip(group, torch.stack(list(group.values())).tolist(), strict=True))
-    return tuple(name for name in parameters if not fine.get(name, True))
 
 
 def _forward(call: Call, batch: Any) -> Diagnosis:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._compat import _modules
-from lightning_amp.numerics import headroom_bits, largest, limits
+from lightning_amp.numerics import headroom_bits, largest, limits, nonfinite_gradients
 from lightning_amp.tracing._bundles import copy_to, load_bundle
-from lightning_amp.tracing._diagnosis import Diagnosis, diagnose, nonfinite_gradients
+from lightning_amp.tracing._diagnosis import Diagnosis, diagnose
 from lightning_amp.tracing._trace import Trace
 
 Step = Callable[[nn.Module, Any], Any]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._compat import _modules
-from lightning_amp.numerics import dense, largest, largest_finite
+from lightning_amp.numerics import HALF_DTYPES, all_finite, dense, largest, largest_finite, nonfinite, stack_scalars
 
 Where = Literal["output", "input", "parameter"]
 Place = tuple[Where, int, int, str]
@@ -38,21 +38,9 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
                 yield from tensors_in(item, f"{path}.{name}")
 
 
-def nonfinite(values: Any) -> Tensor | None:
-    """Whether any tensor in `values` has a value that is not finite: bool, shape []; `None` if there are none."""
-    flags = [(~torch.isfinite(dense(t.detach()))).any() for _, t in tensors_in(values)]
-    return _any(flags)
-
-
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     """Its shape; of a nested tensor that of its values, for it has none."""
     return tuple(dense(tensor).shape if tensor.is_nested else tensor.shape)
-
-
-def _any(flags: list[Tensor]) -> Tensor | None:
-    if not flags:
-        return None
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
 
 
 @dataclass(slots=True)
@@ -116,7 +104,7 @@ class Arrival:
         dtypes = [self.dtype]
         if self.where == "input" and self.call is not None:
             dtypes += [dtype for dtype, _ in self.call.outputs]
-        return any(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes)
+        return any(dtype in HALF_DTYPES for dtype in dtypes)
 
 
 class Trace:
@@ -189,8 +177,8 @@ class Trace:
         self._open.append(call)
         with _modules.outside_transforms():
             inputs = [_modules.behind_transforms(t) for _, t in tensors_in([args, kwargs])]
-            if self.values:
-                call.bad_input, call.largest_input = nonfinite(inputs), _largest(inputs)
+            if self.values and inputs:
+                call.bad_input, call.largest_input = _extent(inputs)
             for i, tensor in enumerate(inputs):
                 self._watch("input", call, i, tensor)
 
@@ -208,10 +196,10 @@ class Trace:
         with _modules.outside_transforms():
             outputs = [_modules.behind_transforms(t) for _, t in tensors_in(output)]
             call.outputs = [(t.dtype, shape_of(t)) for t in outputs]
-            if self.values:
-                call.bad_output, call.largest_output = nonfinite(outputs), _largest(outputs)
+            if self.values and outputs:
+                call.bad_output, call.largest_output = _extent(outputs)
                 values = [dense(t.detach()) for t in outputs]
-                call.overflowed = _any([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in values])
+                call.overflowed = stack_scalars([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in values]).any()
             for i, tensor in enumerate(outputs):
                 self._watch("output", call, i, tensor)
 
@@ -230,7 +218,7 @@ class Trace:
                     place[0],
                     call,
                     place[3],
-                    ~torch.isfinite(magnitude),
+                    nonfinite(magnitude),
                     magnitude,
                     gradient.dtype,
                     shape_of(gradient),
@@ -290,19 +278,12 @@ class Trace:
 
 
 def _first(flags: list[Tensor | None]) -> int | None:
-    known = [i for i, flag in enumerate(flags) if flag is not None]
+    known = {i: flag for i, flag in enumerate(flags) if flag is not None}
     if not known:
         return None
-    read = _stack([flags[i] for i in known]).tolist()
-    return next((i for i, bad in zip(known, read, strict=True) if bad), None)
+    return next((i for i, bad in zip(known, stack_scalars([*known.values()]).tolist(), strict=True) if bad), None)
 
 
-def _stack(scalars: list[Tensor | None]) -> Tensor:
-    present = [s for s in scalars if s is not None]
-    return torch.stack([s.to(present[0].device) for s in present])
-
-
-def _largest(tensors: list[Tensor]) -> Tensor | None:
-    if not tensors:
-        return None
-    return _stack([largest_finite(t) for t in tensors]).max()
+def _extent(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return whether a value is not finite, bool [], and the largest finite magnitude, []."""
+    return all_finite(tensors).logical_not(), stack_scalars([largest_finite(t) for t in tensors]).max()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
 from lightning_amp.callbacks import _gradient_monitor
 from lightning_amp.reports import _gradient_table
-from lightning_amp.reports._gradient_table import GradientRow, GradientTable, fitting_scale
+from lightning_amp.reports._gradient_table import GradientRow, GradientTable
 from lightning_amp.scaling import OptimizerSteps
 from lightning_amp.shadow import _gradient_sample
 
@@ -304,13 +304,6 @@ def test_table_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(steps) <= 8
     assert steps[0] == 0
     assert steps[-4:] == [96, 97, 98, 99]
-
-
-def test_fitting_scale() -> None:
-    assert fitting_scale(65504.0, 0) == 1
-    assert fitting_scale(65505.0, 0) == 0.5
-    assert fitting_scale(1.0) == 2.0**13
-    assert (fitting_scale(1e-30), fitting_scale(0.0), fitting_scale(1e30)) == (2.0**24, 2.0**24, 2.0**-14)
 
 
 @pytest.mark.parametrize("quantity", ["headroom_bits", "underflow_fraction", "sqnr_db"])

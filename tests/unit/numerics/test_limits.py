@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_amp.numerics import FORMATS, FormatLimits, limits
+from lightning_amp.numerics import FORMATS, FormatLimits, fitting_scale, limits
 
 KNOWN = {
     "fp16": (65504.0, 2.0**-14, 2.0**-24),
@@ -50,3 +50,10 @@ def test_thresholds_are_where_a_conversion_changes(name: str) -> None:
 def test_unknown_formats_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`number_format` must be one of \['fp32', .* got 'fp12'"):
         limits("fp12")
+
+
+def test_fitting_scale() -> None:
+    assert fitting_scale(65504.0, 0) == 1
+    assert fitting_scale(65505.0, 0) == 0.5
+    assert fitting_scale(1.0) == 2.0**13
+    assert (fitting_scale(1e-30), fitting_scale(0.0), fitting_scale(1e30)) == (2.0**24, 2.0**24, 2.0**-14)

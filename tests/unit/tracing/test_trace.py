@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp.tracing import Diagnosis, Trace, diagnose, nonfinite_entries, nonfinite_gradients
+from lightning_amp.numerics import nonfinite_gradients
+from lightning_amp.tracing import Diagnosis, Trace, diagnose, nonfinite_entries
 
 
 class Multiply(nn.Module):
