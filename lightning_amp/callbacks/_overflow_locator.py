@@ -20,7 +20,7 @@ from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not
 from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport
-from lightning_amp.scaling import RecordLog, Saved, StepRecord
+from lightning_amp.scaling import Saved, StepRecord, Subscription
 from lightning_amp.shadow import BatchWindow, Finding, find, gather, gather_on_zero, packed_step, unpacked_step
 
 OVERFLOWS = "amp/overflows"
@@ -108,7 +108,8 @@ class OverflowLocator(Callback):
 
     def _begin_fit(self) -> None:
         self._plugin: AmpPrecision | None = None
-        self._records: RecordLog | None = None
+        self._counting: Subscription | None = None
+        self._looking: Subscription | None = None
         self._window = BatchWindow()
         self._fresh: list[StepRecord] = []
         self._steps_seen = 0
@@ -141,13 +142,12 @@ class OverflowLocator(Callback):
                 " which steps it skips. Use `plugins=[AmpPrecision(...)]`."
             )
             return
-        self._plugin, self._records = plugin, plugin.records
-        self._records.listeners.append(self._count)
+        self._plugin, self._counting = plugin, plugin.records.subscribe(self._count)
         reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
             _messages.info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
         elif self._num_located < self.max_reports:
-            self._records.listeners_at_once.append(self._notice)
+            self._looking = plugin.records.subscribe(self._notice, at_once=True)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -158,7 +158,7 @@ class OverflowLocator(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._records is None:
+        if self._plugin is None:
             return
         if self._is_looking:
             self._look(trainer, pl_module)
@@ -180,15 +180,15 @@ class OverflowLocator(Callback):
         self._detach()
 
     def _detach(self) -> None:
-        if self._records is not None and self._count in self._records.listeners:
-            self._records.listeners.remove(self._count)
+        if self._counting is not None:
+            self._counting.close()
         self._stop_looking()
-        self._plugin = self._records = None
+        self._plugin = self._counting = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._plugin is not None:
-            self._plugin.state_dict()  # closes what hooks have stepped since the last batch, and reads it
+            self._plugin.flush()  # closes what hooks have stepped since the last batch, and reads it
         reports = [report.as_dict() for report in self._reports]
         return {"num_overflows": self._num_overflows, "num_located": self._num_located, "reports": reports}
 
@@ -211,11 +211,12 @@ class OverflowLocator(Callback):
 
     @property
     def _is_looking(self) -> bool:
-        return self._records is not None and self._notice in self._records.listeners_at_once
+        return self._looking is not None
 
     def _stop_looking(self) -> None:
-        if self._records is not None and self._notice in self._records.listeners_at_once:
-            self._records.listeners_at_once.remove(self._notice)
+        if self._looking is not None:
+            self._looking.close()
+            self._looking = None
         self._window.clear()
         self._fresh.clear()
 

@@ -21,7 +21,7 @@ from lightning_amp._numbers import exact
 from lightning_amp.callbacks._trainers import require_lightning_trainer
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import ScaleHistory
-from lightning_amp.scaling import RecordLog, Saved, StepRecord
+from lightning_amp.scaling import Saved, StepRecord, Subscription
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,7 +98,7 @@ class ScaleMonitor(Callback):
         self.dirpath = None if dirpath is None else Path(dirpath)
         self._last_trainer = LastTrainer()
         self._plugin: AmpPrecision | None = None
-        self._log: RecordLog | None = None
+        self._subscription: Subscription | None = None
         self._watch: _ScalerWatch | None = None
         self._steps_seen = 0
         self._forget()
@@ -136,8 +136,7 @@ class ScaleMonitor(Callback):
         scaler = getattr(plugin, "scaler", None)
         self._steps_seen = trainer.global_step
         if isinstance(plugin, AmpPrecision):
-            self._plugin, self._log = plugin, plugin.records
-            self._log.listeners.append(self._extend)
+            self._plugin, self._subscription = plugin, plugin.records.subscribe(self._extend)
         elif isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
             self._watch = _ScalerWatch(scaler, self._history.last, self._extend)
         else:
@@ -150,7 +149,7 @@ class ScaleMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._log is None and self._watch is None:
+        if self._plugin is None and self._watch is None:
             return
         steps = trainer.global_step
         if steps == self._steps_seen:
@@ -165,7 +164,7 @@ class ScaleMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._log is None and self._watch is None:
+        if self._plugin is None and self._watch is None:
             return
         self._read()
         self._save()
@@ -189,14 +188,14 @@ class ScaleMonitor(Callback):
         self._detach()
 
     def _detach(self) -> None:
-        if self._log is not None and self._extend in self._log.listeners:
-            self._log.listeners.remove(self._extend)
-        self._plugin = self._log = self._watch = None
+        if self._subscription is not None:
+            self._subscription.close()
+        self._plugin = self._subscription = self._watch = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._plugin is not None:
-            self._plugin.state_dict()  # closes what hooks have stepped since the last batch
+            self._plugin.flush()  # closes what hooks have stepped since the last batch
         self._read()
         warned = [self._warned, self._warned_of_skips]
         return {**self._history.state_dict(), "recent": list(self._recent), "warned": warned}
@@ -222,8 +221,8 @@ class ScaleMonitor(Callback):
         self._recent.extend(record.skipped for record in records)
 
     def _read(self) -> None:
-        if self._log is not None:
-            self._log.flush()
+        if self._plugin is not None:
+            self._plugin.records.flush()
         elif self._watch is not None:
             self._watch.read()
 

@@ -22,36 +22,30 @@ instead of four times; the result is the same within rounding (`scaling/_steps.p
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_amp._compat import _lightning, _modules, _torch
-from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.casting import Choice, Precision, ReusedWeights, checked_rules, parse_precision
-from lightning_amp.precision import _checkpoint, _first_line, _refusals, _scaler_choice, _strategies
-from lightning_amp.precision._anomaly import AnomalyCheck
-from lightning_amp.precision._counters import Counters
-from lightning_amp.precision._evaluation import Surroundings
-from lightning_amp.precision._fold_plan import HookGate
-from lightning_amp.precision._forward import ForwardContexts
-from lightning_amp.precision._manual import ManualHelpers
-from lightning_amp.precision._unseen_steps import UnseenSteps
-from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, HalfGradientsError, OptimizerSteps, RecordLog
-from lightning_amp.skipped_steps import FitGuards, Place, checked_buffer_rules, matching_places
+from lightning_amp._compat import _lightning, _torch
+from lightning_amp.casting import Canonical, Choice, checked_rules
+from lightning_amp.precision import _refusals
+from lightning_amp.precision._fold_plan import is_default
+from lightning_amp.precision._hooks import RunHooks
+from lightning_amp.precision._ledger import STOCK_KEY, Ledger, find_entry
+from lightning_amp.precision._run import Run
+from lightning_amp.precision._settings import Settings
+from lightning_amp.scaling import DynamicLossScaler, RecordLog, StepRecord
+from lightning_amp.skipped_steps import checked_buffer_rules
 
 
-class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
+class AmpPrecision(RunHooks):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -102,54 +96,33 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
         skip_nonfinite: bool = True,
         restore_buffers: Sequence[str] = (),
     ) -> None:
-        self._requested: Precision = parse_precision(precision)
-        self._choice = None if self._requested == "auto" else Choice.of(self._requested)
+        self._settings = Settings(precision, eval_precision, scaler)
         self.fp32_modules = checked_rules(fp32_modules)
-        self._eval_requested: Precision | None = None
-        if eval_precision is not None:
-            self._eval_requested = parse_precision(eval_precision, "eval_precision")
-        self._eval_choice: Choice | None = None  # when the Trainer attaches
         if not isinstance(skip_nonfinite, bool):
             raise ValueError(f"`skip_nonfinite` must be `True` or `False`, got {skip_nonfinite!r}.")
         self.skip_nonfinite = skip_nonfinite
         self.restore_buffers = checked_buffer_rules(restore_buffers)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"  # until the strategy says which
-        self.scaler = self._given_scaler = _scaler_choice.checked_scaler(scaler)  # "auto" may use it on another machine
-        self._first_scaler_state = None if self.scaler is None else self.scaler.state_dict()
-        if self._choice is not None:
-            self._settle_scaler()
-        self._last_trainer = LastTrainer()
-        self._start_run()
+        self.scaler = self._settings.given_scaler
+        self._choice: Choice | None = None
+        if self._settings.requested != "auto":
+            self._choice = Choice.of(self._settings.requested)
+            self.scaler = self._settings.scaler(self._choice.name)
+        self._forget()
 
-    def _settle_scaler(self) -> None:
-        assert self._choice is not None
-        self.scaler = _scaler_choice.settled_scaler(self._choice.name, self._requested, self._given_scaler, self.scaler)
-        if self.scaler is not None:
-            self._first_scaler_state = self._first_scaler_state or self.scaler.state_dict()
+    def _forget(self) -> None:
+        """Have the settings alone, as before the first fit."""
+        self._ledger = Ledger(self._skip_limit, self._describe_skips)
+        self._run: Run | None = None
 
-    def _start_run(self, goes_on: bool = False) -> None:
-        limit = self.scaler.max_consecutive_skips if isinstance(self.scaler, DynamicLossScaler) else 64
-        before, self._log = self._log if goes_on else None, RecordLog(limit)
-        if before is None:
-            self._derivatives = DerivativeScale()
-        else:
-            self._log.restore(before.num_steps, before.num_skipped, list(before.streak), before.last)
-        self._steps = OptimizerSteps(self.scaler, self.skip_nonfinite, self._log)
-        self._module: LightningModule | None = None
-        self._hook_gate: HookGate | None = None
-        self._guards: FitGuards | None = None
-        self._unseen: UnseenSteps | None = None
-        self._named_buffers: list[Place] = []
-        self._anomaly: AnomalyCheck | None = None
-        self._stepped = False
-        self._surroundings = Surroundings()
-        self._reused = ReusedWeights()
-        self._compiling = _modules.CompiledBackwardWithoutAutocast()
+    @property
+    def _skip_limit(self) -> int:
+        return self.scaler.max_consecutive_skips if isinstance(self.scaler, DynamicLossScaler) else 64
 
     # -- what the outside reads ----------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._requested!r})"
+        return f"{type(self).__name__}({self._settings.requested!r})"
 
     def __str__(self) -> str:
         return _refusals.as_text(repr(self))
@@ -157,277 +130,161 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
     def __format__(self, spec: str) -> str:
         """Add which plugin a strategy takes instead, where a strategy refuses this one in its message."""
         frame = inspect.currentframe()
-        return format(f"{self!s}{_strategies.hint(self, None if frame is None else frame.f_back)}", spec)
+        return format(f"{self!s}{_refusals.hint(self, None if frame is None else frame.f_back)}", spec)
 
-    # -- the Trainer attaches ------------------------------------------------------------------------------------------
+    @property
+    def precision(self) -> Canonical:  # type: ignore[override]
+        """Lightning's name: `"16-mixed"`, `"bf16-mixed"` or `"32-true"`."""
+        return self.settled().canonical
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What autocast computes in; `torch.float32` for `"fp32"`."""
+        return self.settled().dtype
+
+    @override
+    def settled(self) -> Choice:
+        # "auto" before a Trainer attached: what it would be on the device that Lightning chooses by default
+        return self._choice or Choice.pick(torch.device(self.device))[0]
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The last attempted optimizer step. Waits for the device."""
+        return self._so_far()[2]
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that were applied in this run: in all fits of one Trainer. Waits for the device."""
+        return self._so_far()[0]
+
+    @property
+    def num_skipped(self) -> int:
+        """Optimizer steps that were skipped in this run: in all fits of one Trainer. Waits for the device."""
+        return self._so_far()[1]
+
+    def _so_far(self) -> tuple[int, int, StepRecord | None]:
+        scaler = self._active_scaler
+        return self._ledger.log.so_far(None if scaler is None else _torch.scale_tensor(scaler))
+
+    @property
+    def records(self) -> RecordLog:
+        """The log that callbacks subscribe to."""
+        return self._ledger.log
+
+    @override
+    def flush(self) -> None:
+        """Close what was stepped since the last batch, and hand all records to who subscribed. Waits for the device."""
+        if self._fit is not None:
+            self._fit.steps.finish_batch()
+        self._ledger.log.flush()
+
+    # -- gradients inside of the loss ----------------------------------------------------------------------------------
+
+    def scaled_grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Differentiate as `torch.autograd.grad`, but so that small gradients do not become zero in fp16.
+
+        For gradient penalties: call it inside `training_step` with `create_graph=True`; what comes back are true
+        gradients, in float32 where they would be half precision. The scale is not that of the loss, and adapts by
+        itself (:class:`~lightning_amp.scaling.DerivativeScale`): if it was too large the loss is infinite, the step is
+        skipped, and the next one has a quarter of it. Without loss scaling this is `torch.autograd.grad`.
+        :func:`lightning_amp.precision.scaled_grad`, with the same arguments, does not depend on this plugin.
+
+        Args:
+            outputs: Tensor of any shape, or a sequence of them.
+            inputs: What to differentiate by.
+            kwargs: Go to `torch.autograd.grad`. With `learn=False`, for a step that runs again, the scale stays.
+
+        Returns:
+            One gradient per input, of its shape; `None` where `allow_unused`.
+
+        """
+        with self.autocast_off():
+            return self._ledger.derivatives.grad(self._active_scaler, outputs, inputs, **kwargs)
+
+    @property
+    def _active_scaler(self) -> torch.amp.GradScaler | None:
+        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+
+    # -- a fit begins and ends -----------------------------------------------------------------------------------------
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        _strategies.require_trainer(self, module)
+        _refusals.require_trainer(self, module)
         assert isinstance(module, LightningModule)
         self._attach(module)
         return module
 
     def _attach(self, module: LightningModule) -> None:
-        strategy = module.trainer.strategy
-        _strategies.check(self, strategy)
-        device = strategy.root_device
-        self._surroundings.detach()
-        self._reused.detach()
-        self._training_step = None
+        trainer = module.trainer
+        _refusals.require_strategy(self, trainer.strategy)
+        self.detach_run()
+        device = trainer.strategy.root_device
         self.device = device.type
-        why = ""
-        if self._requested == "auto":
-            self._choice, why = Choice.pick(device)
-            self._settle_scaler()
-        assert self._choice is not None
-        self._choice.require(device)
-        self._eval_choice = Choice.for_evaluation(self._eval_requested, self._choice, device)
+        self._choice, evaluation, why = self._settings.choose(device)
+        if self._settings.requested == "auto":
+            self.scaler = self._settings.scaler(self._choice.name)
         if self.scaler is not None:
             _torch.set_scaler_device(self.scaler, self.device)
-        if module.trainer.state.fn == TrainerFn.FITTING:  # a checkpoint is restored later
-            goes_on = self._last_trainer.goes_on(module.trainer)
-            if not goes_on:
-                self._reset_scaler()
-            self._start_run(goes_on)
-            self._log.describe_skips = self._describe_skips
-        mixed = self._choice.mixed or self._eval_choice.mixed
-        self._surroundings.attach(module, self.device, self.fp32_modules, mixed=mixed)
-        if mixed:
-            self._reused.attach(module, self.device)
-        self._module = module
-        if module.trainer.state.fn == TrainerFn.FITTING:  # here, since a strategy may wrap what it is given
-            _refusals.check(module, self._choice, device, self._surroundings.fp32_modules)
-            self._named_buffers = matching_places(module, self.restore_buffers)
-        _first_line.say(
-            self._choice,
-            self._eval_choice,
-            self.device,
-            why,
-            fitting=module.trainer.state.fn == TrainerFn.FITTING,
-            scaler=self.scaler,
-            scaler_unused=self._given_scaler is not None and self.scaler is None,
-            resumed=module.trainer.ckpt_path is not None,
-            num_fp32_modules=self._surroundings.num_fp32_modules,
-            num_restored_buffers=len(self._named_buffers),
-            skips=self._steps.guarded,
-        )
-
-    def _reset_scaler(self) -> None:
-        if isinstance(self.scaler, DynamicLossScaler):
-            self.scaler.reset()
-        elif self.scaler is not None and self._first_scaler_state:
-            _torch.reset_scale(self.scaler, self._first_scaler_state["scale"])
+        # a checkpoint is restored later
+        if trainer.state.fn == TrainerFn.FITTING and not self._ledger.begin(trainer, self._skip_limit):
+            self._settings.reset(self.scaler)
+        stays = all(is_default(self, name, AmpPrecision) for name in ("forward_context", "autocast_context_manager"))
+        self._run = Run(self, module, self._choice, evaluation, autocast_stays=stays)
+        self._run.check(why, scaler_unused=self._settings.given_scaler is not None and self.scaler is None)
 
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        self._steps.attach([_lightning.unwrap_optimizer(o) for o in optimizers])
-        module = self._module
-        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            if module.trainer.world_size > 1 and torch.distributed.is_initialized():
-                self._steps.device = module.trainer.strategy.root_device
-                self._steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
-            self._compiling.start()
-            if self._steps.scaler is not None:
-                self._unseen = UnseenSteps(module, self._steps)
-            if self._steps.guarded:  # the schedulers are not in the strategy yet; `enter_step` finds them
-                self._guards = FitGuards(module, self._steps, self._named_buffers)
+        if self._run is not None:
+            own_norm = not is_default(self, "clip_grad_by_norm", AmpPrecision)
+            self._run.connect([_lightning.unwrap_optimizer(o) for o in optimizers], own_norm=own_norm)
         return super().connect(model, optimizers, lr_schedulers)
 
-    @override
-    def teardown(self) -> None:
-        interrupted = self._module is not None and self._module.trainer.interrupted
-        try:  # what fails here must not hide the exception that ended the run
-            with contextlib.suppress(*([Exception] if interrupted else [])):
-                self._steps.finish_batch()
-                self._log.flush()
-                if not interrupted:
-                    self._surroundings.finish()
-        finally:
-            if self._guards is not None:
-                self._guards.detach()
-            if self._unseen is not None:
-                self._unseen.detach()
-            self._surroundings.detach()
-            self._reused.detach()
-            self._compiling.stop()
-            self._module = self._hook_gate = self._guards = self._unseen = self._training_step = None
-            self._named_buffers = []
-            self._steps.attach([])
-            super().teardown()
-
-    # -- forward -------------------------------------------------------------------------------------------------------
-
-    @override
-    def enter_train_step(self) -> contextlib.AbstractContextManager[Any]:
-        module = self._module
-        manual = module is not None and not module.automatic_optimization
-        if manual:
-            self._steps.finish_batch()  # steps that hooks took since the last batch
-        if self._guards is not None:
-            self._guards.enter_step(manual)
-        return self._surroundings.training(self.forward_context)
-
-    @override
-    def leave_train_step(self) -> None:
-        if self._guards is not None:
-            self._guards.leave_step()
-        if self._module is not None and not self._module.automatic_optimization:
-            self._steps.finish_batch()
-
-    @override
-    def _before_evaluation(self) -> None:
-        if self._guards is not None:
-            self._guards.settle()
-
-    # -- backward ------------------------------------------------------------------------------------------------------
-
-    @override
-    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        if self._module is None:
-            _strategies.require_trainer(self, module)
-        with self._autocast_off():
-            if self._gate(module).somebody_sees_backward:
-                _lightning.run_hook(module, "on_before_backward", tensor)
-            if self._guards is not None:
-                self._guards.note_backward()
-            scaled = self._steps.scale_loss(tensor)
-            if self._steps.scaler is not None and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-                self._anomaly = AnomalyCheck(tensor)
-            return scaled
-
-    @override
-    def backward(  # type: ignore[override]
-        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        anomaly, self._anomaly = self._anomaly, None
-        self._steps.begin_backward()
-        try:
-            with self._autocast_off(), self._reused.inside():
-                if anomaly is None:
-                    super().backward(tensor, model, optimizer, *args, **kwargs)
-                else:
-                    with anomaly:
-                        super().backward(tensor, model, optimizer, *args, **{**kwargs, "retain_graph": True})
-                    anomaly.check(model)
-        finally:
-            self._steps.backward_scale = None
-
-    @override
-    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        if self._gate(module).somebody_sees_backward:
-            with self._autocast_off():
-                super().post_backward(tensor, module)
-        self._reused.forget()
-        return tensor.detach()
-
-    def _gate(self, module: LightningModule) -> HookGate:
-        if self._hook_gate is None or not self._hook_gate.is_current():
-            self._hook_gate = HookGate(self, module)
-        return self._hook_gate
-
-    # -- step ----------------------------------------------------------------------------------------------------------
-
-    @override
-    def optimizer_step(  # type: ignore[override]
-        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
-        optimizer = _lightning.unwrap_optimizer(optimizer)
-        automatic = model.automatic_optimization
-        fold, max_norm = self._gate(model).fold()
-        try:
-            with self._autocast_off():
-                output = self._steps.step(
-                    optimizer,
-                    # in automatic optimization Lightning's closure enters the forward context around `training_step`
-                    closure if automatic else partial(self._in_forward_context, closure),
-                    partial(self._look, model, optimizer),
-                    fold=fold,
-                    max_norm=max_norm,
-                    closure_runs_backward=isinstance(closure, Closure),
-                    **kwargs,
-                )
-        except HalfGradientsError as error:
-            raise ValueError(f"lightning_amp: {_refusals.half_in_a_step(model) or error}.") from error
-        self._reused.forget()
-        if not self._stepped and self._settled().mixed:
-            _refusals.warn_of_half_in_a_step(model)
-        self._stepped = True
-        if automatic:
-            self._steps.finish_batch()
-        return output
-
-    def _look(self, module: LightningModule, optimizer: Optimizer) -> None:
-        gate = self._gate(module)
-        if gate.somebody_looks:
-            _lightning.run_hook(module, "on_before_optimizer_step", optimizer)
-            self._steps.check_again(optimizer)
-        _lightning.run_clipping(self, module, optimizer)
-        if gate.own_clipping:
-            self._steps.check_again(optimizer)
-
-    def _in_forward_context(self, closure: Callable[[], Any]) -> Any:
-        with self.forward_context():
-            return closure()
-
     def _describe_skips(self) -> str:
-        return "" if self._module is None else _refusals.describe_nonfinite_gradients(self._module)
+        return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
 
-    # -- state ---------------------------------------------------------------------------------------------------------
+    # -- checkpoints and copies ----------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._guards is not None:
-            self._guards.settle()
-        self._steps.finish_batch()
-        self._log.flush()
-        return _checkpoint.dump(self.scaler, self._log, self._derivatives)
+        if self._fit is not None:
+            self._fit.settle()
+        self.flush()
+        return self._ledger.state(self.scaler)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._load(state_dict, type(self).__qualname__)
 
     def _load(self, state_dict: dict[str, Any], name: str) -> None:
-        path = None if self._module is None else self._module.trainer.ckpt_path
-        name = name if path is None else f"{path}: {name}"
-        _checkpoint.load(state_dict, self.scaler, self._log, self._derivatives, name)
-        if self.scaler is not None:
-            self._steps.first_scale = self.scaler.get_scale()
+        path = None if self._run is None else self._run.module.trainer.ckpt_path
+        self._ledger.load(state_dict, self.scaler, name if path is None else f"{path}: {name}")
+        if self._fit is not None:
+            self._fit.steps.restart_scale()
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.scaler is not None:
-            checkpoint[_checkpoint.STOCK_KEY] = self.scaler.state_dict()
-        if self._guards is not None:
-            self._guards.buffers.mend(checkpoint["state_dict"])
+            checkpoint[STOCK_KEY] = self.scaler.state_dict()
+        if self._fit is not None:
+            self._fit.mend(checkpoint["state_dict"])
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._reset_scaler()  # what it does not know starts afresh, also where an earlier fit left something
-        self._log.restore(0, 0, [], None)
-        self._derivatives = DerivativeScale()
-        self._steps.first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        self._settings.reset(
+            self.scaler
+        )  # what it does not know starts afresh, also where an earlier fit left something
+        self._ledger.clear()
+        if self._fit is not None:
+            self._fit.steps.restart_scale()
         if type(self).__qualname__ not in checkpoint:  # else Lightning itself calls `load_state_dict`
-            key = _checkpoint.find(checkpoint)
+            key = find_entry(checkpoint)
             if key is not None:
                 self._load(checkpoint[key], key)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a pickle or a deep copy takes along: the settings and the scaler, not the run."""
-        run = {
-            "_log",
-            "_derivatives",
-            "_steps",
-            "_module",
-            "_hook_gate",
-            "_guards",
-            "_unseen",
-            "_anomaly",
-            "_compiling",
-        }
-        run |= {"_surroundings", "_reused", "_training_step", "_named_buffers"}
-        return {k: v for k, v in vars(self).items() if k not in run}
+        """Take the settings and the scaler along in a pickle or a deep copy, not the run."""
+        return {name: value for name, value in vars(self).items() if name not in ("_ledger", "_run")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._start_run()
+        self._forget()

@@ -1,135 +1,212 @@
-"""The forward half of the plugin: which precision a step runs in, and what surrounds it."""
+"""What steps run in: autocast; modules, metrics and outputs in fp32; epoch-end hooks; shared weights."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import MixedPrecision
-from torch import nn
-from typing_extensions import override
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import WarningCache
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from typing_extensions import final
 
-from lightning_amp.casting import Canonical, Choice, ReusedWeights
-from lightning_amp.precision import _inputs
-from lightning_amp.precision._evaluation import Surroundings
+from lightning_amp.casting import Choice, EpochEnd, Fp32Outputs, Islands, MetricGuards, ReusedWeights, Rule
+from lightning_amp.precision._fit import Fit
+from lightning_amp.precision._idle_rules import IdleRules
+
+_NOTHING = contextlib.nullcontext()
+_EPOCH_ENDS = {
+    "training_step": "on_train_epoch_end",
+    "validation_step": "on_validation_epoch_end",
+    "test_step": "on_test_epoch_end",
+    "predict_step": "on_predict_epoch_end",
+}
+_said = WarningCache()
 
 
-class ForwardContexts(MixedPrecision):
-    """Contexts of the four kinds of steps; the training step's is completed by the plugin."""
+@final
+class ForwardContexts:
+    """The contexts of one attached module, until :meth:`detach`.
 
-    _module: LightningModule | None
-    _choice: Choice | None  # known when the Trainer attaches, if it is "auto"
-    _surroundings: Surroundings
-    _reused: ReusedWeights
-    _eval_choice: Choice | None  # known when the Trainer attaches
-    _evaluating = False
-    _training_step: _TrainingStep | None = None
+    Between two steps of an epoch nothing of it is on the module, except fp32 modules and the epoch-end hook to come.
+
+    Args:
+        module: The user's.
+        device_type: Where it computes.
+        training: The precision of its training steps.
+        evaluation: That of validation, test and prediction.
+        rules: Which of its modules compute in fp32.
+        autocast: Makes the plugin's forward context.
+        autocast_stays: Whether that is the same in each step, so that one can be used again.
+
+    Raises:
+        ValueError: If a rule matches nothing.
+
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        device_type: str,
+        training: Choice,
+        evaluation: Choice,
+        rules: Sequence[Rule],
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+        *,
+        autocast_stays: bool,
+    ) -> None:
+        self.training, self.evaluation = training, evaluation
+        self.autocast, self.autocast_stays = autocast, autocast_stays
+        self.evaluating = False
+        self._module, self._device_type = module, device_type
+        mixed = training.mixed or evaluation.mixed
+        self._fp32_modules = Islands(module, rules, device_type, active=mixed)
+        self._fp32_metrics = MetricGuards(module, device_type)
+        # of shadows of the module that a callback validates beside it
+        self._shadows: WeakKeyDictionary[nn.Module, MetricGuards] = WeakKeyDictionary()
+        self._idle_rules: IdleRules | None = None
+        if len(self._fp32_modules) and module.trainer.state.fn == TrainerFn.FITTING:
+            self._idle_rules = IdleRules(module, self._fp32_modules)
+        self._reused = ReusedWeights()
+        if mixed:
+            self._reused.attach(module, device_type)
+        self._step: str | None = None  # which kind of step ran last
+        self._epoch_ends: dict[str, EpochEnd] = {}
+        self._training_step: _TrainingStep | None = None
 
     @property
-    def precision(self) -> Canonical:  # type: ignore[override]
-        """Lightning's name: `"16-mixed"`, `"bf16-mixed"` or `"32-true"`."""
-        return self._settled().canonical
+    def choice(self) -> Choice:
+        """The precision of what runs now."""
+        return self.evaluation if self.evaluating else self.training
 
     @property
-    def dtype(self) -> torch.dtype:
-        """What autocast computes in; `torch.float32` for `"fp32"`."""
-        return self._settled().dtype
+    def fp32_modules(self) -> set[nn.Module]:
+        """All modules that compute in fp32, those inside the matching ones included."""
+        return self._fp32_modules.modules
 
-    def _settled(self) -> Choice:
-        # "auto" before a Trainer attached: what it would be on the device that Lightning chooses by default
-        return self._choice or Choice.pick(torch.device(self.device))[0]
+    @property
+    def num_fp32_modules(self) -> int:
+        """How many modules the rules match, those inside the matching ones not counted."""
+        return len(self._fp32_modules)
 
-    def _before_evaluation(self) -> None:
-        """Somebody is about to look at what training left."""
+    def finish(self) -> None:
+        """Say at the end of a fit which rules have done nothing."""
+        if self._idle_rules is not None:
+            self._idle_rules.say()
 
-    def _forward_choice(self, evaluating: bool) -> Choice:
-        return (self._eval_choice if evaluating else None) or self._settled()
+    def detach(self) -> None:
+        """Leave the module as it was."""
+        for hook in self._epoch_ends.values():
+            hook.restore()
+        self._fp32_modules.remove()
+        self._reused.detach()
+        self._epoch_ends = {}
 
-    @override
-    def autocast_context_manager(self) -> torch.autocast:
-        choice = self._forward_choice(self._evaluating)
-        dtype = choice.dtype if choice.mixed else torch.get_autocast_dtype(self.device)
-        # no cache: it sums the gradients of all uses of a weight in half precision; see `_reuse.py`
-        return torch.autocast(self.device, dtype=dtype, enabled=choice.mixed, cache_enabled=False)
+    # -- batches -------------------------------------------------------------------------------------------------------
 
-    @override
     def convert_input(self, data: Any) -> Any:
-        """Float64 tensors of a batch become float32: autocast leaves float64 alone, and no layer takes a mixture."""
-        module = self._module
-        if module is None or _inputs.obviously_fine(data):
-            return data
-        # what training takes evaluation takes too, also when it is in fp32
-        evaluating = not module.trainer.training
-        if not (self._settled().mixed or self._forward_choice(evaluating).mixed):
-            return data
-        return _inputs.downcast(data, module)
+        """Cast float64 tensors of a batch to float32: autocast leaves float64 alone, and no layer takes a mixture.
 
-    @override
-    def forward_context(self) -> contextlib.AbstractContextManager[Any]:  # type: ignore[override]
-        return self.autocast_context_manager()
+        What training takes evaluation takes too, also when it is in fp32.
+        """
+        if _obviously_fine(data):
+            return data
+        mixed = self.training.mixed or (self.evaluation.mixed and not self._module.trainer.training)
+        return _downcast(data, self._module) if mixed else data
 
-    @override
-    def train_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def training_step(self, fit: Fit | None) -> contextlib.AbstractContextManager[None]:
+        """Return what a training step runs in; one that validation asks for runs in the precision of evaluation."""
         step = self._training_step
-        if self._evaluating:  # a training step that validation asked for: in the precision of evaluation
-            return _TrainingStep(self)
-        if step is None or step.active:
-            step = self._training_step = _TrainingStep(self)
+        if step is None or step.active or self.evaluating:
+            step = _TrainingStep(self, fit)
+            if not self.evaluating:
+                self._training_step = step
         return step
 
-    def sharing_copies(self) -> contextlib.AbstractContextManager[None]:
-        """Return what a training step runs in, so that a weight that it uses again is cast once."""
-        return self._reused.inside("training_step")
+    def around_training_step(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what surrounds a training step besides autocast. Made once per epoch; otherwise 0.2 us."""
+        if self._idle_rules is not None:
+            self._idle_rules.before_training_step()
+        if self._step != "training_step":
+            self._begin("training_step", self.autocast)
+        return self._fp32_metrics
 
-    @abstractmethod
-    def enter_train_step(self) -> contextlib.AbstractContextManager[Any]:
-        """A training step begins; returns what surrounds it besides autocast."""
+    def sharing_copies(self, step: str | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a weight that is used again is cast once; see `ReusedWeights.inside`."""
+        return self._reused.inside(step)
 
-    @abstractmethod
-    def leave_train_step(self) -> None:
-        """The training step is over; in automatic optimization its optimizer step is still to come."""
+    def weights_changed(self) -> None:
+        """Cast weights anew from here on."""
+        self._reused.forget()
 
-    @override
-    def val_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return self.evaluation_context(self._module, "validation_step")
-
-    @override
-    def test_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return self.evaluation_context(self._module, "test_step")
-
-    @override
-    def predict_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return self.evaluation_context(self._module, "predict_step")
+    # -- evaluation ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def evaluation_context(self, module: nn.Module | None, step: str | None = None) -> Generator[None, None, None]:
-        """What an evaluation step runs in: autocast in the evaluation precision; metrics and outputs in fp32.
+    def evaluation_step(self, module: nn.Module | None, step: str | None = None) -> Generator[None, None, None]:
+        """Run an evaluation step in its precision, with metrics and outputs in fp32.
 
         Args:
-            module: The attached module, or a shadow of it whose metrics and step are to be treated alike.
+            module: Whose step: the attached module, or a shadow of it, which is treated alike.
             step: Name of the step whose outputs become fp32; `None` where a hook runs instead.
 
         """
-        self._before_evaluation()
-        before, self._evaluating = self._evaluating, True
+        before, self.evaluating = self.evaluating, True
         try:
-            mixed = self._forward_choice(True).mixed
-            hook_context = functools.partial(self.evaluation_context, module)
-            around = self._surroundings.evaluating(module, step, hook_context) if mixed else contextlib.nullcontext()
+            around = self._around_evaluation(module, step) if self.evaluation.mixed else _NOTHING
             # not in a hook, which is where people export a model: that needs the module's own `forward`
             shares = step is not None and module is self._module
-            sharing = self._reused.inside(step) if shares else contextlib.nullcontext()
-            with around, sharing, self.forward_context():
+            with around, self.sharing_copies(step) if shares else _NOTHING, self.autocast():
                 yield
         finally:
-            self._evaluating = before
+            self.evaluating = before
+
+    @contextlib.contextmanager
+    def _around_evaluation(self, module: nn.Module | None, step: str | None) -> Generator[None, None, None]:
+        metrics = self._fp32_metrics
+        if module is None:
+            yield
+            return
+        if module is not self._module:
+            metrics = self._shadows.get(module)
+            if metrics is None:
+                metrics = self._shadows[module] = MetricGuards(module, self._device_type)
+        elif step is not None and self._step != step:
+            self._begin(step, functools.partial(self.evaluation_step, module))
+        with metrics, _NOTHING if step is None else Fp32Outputs(module, step):
+            yield
+        if self._idle_rules is not None and step is not None:
+            self._idle_rules.after_evaluation_step()
+
+    # -- epochs --------------------------------------------------------------------------------------------------------
+
+    def _begin(self, step: str, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        """Prepare for the first step of an epoch, or the first after steps of another kind."""
+        self._fp32_metrics.find(self._module)
+        self._step = step
+        name = _EPOCH_ENDS[step]
+        if is_overridden(name, self._module, LightningModule):
+            hook = self._epoch_ends.get(name)
+            if hook is None or not hook.installed:
+                hook = self._epoch_ends[name] = EpochEnd(self._module, name, lambda: self._epoch_end(context))
+                hook.install()
+
+    @contextlib.contextmanager
+    def _epoch_end(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Generator[None, None, None]:
+        self._step = None  # what follows is another epoch
+        with self._fp32_metrics, context():
+            yield
 
 
+@final
 class _TrainingStep:
     """`train_step_context`, made once and entered for each step: on a tiny model the making is a noticeable part of it.
 
@@ -137,32 +214,60 @@ class _TrainingStep:
     the plugin has its own.
     """
 
-    def __init__(self, plugin: ForwardContexts) -> None:
-        self._plugin = plugin
-        self._forward: contextlib.AbstractContextManager[Any] | None = None
-        self._forward_stays = all(
-            getattr(type(plugin), name) is getattr(ForwardContexts, name)
-            for name in ("forward_context", "autocast_context_manager")
-        )
-        self._sharing = plugin.sharing_copies()
+    def __init__(self, contexts: ForwardContexts, fit: Fit | None) -> None:
+        self._contexts, self._fit = contexts, fit
+        self._autocast: contextlib.AbstractContextManager[Any] | None = None
+        self._sharing = contexts.sharing_copies("training_step")
         self.active = False
 
     def __enter__(self) -> None:
-        self._around = self._plugin.enter_train_step()
+        if self._fit is not None:
+            self._fit.begin_training_step()
+        self._around = self._contexts.around_training_step()
         self._around.__enter__()
         self._sharing.__enter__()
-        if self._forward is None or not self._forward_stays:
-            self._forward = self._plugin.forward_context()
-        self._forward.__enter__()
+        if self._autocast is None or not self._contexts.autocast_stays:
+            self._autocast = self._contexts.autocast()
+        self._autocast.__enter__()
         self.active = True
 
     def __exit__(self, *exc: Any) -> None:
-        assert self._forward is not None
+        assert self._autocast is not None
         self.active = False
         try:
-            self._forward.__exit__(*exc)
+            self._autocast.__exit__(*exc)
         finally:
             self._sharing.__exit__(*exc)
             self._around.__exit__(*exc)
-        if exc[0] is None:
-            self._plugin.leave_train_step()
+        if exc[0] is None and self._fit is not None:
+            self._fit.end_training_step()
+
+
+def _obviously_fine(data: Any) -> bool:
+    """Return whether a batch is a tensor, or a plain list or tuple of tensors, without float64: no need to search."""
+    if type(data) is Tensor:
+        return data.dtype != torch.float64
+    items = data if type(data) in (list, tuple) else (data,)
+    return all(isinstance(item, Tensor) and item.dtype != torch.float64 for item in items)
+
+
+def _downcast(data: Any, module: LightningModule) -> Any:
+    """Return the batch with float64 tensors as float32, said once; as it is if the module computes in float64.
+
+    Autocast leaves float64 tensors alone, so a linear layer would meet a float64 input and a half-precision weight.
+    """
+    found = False
+
+    def cast(tensor: Tensor) -> Tensor:
+        nonlocal found
+        found |= tensor.dtype == torch.float64
+        return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor
+
+    converted = apply_to_collection(data, Tensor, cast)
+    if not found or any(p.dtype == torch.float64 for p in module.parameters()):
+        return data
+    _said.info(
+        "lightning_amp: batches hold float64 tensors, which autocast does not take; they are cast to float32. Make the"
+        " dataset return float32 (numpy's default is float64) to save the copy."
+    )
+    return converted

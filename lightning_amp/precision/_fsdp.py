@@ -26,8 +26,8 @@ from typing_extensions import override
 from lightning_amp import _messages
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import HALF_DTYPES
-from lightning_amp.precision import _checkpoint
 from lightning_amp.precision._amp import AmpPrecision
+from lightning_amp.precision._ledger import STOCK_FSDP_KEY
 from lightning_amp.scaling import parameters
 
 _REDUCE_DTYPES = (torch.float32, *HALF_DTYPES)
@@ -98,8 +98,8 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     def mixed_precision_config(self) -> FSDPMixedPrecision:
         """What the strategy wraps with: only the reduction has a dtype, all else stays as the module has it."""
         reduce_dtype: torch.dtype | None = self.reduce_dtype
-        if reduce_dtype == torch.float32 and self._module is not None:
-            doubles = any(p.dtype == torch.float64 for p in self._module.parameters())
+        if reduce_dtype == torch.float32 and self._run is not None:
+            doubles = any(p.dtype == torch.float64 for p in self._run.module.parameters())
             reduce_dtype = None if doubles else reduce_dtype
         return _modules.fsdp_mixed_precision(reduce_dtype)
 
@@ -109,12 +109,12 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
         theirs: FSDPMixedPrecision | None = module.trainer.strategy.mixed_precision  # pyright: ignore[reportAttributeAccessIssue]
         if theirs is None:
             return
-        assert self._eval_choice is not None
+        assert self._run is not None
         if theirs.param_dtype in HALF_DTYPES:
             asks = {
                 "fp32_modules": bool(self.fp32_modules),
-                "precision": not self._settled().mixed,
-                "eval_precision": not self._eval_choice.mixed,
+                "precision": not self.settled().mixed,
+                "eval_precision": not self._run.forward.evaluation.mixed,
             }
             for argument, fp32 in asks.items():
                 if fp32:
@@ -146,8 +146,8 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:  # type: ignore[override]
         """Clip by the norm of the whole gradient of `optimizer`, summed over the shards of all ranks."""
-        assert self._module is not None
-        model = self._module.trainer.strategy.model
+        assert self._run is not None
+        model = self._run.module.trainer.strategy.model
         assert model is not None
         clip_grad_norm_(model, list(parameters(optimizer)), float(clip_val))
 
@@ -155,7 +155,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self.scaler is not None:
-            checkpoint[_checkpoint.STOCK_FSDP_KEY] = self.scaler.state_dict()
+            checkpoint[STOCK_FSDP_KEY] = self.scaler.state_dict()
 
 
 def clip_grad_norm_(model: nn.Module, params: Sequence[nn.Parameter], max_norm: float) -> None:

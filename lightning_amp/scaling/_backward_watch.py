@@ -1,4 +1,4 @@
-"""Which gradients came with a backward of the plugin's, and are multiplied by the loss scale, and which with another."""
+"""Which gradients came with a scaled backward, and which with one of the user's own."""
 
 from __future__ import annotations
 

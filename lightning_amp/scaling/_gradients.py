@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_amp._compat import _torch
-from lightning_amp.scaling._skip import constant
 from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite_flag
+from lightning_amp.scaling._skip import constant
 
 
 class HalfGradientsError(ValueError):

@@ -62,7 +62,7 @@ class Subscription:
     @property
     def is_open(self) -> bool:
         """Whether records still come."""
-        return self._log.has(self)
+        return self in self._log.subscriptions
 
     def close(self) -> None:
         """End it; a second time does nothing."""
@@ -144,9 +144,10 @@ class RecordLog:
         if subscription in self._subscriptions:
             self._subscriptions.remove(subscription)
 
-    def has(self, subscription: Subscription) -> bool:
-        """Return whether a subscription is open."""
-        return subscription in self._subscriptions
+    @property
+    def subscriptions(self) -> tuple[Subscription, ...]:
+        """Those that are open."""
+        return tuple(self._subscriptions)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

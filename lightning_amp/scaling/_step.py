@@ -81,7 +81,10 @@ class Step:
 
     """
 
-    __slots__ = ("_before_update", "_closure", "_on_device", "_plan", "_result", "_state", "_steps", "_undo", "calls", "skip")  # fmt: skip
+    __slots__ = (
+        *("_before_update", "_closure", "_on_device", "_plan", "_result", "_state", "_steps", "_undo"),
+        *("calls", "skip"),
+    )
 
     def __init__(
         self,

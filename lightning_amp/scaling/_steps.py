@@ -180,7 +180,7 @@ class OptimizerSteps:
         optimizer: Optimizer,
         closure: Callable[[], Any],
         before_update: Callable[[], None],
-        plan: StepPlan = StepPlan(),
+        plan: StepPlan,
         *,
         closure_runs_backward: bool = True,
         **kwargs: Any,

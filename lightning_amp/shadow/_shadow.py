@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -94,8 +95,9 @@ class Shadow:
 
 def replaying(plugin: Any, **attributes: Any) -> Any:
     """A view of the precision plugin in which `scaled_grad` does not let its scale move."""
-    replayed = getattr(plugin, "replayed_grad", None)
-    return View(plugin, **({} if replayed is None else {"scaled_grad": replayed}), **attributes)
+    scaled_grad = getattr(plugin, "scaled_grad", None)
+    own = {} if scaled_grad is None else {"scaled_grad": partial(scaled_grad, learn=False)}
+    return View(plugin, **own, **attributes)
 
 
 class Reduce:

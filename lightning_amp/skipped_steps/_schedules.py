@@ -184,7 +184,8 @@ class _HeldSchedule(_Tally):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         self.resolve()
-        known = [skip.known for skip in (skips := self.take())]
+        skips = self.take()
+        known = [skip.known for skip in skips]
         if not skips or False in known:
             self._base.step(self.scheduler, *args, **kwargs)
         elif None in known:
@@ -208,7 +209,7 @@ class _HeldSchedule(_Tally):
 
 
 def _looks_at_rates(owner: Callback | LightningModule) -> bool:
-    """Return whether this may read `param_groups` between two steps: by the monitor's purpose, or by the user's own hook."""
+    """Return whether this may read `param_groups` between two steps: by its purpose, or in a hook of the user's."""
     if isinstance(owner, LearningRateMonitor) or type(owner).__module__.startswith("lightning.pytorch.tuner"):
         return True
     base = Callback if isinstance(owner, Callback) else LightningModule

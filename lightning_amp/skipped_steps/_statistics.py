@@ -9,9 +9,8 @@ from torch import nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp.scaling import StepResult
-
 from lightning_amp.numerics import all_finite
+from lightning_amp.scaling import StepResult
 from lightning_amp.skipped_steps._named_buffers import Place, norm_places
 from lightning_amp.skipped_steps._snapshots import Buffers, Snapshot
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_amp import DynamicLossScaler
-from lightning_amp.scaling import OptimizerSteps, RecordLog
+from lightning_amp.scaling import OptimizerSteps, RecordLog, StepPlan
 from tests.benchmarks._pairs import report, start, time_pairs
 
 
@@ -28,8 +28,7 @@ class Side:
 def main() -> None:
     start("Optimizer phase: unscale, check, clip by norm, AdamW step; 85 M float32 parameters")
     a, b, c = Side(True), Side(True), Side(False)
-    steps = OptimizerSteps(DynamicLossScaler(1024.0), True, RecordLog())
-    steps.attach([a.optimizer])
+    steps = OptimizerSteps(DynamicLossScaler(1024.0), True, RecordLog(), [a.optimizer])
     steps.scale_loss(torch.ones(()))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.ones(()))
@@ -46,7 +45,7 @@ def main() -> None:
             p.grad = g
 
     def folded() -> None:
-        steps.step(a.optimizer, lambda: None, lambda: None, fold=True, max_norm=1.0)
+        steps.step(a.optimizer, lambda: None, lambda: None, StepPlan(fold=True, max_norm=1.0))
         steps.finish_batch()
 
     def torchs(side: Side) -> None:

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, OverflowLocator
-from lightning_amp.scaling import OptimizerSteps, RecordLog
+from lightning_amp.scaling import OptimizerSteps, RecordLog, StepPlan
 
 BATCHES, SIZE, FEATURES = 9, 4, 8
 Trouble = dict[tuple[int, int], str]
@@ -102,7 +102,7 @@ class Records(L.Callback):
         self.all: list[Any] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.precision_plugin.records.listeners.append(self.all.extend)
+        trainer.precision_plugin.records.subscribe(self.all.extend)
 
 
 def scaled(precision: str = "fp16", scale: float = 1024.0) -> AmpPrecision:
@@ -441,13 +441,12 @@ def no_gradients_on_one_rank() -> Any:
     """Only rank 0 has gradients; in step 2 nobody has, in step 3 the loss of the other rank is NaN, in step 5 it is
     NaN again and the gradients overflow."""
     log, scaler = RecordLog(), DynamicLossScaler(1024.0, growth_interval=2, device=DEVICE)
-    steps = OptimizerSteps(scaler, skip_nonfinite=True, log=log)
     rank = torch.distributed.get_rank()
-    steps.device = device = torch.device(DEVICE, rank if DEVICE == "cuda" else None)
-    steps.all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
+    device = torch.device(DEVICE, rank if DEVICE == "cuda" else None)
+    all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
     weight, other = (nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    steps.attach([optimizer])
+    steps = OptimizerSteps(scaler, True, log, [optimizer], all_reduce_max=all_reduce_max, device=device)
     scales: list[float] = []
     for i in range(6):
         used = weight if rank == 0 and i != 2 else other
@@ -459,7 +458,7 @@ def no_gradients_on_one_rank() -> Any:
             optimizer.zero_grad()
             steps.scale_loss(loss).backward()
 
-        steps.step(optimizer, closure, lambda: None, fold=True)
+        steps.step(optimizer, closure, lambda: None, StepPlan(fold=True))
         steps.finish_batch()
         scales.append(scaler.get_scale())
     log.flush()

@@ -153,7 +153,7 @@ def test_a_file_that_is_cut_off(saved: Path, tmp_path: Path, share: float) -> No
     callbacks = [Averaging(), *ours(tmp_path)]
     with pytest.raises((OSError, RuntimeError, EOFError), match=r"Invalid argument|zip archive|^$"):
         train(plugin, 12, ckpt_path=path, checkpoints=saved.parent, callbacks=callbacks)
-    assert not plugin.records.listeners
+    assert not plugin.records.subscriptions
     assert written.read_text() == "what the killed run has left\n"
     train(plugin, 12, ckpt_path=saved, checkpoints=saved.parent, callbacks=[Averaging(), *ours()], every_n_steps=10)
     assert plugin.num_steps + plugin.num_skipped == 12

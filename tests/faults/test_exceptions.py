@@ -88,7 +88,7 @@ def is_as_it_was(module: L.LightningModule, callbacks: list[L.Callback]) -> None
         assert not any(getattr(child, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward"))
         assert not {"forward", "training_step", "validation_step", "lr_scheduler_step"} & set(vars(child))
     assert type(callbacks[0]) is Averaging
-    assert not any(trainer.precision_plugin.records.listeners + trainer.precision_plugin.records.listeners_at_once)
+    assert not trainer.precision_plugin.records.subscriptions
     assert torch._functorch.config.backward_pass_autocast != "off"
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()
@@ -148,4 +148,4 @@ def test_what_fails_on_the_way_out_does_not_hide_the_exception(callbacks: list[L
     with pytest.raises(KeyError, match="crash"):
         train(plugin, 20, nan=range(20), module=module, callbacks=[*callbacks, Interrupt()])
     assert signal.getsignal(signal.SIGTERM) == before
-    assert not plugin.records.listeners
+    assert not plugin.records.subscriptions

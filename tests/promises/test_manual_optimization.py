@@ -293,7 +293,7 @@ def test_a_bad_loss_is_forgotten_with_its_gradients(precision: str) -> None:
     class Reasons(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             self.all: list[str] = []
-            trainer.precision_plugin.records.listeners.append(lambda rs: self.all.extend(r.reason for r in rs))
+            trainer.precision_plugin.records.subscribe(lambda rs: self.all.extend(r.reason for r in rs))
 
     def order(m: Two, batch: Tensor) -> None:
         one, two = m.optimizers()

@@ -69,7 +69,7 @@ class Reasons(L.Callback):
         self.all: list[Any] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.precision_plugin.records.listeners.append(self.all.extend)
+        trainer.precision_plugin.records.subscribe(self.all.extend)
 
 
 @pytest.mark.parametrize("mend", [replace, zero])

@@ -151,7 +151,7 @@ def test_listeners_are_those_of_their_fit() -> None:
             self.all: list[StepRecord] = []
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            trainer.precision_plugin.records.listeners.append(self.all.extend)
+            trainer.precision_plugin.records.subscribe(self.all.extend)
 
     trainer = quiet_trainer(plugins=[AmpPrecision("fp32")], callbacks=[listens := Listens()])
     trainer.fit(module := Toy(), batches())

@@ -179,7 +179,7 @@ def test_reasons(optimizer: str) -> None:
 
     class Read(L.Callback):
         def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-            trainer.precision_plugin.records.listeners.append(records.extend)
+            trainer.precision_plugin.records.subscribe(records.extend)
 
     plugin = Plugins(True).scaled()
     fit(lambda: Toy(OPTIMIZERS[optimizer]), plugin, callbacks=[Poison(gradient=[1], loss=[3]), Read()])

@@ -180,13 +180,13 @@ def test_between_its_steps_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(_gradient_monitor, "take_sample", take)
     folds: list[bool] = []
-    step = OptimizerSteps._fold
+    step = OptimizerSteps.fold
 
     def fold(self: OptimizerSteps, *args: Any) -> bool:
         folds.append(step(self, *args))
         return folds[-1]
 
-    monkeypatch.setattr(OptimizerSteps, "_fold", fold)
+    monkeypatch.setattr(OptimizerSteps, "fold", fold)
     make = lambda params: torch.optim.AdamW(params, fused=True)  # noqa: E731
     fit(lambda: Toy(make), fp16(), callbacks=[GradientMonitor(3)])
     assert calls == [0, 3, 6]

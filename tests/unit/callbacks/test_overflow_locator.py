@@ -100,7 +100,7 @@ def test_at_most_max_reports_then_silent_and_free(caplog: pytest.LogCaptureFixtu
 
     class Look(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            waits.append((args[-1], bool(plugin.records.listeners_at_once)))
+            waits.append((args[-1], any(s.at_once for s in plugin.records.subscriptions)))
 
     fit(BadRow, plugin, with_bad(1, 2, 4), callbacks=[locator, Look()])
     assert [r.batch_idx for r in locator.reports] == [1, 2]

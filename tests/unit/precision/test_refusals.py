@@ -97,9 +97,18 @@ def test_float64_modules_keep_their_batches() -> None:
 
 def test_batches_are_not_copied_for_nothing() -> None:
     batch = next(iter(batches(1)))
-    from lightning_amp.precision import _inputs
+    plugin = AmpPrecision("bf16")
+    fit(Toy, plugin)
+    seen: list[Any] = []
 
-    assert _inputs.downcast(batch, Toy()) is batch
+    class Looks(Toy):
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            seen.append(self.trainer.precision_plugin.convert_input({"x": batch})["x"] is batch)
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    fit(Looks, plugin)
+    assert seen == [True] * 8
+    assert plugin.convert_input(batch) is batch
 
 
 class CastsItsWeight(Toy):

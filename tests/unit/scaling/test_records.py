@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp.scaling import RecordLog, StepRecord
+from lightning_amp.scaling import RecordLog, Skip, StepRecord
 
 
 class CountReads(TorchDispatchMode):
@@ -32,10 +32,10 @@ def test_records_are_immutable() -> None:
 def test_reads_back_in_blocks() -> None:
     log = RecordLog(block=4)
     blocks: list[list[StepRecord]] = []
-    log.listeners.append(blocks.append)
+    log.subscribe(blocks.append)
     with CountReads() as reads:
         for i in range(9):
-            log.append(0, scalar(8.0), scalar(float(i == 2)), scalar(1.0))
+            log.append(0, scalar(8.0), Skip(scalar(float(i == 2))), scalar(1.0))
             log.close_batch(scalar(4.0))
     assert reads.count == 0  # a block is one transfer, not an `.item()` per record
     assert [len(block) for block in blocks] == [4, 4]
@@ -50,7 +50,7 @@ def test_reads_back_in_blocks() -> None:
 def test_reason_is_the_loss_only_if_the_loss_was_not_finite(loss: float) -> None:
     log = RecordLog()
     for value in (loss, 1.0):
-        log.append(1, None, True, scalar(value))
+        log.append(1, None, Skip.YES, scalar(value))
         log.close_batch(None)
         log.flush()
         assert log.last.reason == ("gradient" if value == 1.0 else "loss")
@@ -58,14 +58,13 @@ def test_reason_is_the_loss_only_if_the_loss_was_not_finite(loss: float) -> None
 
 
 def test_known_skips_stop_at_once() -> None:
-    log = RecordLog(3)
-    log.describe_skips = lambda: "Parameter `x` is bad"
+    log = RecordLog(3, describe_skips=lambda: "Parameter `x` is bad")
     with pytest.raises(FloatingPointError, match=r"3 optimizer steps in a row.*1 with a non-finite loss, 2 with.*`x`"):
         for i in range(4):
-            log.append(0, None, True, scalar(float("nan") if i == 1 else 1.0))
+            log.append(0, None, Skip.YES, scalar(float("nan") if i == 1 else 1.0))
             log.close_batch(None)
     assert log.num_skipped == 3
-    log.append(0, None, False, None)  # and the log can be used again
+    log.append(0, None, Skip.NO, None)  # and the log can be used again
     log.close_batch(None)
     log.flush()
     assert log.num_steps == 1
@@ -74,7 +73,7 @@ def test_known_skips_stop_at_once() -> None:
 def test_skips_on_the_device_stop_one_read_back_later() -> None:
     log = RecordLog(3, block=8)
     for _ in range(7):
-        log.append(0, None, scalar(1.0), None)
+        log.append(0, None, Skip(scalar(1.0)), None)
         log.close_batch(None)
     with pytest.raises(FloatingPointError, match="in a row"):
         log.flush()
@@ -83,7 +82,7 @@ def test_skips_on_the_device_stop_one_read_back_later() -> None:
 def test_a_step_in_between_breaks_the_row() -> None:
     log = RecordLog(3, block=100)
     for i in range(20):
-        log.append(0, None, scalar(float(i % 3 != 0)), None)
+        log.append(0, None, Skip(scalar(float(i % 3 != 0))), None)
         log.close_batch(None)
     log.flush()
     assert log.streak == ("gradient",)

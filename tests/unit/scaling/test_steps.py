@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog
+from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepPlan
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
@@ -41,9 +41,7 @@ class Loop:
         a, b = self.params[:2], self.params[1 if shared else 2 :]
         self.optimizers = [OPTIMIZERS[kind](params) for kind, params in zip(kinds, (a, b), strict=True)]
         self.log = RecordLog(None)
-        self.steps = None if scaler is False else OptimizerSteps(scaler, True, self.log)
-        if self.steps is not None:
-            self.steps.attach(self.optimizers)
+        self.steps = None if scaler is False else OptimizerSteps(scaler, True, self.log, self.optimizers)
         self.batch = 0
 
     def backward(self, of: str) -> None:
@@ -72,7 +70,7 @@ class Loop:
     def step(self, i: int) -> None:
         optimizer = self.optimizers[i]
         if self.steps is not None:
-            self.steps.step(optimizer, lambda: None, lambda: None, fold=True, closure_runs_backward=False)
+            self.steps.step(optimizer, lambda: None, lambda: None, StepPlan(fold=True), closure_runs_backward=False)
         elif all(p.grad is None or p.grad.isfinite().all() for g in optimizer.param_groups for p in g["params"]):
             optimizer.step()
 

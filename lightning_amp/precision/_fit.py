@@ -1,0 +1,212 @@
+"""One fit: backward, optimizer step and batch end, from `connect` to `teardown`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.optimization.automatic import Closure
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import final
+
+from lightning_amp._compat import _lightning, _modules
+from lightning_amp.precision import _refusals
+from lightning_amp.precision._anomaly import AnomalyCheck
+from lightning_amp.precision._fold_plan import FoldPlan
+from lightning_amp.precision._unseen_steps import UnseenSteps
+from lightning_amp.scaling import BackwardWatch, HalfGradientsError, OptimizerSteps, StepPlan
+from lightning_amp.skipped_steps import Place, SkipProtection
+
+if TYPE_CHECKING:
+    from lightning_amp.precision._amp import AmpPrecision
+
+
+@final
+class Fit:
+    """Backward, step and batch end of one fit. Made when the optimizers exist, and dropped when the fit is over.
+
+    Args:
+        plugin: Whose settings hold, and which clips.
+        module: The user's.
+        optimizers: The user's own, not wrapped.
+        mixed: Whether training steps run under autocast.
+        named_buffers: What a skipped step puts back besides normalisation statistics.
+        own_norm: Whether the plugin is a subclass that clips by norm in its own way.
+
+    """
+
+    def __init__(
+        self,
+        plugin: AmpPrecision,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        *,
+        mixed: bool,
+        named_buffers: Sequence[Place],
+        own_norm: bool,
+    ) -> None:
+        self._plugin, self._module = plugin, module
+        self._automatic = module.automatic_optimization
+        scaler = plugin.scaler
+        scales = scaler is not None and scaler.is_enabled()
+        watch = BackwardWatch(optimizers, module.parameters()) if scales else None
+        several = module.trainer.world_size > 1 and torch.distributed.is_initialized()
+        all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX) if several else None
+        device = module.trainer.strategy.root_device if several else None
+        self.steps = OptimizerSteps(
+            scaler,
+            plugin.skip_nonfinite,
+            plugin.records,
+            optimizers,
+            watch=watch,
+            all_reduce_max=all_reduce_max,
+            device=device,
+        )
+        self._unseen_steps = None if watch is None else UnseenSteps(self.steps, watch)
+        self._protection = SkipProtection(module, named_buffers) if self.steps.skips else None
+        self._fold_plan = FoldPlan(module, own_norm)
+        self._anomaly: AnomalyCheck | None = None
+        self._may_turn_half = mixed  # the first step tells whether parameters do
+        self._compiling = _modules.CompiledBackwardWithoutAutocast()
+        self._compiling.start()
+
+    # -- training step -------------------------------------------------------------------------------------------------
+
+    def begin_training_step(self) -> None:
+        """Prepare for a training step; in manual optimization, end the batch of what hooks have stepped since."""
+        if not self._automatic:
+            self.steps.finish_batch()
+        if self._protection is not None:
+            self._protection.enter_step(manual=not self._automatic)
+
+    def end_training_step(self) -> None:
+        """End a training step; in automatic optimization its optimizer step is still to come."""
+        if self._protection is not None:
+            self._protection.leave_step()
+        if not self._automatic:
+            self.steps.finish_batch()
+
+    def settle(self) -> None:
+        """Leave everything as it ought to be for somebody who looks now: validation, or a checkpoint."""
+        if self._protection is not None:
+            self._protection.settle()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Show the true loss to hooks; returns it scaled, with gradients that are still there brought to its scale."""
+        if self._fold_plan.current().somebody_sees_backward:
+            _lightning.run_hook(self._module, "on_before_backward", loss)
+        if self._protection is not None:
+            self._protection.note_backward()
+        scaled = self.steps.scale_loss(loss)
+        if self.steps.scaler is not None and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            self._anomaly = AnomalyCheck(loss)
+        return scaled
+
+    def backward(self, run: Callable[..., None], **kwargs: Any) -> None:
+        """Run a backward of a scaled loss.
+
+        Args:
+            run: Does it.
+            kwargs: Go to `torch.Tensor.backward`.
+
+        """
+        anomaly, self._anomaly = self._anomaly, None
+        self.steps.begin_backward()
+        try:
+            if anomaly is None:
+                run(**kwargs)
+            else:
+                with anomaly:
+                    run(**{**kwargs, "retain_graph": True})
+                anomaly.check(self._module)
+        finally:
+            self.steps.end_backward()
+
+    @property
+    def somebody_sees_backward(self) -> bool:
+        """Whether a hook of the module or a callback runs around the backward."""
+        return self._fold_plan.current().somebody_sees_backward
+
+    # -- step ----------------------------------------------------------------------------------------------------------
+
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], context: Callable[[], Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step or skip, with the order of events that `precision/_amp.py` begins with; returns the output.
+
+        Args:
+            optimizer: The user's own.
+            closure: Computes loss and gradients; Lightning's, or in manual optimization the user's.
+            context: Makes what the user's closure runs in. Lightning's enters it around `training_step` itself.
+            kwargs: Go to `optimizer.step`.
+
+        """
+        try:
+            result = self.steps.step(
+                optimizer,
+                partial(self._compute, closure, None if self._automatic else context, optimizer),
+                partial(self._before_update, optimizer),
+                self._plan(optimizer),
+                closure_runs_backward=isinstance(closure, Closure),
+                **kwargs,
+            )
+        except HalfGradientsError as error:
+            raise ValueError(f"lightning_amp: {_refusals.half_in_a_step(self._module) or error}.") from error
+        if self._protection is not None:
+            self._protection.observe(optimizer, result)
+        if self._may_turn_half:
+            self._may_turn_half = False
+            _refusals.warn_of_half_in_a_step(self._module)
+        if self._automatic:
+            self.steps.finish_batch()
+        return result.output
+
+    def _plan(self, optimizer: Optimizer) -> StepPlan:
+        fold, max_norm = self._fold_plan.current().fold()
+        protection = self._protection
+        if protection is None:
+            return StepPlan(fold, max_norm)
+        return StepPlan(fold, max_norm, protection.host_must_know(optimizer), protection.asks_for_loss)
+
+    def _compute(self, closure: Callable[[], Any], context: Callable[[], Any] | None, optimizer: Optimizer) -> Any:
+        if context is None:
+            output = closure()
+        else:
+            with context():
+                output = closure()
+        if self._protection is not None:
+            self._protection.before_step(optimizer)
+        return output
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        """Let everybody see the true gradients, and clip."""
+        plan = self._fold_plan.current()
+        if plan.somebody_looks:
+            _lightning.run_hook(self._module, "on_before_optimizer_step", optimizer)
+            self.steps.check_again(optimizer)
+        _lightning.run_clipping(self._plugin, self._module, optimizer)
+        if plan.own_clipping:
+            self.steps.check_again(optimizer)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def mend(self, state_dict: dict[str, Any]) -> None:
+        """Take what an overflow wrote into buffers out of a checkpoint."""
+        if self._protection is not None:
+            self._protection.mend(state_dict)
+
+    def detach(self) -> None:
+        """Leave the user's objects, and torch, as they were."""
+        try:
+            if self._protection is not None:
+                self._protection.detach()
+        finally:
+            if self._unseen_steps is not None:
+                self._unseen_steps.detach()
+            self._compiling.stop()

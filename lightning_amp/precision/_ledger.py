@@ -1,0 +1,117 @@
+"""What outlives a fit: records and scales, in checkpoints too, and the entries of other plugins that are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from typing_extensions import final
+
+from lightning_amp import _messages
+from lightning_amp._last_trainer import LastTrainer
+from lightning_amp._numbers import literal
+from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, RecordLog, Saved, check_scaler_state
+
+STOCK_KEY = "MixedPrecision"
+"""Where stock Lightning keeps its scaler: ours is written there too, so that a run can go back."""
+
+STOCK_FSDP_KEY = "FSDPPrecision"
+"""The same for `FSDPStrategy`."""
+
+_DERIVATIVES = "derivative_scale"  # only in runs that have used it
+
+_KEYS = ("AmpPrecision", "FSDPAmpPrecision", STOCK_KEY, STOCK_FSDP_KEY, "native_amp_scaling_state")
+
+
+@final
+class Ledger:
+    """The records of all steps that a plugin has seen in one Trainer, and the scale of its derivatives.
+
+    Args:
+        max_consecutive_skips: Of these `FloatingPointError` is raised.
+        describe_skips: Says what is known of the gradients then.
+
+    """
+
+    def __init__(self, max_consecutive_skips: int, describe_skips: Callable[[], str]) -> None:
+        self._describe_skips = describe_skips
+        self._last_trainer = LastTrainer()
+        self.log = RecordLog(max_consecutive_skips, describe_skips=describe_skips)
+        self.derivatives = DerivativeScale()
+
+    def begin(self, trainer: Any, max_consecutive_skips: int) -> bool:
+        """Begin a fit; returns whether it goes on where the last one ended, in the same Trainer."""
+        goes_on = self._last_trainer.goes_on(trainer)
+        before, self.log = self.log, RecordLog(max_consecutive_skips, describe_skips=self._describe_skips)
+        if goes_on:
+            self.log.restore(before.num_steps, before.num_skipped, before.streak, before.last)
+        else:
+            self.derivatives = DerivativeScale()
+        return goes_on
+
+    def clear(self) -> None:
+        """Forget everything; a checkpoint says what was."""
+        self.log.restore(0, 0, (), None)
+        self.derivatives = DerivativeScale()
+
+    def state(self, scaler: torch.amp.GradScaler | None) -> dict[str, Any]:
+        """Return plain numbers and strings only, so that a checkpoint loads with `weights_only=True`."""
+        log, derivative_scale = self.log, self.derivatives.state()
+        return {
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "num_steps": log.num_steps,
+            "num_skipped": log.num_skipped,
+            "consecutive_skips": list(log.streak),
+            "last_step": None if log.last is None else list(astuple(log.last)),
+            **({} if derivative_scale is None else {_DERIVATIVES: derivative_scale}),
+        }
+
+    def load(self, state: dict[str, Any], scaler: torch.amp.GradScaler | None, name: str) -> None:
+        """Continue from :meth:`state`, or from a bare `GradScaler` state.
+
+        Args:
+            state: The entry.
+            scaler: Of the plugin. Nothing is changed unless all entries are right.
+            name: What errors call the entry.
+
+        Raises:
+            ValueError: If an entry is missing or wrong.
+
+        """
+        saved = Saved(state, name)
+        ours = "num_steps" in saved or "scaler" in saved
+        scaler_state = saved.any("scaler") if ours else state
+        if scaler is not None and scaler_state is not None and scaler_state != {}:
+            check_scaler_state(scaler_state, f"{name}.scaler" if ours else name)
+        if ours:
+            streak = saved.entries("consecutive_skips")
+            if not set(map(str, streak)) <= {"loss", "gradient"}:
+                raise saved.wrong("consecutive_skips", 'a list of "loss" and "gradient"')
+            counters = (saved.count("num_steps"), saved.count("num_skipped"), streak, saved.record("last_step"))
+            if _DERIVATIVES in saved:
+                self.derivatives.load(saved, _DERIVATIVES)
+            self.log.restore(*counters)
+        if scaler is not None and scaler_state:  # bf16 and fp32 have none; fp16 from a bf16 checkpoint starts afresh
+            _load_scaler(scaler, scaler_state)
+
+
+def _load_scaler(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:
+    if isinstance(scaler, DynamicLossScaler):
+        passed = scaler.overridden(state)
+    else:  # settings of somebody else's scaler that differ from torch's defaults: the user must have passed them
+        defaults = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+        mine = {name: getattr(scaler, f"get_{name}")() for name in defaults}
+        passed = {n: (v, state[n]) for n, v in mine.items() if v != defaults[n] and state.get(n, v) != v}
+        state = {**state, **{name: value for name, (value, _) in passed.items()}}
+    for setting, (mine, theirs) in passed.items():
+        _messages.info(
+            f"lightning_amp: `{setting}={literal(mine)}`, as passed, is used; the checkpoint had {literal(theirs)}."
+        )
+    scaler.load_state_dict(state)
+
+
+def find_entry(checkpoint: dict[str, Any]) -> str | None:
+    """Return the key of the first entry that holds a scaler's state, whoever wrote it."""
+    return next((key for key in _KEYS if checkpoint.get(key)), None)

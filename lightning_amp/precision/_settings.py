@@ -1,0 +1,87 @@
+"""Which precision and which loss scaler a plugin uses: what was asked for, and what follows from it on a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from typing_extensions import final
+
+from lightning_amp._compat import _torch
+from lightning_amp.casting import Choice, Precision, parse_precision
+from lightning_amp.scaling import DynamicLossScaler
+
+
+@final
+class Settings:
+    """The arguments, checked.
+
+    Args:
+        precision: Any spelling.
+        eval_precision: Likewise; `None` is the same.
+        scaler: A scaler; a number is a scale that never moves; `None` leaves it to the precision.
+
+    Attributes:
+        requested: Our name of what was asked for.
+
+    Raises:
+        ValueError: For anything else.
+
+    """
+
+    def __init__(self, precision: Any, eval_precision: Any, scaler: Any) -> None:
+        self.requested: Precision = parse_precision(precision)
+        self._eval_requested: Precision | None = None
+        if eval_precision is not None:
+            self._eval_requested = parse_precision(eval_precision, "eval_precision")
+        if isinstance(scaler, (int, float)):
+            scaler = DynamicLossScaler.static(scaler)
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise ValueError(
+                "`scaler` must be a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static"
+                f" scale, or `None`; got {scaler!r}."
+            )
+        self.given_scaler = scaler
+        self._own_scaler: DynamicLossScaler | None = None
+        self._first_state = None if scaler is None else scaler.state_dict()
+
+    def choose(self, device: torch.device) -> tuple[Choice, Choice, str]:
+        """Return the precisions of training and evaluation on this device, and why `"auto"` picked the first.
+
+        Raises:
+            ValueError: If the device cannot run them.
+
+        """
+        training, why = Choice.pick(device) if self.requested == "auto" else (Choice.of(self.requested), "")
+        training.require(device)
+        return training, Choice.for_evaluation(self._eval_requested, training, device), why
+
+    def scaler(self, precision: str) -> torch.amp.GradScaler | None:
+        """Return the scaler for one of our names; `None` where none is needed.
+
+        `"auto"` and `"fp32"` leave a scaler that was passed unused, so that one configuration serves all machines.
+
+        Raises:
+            ValueError: If one was passed to a precision that never uses one.
+
+        """
+        if precision == "fp16":
+            if self.given_scaler is not None:
+                return self.given_scaler
+            if self._own_scaler is None:
+                self._own_scaler = DynamicLossScaler()
+            return self._own_scaler
+        if self.given_scaler is not None and self.requested not in ("auto", "fp32"):
+            raise ValueError(
+                f"`precision={self.requested!r}` does not use a loss scaler, got `scaler={self.given_scaler!r}`. Its"
+                " range is that of fp32, so nothing underflows: leave `scaler` out, or use precision 'fp16'. With"
+                " 'auto', one that is not needed is left unused."
+            )
+        return None
+
+    def reset(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Start the scale afresh, with somebody else's scaler at the scale that it had when it was passed."""
+        if isinstance(scaler, DynamicLossScaler):
+            scaler.reset()
+        elif scaler is not None and self._first_state:
+            _torch.reset_scale(scaler, self._first_state["scale"])
