@@ -248,7 +248,7 @@ class RecordLog:
         ]
         first = self.num_steps + self.num_skipped
         return [
-            StepRecord(first + i, step.optimizer_idx, *scales[2 * i : 2 * i + 2], bool(skips[i]), reasons[i])
+            StepRecord(first + i, step.optimizer_idx, scales[2 * i], scales[2 * i + 1], bool(skips[i]), reasons[i])
             for i, (step, _) in enumerate(steps)
         ]
 
