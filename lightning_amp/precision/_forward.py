@@ -54,7 +54,7 @@ class ForwardContexts(MixedPrecision):
     def autocast_context_manager(self) -> torch.autocast:
         choice = self._forward_choice(self._evaluating)
         dtype = choice.dtype if choice.mixed else torch.get_autocast_dtype(self.device)
-        # no cache: it sums the gradients of all uses of a weight in half precision; see `_reuse.py`
+        # no cache: it sums the gradients of all uses of a weight in half precision; see `casting/_reused_weights.py`
         return torch.autocast(self.device, dtype=dtype, enabled=choice.mixed, cache_enabled=False)
 
     @override
