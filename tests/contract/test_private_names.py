@@ -45,18 +45,23 @@ UPSTREAM_ELSEWHERE = UPSTREAM | {
 
 @functools.cache
 def private_names(package: Package) -> dict[str, set[str]]:
-    """By room, the private names that its files define: functions, classes, variables, attributes of `self`."""
+    """By room, the private names that its files define."""
     names: dict[str, set[str]] = {}
     for source in package:
-        own = names.setdefault(source.room, set())
-        for node in source.nodes:
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                own.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                own.add(node.id)
-            elif is_set_on_self(node):
-                own.add(node.attr)
-    return {room: {name for name in found if is_private(name)} - UPSTREAM for room, found in names.items()}
+        names.setdefault(source.room, set()).update(private_names_of(source))
+    return names
+
+
+@functools.cache
+def private_names_of(source: Source) -> set[str]:
+    """Functions, classes, variables, attributes of `self`."""
+    own = {node.name for node in [*source.functions, *source.classes]}
+    for node in source.nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif is_set_on_self(node):
+            own.add(node.attr)
+    return {name for name in own if is_private(name)} - UPSTREAM
 
 
 def is_set_on_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
@@ -110,8 +115,10 @@ def is_hidden(target: Source, found: Import, importer: Source) -> bool:
     return target.room != importer.room and (is_private(target.module.rpartition(".")[2]) or is_private(name))
 
 
-def used(source: Source) -> Iterator[tuple[ast.expr, str, bool]]:
+@functools.cache
+def used(source: Source) -> list[tuple[ast.expr, str, bool]]:
     """Private attributes that a file reads or writes, by name or `getattr`; and whether on `self` or `cls`."""
+    uses: list[tuple[ast.expr, str, bool]] = []
     modules = {found.bound for found in source.imports if found.means.startswith(TOP)}
     for node in source.nodes:
         if isinstance(node, ast.Attribute):
@@ -121,7 +128,8 @@ def used(source: Source) -> Iterator[tuple[ast.expr, str, bool]]:
         else:
             continue
         if is_private(name) and not (name == "_compat" and ast.unparse(owner) in modules):
-            yield owner, name, ast.unparse(owner) in {"self", "cls"}
+            uses.append((owner, name, ast.unparse(owner) in {"self", "cls"}))
+    return uses
 
 
 GUARDS: list[Guard] = [of_others, of_other_rooms]

@@ -17,10 +17,10 @@ NEEDS_MIRROR = 60
 UNIT = Path(__file__).parents[1] / "unit"
 
 FOR_SUBCLASSES = {"AmpPrecision", "FSDPAmpPrecision"}
-"""Not final: people adapt a precision plugin by subclassing it, as the strategies of Lightning expect.
+"""Not final: a precision plugin is adapted by deriving from it, as the tests do.
 
-Everything else that is public is used as it is. A callback of one's own derives from `Callback` and reads
-`plugin.records`; a scaler of one's own derives from `torch.amp.GradScaler`, which the plugin takes too.
+Everything else that is public is used as it is: a callback of one's own derives from `Callback`, a scaler from
+`torch.amp.GradScaler`, which the plugin takes too.
 """
 
 MADE_BY_TYPING = {"NamedTuple", "TypedDict", "Protocol", "Enum", "IntEnum", "Flag", "IntFlag", "ABC"}
@@ -128,22 +128,28 @@ def written_from_outside(package: Package) -> Iterator[Finding]:
     """`window.scale = ...`: an attribute that a class of ours has, of something that is not `self`.
 
     By the name of the attribute, since nothing here knows types. It leaves alone: what the function itself is making
-    (`new = copy.copy(old)`), `_compat`, which has only objects of torch and Lightning in its hands, and attributes that
-    no class of ours has (`parameter.grad`, `module.trainer`). It does not see: `x.things.append(...)`,
-    `vars(x).update(...)`, a name that is computed, and what `self` is when a function outside of a class calls it so.
+    (`new = copy.copy(old)`, or at the top of a file `Class.CONSTANT = ...`), `_compat`, which has only objects of torch
+    and Lightning in its hands, and attributes that no class of ours has (`parameter.grad`, `module.trainer`). It does
+    not see: `x.things.append(...)`, `vars(x).update(...)`, a name that is computed, and what `self` is where it is not
+    the argument of a method.
     """
     own = {name for source in package if source.room != "_compat" for name in attributes(source)}
     for source in package:
         if source.room == "_compat":
             continue
-        for function, node in with_functions(source):
-            for target, name in written(node):
-                making = isinstance(target, ast.Name) and (target.id in {"self", "cls"} or is_made(function, target.id))
-                if name in own and not making:
-                    text = f"{ast.unparse(target)}.{name} is written from outside"
-                    yield Finding(source.path, target.lineno, text)
+        for target, name in foreign_writes(source):
+            if name in own:
+                yield Finding(source.path, target.lineno, f"{ast.unparse(target)}.{name} is written from outside")
 
 
+@functools.cache
+def foreign_writes(source: Source) -> list[tuple[ast.expr, str]]:
+    """Object and attribute of each write to something that is not `self` and not being made."""
+    writes = [(function, *found) for function, node in with_functions(source) for found in written(node)]
+    return [(x, name) for function, x, name in writes if not (isinstance(x, ast.Name) and is_made(function, x.id))]
+
+
+@functools.cache
 def attributes(source: Source) -> set[str]:
     """Names that the classes of a file assign on `self`, or in their body."""
     names: set[str] = set()
@@ -172,7 +178,11 @@ def with_functions(source: Source) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 
 def is_made(function: ast.AST, name: str) -> bool:
-    """Whether the function assigns this variable from a copy or from a `__new__`."""
+    """Whether it is `self`, or assigned from a copy or a `__new__`; at the top of a file, a class of that file."""
+    if isinstance(function, ast.Module):
+        return any(isinstance(node, ast.ClassDef) and node.name == name for node in function.body)
+    if name in {"self", "cls"}:
+        return True
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
             called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
@@ -290,6 +300,7 @@ def test_what_needs_no_override(text: str) -> None:
         "object.__setattr__(thing, 'weight', 1)",
         "thing.size: int = 1",
         "with f() as thing.colour: ...",
+        "Thing.colour = 1",
     ],
 )
 def test_a_write_from_outside_is_found(statement: str) -> None:
@@ -300,7 +311,12 @@ def test_a_write_from_outside_is_found(statement: str) -> None:
 
 @pytest.mark.parametrize(
     "statement",
-    ["self.colour = 1", "parameter.grad = None", "new = copy.copy(self)\n        new.colour = 1", "colour = 1"],
+    [
+        "self.colour = 1",
+        "parameter.grad = None",
+        "new = copy.copy(self)\n        new.colour = 1",
+        "colour = 1\nThing.colour = 2",
+    ],
 )
 def test_what_is_no_write_from_outside(statement: str) -> None:
     text = f"class Thing:\n    def __init__(self, parameter):\n        self.colour = 0\n        {statement}"
