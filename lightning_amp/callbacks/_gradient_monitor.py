@@ -32,6 +32,14 @@ GRADIENT_SQNR_DB = "amp/gradient_sqnr_db"
 class GradientMonitor(Callback):
     """Shows whether gradients fit into fp16, and how far mixed precision moves them.
 
+    .. code-block:: python
+
+        monitor = GradientMonitor(every_n_steps=100)
+        trainer = L.Trainer(plugins=[AmpPrecision("bf16")], callbacks=[monitor], max_epochs=1)
+        trainer.fit(model, data)
+        print(monitor.table)
+        print(monitor.recommended_scale)  # for `DynamicLossScaler(init_scale=...)`
+
     Every so many steps the batch is run twice more, forward and backward, on copies of the module: once in true fp32
     (autocast and TF32 off), once as training runs it; with the same weights and random numbers. The first gives the
     true gradients, the second what mixed precision makes of them.

@@ -44,6 +44,13 @@ _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 class MetricComparison(Callback):
     """Measures what mixed precision costs in the metrics that you log in validation and test.
 
+    .. code-block:: python
+
+        comparison = MetricComparison(tolerance={"val_loss": 0.5})
+        trainer = L.Trainer(plugins=[AmpPrecision("bf16")], callbacks=[comparison], max_epochs=1)
+        trainer.fit(model, data)
+        print(comparison.table)
+
     In a compared validation each batch is also run through a shadow of the module in true fp32: the same weights, the
     same batches, the same random draws, but autocast and TF32 off. Every metric that the module logs with
     `on_epoch=True` is then compared, after Lightning's own weighting and reduction:

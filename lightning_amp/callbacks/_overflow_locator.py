@@ -31,6 +31,14 @@ _log = logging.getLogger(__name__)
 class OverflowLocator(Callback):
     """Finds out why a step was skipped: which module, which parameters, which batch.
 
+    .. code-block:: python
+
+        locator = OverflowLocator(max_reports=3)
+        trainer = L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[locator], max_epochs=1)
+        trainer.fit(model, data)
+        for report in locator.reports:
+            print(report.batch_idx, report.cause, report.diagnosis.module)
+
     ================ =====================================================================
     key              value, at every log point
     ================ =====================================================================

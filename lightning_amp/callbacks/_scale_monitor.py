@@ -36,6 +36,13 @@ FILE_NAME = "scale_history.csv"
 class ScaleMonitor(Callback):
     """Shows what the loss scaler did.
 
+    .. code-block:: python
+
+        monitor = ScaleMonitor()
+        trainer = L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[monitor], max_epochs=1)
+        trainer.fit(model, data)
+        print(monitor.history.summary())  # 12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024
+
     ==================== ===============================================================================
     key                  value, at every log point
     ==================== ===============================================================================

@@ -43,15 +43,16 @@ def fp32_region(function: Callable[..., Any] | None = None) -> Any:
 
     .. code-block:: python
 
+        from torchmetrics.functional import pearson_corrcoef
+
         from lightning_amp.precision import fp32_region
 
-        ssim = fp32_region(structural_similarity_index_measure)  # arguments are upcast, autocast is off inside
-
-        @fp32_region
-        def relative_error(prediction, target): ...
+        pearson = fp32_region(pearson_corrcoef)  # or `@fp32_region` above a function of your own
+        prediction, target = torch.randn(2, 64).bfloat16()
+        print(pearson(prediction, target).dtype)  # float32: arguments are upcast, autocast is off inside
 
         with fp32_region():  # autocast is off; tensors that are half precision already stay so: call `.float()`
-            distance = torch.cdist(features.float(), centres.float())
+            distance = torch.dist(prediction.float(), target.float())
 
     Costs two switches of autocast and a cast of each half-precision argument. Digits that a half-precision argument has
     already lost do not come back.

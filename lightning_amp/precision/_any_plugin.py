@@ -16,6 +16,16 @@ from lightning_amp.scaling import parameters
 def scaled_grad(trainer: Any, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
     """`torch.autograd.grad` for gradients that become a part of the loss, such as gradient penalties.
 
+    .. code-block:: python
+
+        from lightning_amp.precision import scaled_grad
+
+        def training_step(self, batch, batch_idx):
+            batch.requires_grad_()
+            score = self(batch).float().mean()
+            (gradient,) = scaled_grad(self.trainer, score, batch, create_graph=True)
+            return score + 10 * (gradient.norm(dim=1) - 1).square().mean()
+
     Under :class:`~lightning_amp.AmpPrecision` with loss scaling it is :meth:`AmpPrecision.scaled_grad`, under any other
     plugin `torch.autograd.grad` itself.
 
@@ -35,6 +45,18 @@ def scaled_grad(trainer: Any, outputs: Any, inputs: Any, **kwargs: Any) -> tuple
 
 def unscale_(trainer: Any, optimizer: Any) -> None:
     """Make the gradients of `optimizer` true ones, for a manual training loop that wants to look or to clip itself.
+
+    .. code-block:: python
+
+        from lightning_amp.precision import unscale_
+
+        def training_step(self, batch, batch_idx):  # with `self.automatic_optimization = False`
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            unscale_(self.trainer, optimizer)
+            nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+            optimizer.step()
 
     Idempotent until the next step. Without loss scaling there is nothing to do. Under Lightning's own fp16 plugin it is
     `GradScaler.unscale_`, which the plugin then leaves out in the step that follows; there, as in torch, each

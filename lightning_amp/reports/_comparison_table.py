@@ -57,6 +57,13 @@ class ComparisonRow(NamedTuple):
 class ComparisonTable(Sequence[ComparisonRow]):
     """All rows of a run, in the order of the comparisons.
 
+    .. code-block:: python
+
+        comparison = MetricComparison()
+        L.Trainer(plugins=[AmpPrecision("bf16")], callbacks=[comparison]).validate(model, data)
+        print({row.metric: row.diff for row in comparison.table.last()})
+        print(comparison.table.to_text(max_rows=None))
+
     Reads as a list of `ComparisonRow`; `str(table)` is a short text table of the last comparison
     (`to_text` has all of its rows).
 

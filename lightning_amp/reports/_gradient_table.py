@@ -50,6 +50,12 @@ class GradientRow(NamedTuple):
 class GradientTable(Sequence[GradientRow]):
     """All rows, oldest first. Prints the latest sample, the least headroom first.
 
+    .. code-block:: python
+
+        monitor = GradientMonitor()
+        L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[monitor], max_epochs=1).fit(model, data)
+        print([row.name for row in monitor.table.last if row.underflow_fraction > 0.01])
+
     Of more than 200 samples every second one of the older half is forgotten.
     """
 

@@ -20,6 +20,14 @@ Cause = Literal["batch", "weights", "forward", "loss", "backward", "not reproduc
 class OverflowReport:
     """One skipped step. Immutable.
 
+    .. code-block:: python
+
+        locator = OverflowLocator()
+        L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[locator], max_epochs=1).fit(model, data)
+        report = locator.reports[0]
+        print(report)  # the text that was logged
+        print(report.cause, report.diagnosis.module, report.parameters)
+
     Attributes:
         record: The skipped step: index, optimizer, scale, reason.
         rank: Of the process whose batch this report is about.
@@ -28,7 +36,7 @@ class OverflowReport:
         batch_idx: The batch whose replay failed; the last one of the window if none did.
         window: First and last batch since the last attempted step: the same without accumulation.
         num_replayed: How many batches of the window were run again, from its end.
-        cause: As in :class:`~lightning_amp.numerics.Diagnosis`; `"not reproduced"` if every replay was finite.
+        cause: As in :class:`~lightning_amp.tracing.Diagnosis`; `"not reproduced"` if every replay was finite.
         diagnosis: Module, tensor and magnitudes.
         parameters: Names of all parameters whose gradients were not finite.
         largest_gradient: With cause `"backward"` the largest true gradient of the batch, computed in fp32.

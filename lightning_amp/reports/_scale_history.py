@@ -27,6 +27,14 @@ _COLUMNS = {"index": "q", "optimizer_idx": "q", "scale": "d", "next_scale": "d",
 class ScaleHistory:
     """Every step of a run, of which only changes of the scale and skips take memory (34 bytes each).
 
+    .. code-block:: python
+
+        monitor = ScaleMonitor()
+        L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[monitor], max_epochs=1).fit(model, data)
+        print(monitor.history.num_steps, monitor.history.num_skipped)
+        print([record.index for record in monitor.history if record.skipped])
+        monitor.history.to_csv("scale_history.csv")
+
     Iterating and indexing give the stored records: the first step, every skip, every step after which the scale moved,
     and the last step. What lies between two of them was applied, at the later one's scale.
     """

@@ -22,6 +22,12 @@ Reason = Literal["none", "loss", "gradient"]
 class StepRecord:
     """One attempted optimizer step. Immutable.
 
+    .. code-block:: python
+
+        plugin = AmpPrecision("fp16")
+        L.Trainer(plugins=[plugin], max_epochs=1).fit(model, data)
+        print(plugin.last_step)  # StepRecord(index=7, optimizer_idx=0, scale=2048.0, ..., reason='none')
+
     Attributes:
         index: Optimizer steps attempted before this one, over all optimizers of the run.
         optimizer_idx: Which optimizer, in the order of `configure_optimizers`.

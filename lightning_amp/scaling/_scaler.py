@@ -42,6 +42,13 @@ def _remembers_its_arguments(init: Callable[..., None]) -> Callable[..., None]:
 class DynamicLossScaler(torch.amp.GradScaler):
     r"""A `torch.amp.GradScaler` that cannot destroy a model.
 
+    .. code-block:: python
+
+        scaler = DynamicLossScaler(init_scale=2.0**12, hysteresis=2)
+        trainer = L.Trainer(plugins=[AmpPrecision("fp16", scaler=scaler)], max_epochs=1)
+        trainer.fit(model, data)
+        print(scaler.get_scale())
+
     The loss is multiplied by a scale :math:`S`, so that small float16 gradients do not become zero. When the gradients
     overflow, the step is skipped and :math:`S` is lowered; after `growth_interval` clean steps in a row it is raised.
     With the defaults the sequence of scales equals torch's wherever the loss is finite and not half precision and the

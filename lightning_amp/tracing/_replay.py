@@ -53,6 +53,15 @@ def replay(
 ) -> Replay:
     """Run the step of a bundle again, forward and backward, from the same weights, batch and random numbers.
 
+    .. code-block:: python
+
+        from lightning_amp.tracing import replay
+
+        locator = OverflowLocator(dirpath="overflows", save_bundles=True)
+        L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[locator], max_epochs=1).fit(model, data)
+        again = replay("overflows/overflow_step00000_rank0.pt", model, precision="fp32")
+        print(again.diagnosis.cause, again.headroom_bits)  # none -2.5: fp16 has room for it at a scale 2**3 times lower
+
     Args:
         bundle: What `OverflowLocator(save_bundles=True)` saved: its path, or the loaded dictionary.
         module_fn: Makes a module that the saved state fits; or such a module, which is copied.

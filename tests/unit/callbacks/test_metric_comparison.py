@@ -1,4 +1,4 @@
-"""`MetricComparison`: keys, table, tolerance, limits, bad input. Bit-identity is tested in tests/integration."""
+"""`MetricComparison`: keys, table, tolerance, limits, bad input. Bit-identity is a promise: tests/promises."""
 
 import csv
 import gc

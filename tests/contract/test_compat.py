@@ -1,0 +1,170 @@
+"""`_compat`: each entry says when it can go, and none asks which version of torch or Lightning it runs with."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+
+import pytest
+from support.source import PACKAGE, Finding, Function, Guard, Package, Source, new_findings, outdated, unknown
+
+CAN_GO = re.compile(r"\bcan go (when|with `(\w+)`)", re.IGNORECASE)
+A_VERSION = re.compile(r"__version__|version_info|\bVersion\(|metadata\.version\(")
+VERSION = re.compile(r"\b(torch|Lightning|torchmetrics|Python) \d+\.\d+")
+
+
+def entries(source: Source) -> Iterator[tuple[ast.stmt, str, str]]:
+    """The public names at the top of a file, each with what is written about it: docstring, or comment right above."""
+    lines = source.text.splitlines()
+    for node, following in zip(source.tree.body, [*source.tree.body[1:], None], strict=True):
+        if isinstance(node, (Function, ast.ClassDef)):
+            name, text = node.name, ast.get_docstring(node) or ""
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            is_described = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            name, text = ast.unparse(target), str(following.value.value) if is_described else ""
+            first = node.lineno
+        else:
+            continue
+        above = first - 2
+        while above >= 0 and lines[above].startswith("#"):
+            text = f"{lines[above].lstrip('# ')} {text}"
+            above -= 1
+        if not name.startswith("_"):
+            yield node, name, " ".join(text.split())
+
+
+def without_an_end(package: Package) -> Iterator[Finding]:
+    """Entries that do not say themselves when they can go, or go with one that there is not."""
+    for source in package:
+        if source.room == "_compat":
+            names = {name for _, name, _ in entries(source)}
+            for node, name, text in entries(source):
+                found = CAN_GO.search(text)
+                if found is None or (found[2] and found[2] not in names - {name}):
+                    yield Finding(source.path, node.lineno, f"{name} does not say when it can go")
+
+
+def asks_for_a_version(package: Package) -> Iterator[Finding]:
+    """Comparisons with a version, anywhere; in `_compat` also whether a library has a name, by asking or by trying.
+
+    In `_compat` that is allowed to an entry that says of which version, as in "torch 2.13 has none".
+    """
+    for source in package:
+        for node in source.nodes:
+            if isinstance(node, ast.Compare) and A_VERSION.search(ast.unparse(node)):
+                yield Finding(source.path, node.lineno, f"compares versions: {ast.unparse(node)}")
+        if source.room == "_compat":
+            excused = {inner for node, _, text in entries(source) if VERSION.search(text) for inner in ast.walk(node)}
+            for node in source.nodes:
+                if node not in excused and (asked := asks_for_a_name(source, node)):
+                    yield Finding(source.path, getattr(node, "lineno", 1), f"asks whether there is {asked}")
+
+
+def asks_for_a_name(source: Source, node: ast.AST) -> str:
+    """`hasattr(torch.amp, "x")`, `getattr(Tensor, "x", None)`, `try: import x`: the name, else empty."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in {"hasattr", "getattr"}:
+        is_question = ast.unparse(node.func) == "hasattr" or len(node.args) == 3
+        return ast.unparse(node.args[1]) if is_question and is_of_a_library(source.meaning(node.args[0])) else ""
+    if isinstance(node, ast.Try):
+        caught = {ast.unparse(error) for h in node.handlers if h.type for error in ast.walk(h.type)}
+        if caught & {"ImportError", "ModuleNotFoundError", "AttributeError"}:
+            return ast.unparse(node.body[0])
+    return ""
+
+
+def is_of_a_library(name: str) -> bool:
+    """Whether a dotted name is a module or class of a library: these differ by version, objects by their state."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute) if module else importlib.import_module(name)
+    except (ImportError, AttributeError, ValueError):
+        return False
+    return inspect.ismodule(found) or inspect.isclass(found)
+
+
+GUARDS: list[Guard] = [without_an_end, asks_for_a_version]
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_compat(guard: Guard) -> None:
+    assert unknown(guard) == []
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_what_is_known_only_shrinks(guard: Guard) -> None:
+    assert outdated(guard) == set()
+
+
+def test_there_are_entries() -> None:
+    names = {name for source in PACKAGE if source.room == "_compat" for _, name, _ in entries(source)}
+    assert {"foreach_mul_", "unwrap_optimizer", "plain_name"} <= names
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def entry(): ...",
+        'def entry():\n    """Do it. No public way."""',
+        "# Can go when torch has one.\n\n\ndef entry(): ...",  # of a section, not its own
+        "# Can go when torch has one.\n\nCONSTANT = 1",
+        'class Entry:\n    def f(self):\n        """Can go when torch has one."""',
+        'def entry():\n    """Do it. Can go with `other`."""',
+        'def entry():\n    """Do it. Can go with `entry`."""',
+    ],
+)
+def test_an_entry_without_an_end_is_found(text: str) -> None:
+    assert new_findings(without_an_end, PACKAGE.with_file("_compat/_bad.py", text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'def entry():\n    """Do it.\n\n    It can go\n    when torch has one.\n    """',
+        "# Can go when torch has one.\n@cache\ndef entry(): ...",
+        'CONSTANT = 1\n"""Can go when torch has one."""',
+        "# What it is: can go when\n# torch has one.\nentry = torch._entry",
+        'class Entry:\n    """Do it. Can go when torch has one."""',
+        "def _helper(): ...",
+        'def a():\n    """Can go when torch can."""\ndef b():\n    """Can go with `a`."""',
+    ],
+)
+def test_an_entry_with_an_end_is_not(text: str) -> None:
+    assert not new_findings(without_an_end, PACKAGE.with_file("_compat/_good.py", text))
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("scaling/_bad.py", "import torch\nif torch.__version__ >= '2.14': ..."),
+        ("_compat/_bad.py", "x = Version(torch.__version__) < Version('2.13')"),
+        ("_compat/_bad.py", "x = 1 if sys.version_info < (3, 11) else 2"),
+        ("_compat/_bad.py", "import torch\ndef entry():\n    return hasattr(torch, 'accelerator')"),
+        ("_compat/_bad.py", "import torch\ndef entry():\n    return hasattr(torch.amp, 'x')"),
+        ("_compat/_bad.py", "def entry():\n    from torch import Tensor\n    return getattr(Tensor, 'x', None)"),
+        ("_compat/_bad.py", "try:\n    from torch import x\nexcept ImportError:\n    x = None"),
+        (
+            "_compat/_bad.py",
+            "def entry():\n    try:\n        torch.x\n    except (TypeError, AttributeError):\n        ...",
+        ),
+    ],
+)
+def test_a_question_for_a_version_is_found(path: str, text: str) -> None:
+    assert new_findings(asks_for_a_version, PACKAGE.with_file(path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def entry(module):\n    return getattr(module, 'x', None)",  # the state of an object
+        "import torch\ndef entry():\n    return getattr(torch, 'x')",
+        'import torch\ndef entry():\n    """Ask, since torch 2.13 has none."""\n    return hasattr(torch, "x")',
+        "def entry():\n    try:\n        f()\n    finally:\n        g()",
+    ],
+)
+def test_what_is_no_question_for_a_version(text: str) -> None:
+    assert not new_findings(asks_for_a_version, PACKAGE.with_file("_compat/_good.py", text))

@@ -1,0 +1,175 @@
+"""Who may import whom: the order of the rooms, and the rooms that know nothing of Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.source import PACKAGE, ROOT, TOP, Finding, Guard, Package, Source, new_findings, outdated, unknown
+
+LAYERS = [
+    ["_compat"],
+    [""],  # the helpers at the top: `_files.py`, `_numbers.py`, ...
+    ["numerics"],
+    ["scaling", "casting", "tracing"],
+    ["reports", "skipped_steps"],
+    ["precision"],
+    ["shadow"],
+    ["callbacks", "tuning"],
+    ["comparison"],
+    ["__init__"],
+    ["cli", "__main__"],
+]
+"""A room imports from itself and from the lines above its own."""
+
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
+WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in ("numerics", "scaling", "tracing", "reports")} | {
+    "casting": LIGHTNING,
+    "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},
+    "_compat/_modules.py": {*LIGHTNING, "torchmetrics"},
+}
+"""Plain torch: what a room or file, and all that it imports, must not import."""
+
+
+def wrong_directions(package: Package) -> Iterator[Finding]:
+    """Imports from above and from beside, those for annotations only included."""
+    for source in package:
+        if source.room not in LEVEL:
+            yield Finding(source.path, 1, f"the room {source.room} has no place in `LAYERS`")
+            continue
+        for found in source.imports:
+            target = package.modules.get(package.target(found))
+            if target is not None and target.room != source.room and LEVEL[target.room] >= LEVEL[source.room]:
+                yield Finding(source.path, found.line, f"imports {target.path}, from above or beside")
+
+
+def imported_at_run_time(package: Package, source: Source) -> set[str]:
+    """Modules that run when this one does, or later in one of its functions; and outside names, as they are.
+
+    `lightning_amp/__init__.py` runs before all of them and imports everything: it counts where a name is taken from it.
+    """
+    names: set[str] = set()
+    for found in source.imports:
+        if not found.for_types_only:
+            target = package.target(found)
+            parents = [name for name in package.modules if target.startswith(f"{name}.") and name != TOP]
+            names.update([target, *parents])
+    return names
+
+
+def forbidden_chains(package: Package) -> Iterator[Finding]:
+    """Each way out of plain torch: from a plain room, over whatever it imports, to what it must not reach."""
+    graph = {name: imported_at_run_time(package, source) for name, source in package.modules.items()}
+    for place, forbidden in WITHOUT.items():
+        chains = {s.module: s.module for s in package if place in (s.room, s.path)}
+        for name in (queue := list(chains)):
+            for target in sorted(graph[name]):
+                if target.split(".")[0] in forbidden:
+                    text = f"{place} is plain torch: {chains[name]} -> {target}"
+                    yield Finding(package.modules[name].path, 1, text)
+                elif target in graph and target not in chains:
+                    chains[target] = f"{chains[name]} -> {target}"
+                    queue.append(target)
+
+
+def other_package(package: Package) -> Iterator[Finding]:
+    for source in package:
+        for found in source.imports:
+            if found.module.split(".")[0] == "pytorch_lightning":
+                yield Finding(source.path, found.line, "imports pytorch_lightning, which is not `lightning.pytorch`")
+
+
+GUARDS: list[Guard] = [wrong_directions, forbidden_chains, other_package]
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_imports(guard: Guard) -> None:
+    assert unknown(guard) == []
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_what_is_known_only_shrinks(guard: Guard) -> None:
+    assert outdated(guard) == set()
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("scaling/_bad.py", "from lightning_amp.precision import AmpPrecision"),
+        ("scaling/_bad.py", "from lightning_amp.precision._amp import AmpPrecision"),
+        ("scaling/_bad.py", "from lightning_amp.casting import Choice"),  # beside
+        ("casting/_bad.py", "import lightning_amp.tracing"),
+        ("numerics/_bad.py", "def f():\n    from lightning_amp import scaling"),
+        ("precision/_bad.py", "from lightning_amp import callbacks"),
+        ("callbacks/_bad.py", "from lightning_amp import AmpPrecision"),
+        ("precision/_bad.py", "from ..shadow import find"),
+        ("_bad.py", "from lightning_amp.numerics import limits"),
+        ("_compat/_bad.py", "from lightning_amp import _files"),
+        ("cellar/_bad.py", ""),
+    ],
+)
+def test_a_wrong_direction_is_found(path: str, text: str) -> None:
+    assert new_findings(wrong_directions, PACKAGE.with_file(path, text))
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("scaling/_good.py", "from lightning_amp._compat import _torch\nfrom lightning_amp._files import LEFTOVER"),
+        ("scaling/_good.py", "from lightning_amp.scaling._records import StepRecord"),
+        ("cli/_good.py", "from lightning_amp import AmpPrecision"),
+    ],
+)
+def test_a_right_direction_is_not(path: str, text: str) -> None:
+    assert new_findings(wrong_directions, PACKAGE.with_file(path, text)) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "chain"),
+    [
+        ({"scaling/_bad.py": "import lightning"}, "scaling._bad -> lightning"),
+        ({"tracing/_bad.py": "def f():\n    from pytorch_lightning import Trainer"}, "-> pytorch_lightning"),
+        ({"numerics/_bad.py": "from torchmetrics import Metric"}, "-> torchmetrics"),
+        ({"casting/_bad.py": "import lightning_utilities.core"}, "-> lightning_utilities.core"),
+        ({"reports/_bad.py": "import importlib\nimportlib.import_module('lightning.fabric')"}, "-> lightning.fabric"),
+        ({"scaling/_bad.py": "from lightning_amp import AmpPrecision"}, "scaling._bad -> lightning_amp -> "),
+        (
+            {"_helper.py": "def f():\n    import lightning", "scaling/_bad.py": "from lightning_amp import _helper"},
+            "scaling._bad -> lightning_amp._helper -> lightning",
+        ),
+        (
+            {
+                "casting/__init__.py": "from lightning_amp.casting._deep import x",
+                "casting/_deep.py": "from lightning_amp._compat._lightning import run_hook",
+                "reports/_bad.py": "from lightning_amp.casting._deep import x",
+            },
+            "reports._bad -> lightning_amp.casting._deep -> lightning_amp._compat._lightning -> lightning",
+        ),
+    ],
+)
+def test_a_chain_to_lightning_is_found(files: dict[str, str], chain: str) -> None:
+    bad = PACKAGE
+    for path, text in files.items():
+        bad = bad.with_file(path, text)
+    assert any(chain in finding for finding in new_findings(forbidden_chains, bad))
+
+
+def test_what_is_no_chain_to_lightning() -> None:
+    good = PACKAGE.with_file("casting/_good.py", "from torchmetrics import Metric\nfrom lightning_amp import _files")
+    good = good.with_file("scaling/_good.py", "if TYPE_CHECKING:\n    from lightning.pytorch import Trainer")
+    assert new_findings(forbidden_chains, good) == []
+
+
+def test_the_other_package_is_found() -> None:
+    bad = "def f():\n    import pytorch_lightning.callbacks"
+    assert new_findings(other_package, PACKAGE.with_file("callbacks/_bad.py", bad))
+
+
+def test_the_contributing_guide_shows_the_order_and_every_room() -> None:
+    guide = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rooms = {source.room for source in PACKAGE}
+    layers = [[room or "helpers" for room in layer if room in rooms] for layer in LAYERS[: LAYERS.index(["__init__"])]]
+    assert "\n" + " < ".join(", ".join(layer) for layer in layers if layer) + "\n" in guide
+    assert [room for room in rooms if room.isidentifier() and f"`{room}/`" not in guide and room != "__init__"] == []

@@ -1,0 +1,323 @@
+"""The shape of files and classes: how long, mirrored by which test, final or abstract, and who writes to whom."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.source import PACKAGE, Finding, Function, Guard, Package, Source, named, new_findings, outdated, unknown
+
+LONGEST = 350
+NEEDS_MIRROR = 60
+UNIT = Path(__file__).parents[1] / "unit"
+
+FOR_SUBCLASSES = {"AmpPrecision", "FSDPAmpPrecision"}
+"""Not final: a precision plugin is adapted by deriving from it, as the tests do.
+
+Everything else that is public is used as it is: a callback of one's own derives from `Callback`, a scaler from
+`torch.amp.GradScaler`, which the plugin takes too.
+"""
+
+MADE_BY_TYPING = {"NamedTuple", "TypedDict", "Protocol", "Enum", "IntEnum", "Flag", "IntFlag", "ABC"}
+"""Bases whose classes are final or abstract by themselves."""
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def too_long(package: Package) -> Iterator[Finding]:
+    for source in package:
+        if (length := source.text.count("\n")) > LONGEST:
+            yield Finding(source.path, length, f"is longer than {LONGEST} lines")
+
+
+def mirror_of(path: str) -> str:
+    """`scaling/_steps.py` -> `scaling/test_steps.py`; underscores in front are left out in every part."""
+    *rooms, file = path.split("/")
+    return "/".join([*(room.lstrip("_") for room in rooms), f"test_{file.removesuffix('.py').strip('_')}.py"])
+
+
+def without_mirror(package: Package, tests: frozenset[str] | None = None) -> Iterator[Finding]:
+    tests = unit_tests() if tests is None else tests
+    for source in package:
+        if not source.is_package and source.text.count("\n") > NEEDS_MIRROR and mirror_of(source.path) not in tests:
+            yield Finding(source.path, 1, f"has no tests/unit/{mirror_of(source.path)}")
+
+
+def mirrors_nothing(package: Package, tests: frozenset[str] | None = None) -> Iterator[Finding]:
+    """A test of a unit has the name of its module, or begins with it: `test_reused_weights_compiled.py`."""
+    stems = [mirror_of(source.path).removesuffix(".py") for source in package if not source.is_package]
+    for test in sorted(unit_tests() if tests is None else tests):
+        name = test.removesuffix(".py")
+        if not any(name == stem or name.startswith(f"{stem}_") for stem in stems):
+            yield Finding(f"tests/unit/{test}", 1, "is named after no module")
+
+
+@functools.cache
+def unit_tests() -> frozenset[str]:
+    return frozenset(path.relative_to(UNIT).as_posix() for path in UNIT.rglob("test_*.py"))
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+def neither_final_nor_abstract(package: Package) -> Iterator[Finding]:
+    """Abstract is what has an abstract method or what another class of ours derives from."""
+    derived_from = {base for source, node in package.classes.values() for base in package.bases(source, node)}
+    for name, (source, node) in package.classes.items():
+        if node.name in FOR_SUBCLASSES or name in derived_from or "final" in decorators(node):
+            continue
+        bases = {base.rpartition(".")[2] for base in package.bases(source, node)}
+        if bases & MADE_BY_TYPING or any(is_exception(base) for base in bases):
+            continue
+        if not any("abstractmethod" in decorators(method) for method in methods(node)):
+            yield Finding(source.path, node.lineno, f"{node.name} is neither final nor abstract")
+
+
+def without_override(package: Package) -> Iterator[Finding]:
+    """Methods of our own and of other libraries' classes; not `__dunder__` methods, and no aliases."""
+    for name, (source, node) in package.classes.items():
+        inherited = {n for base in package.bases(source, node) for n in names_of(package, base)}
+        for method in methods(node):
+            if method.name in inherited and not is_dunder(method.name) and "override" not in decorators(method):
+                short = name.rpartition(".")[2]
+                yield Finding(source.path, method.lineno, f"{short}.{method.name} overrides without @override")
+
+
+def methods(node: ast.ClassDef) -> list[Function]:
+    return [statement for statement in node.body if isinstance(statement, Function)]
+
+
+def decorators(node: ast.ClassDef | Function) -> set[str]:
+    return {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+
+
+def is_exception(name: str) -> bool:
+    found = getattr(builtins, name, None)
+    return isinstance(found, type) and issubclass(found, BaseException)
+
+
+def is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def names_of(package: Package, base: str) -> set[str]:
+    """All that a class inherits from a base: of ours by its source, of others by importing them."""
+    if base in package.classes:
+        source, node = package.classes[base]
+        inherited = {name for above in package.bases(source, node) for name in names_of(package, above)}
+        return inherited | {method.name for method in methods(node)}
+    return set() if base.rpartition(".")[2] in MADE_BY_TYPING else set(dir(imported(base)))
+
+
+@functools.cache
+def imported(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute) if module else getattr(builtins, name)
+
+
+# -- objects -----------------------------------------------------------------------------------------------------------
+
+
+def written_from_outside(package: Package) -> Iterator[Finding]:
+    """`window.scale = ...`: an attribute that a class of ours has, of something that is not `self`.
+
+    By the name of the attribute, since nothing here knows types. It leaves alone: what the function itself is making
+    (`new = copy.copy(old)`, or at the top of a file `Class.CONSTANT = ...`), `_compat`, which has only objects of torch
+    and Lightning in its hands, and attributes that no class of ours has (`parameter.grad`, `module.trainer`). It does
+    not see: `x.things.append(...)`, `vars(x).update(...)`, a name that is computed, and what `self` is where it is not
+    the argument of a method.
+    """
+    own = {name for source in package if source.room != "_compat" for name in attributes(source)}
+    for source in package:
+        if source.room == "_compat":
+            continue
+        for target, name in foreign_writes(source):
+            if name in own:
+                yield Finding(source.path, target.lineno, f"{ast.unparse(target)}.{name} is written from outside")
+
+
+@functools.cache
+def foreign_writes(source: Source) -> list[tuple[ast.expr, str]]:
+    """Object and attribute of each write to something that is not `self` and not being made."""
+    writes = [(function, *found) for function, node in with_functions(source) for found in written(node)]
+    return [(x, name) for function, x, name in writes if not (isinstance(x, ast.Name) and is_made(function, x.id))]
+
+
+@functools.cache
+def attributes(source: Source) -> set[str]:
+    """Names that the classes of a file assign on `self`, or in their body."""
+    names: set[str] = set()
+    for node in source.classes:
+        names |= {name for inner in ast.walk(node) for target, name in written(inner) if ast.unparse(target) == "self"}
+        for statement in node.body:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if not is_dunder(name)}
+
+
+def written(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Object and attribute of an assignment, a deletion, or a `setattr` with a constant."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        yield node.value, node.attr
+    elif (found := named(node, "setattr", "delattr", "object.__setattr__")) is not None:
+        yield found
+
+
+def with_functions(source: Source) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Every node with the innermost function around it."""
+    innermost: dict[ast.AST, ast.AST] = {}
+    for function in source.functions:  # outer ones first
+        innermost.update((node, function) for node in ast.walk(function) if node is not function)
+    return ((innermost.get(node, source.tree), node) for node in source.nodes)
+
+
+def is_made(function: ast.AST, name: str) -> bool:
+    """Whether it is `self`, or assigned from a copy or a `__new__`; at the top of a file, a class of that file."""
+    if isinstance(function, ast.Module):
+        return any(isinstance(node, ast.ClassDef) and node.name == name for node in function.body)
+    if name in {"self", "cls"}:
+        return True
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
+            return called.endswith(("copy.copy", "__new__"))
+    return False
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
+
+GUARDS: list[Guard] = [
+    too_long, without_mirror, mirrors_nothing, neither_final_nor_abstract, without_override, written_from_outside,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_the_shape(guard: Guard) -> None:
+    assert unknown(guard) == []
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_what_is_known_only_shrinks(guard: Guard) -> None:
+    assert outdated(guard) == set()
+
+
+def test_a_long_file_is_found() -> None:
+    assert new_findings(too_long, PACKAGE.with_file("_compat/_bad.py", "\n" * (LONGEST + 1)))
+    assert not new_findings(too_long, PACKAGE.with_file("_compat/_good.py", "\n" * LONGEST))
+
+
+def test_a_file_without_a_mirror_is_found() -> None:
+    bad = PACKAGE.with_file("_compat/_bad.py", "\n" * (NEEDS_MIRROR + 1))
+    assert new_findings(without_mirror, bad) == ["_compat/_bad.py:1: has no tests/unit/compat/test_bad.py"]
+    assert not new_findings(without_mirror, PACKAGE.with_file("_compat/_short.py", "\n"))
+    assert not list(without_mirror(Package({}).with_file("_bad.py", "\n" * 99), frozenset({"test_bad.py"})))
+
+
+@pytest.mark.parametrize(
+    ("test", "is_found"),
+    [
+        ("scaling/test_steps.py", False),
+        ("scaling/test_steps_of_manual_loops.py", False),
+        ("scaling/test_step.py", True),
+        ("precision/test_steps.py", True),
+        ("test_steps.py", True),
+        ("test_files.py", False),
+    ],
+)
+def test_a_test_of_no_module_is_found(test: str, is_found: bool) -> None:
+    package = Package({}).with_file("scaling/_steps.py", "").with_file("_files.py", "")
+    assert bool(list(mirrors_nothing(package, frozenset({test})))) == is_found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class Bad: ...",
+        "@dataclass\nclass Bad: ...",
+        "from lightning.pytorch import Callback\nclass Bad(Callback): ...",
+        "def f():\n    class Bad(dict[str, int]): ...",
+    ],
+)
+def test_a_class_that_is_neither_final_nor_abstract_is_found(text: str) -> None:
+    assert new_findings(neither_final_nor_abstract, PACKAGE.with_file("scaling/_bad.py", text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "@final\nclass Good: ...",
+        "@typing_extensions.final\n@dataclass\nclass Good: ...",
+        "class Good(ABC):\n    @abc.abstractmethod\n    def f(self): ...",
+        "from typing import NamedTuple\nclass Good(NamedTuple): ...",
+        "class Good(ValueError): ...",
+        "class Good: ...\n@final\nclass Better(Good): ...",
+    ],
+)
+def test_a_class_that_is_final_or_abstract_is_not(text: str) -> None:
+    assert not new_findings(neither_final_nor_abstract, PACKAGE.with_file("scaling/_good.py", text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from lightning.pytorch import Callback\nclass Bad(Callback):\n    def on_train_end(self): ...",
+        "import lightning.pytorch as pl\nclass Bad(pl.Callback):\n    @property\n    def state_key(self): ...",
+        "from lightning_amp.precision import AmpPrecision\nclass Bad(AmpPrecision):\n    def backward(self): ...",
+        "class A:\n    def f(self): ...\nclass Middle(A): ...\nclass Bad(Middle):\n    def f(self): ...",
+    ],
+)
+def test_a_missing_override_is_found(text: str) -> None:
+    assert new_findings(without_override, PACKAGE.with_file("callbacks/_bad.py", text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from lightning.pytorch import Callback\nclass A(Callback):\n    @override\n    def on_train_end(self): ...",
+        "from lightning.pytorch import Callback\nclass Good(Callback):\n    def mine(self): ...",
+        "class Good(dict):\n    def __getitem__(self, key): ...",
+    ],
+)
+def test_what_needs_no_override(text: str) -> None:
+    assert not new_findings(without_override, PACKAGE.with_file("callbacks/_good.py", text))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "thing.colour = 1",
+        "self.thing.colour = 1",
+        "things[0].colour += 1",
+        "first, thing.colour = 1, 2",
+        "del thing.colour",
+        "setattr(thing, 'colour', 1)",
+        "object.__setattr__(thing, 'weight', 1)",
+        "thing.size: int = 1",
+        "with f() as thing.colour: ...",
+        "Thing.colour = 1",
+    ],
+)
+def test_a_write_from_outside_is_found(statement: str) -> None:
+    ours = "class Thing:\n    weight: int\n    size = 0\n    def __init__(self):\n        self.colour = 0\n"
+    text = f"{ours}def f(self, thing, things):\n    {statement}"
+    assert new_findings(written_from_outside, PACKAGE.with_file("scaling/_bad.py", text))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "self.colour = 1",
+        "parameter.grad = None",
+        "new = copy.copy(self)\n        new.colour = 1",
+        "colour = 1\nThing.colour = 2",
+    ],
+)
+def test_what_is_no_write_from_outside(statement: str) -> None:
+    text = f"class Thing:\n    def __init__(self, parameter):\n        self.colour = 0\n        {statement}"
+    assert not new_findings(written_from_outside, PACKAGE.with_file("scaling/_good.py", text))

@@ -1,0 +1,190 @@
+"""The docstrings: every public name has an example, every example runs, and all begin with what is done."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+from support.source import PACKAGE, ROOT, Finding, Function, Package, Source, new_findings, outdated, unknown
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_amp
+from lightning_amp import AmpPrecision
+
+IN_HAND = {"fp32_region", "scaled_grad", "unscale_", "replay"} | {
+    "ScaleHistory", "ComparisonTable", "GradientTable", "OverflowReport",
+}  # fmt: skip
+"""Public beside `lightning_amp.__all__`: the functions of a room, and what the callbacks hand out."""
+
+# Lightning's, about the model summary of every trainer in half precision.
+pytestmark = pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary")
+
+BLOCK = re.compile(r"^( *)\.\. code-block:: python\n((?:\1 +\S.*\n|\s*\n)+)", re.MULTILINE)
+FIRST_WORDS = {"What", "Whether", "Who", "Which", "How", "Why", "Where", "The", "A", "An"}
+
+NEEDS_GPU = {"FSDPAmpPrecision": "requires a GPU accelerator"}
+"""What Lightning says on the CPU; up to there the example runs."""
+
+
+class Example(NamedTuple):
+    """A block in the docstring of `owner`; `line` is where it begins, from 0."""
+
+    owner: str
+    path: str
+    line: int
+    code: str
+
+
+def documented(source: Source) -> Iterator[tuple[ast.ClassDef | Function, ast.Constant]]:
+    """All classes and functions of a file that have a docstring, with it."""
+    for node in [*source.classes, *source.functions]:
+        if ast.get_docstring(node) is not None and isinstance(first := node.body[0], ast.Expr):
+            assert isinstance(first.value, ast.Constant)
+            yield node, first.value
+
+
+def examples_of(source: Source) -> Iterator[Example]:
+    lines = source.text.splitlines(keepends=True)
+    for node, docstring in documented(source):
+        assert docstring.end_lineno is not None
+        text = "".join(lines[docstring.lineno - 1 : docstring.end_lineno])
+        for match in BLOCK.finditer(text):
+            line = docstring.lineno - 1 + text.count("\n", 0, match.start(2))
+            yield Example(node.name, source.path, line, textwrap.dedent(match[2]))
+
+
+EXAMPLES = [example for source in PACKAGE for example in examples_of(source)]
+
+
+class Model(L.LightningModule):
+    """What the examples train. Its loss is a sum, whose first gradients overflow fp16 at the first scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.head(self.body(batch))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self(batch).float() - batch.sum(1, keepdim=True)).square().sum()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch) / len(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.randn(32, 8), batch_size=4)  # pyright: ignore[reportArgumentType]
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return self.train_dataloader()
+
+
+def run_example(example: Example) -> dict[str, Any]:
+    """Run it as a user would, with a model and data; train with a `training_step` that it defines."""
+    public = {name: getattr(lightning_amp, name) for name in lightning_amp.__all__}
+    given = {"L": L, "torch": torch, "nn": nn, "model": Model(), "data": Data()}
+    namespace: dict[str, Any] = {"__name__": "__main__", **public, **given}
+    # The padding makes a traceback name the line in the file.
+    exec(compile("\n" * example.line + example.code, ROOT / example.path, "exec"), namespace)
+    if "training_step" in namespace:
+        members = {"training_step": namespace["training_step"]}
+        members["automatic_optimization"] = "manual_backward" not in example.code
+        trainer = L.Trainer(plugins=[AmpPrecision("fp16")], max_epochs=1, logger=False, enable_checkpointing=False)
+        trainer.fit(type("Example", (Model,), members)(), Data())
+        assert trainer.precision_plugin.num_steps > 0
+    return namespace
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.owner)
+def test_the_example_runs(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # a Trainer that is told nothing would take all
+    if example.owner in NEEDS_GPU:
+        with pytest.raises(ValueError, match=NEEDS_GPU[example.owner]):
+            run_example(example)
+    else:
+        run_example(example)
+
+
+@pytest.mark.parametrize("name", sorted({*lightning_amp.__all__, *IN_HAND} - {"__version__"}))
+def test_every_public_name_has_an_example(name: str) -> None:
+    assert name in {example.owner for example in EXAMPLES}
+
+
+def test_no_example_is_overlooked() -> None:
+    """A block that is spelled differently would silently not be run."""
+    assert len(EXAMPLES) == sum(len(re.findall(r"code-block:: *py|^ *>>> ", s.text, re.MULTILINE)) for s in PACKAGE)
+
+
+def test_a_wrong_example_fails_and_names_its_line() -> None:
+    block = ".. code-block:: python\n\n        y = 1\n\n        assert y == 2\n"
+    text = f'x = 1\n\n\ndef f():\n    r"""Do it.\n\n    {block}\n    """\n'
+    (example,) = examples_of(Source("_bad.py", text))
+    assert example.code == "\ny = 1\n\nassert y == 2\n\n"
+    with pytest.raises(AssertionError) as caught:
+        run_example(example)
+    assert caught.traceback[-1].lineno + 1 == 11
+    assert Path(caught.traceback[-1].path).name == "_bad.py"
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_wrong_step_in_an_example_fails() -> None:
+    code = "def training_step(self, batch, batch_idx):\n    raise KeyError('not this one')"
+    with pytest.raises(KeyError, match="not this one"):
+        run_example(Example("f", "_bad.py", 0, code))
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def does_not_say_what_is_done(package: Package) -> Iterator[Finding]:
+    """Docstrings of functions and properties that begin with a question word or an article instead of a verb."""
+    for source in package:
+        for node, docstring in documented(source):
+            word = str(docstring.value).split(maxsplit=1)[0]
+            if isinstance(node, Function) and word in FIRST_WORDS:
+                yield Finding(source.path, node.lineno, f"the docstring of {node.name} begins with {word!r}")
+
+
+def test_docstrings_say_what_is_done() -> None:
+    assert unknown(does_not_say_what_is_done) == []
+
+
+def test_what_is_known_only_shrinks() -> None:
+    assert outdated(does_not_say_what_is_done) == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'def f():\n    """Whether it is."""',
+        'class A:\n    @property\n    def f(self):\n        """The thing."""',
+        'def f():\n    def g():\n        """\n        What it is.\n        """',
+    ],
+)
+def test_a_docstring_without_a_verb_is_found(text: str) -> None:
+    assert new_findings(does_not_say_what_is_done, PACKAGE.with_file("scaling/_bad.py", text))
+
+
+@pytest.mark.parametrize(
+    "text", ['class A:\n    """A thing."""', 'def f():\n    """Ask whether it is."""', "def f(): ..."]
+)
+def test_a_docstring_with_a_verb_is_not(text: str) -> None:
+    assert not new_findings(does_not_say_what_is_done, PACKAGE.with_file("scaling/_good.py", text))

@@ -1,0 +1,81 @@
+"""Files and names of this project that its documents and docstrings mention exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(path for folder in ("lightning_amp", "examples") for path in (ROOT / folder).rglob("*.py")),
+]
+FILE = re.compile(r"(?<![\w./-])(?:lightning_amp|tests|docs|examples)/(?:[\w.*-]+/)*[\w.*-]*\w")
+IN_A_ROOM = re.compile(r"`((?:\w+/)?_\w+\.py)`")
+NAME = re.compile(r"(?<![\w./])lightning_amp(?:\.[A-Za-z_]\w*)+\b(?!\{)")
+
+
+def missing(text: str) -> Iterator[str]:
+    for file in FILE.findall(text):
+        if not any(ROOT.glob(file)):
+            yield file
+    for file in IN_A_ROOM.findall(text):
+        if not any((ROOT / "lightning_amp").rglob(file)):
+            yield file
+    for name in NAME.findall(text):
+        if not resolves(name):
+            yield name
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of a module or of a class in one."""
+    found, *attributes = name.split(".")
+    value: object = importlib.import_module(found)
+    for attribute in attributes:
+        found += f".{attribute}"
+        if not hasattr(value, attribute):
+            try:
+                importlib.import_module(found)
+            except ImportError:
+                return False
+        value = getattr(value, attribute)
+    return True
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_mentioned_exists(path: Path) -> None:
+    assert sorted(set(missing(path.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "See `tests/integration/`, which is gone.",
+        "`tests/unit/*/test_cellar.py`",
+        "in `lightning_amp/_compat.py`",
+        "written in `precision/_cellar.py`",
+        "written in `_cellar.py`",
+        ":class:`~lightning_amp.numerics.Diagnosis`",
+        "lightning_amp.AmpPrecision.no_such_method",
+    ],
+)
+def test_what_is_missing_is_found(text: str) -> None:
+    assert list(missing(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`tests/unit/scaling`, tests/benchmarks, `tests/projects/**`.",
+        "https://example.org/docs/nothing, numpy/tests/nothing",
+        "`precision/_amp.py` and `_amp.py` and lightning_amp/precision/_amp.py:",
+        "lightning_amp.AmpPrecision.unscale_ or lightning_amp.tracing.replay.",
+    ],
+)
+def test_what_exists_is_not(text: str) -> None:
+    assert list(missing(text)) == []
