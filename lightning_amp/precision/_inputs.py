@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+
+from lightning_amp._containers import replace
 
 _said = WarningCache()
 
@@ -26,18 +27,15 @@ def downcast(data: Any, module: LightningModule) -> Any:
 
     Autocast leaves float64 tensors alone, so a linear layer would meet a float64 input and a half-precision weight.
     """
-    found = False
-
-    def cast(tensor: Tensor) -> Tensor:
-        nonlocal found
-        found |= tensor.dtype == torch.float64
-        return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor
-
-    converted = apply_to_collection(data, Tensor, cast)
-    if not found or any(p.dtype == torch.float64 for p in module.parameters()):
+    converted = replace(data, _to_fp32)
+    if converted is data or any(p.dtype == torch.float64 for p in module.parameters()):
         return data
     _said.info(
         "lightning_amp: batches hold float64 tensors, which autocast does not take; they are cast to float32. Make the"
         " dataset return float32 (numpy's default is float64) to save the copy."
     )
     return converted
+
+
+def _to_fp32(value: Any) -> Any:
+    return value.to(torch.float32) if isinstance(value, Tensor) and value.dtype == torch.float64 else value
