@@ -11,6 +11,7 @@ import torch.utils.checkpoint as _checkpoint_module
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue, reportMissingModuleSource]
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from typing_extensions import final
 
 # --- torch: modules and tensors --------------------------------------------------------------------------------------
 
@@ -70,13 +71,28 @@ def is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
-def constant_while_compiling(function: Any) -> Any:
-    """Let `torch.compile` call a function while it traces, and not again: it leaves no trace in the graph.
+@final
+class Flag:
+    """Something that has happened or not, shared by copies of an object."""
 
-    What `torch.compiler.assume_constant_result` does; that one imports the whole compiler. Can go when it does not.
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self) -> None:
+        """Set it, for good."""
+        self.is_set = True
+
+
+def set_flag(flag: Flag) -> None:
+    """Set a flag also where `torch.compile` traces: it calls this then, and never again; nothing is in the graph.
+
+    The mark is what `torch.compiler.assume_constant_result` leaves; that one imports the whole compiler. Can go when it
+    does not.
     """
-    function._dynamo_marked_constant = True
-    return function
+    flag.set()
+
+
+set_flag._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def buffer_names(module: torch.nn.Module) -> list[str]:

@@ -194,7 +194,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
         mixed = self._choice.mixed or self._eval_choice.mixed
         self._surroundings.attach(module, self.device, self.fp32_modules, mixed=mixed)
         if mixed:
-            self._reused.attach(module, self.device)
+            self._reused.attach(module, self.device, lambda: module.trainer.current_epoch)
         self._module = module
         if module.trainer.state.fn == TrainerFn.FITTING:  # here, since a strategy may wrap what it is given
             _refusals.check(module, self._choice, device, self._surroundings.fp32_modules)

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_amp.casting import EpochEnd, Fp32Outputs, Islands, MetricGuards, Rule
+from lightning_amp.casting import EpochEnd, Fp32Metrics, Fp32Modules, Fp32Outputs, Rule
 from lightning_amp.precision._idle_rules import IdleRules
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -35,13 +35,13 @@ class Surroundings:
     def __init__(self) -> None:
         self._module: LightningModule | None = None
         self._device_type = "cpu"
-        self._islands: Islands | None = None
+        self._islands: Fp32Modules | None = None
         self._idle_rules: IdleRules | None = None
         self._step: str | None = None  # which kind of step ran last
-        self._metrics: MetricGuards | None = None
+        self._metrics: Fp32Metrics | None = None
         self._hooks: dict[str, EpochEnd] = {}
         # a shadow of the module that a callback validates beside it
-        self._shadows: WeakKeyDictionary[nn.Module, MetricGuards] = WeakKeyDictionary()
+        self._shadows: WeakKeyDictionary[nn.Module, Fp32Metrics] = WeakKeyDictionary()
 
     def attach(self, module: LightningModule, device_type: str, rules: Sequence[Rule], *, mixed: bool) -> None:
         """A Trainer takes this module.
@@ -54,7 +54,7 @@ class Surroundings:
 
         """
         self.detach()
-        self._islands = Islands(module, rules, device_type, active=mixed)
+        self._islands = Fp32Modules(module, rules, device_type, active=mixed)
         self._module, self._device_type = module, device_type
         if len(self._islands) and module.trainer.state.fn == TrainerFn.FITTING:
             self._idle_rules = IdleRules(module, self._islands)
@@ -115,7 +115,7 @@ class Surroundings:
         if module is not self._module:
             metrics = self._shadows.get(module)
             if metrics is None:
-                metrics = self._shadows[module] = MetricGuards(module, self._device_type)
+                metrics = self._shadows[module] = Fp32Metrics(module, self._device_type)
         elif metrics is None or (step is not None and self._step != step):
             metrics = self._begin(self._module, step, context)
         with metrics, _NOTHING if step is None else Fp32Outputs(module, step):
@@ -123,10 +123,10 @@ class Surroundings:
         if self._idle_rules is not None and step is not None:
             self._idle_rules.after_evaluation_step()
 
-    def _begin(self, module: LightningModule, step: str | None, context: Context) -> MetricGuards:
+    def _begin(self, module: LightningModule, step: str | None, context: Context) -> Fp32Metrics:
         """The first step of an epoch, or the first after steps of another kind."""
         if self._metrics is None:
-            self._metrics = MetricGuards(module, self._device_type)
+            self._metrics = Fp32Metrics(module, self._device_type)
         else:
             self._metrics.find(module)
         self._step = step

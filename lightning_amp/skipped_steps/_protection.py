@@ -52,12 +52,10 @@ class FitGuards:
             self.averaging.observe(outcome)
         if self.buffers:
             self.buffers.observe(outcome, self._inside_manual_step)
-        self.schedules.hold_other_verbs()
 
     def enter_step(self, manual: bool) -> None:
         """A training step begins."""
         self._inside_manual_step = manual
-        self.schedules.release_other_verbs()
         self._listen()
         if self.buffers:
             self.buffers.enter_step()
@@ -72,7 +70,6 @@ class FitGuards:
 
     def settle(self) -> None:
         """Somebody is about to look: validation, or a checkpoint."""
-        self.schedules.release_other_verbs()
         if self.buffers:
             self.buffers.settle()
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
-from lightning_amp.casting._method_override import Override
+from lightning_amp.casting._method_override import MethodOverride
 
 
 class Model(L.LightningModule):
@@ -71,7 +71,7 @@ def test_copies_call_themselves(make: Any, was_attribute: bool) -> None:
         other = make(module)
     assert other.validation_step(torch.ones(1, 2), 0)["self"] == id(other)
     assert other.validation_step(torch.ones(1, 2), 0)["out"].dtype == torch.bfloat16
-    assert not any(isinstance(value, Override) for value in vars(other).values())
+    assert not any(isinstance(value, MethodOverride) for value in vars(other).values())
     assert make(other).validation_step(torch.ones(1, 2), 0)["self"] != id(other)
 
 
