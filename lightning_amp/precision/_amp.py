@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _lightning, _modules, _torch
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.casting import Choice, Precision, ReusedWeights, checked_rules, parse_precision
@@ -109,8 +110,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
         if eval_precision is not None:
             self._eval_requested = parse_precision(eval_precision, "eval_precision")
         self._eval_choice: Choice | None = None  # when the Trainer attaches
-        if not isinstance(skip_nonfinite, bool):
-            raise ValueError(f"`skip_nonfinite` must be `True` or `False`, got {skip_nonfinite!r}.")
+        require_bool("skip_nonfinite", skip_nonfinite)
         self.skip_nonfinite = skip_nonfinite
         self.restore_buffers = checked_buffer_rules(restore_buffers)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"  # until the strategy says which

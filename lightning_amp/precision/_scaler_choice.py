@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_amp._arguments import require
 from lightning_amp.casting import Precision
 from lightning_amp.scaling import DynamicLossScaler
 
@@ -19,11 +20,9 @@ def checked_scaler(scaler: Any) -> torch.amp.GradScaler | None:
     """
     if isinstance(scaler, (int, float)):
         scaler = DynamicLossScaler.static(scaler)
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ValueError(
-            "`scaler` must be a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static"
-            f" scale, or `None`; got {scaler!r}."
-        )
+    fine = scaler is None or isinstance(scaler, torch.amp.GradScaler)
+    legal = "a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale, or `None`"
+    require(fine, "scaler", legal, scaler)
     return scaler
 
 
