@@ -7,21 +7,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_amp.numerics import HALF_DTYPES
-
 _PLAIN = (list, tuple, dict)
-
-
-def to_fp32(data: Any) -> Any:
-    """Turn float16 and bfloat16 tensors into float32, see :func:`replace`; everything else is left alone."""
-    return replace(data, _to_fp32)
-
-
-def _to_fp32(value: Any) -> Any:
-    return value.to(torch.float32) if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value
 
 
 def replace(data: Any, function: Callable[[Any], Any]) -> Any:

@@ -16,8 +16,8 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import final, override
 
-from lightning_amp._containers import to_fp32
 from lightning_amp.casting._method_override import MethodOverride
+from lightning_amp.casting._upcast import to_fp32
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,9 +12,9 @@ from torch import nn
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
-from lightning_amp._containers import to_fp32
 from lightning_amp.casting._fp32_metrics import is_metric
 from lightning_amp.casting._method_override import MethodOverride
+from lightning_amp.casting._upcast import to_fp32
 from lightning_amp.numerics import HALF_DTYPES
 
 Rule = type[nn.Module] | str

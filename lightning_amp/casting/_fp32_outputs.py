@@ -8,8 +8,8 @@ from typing import Any
 
 from typing_extensions import final, override
 
-from lightning_amp._containers import to_fp32
 from lightning_amp.casting._method_override import MethodOverride
+from lightning_amp.casting._upcast import to_fp32
 
 
 @final

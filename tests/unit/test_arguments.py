@@ -57,4 +57,4 @@ def test_choices() -> None:
     assert refusal(require_bool, 1) == "`name` must be `True` or `False`, got 1."
     require_choice("name", "a", ("a", "b"))
     assert refusal(require_choice, "c", ("a", "b")) == '`name` must be "a" or "b", got \'c\'.'
-    assert re.search(r"one of \['a', 'b', 'c'\], got 4\. Or", refusal(require_choice, 4, "abc", "Or not."))
+    assert re.search(r"one of \['a', 'b', 'c'\], got 4\. Or", refusal(require_choice, 4, [*"abc"], "Or not."))

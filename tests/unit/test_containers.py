@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._containers import replace, tensors_in, to_fp32
+from lightning_amp._containers import replace, tensors_in
+from lightning_amp.casting._upcast import to_fp32
 from lightning_amp.numerics import HALF_DTYPES
 
 
