@@ -1,46 +1,51 @@
-"""Half-precision tensors in whatever container a user passes around, as float32."""
+"""The one walk over what users pass around: batches, arguments, outputs, in whatever containers they are."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_amp.numerics import HALF_DTYPES
+_PLAIN = (list, tuple, dict)
 
 
-def to_fp32(data: Any) -> Any:
-    """`data` with its float16 and bfloat16 tensors as float32; everything else is left alone.
+def replace(data: Any, function: Callable[[Any], Any]) -> Any:
+    """Put `function(value)` in the place of every value for which that is another object.
 
-    Looks into lists, tuples (named ones too), dictionaries and their likes, and dataclasses, frozen or not. What holds
-    no half-precision tensor comes back as the same object; what does is copied: the caller's own is not changed.
+    Looks into lists, tuples (named ones too) and other sequences, dictionaries and their likes, and dataclasses, frozen
+    or not. What needs no replacement comes back as the same object; what does is copied: the caller's own is not
+    changed.
+
+    Args:
+        data: Where to look.
+        function: Gets each value but plain lists, tuples and dictionaries; what it replaces is not looked into.
+
     """
-    if isinstance(data, Tensor):
-        return data.to(torch.float32) if data.dtype in HALF_DTYPES else data
-    if isinstance(data, (list, tuple)):
-        items = [to_fp32(item) for item in data]
+    if type(data) not in _PLAIN:
+        new = function(data)
+        if new is not data or isinstance(data, (Tensor, str, bytes, range)):
+            return new
+    if isinstance(data, (list, tuple, Sequence)):
+        items = [replace(item, function) for item in data]
         if all(new is old for new, old in zip(items, data, strict=True)):
             return data
-        if isinstance(data, tuple) and hasattr(data, "_fields"):
-            return type(data)(*items)
-        return type(data)(items)
-    if isinstance(data, Mapping):
-        changed = _changed(data)
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)  # pyright: ignore[reportCallIssue]
+    if isinstance(data, (dict, Mapping)):
+        changed = _changed(data, function)
         if not changed:
             return data
-        if type(data) is dict:
-            return {**data, **changed}
+        if type(data) is dict or not isinstance(data, MutableMapping):
+            return type(data)({**data, **changed})  # pyright: ignore[reportCallIssue]
         result: Any = copy.copy(data)  # keeps the type, and what it has besides items
         for key, value in changed.items():
             result[key] = value
         return result
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         fields = dataclasses.fields(data)
-        changed = _changed({field.name: getattr(data, field.name, None) for field in fields})
+        changed = _changed({field.name: getattr(data, field.name, None) for field in fields}, function)
         if not changed:
             return data
         result = copy.copy(data)  # `dataclasses.replace` would run `__post_init__` again
@@ -50,11 +55,25 @@ def to_fp32(data: Any) -> Any:
     return data
 
 
-def _changed(data: Mapping[Any, Any]) -> dict[Any, Any]:
+def _changed(data: Mapping[Any, Any], function: Callable[[Any], Any]) -> dict[Any, Any]:
     # A loop, since `torch.compile` cannot trace the same as a comprehension with `:=`.
     changed: dict[Any, Any] = {}
     for key, old in data.items():
-        new = to_fp32(old)
+        new = replace(old, function)
         if new is not old:
             changed[key] = new
     return changed
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the tensors in nested lists, tuples and mappings, and those that an object has, with their paths."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from tensors_in(item, f"{path}[{i}]")
+    elif not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
+        yield from ((f"{path}.{name}", item) for name, item in vars(value).items() if isinstance(item, Tensor))

@@ -1,5 +1,5 @@
 """The one place that touches private names of torch and Lightning.
 
-Each entry says why there is no public way, names the upstream thread if there is one, and the condition under which the
-entry can go. `tests/contract/test_private_names.py` proves that no other file uses a private name.
+Each entry says why there is no public way, names the upstream thread if there is one, and when the entry can go.
+`tests/contract/test_private_names.py` proves that no other file uses a private name.
 """

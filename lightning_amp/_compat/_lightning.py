@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The user's optimizer behind a `LightningOptimizer` (its `.optimizer` property is public)."""
+    """Return the user's optimizer behind a `LightningOptimizer`.
+
+    `.optimizer` is public, the import takes long on the step path. Can go when hooks get the user's optimizer.
+    """
     if not type(optimizer).__name__.startswith("Lightning"):  # saves an import on the step path
         return optimizer
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -21,16 +24,19 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def run_clipping(plugin: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
-    """`configure_gradient_clipping` with the Trainer's settings, as `Precision` runs it; none in manual optimization.
+    """Run `configure_gradient_clipping` with the Trainer's settings, as `Precision` does; not in manual optimization.
 
-    Private; can go when Lightning makes it public.
+    Can go when Lightning makes it public.
     """
     trainer = module.trainer
     plugin._clip_gradients(module, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
 
 def run_hook(module: Any, name: str, *args: Any) -> None:
-    """Call a hook of all callbacks, then of the module, under the profiler, as Lightning's `Precision` does."""
+    """Call a hook of all callbacks, then of the module, under the profiler, as Lightning's `Precision` does.
+
+    Can go when the Trainer has a public way to call a hook.
+    """
     from lightning.pytorch.trainer import call
 
     call._call_callback_hooks(module.trainer, name, *args)
@@ -39,20 +45,21 @@ def run_hook(module: Any, name: str, *args: Any) -> None:
 
 # --- Lightning: evaluation ---
 # Lightning evaluates a module inside one loop that owns the results, and has no public way to evaluate a second module
-# on the same batches and let `self.log` name, weight and reduce its values. Upstream thread: none known. All entries of
-# this section can go when Lightning offers a result collection that a callback may create and read.
+# on the same batches and let `self.log` name, weight and reduce its values. Upstream thread: none known.
 
 
 def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:
     """Give a view of the trainer its own result collection and logger connector.
 
     `LightningModule.log` writes to `trainer._results` and `trainer._logger_connector`. With its own pair, a copy of a
-    module logs with Lightning's naming, batch-size weighting and reduction, and the trainer never hears of it.
+    module logs with Lightning's naming, batch-size weighting and reduction, and the trainer never hears of it. Can go
+    when Lightning offers a result collection that a callback may create and read.
 
     Args:
-        view: stands in for the trainer; gets the attributes.
-        trainer: the real one. What it has collected in this evaluation so far is copied.
-        memo: of the deep copy of the module, so that the metric objects in the results are the copy's own.
+        view: Stands in for the trainer; gets the attributes.
+        trainer: The real one. What it has collected in this evaluation so far is copied.
+        memo: Of the deep copy of the module, so that the metric objects in the results are the copy's own.
+
     """
     from copy import deepcopy
 
@@ -83,26 +90,29 @@ def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:
 
 
 def connector_metrics(view: Any, name: str) -> dict[str, Any]:
-    """`callback_metrics`, `logged_metrics` or `progress_bar_metrics` of the view's own connector.
+    """Return `callback_metrics`, `logged_metrics` or `progress_bar_metrics` of the view's own connector.
 
-    `Trainer.callback_metrics` and its siblings are properties over `_logger_connector`.
+    Those of the Trainer are properties over `_logger_connector`. Can go with `own_results`.
     """
     return getattr(view._logger_connector, name)
 
 
 def start_evaluation_batch(view: Any, batch: Any, dataloader_idx: int | None) -> None:
-    """Tell the view's results which batch is next, as the evaluation loop does before its batch hooks."""
+    """Tell the view's results which batch is next, as the evaluation loop does. Can go with `own_results`."""
     view._logger_connector.on_batch_start(batch, dataloader_idx)
 
 
 def finish_evaluation_batch(view: Any) -> None:
-    """Drop the reference to the batch. Step values are never read, so they are not collected here."""
+    """Drop the reference to the batch; step values, which nobody reads, stay. Can go with `own_results`."""
     view._results.batch = None
     view._results.batch_size = None
 
 
 def finish_evaluation_loader(view: Any) -> dict[str, Tensor]:
-    """Reduce what was logged for the current loader, as `_EvaluationLoop._store_dataloader_outputs` does."""
+    """Reduce what was logged for the current loader, as `_EvaluationLoop._store_dataloader_outputs` does.
+
+    Can go with `own_results`.
+    """
     connector = view._logger_connector
     connector.epoch_end_reached()
     connector.update_eval_epoch_metrics()
@@ -110,13 +120,13 @@ def finish_evaluation_loader(view: Any) -> dict[str, Tensor]:
 
 
 def start_evaluation_epoch_end(view: Any) -> None:
-    """What the evaluation loop does between the last loader and `on_*_epoch_end`."""
+    """Do what the loop does between the last loader and `on_*_epoch_end`. Can go with `own_results`."""
     view._logger_connector.epoch_end_reached()
     view._logger_connector._evaluation_epoch_end()
 
 
 def finish_evaluation_epoch_end(view: Any) -> dict[str, Tensor]:
-    """What the evaluation loop does after `on_*_epoch_end`; returns the values logged there."""
+    """Do what the loop does after `on_*_epoch_end`; returns what was logged there. Can go with `own_results`."""
     connector = view._logger_connector
     connector.on_epoch_end()
     connector.update_eval_epoch_metrics()
@@ -124,15 +134,18 @@ def finish_evaluation_epoch_end(view: Any) -> dict[str, Tensor]:
 
 
 def evaluation_loader_idx(trainer: Any) -> int | None:
-    """Index of the loader of the current batch; `None` with one loader, where hooks do not get the argument."""
+    """Return the index of the current loader; `None` with one, where hooks do not get the argument.
+
+    Can go with `own_results`.
+    """
     results = trainer._results
     return None if results is None else results.dataloader_idx
 
 
 def evaluation_metrics(trainer: Any) -> dict[str, Tensor]:
-    """Epoch values that the current evaluation has logged and already reduced, by their name in `callback_metrics`.
+    """Return what the current evaluation has logged and already reduced, by its name in `callback_metrics`.
 
-    `trainer.callback_metrics` also holds what training logged and what earlier evaluations left.
+    `callback_metrics` also holds what training logged and what earlier evaluations left. Can go with `own_results`.
     """
     results = trainer._results
     if results is None:
@@ -147,7 +160,7 @@ def evaluation_metrics(trainer: Any) -> dict[str, Tensor]:
 
 
 def evaluation_names(trainer: Any) -> set[str]:
-    """Names of `evaluation_metrics`, known before the values are: the sanity check does not reduce them."""
+    """Name the `evaluation_metrics`, which the sanity check does not reduce. Can go with `own_results`."""
     results = trainer._results
     if results is None:
         return set()
@@ -156,7 +169,10 @@ def evaluation_names(trainer: Any) -> set[str]:
 
 
 def add_callback_metrics(trainer: Any, metrics: dict[str, Tensor]) -> None:
-    """Add values to `trainer.callback_metrics` where `self.log` is not allowed (`on_validation_end`)."""
+    """Add values to `trainer.callback_metrics` where `self.log` is not allowed (`on_validation_end`).
+
+    Reading `trainer.callback_metrics`, to update it, reduces what the sanity check does not. Can go when it does not.
+    """
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
@@ -164,7 +180,7 @@ def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float
     """Send values to all loggers as Lightning sends those of an evaluation, and return the step that they got.
 
     The step is not `global_step`, but a `step` that the user logged, else the private counter of batches after which an
-    optimizer stepped.
+    optimizer stepped. Can go when that counter and the way that adds the epoch are public.
     """
     number = trainer.fit_loop.epoch_loop._batches_that_stepped if step is None else int(step)
     connector = trainer._logger_connector
@@ -174,7 +190,10 @@ def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float
 
 
 def call_module_hook(module: Any, name: str, *args: Any) -> Any:
-    """Call a hook so that `self.log` works in it: it looks up `_current_fx_name`, which only the Trainer sets."""
+    """Call a hook so that `self.log` works in it: it looks up `_current_fx_name`, which only the Trainer sets.
+
+    Can go with `run_hook`.
+    """
     previous = module._current_fx_name
     module._current_fx_name = name
     try:
@@ -184,7 +203,10 @@ def call_module_hook(module: Any, name: str, *args: Any) -> Any:
 
 
 def forget_metric_names(module: Any) -> None:
-    """Drop the cache of metric names by `id`: in a copied module the ids are those of the original's metrics."""
+    """Drop the cache of metric names by `id`: in a copied module the ids are those of the original's metrics.
+
+    Can go when Lightning drops it in copies itself.
+    """
     from lightning.pytorch import LightningModule
 
     for child in module.modules():
@@ -195,7 +217,8 @@ def forget_metric_names(module: Any) -> None:
 def uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:
     """Undo what `torch.compile(LightningModule)` put among the attributes of a module.
 
-    Lightning stores compiled functions, bound to the original module, as attributes over the methods.
+    Lightning stores compiled functions, bound to the original module, as attributes over the methods. Can go when
+    `to_uncompiled` works on something else than the module itself.
     """
     context = state.get("_compiler_ctx")
     if not context:
@@ -207,24 +230,25 @@ def uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def logging_step(trainer: Any) -> int:
-    """The step that Lightning itself logs training metrics at; its own callbacks read this private counter too."""
+    """Return the step that Lightning itself logs training metrics at; its own callbacks read this counter, too.
+
+    Can go when it is public.
+    """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def is_rank_zero() -> bool:
-    """Whether this process writes files (`rank_zero_only.rank` is public, but unset before a Trainer exists)."""
+    """Return whether this process writes files. Can go when `rank_zero_only` has its `rank` for a type checker, too."""
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-    return getattr(rank_zero_only, "rank", 0) == 0
-
-
-# --- Lightning: training steps of a shadow ---
-# A training step that runs twice reaches its optimizers through private attributes of the strategy; Lightning has no
-# public way to hand it others. Can go when `LightningModule.optimizers` asks the trainer for what it returns.
+    return rank_zero_only.rank == 0  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
-    """Attributes for a view of a strategy: what `LightningModule.optimizers()` returns, each through `stand_in`."""
+    """Make attributes for a view of a strategy: what `LightningModule.optimizers()` returns, each through `stand_in`.
+
+    It takes them from private attributes of the strategy. Can go when it asks the Trainer.
+    """
     wrapped = trainer.strategy._lightning_optimizers
     return {
         "_lightning_optimizers": [stand_in(optimizer) for optimizer in wrapped],

@@ -11,35 +11,37 @@ import torch.utils.checkpoint as _checkpoint_module
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue, reportMissingModuleSource]
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from typing_extensions import final
 
 # --- torch: modules and tensors --------------------------------------------------------------------------------------
 
 
 def norm_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """All normalisation layers that keep running statistics; their common base class is private."""
+    """Find the normalisation layers that keep running statistics. Can go when their common base class is public."""
     from torch.nn.modules.batchnorm import _NormBase
 
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
-    """The dictionary in which a module looks up its own parameters.
+    """Return the dictionary in which a module looks up its own parameters.
 
-    `functional_call` puts tensors into it one by one, with checks and a search for ties; nothing public puts another
-    dictionary in its place for the length of a call.
+    `functional_call` puts tensors into it one by one, with checks and a search for ties. Can go when something public
+    puts another dictionary in its place for the length of a call.
     """
     return vars(module)["_parameters"]
 
 
 def set_own_parameters(module: torch.nn.Module, parameters: dict[str, Any]) -> None:
-    """Put another dictionary there."""
+    """Put another dictionary there. Can go with `own_parameters`."""
     vars(module)["_parameters"] = parameters
 
 
 def is_transformed_or_traced() -> bool:
-    """Whether a `torch.func` transform or `torch.jit.trace` is looking: neither takes a plain `autograd.Function`.
+    """Return whether a `torch.func` transform or `torch.jit.trace` is looking.
 
-    Can go when there is a public question for the first; for the second there is one, ten times as slow.
+    Neither takes a plain `autograd.Function`. Can go when there is a public question for the first; for the second
+    there is one, ten times as slow.
     """
     return torch._C._are_functorch_transforms_active() or bool(torch._C._get_tracing_state())
 
@@ -48,7 +50,7 @@ _REPLAYING = (_checkpoint_module._CachingTorchDispatchMode, _checkpoint_module._
 
 
 def is_replayed() -> bool:
-    """Whether selective activation checkpointing notes operations, or plays them back in the backward.
+    """Return whether selective activation checkpointing notes operations, or plays them back in the backward.
 
     Both times must run the same ones, one by one. Its two modes have no public names. Can go when there is a public
     question for them, or when operations can be hidden from it.
@@ -59,7 +61,10 @@ def is_replayed() -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calls of this module are compiled, by any of torch's and Lightning's ways, or scripted."""
+    """Return whether calls of this module are compiled, by any of torch's and Lightning's ways, or scripted.
+
+    Can go when there is one public question for all of them.
+    """
     dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing is compiled
     return (
         (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
@@ -70,34 +75,53 @@ def is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
-def constant_while_compiling(function: Any) -> Any:
-    """Let `torch.compile` call a function while it traces, and not again: it leaves no trace in the graph.
+@final
+class Flag:
+    """Something that has happened or not, shared by copies of an object. Can go with `set_flag`."""
 
-    What `torch.compiler.assume_constant_result` does; that one imports the whole compiler. Can go when it does not.
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self) -> None:
+        """Set it, for good."""
+        self.is_set = True
+
+
+def set_flag(flag: Flag) -> None:
+    """Set a flag also where `torch.compile` traces: it calls this then, and never again; nothing is in the graph.
+
+    The mark is what `torch.compiler.assume_constant_result` leaves; that one imports the whole compiler. Can go when it
+    does not.
     """
-    function._dynamo_marked_constant = True
-    return function
+    flag.set()
+
+
+# Can go with `set_flag`.
+set_flag._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def buffer_names(module: torch.nn.Module) -> list[str]:
-    """The names of a module's own buffers. `named_buffers` leaves out those that are `None` as yet; no public way."""
+    """Name a module's own buffers. Can go when `named_buffers` does not leave out those that are `None` as yet."""
     return list(module._buffers)
 
 
 def version(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; autograd's counter, which has no public name."""
+    """Return how often the tensor was changed in place. Can go when autograd's counter has a public name."""
     return tensor._version
 
 
 def reduce_as(instance: Any, base: type) -> Any:
-    """Pickle (and copy) an instance whose class we swapped as one of its own class, so that no pickle needs us."""
+    """Pickle (and copy) an instance whose class we swapped as one of its own class, so that no pickle needs us.
+
+    Can go when `copyreg` makes public what `object.__reduce__` returns.
+    """
     import copyreg
 
     return copyreg._reconstructor, (base, object, None), dict(vars(instance))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def fsdp_mixed_precision(reduce_dtype: torch.dtype | None) -> Any:
-    """FSDP1's `MixedPrecision` that only says what gradients are reduced in.
+    """Make a `MixedPrecision` of FSDP1 that only says what gradients are reduced in.
 
     With a wrapping policy FSDP1 puts each BatchNorm into a unit of its own, with a warning, as soon as there is a
     `MixedPrecision`: half-precision parameters would break it. Ours stay as they are, so it need not; the field that
@@ -113,8 +137,9 @@ def fsdp_mixed_precision(reduce_dtype: torch.dtype | None) -> Any:
     )
 
 
+@final
 class CompiledBackwardWithoutAutocast:
-    """While it is on, `torch.compile` traces backwards outside autocast, as eager runs them. For the length of a fit.
+    """Lets `torch.compile` trace backwards outside autocast, as eager runs them, for the length of a fit.
 
     By default the compiled backward runs under the forward's autocast, so gradients of fp32 regions are half precision
     (pytorch/pytorch#153044). The switch is private; can go when its default changes.
@@ -123,8 +148,7 @@ class CompiledBackwardWithoutAutocast:
     def __init__(self) -> None:
         from torch._functorch import config
 
-        supported = hasattr(config, "backward_pass_autocast")
-        self._patch = config.patch(backward_pass_autocast="off") if supported else contextlib.nullcontext()
+        self._patch = config.patch(backward_pass_autocast="off")
         self._on = False
 
     def start(self) -> None:
@@ -142,12 +166,14 @@ class CompiledBackwardWithoutAutocast:
 
 # --- torch: torch.func ---
 # Inside `vmap` or `grad` a hook sees wrapped tensors: what it computes from them stays inside of the transform, and a
-# hook on one cannot run. There is no public way to the tensor behind them. Can go when module and tensor hooks are
-# called outside of transforms.
+# hook on one cannot run. There is no public way to the tensor behind them.
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[None]:
-    """Compute as if no transform of `torch.func` was under way."""
+    """Compute as if no transform of `torch.func` was under way.
+
+    Can go when module and tensor hooks are called outside of transforms.
+    """
     if _functorch.peek_interpreter_stack() is None:
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -156,31 +182,40 @@ def outside_transforms() -> contextlib.AbstractContextManager[None]:
 
 
 def behind_transforms(tensor: Tensor) -> Tensor:
-    """The tensor that holds the values: of a batch inside `vmap` all of them."""
+    """Return the tensor that holds the values: of a batch inside `vmap` all of them.
+
+    Can go with `outside_transforms`.
+    """
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
 COMPILED_CHILD = "_orig_mod"
-"""Name of the module inside one that `torch.compile` returned: a part of its qualified names in `named_modules`."""
+"""Name of the module inside one that `torch.compile` returned: a part of its qualified names in `named_modules`.
+
+Can go when torch leaves it out of these names.
+"""
 
 WRAPPED_CHILDREN = {COMPILED_CHILD, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""The same for what FSDP1 and activation checkpointing wrap; no public constants."""
+"""The same for what FSDP1 and activation checkpointing wrap. Can go when torch leaves them out, too."""
 
 
 def plain_name(name: str) -> str:
-    """A qualified name without what wrappers put in between: as it was before the module was compiled or sharded."""
+    """Return a qualified name without what wrappers put in between: as before the module was compiled or sharded.
+
+    Can go with `WRAPPED_CHILDREN`.
+    """
     return ".".join(part for part in name.split(".") if part not in WRAPPED_CHILDREN)
 
 
 def plain_parameters(module: Any) -> dict[str, Any]:
-    """The parameters of a module by their :func:`plain_name`."""
+    """Return the parameters of a module by their :func:`plain_name`. Can go with `WRAPPED_CHILDREN`."""
     return {plain_name(name): parameter for name, parameter in module.named_parameters()}
 
 
 def uncompiled_module(module: Any) -> Any:
-    """The module inside one that `torch.compile` returned, else `None`. Torch has no public way to ask."""
+    """Return the module inside one that `torch.compile` returned, else `None`. Can go when torch has a way to ask."""
     from torch._dynamo import OptimizedModule
 
     return module._orig_mod if isinstance(module, OptimizedModule) else None

@@ -12,41 +12,46 @@ from torch import Tensor
 # --- torch: foreach and amp kernels ----------------------------------------------------------------------------------
 # The multi-tensor kernels that `GradScaler` and `torch.optim` run on are private; their public wrappers
 # (`GradScaler.unscale_`, `clip_grad_norm_`) cannot express complex gradients, two steps in a batch, or a check alone.
-# Can go when torch makes `torch._foreach_*` public.
-
 
 # (grads, found_inf, factor): multiplies by `factor` [] in place and sets `found_inf` [] to 1.0 if a value was not
-# finite before; one device. Not a function of ours, since it is called in every step.
+# finite before; one device. Not a function of ours, since it is called in every step. Can go when torch makes it
+# public.
 amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def foreach_mul_(grads: list[Tensor], factor: Tensor | float) -> None:
-    """Multiply all tensors by `factor` in place."""
+    """Multiply all tensors by `factor` in place. Can go when torch makes `torch._foreach_mul_` public."""
     torch._foreach_mul_(grads, factor)
 
 
 def foreach_norm(grads: list[Tensor], order: float) -> list[Tensor]:
-    """The vector norm of each tensor, each of shape []."""
+    """Compute the vector norm of each tensor, each of shape []. Can go when `torch._foreach_norm` is public."""
     return list(torch._foreach_norm(grads, order))
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy `sources` into `targets` with one launch per dtype."""
+    """Copy `sources` into `targets`, one launch per dtype. Can go when `torch._foreach_copy_` is public."""
     torch._foreach_copy_(targets, sources)
 
 
 def sparse_values(grad: Tensor) -> Tensor:
-    """The values of a sparse gradient without coalescing it first, as `GradScaler` takes them."""
+    """Return the values of a sparse gradient without coalescing it first, as `GradScaler` takes them.
+
+    `values` refuses a tensor that is not coalesced. Can go when it does not.
+    """
     return grad._values()
 
 
 # --- torch: GradScaler -----------------------------------------------------------------------------------------------
 # `GradScaler` has no public way to read or set its scale without waiting for the device (`get_scale` is an `.item()`),
-# nor to be told a found_inf flag from outside. Can go when torch offers an asynchronous getter and setter.
+# nor to be told a found_inf flag from outside.
 
 
 def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = None) -> Tensor:
-    """The scale, shape [], made on `device` if the scaler has not been used yet."""
+    """Return the scale, shape [], made on `device` if the scaler has not been used yet.
+
+    Can go when `GradScaler` has a getter that does not wait.
+    """
     scale = scaler._scale
     if scale is None:
         scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
@@ -56,50 +61,62 @@ def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = Non
 
 
 def growth_tracker(scaler: torch.amp.GradScaler) -> Tensor:
-    """Clean steps in a row, int32, shape []."""
+    """Return the clean steps in a row, int32, shape []. Can go when `GradScaler` has a getter that does not wait."""
     tracker = scaler._growth_tracker
     assert tracker is not None  # made together with the scale
     return tracker
 
 
 GROWTH_TRACKER = "_growth_tracker"
-"""Where a `GradScaler.state_dict` keeps the clean steps in a row; the key has no public name."""
+"""Where a `GradScaler.state_dict` keeps the clean steps in a row. Can go when the key has a public name."""
 
 
 def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor | None = None) -> None:
-    """Put new tensors in place of the scale (and the growth tracker)."""
+    """Put new tensors in place of the scale (and the growth tracker). Can go when `GradScaler` has a setter."""
     scaler._scale = scale
     if tracker is not None:
         scaler._growth_tracker = tracker
 
 
 def reset_scale(scaler: torch.amp.GradScaler, scale: float, tracker: int = 0) -> None:
-    """Back to the state before first use, with this scale."""
+    """Go back to the state before first use, with this scale. Can go when `GradScaler` can be reset."""
     scaler._init_scale, scaler._init_growth_tracker = scale, tracker
     scaler._scale = scaler._growth_tracker = None
     scaler._per_optimizer_states = _no_optimizer_states()
 
 
 def set_scaler_device(scaler: torch.amp.GradScaler, device_type: str) -> None:
-    """`GradScaler` takes its device type only at construction, before a Trainer knows it."""
+    """Set the device type, which a Trainer knows only after the scaler was made.
+
+    Can go when `GradScaler` takes that of the first loss.
+    """
     scaler._device = device_type
 
 
 def take_found_infs(scaler: torch.amp.GradScaler) -> list[Tensor]:
-    """The flags recorded since the last update; forgets them, as `GradScaler.update` does."""
+    """Take the flags recorded since the last update, as `GradScaler.update` does.
+
+    Can go when `GradScaler` hands them to a policy of one's own.
+    """
     states = scaler._per_optimizer_states
     scaler._per_optimizer_states = _no_optimizer_states()
     return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
 
 
 def give_found_inf(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
-    """Tell somebody else's scaler what we found, so that its own `update` can be called."""
+    """Tell somebody else's scaler what we found, so that its own `update` can be called.
+
+    Can go when `GradScaler.update` takes the flag.
+    """
     scaler._per_optimizer_states = _no_optimizer_states()
     scaler._per_optimizer_states[0]["found_inf_per_device"] = {found_inf.device: found_inf}
 
 
 def optimizer_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a scaler knows of an optimizer until its next update, to keep a note there that is forgotten then."""
+    """Return what a scaler knows of an optimizer until its next update, to keep a note there that is forgotten then.
+
+    Can go when `GradScaler.unscale_` may be called twice.
+    """
     return scaler._per_optimizer_states[id(optimizer)]
 
 
@@ -110,7 +127,10 @@ def _no_optimizer_states() -> Any:
 def amp_update_scale(
     scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
 ) -> None:
-    """Torch's own update kernel, so that the default policy equals torch's to the bit. In place; private in torch."""
+    """Update in place by torch's own kernel, so that the default policy equals torch's to the bit.
+
+    Can go when torch makes it public.
+    """
     torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
 
 
@@ -120,7 +140,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
-    """What `parameter.to(copy.dtype)` returns to autograd, without computing it: the values of `copy` are taken.
+    """Return what `parameter.to(copy.dtype)` is to autograd, without computing it: the values of `copy` are taken.
 
     The result has a node of its own, whose gradient autograd casts to the parameter's dtype, as that of a cast. A
     custom `autograd.Function` does the same in Python, and takes longer than casting a small weight. The node is made
@@ -135,48 +155,58 @@ def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
 
 # --- torch: optimizers -----------------------------------------------------------------------------------------------
 # Fused optimizers skip inside their kernel, told by two attributes. This is the protocol that `GradScaler.step` uses;
-# it has no public form. Can go when torch gives `Optimizer.step` arguments for them.
+# it has no public form.
 
 _FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step` of this optimizer reads `found_inf` and `grad_scale` on the device, after its closure.
+    """Return whether `step` of this optimizer reads `found_inf` and `grad_scale` on the device, after its closure.
 
-    Only torch's own classes are taken at their word: somebody else's fused optimizer may read them before.
+    Only torch's own classes are taken at their word: somebody else's fused optimizer may read them before. Can go when
+    torch has a public question for it.
     """
     return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether Lightning's own plugin leaves unscaling to this optimizer; it asks for the same attribute."""
+    """Return whether Lightning's own plugin leaves unscaling to this optimizer; it asks for the same attribute.
+
+    Can go with `decides_on_device`.
+    """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether such an optimizer still is: a checkpoint brings the `fused` of the run that wrote it."""
+    """Return whether the optimizer is still fused: a checkpoint brings the `fused` of the run that wrote it.
+
+    Can go when loading a checkpoint leaves that setting alone.
+    """
     return all(group["fused"] for group in optimizer.param_groups)
 
 
 def set_found_inf(optimizer: Any, found_inf: Tensor) -> None:
-    """Hand the flag to a fused optimizer. The kernels test `found_inf == 1`: any other value steps."""
+    """Hand the flag to a fused optimizer. The kernels test `found_inf == 1`: any other value steps.
+
+    Can go when `Optimizer.step` has an argument for it.
+    """
     optimizer.found_inf = found_inf
 
 
 def set_grad_scale(optimizer: Any, grad_scale: Tensor | None) -> None:
-    """Hand a fused optimizer what to divide gradients by."""
+    """Hand a fused optimizer what to divide gradients by. Can go with `set_found_inf`."""
     optimizer.grad_scale = grad_scale
 
 
 def clear_amp_attributes(optimizer: Any) -> None:
-    """Undo both."""
+    """Undo both. Can go with `set_found_inf`."""
     attributes = vars(optimizer)
     attributes.pop("found_inf", None)
     attributes.pop("grad_scale", None)
 
 
 def momentum_is_uninitialised(optimizer: torch.optim.SGD) -> bool:
-    """Whether a skipped first step would leave garbage in a fused SGD's momentum.
+    """Return whether a skipped first step would leave garbage in a fused SGD's momentum.
 
     torch 2.13 allocates `momentum_buffer` with `empty_like` and fills it inside the kernel, which does not run on a
     skip (`torch/optim/sgd.py`, `_fused_sgd`). Found by this project; can go when torch fills it before.
@@ -190,7 +220,10 @@ def momentum_is_uninitialised(optimizer: torch.optim.SGD) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anybody registered a hook around `step`, on this optimizer or on all; one that `only_looks` is none."""
+    """Return whether anybody registered a hook around `step`, on this optimizer or on all.
+
+    One that `only_looks` does not count. Can go when torch has a public question for it.
+    """
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return True
     for hooks in (_optimizer_module._global_optimizer_pre_hooks, _optimizer_module._global_optimizer_post_hooks):

@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, cast
+from typing import Any
+
+from lightning_amp._arguments import is_count, is_number, require, require_choice
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def check_settings(every_n_epochs: object, limit_batches: object, tolerance: object, on_exceed: object) -> None:
+    """Refuse what `MetricComparison` cannot do.
 
+    Raises:
+        ValueError: Naming the argument.
 
-def checked_every_n_epochs(value: int) -> int:
-    """An integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(cast(object, value), int) or value < 1:
-        raise ValueError(
-            f"`every_n_epochs` must be an integer of at least 1, got {value!r}. Use 1 to compare every time"
-        )
-    return value
-
-
-def checked_limit(value: int | float | None) -> int | float | None:
-    """A number or a share of batches."""
-    fine = value is None or (_is_number(value) and (value >= 1 if isinstance(value, int) else 0.0 < value <= 1.0))
-    if not fine:
-        raise ValueError(
-            "`limit_batches` must be an integer of at least 1 (batches), a float in (0, 1] (share of the batches) or"
-            f" `None`, got {value!r}. Leave it out to compare over all batches"
-        )
-    return value
-
-
-def checked_tolerance(value: float | Mapping[str, float] | None) -> float | Mapping[str, float] | None:
-    """One number of at least 0, or one per metric."""
-    if value is None:
-        return None
-    numbers = dict(value) if isinstance(value, Mapping) else {"": value}
-    if not all(isinstance(cast(object, k), str) and _is_number(v) and v >= 0 for k, v in numbers.items()):
-        raise ValueError(
-            "`tolerance` must be a number of at least 0, or a mapping from metric names to such numbers, or `None`,"
-            f" got {value!r}. It is absolute, in the unit of the metric"
-        )
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def checked_on_exceed(value: Literal["warn", "raise"]) -> Literal["warn", "raise"]:
-    """What to do when the tolerance is exceeded."""
-    if value not in ("warn", "raise"):
-        raise ValueError(f'`on_exceed` must be "warn" or "raise", got {value!r}. "warn" lets training go on')
-    return value
+    """
+    fine = is_count(every_n_epochs)
+    require(fine, "every_n_epochs", "an integer of at least 1", every_n_epochs, "Use 1 to compare every time.")
+    share = isinstance(limit_batches, float) and 0.0 < limit_batches <= 1.0
+    rule = "an integer of at least 1 (batches), a float in (0, 1] (share of the batches) or `None`"
+    advice = "Leave it out to compare over all batches."
+    require(limit_batches is None or is_count(limit_batches) or share, "limit_batches", rule, limit_batches, advice)
+    numbers: Any = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"": tolerance}
+    fine = all(isinstance(k, str) and is_number(v, finite=False) and v >= 0 for k, v in numbers.items())
+    rule = "a number of at least 0, a mapping from metric names to such numbers or `None`"
+    require(fine, "tolerance", rule, tolerance, "It is absolute, in the unit of the metric.")
+    require_choice("on_exceed", on_exceed, ("warn", "raise"), '"warn" lets training go on.')

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_amp import _messages
+from lightning_amp._arguments import require_choice, require_count
 from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._numbers import exact, rounded
@@ -83,10 +84,8 @@ class GradientMonitor(Callback):
     """
 
     def __init__(self, every_n_steps: int = 100, *, by: Literal["module", "parameter"] = "module") -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ValueError(f"`every_n_steps` must be an integer of 1 or more, got {every_n_steps!r}.")
-        if by not in ("module", "parameter"):
-            raise ValueError(f'`by` must be "module" or "parameter", got {by!r}.')
+        require_count("every_n_steps", every_n_steps)
+        require_choice("by", by, ("module", "parameter"))
         self.every_n_steps = every_n_steps
         self.by = by
         self._last_trainer = LastTrainer()

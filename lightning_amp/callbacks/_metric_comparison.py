@@ -16,12 +16,7 @@ from lightning_amp import _messages
 from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp.callbacks._comparison_names import why_not_logged
-from lightning_amp.callbacks._comparison_settings import (
-    checked_every_n_epochs,
-    checked_limit,
-    checked_on_exceed,
-    checked_tolerance,
-)
+from lightning_amp.callbacks._comparison_settings import check_settings
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.reports import MAX_ROWS, ComparisonRow, ComparisonTable
 from lightning_amp.scaling import Saved
@@ -117,10 +112,11 @@ class MetricComparison(Callback):
         on_exceed: Literal["warn", "raise"] = "warn",
     ) -> None:
         super().__init__()
-        self.every_n_epochs = checked_every_n_epochs(every_n_epochs)
-        self.limit_batches = checked_limit(limit_batches)
-        self.tolerance = checked_tolerance(tolerance)
-        self.on_exceed = checked_on_exceed(on_exceed)
+        check_settings(every_n_epochs, limit_batches, tolerance, on_exceed)
+        self.every_n_epochs = every_n_epochs
+        self.limit_batches = limit_batches
+        self.tolerance = dict(tolerance) if isinstance(tolerance, Mapping) else tolerance
+        self.on_exceed = on_exceed
         self._last_trainer = LastTrainer()
         self._forget()
         self._begin_run()

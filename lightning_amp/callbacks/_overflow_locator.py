@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_amp import _messages
+from lightning_amp._arguments import require_count
 from lightning_amp._compat import _lightning, _modules
 from lightning_amp._files import write_atomically
 from lightning_amp._last_trainer import LastTrainer
@@ -97,8 +98,7 @@ class OverflowLocator(Callback):
         dirpath: str | os.PathLike[str] | None = None,
         save_bundles: bool = False,
     ) -> None:
-        if isinstance(max_reports, bool) or not isinstance(max_reports, int) or max_reports < 0:
-            raise ValueError(f"`max_reports` must be an integer of 0 or more, got {max_reports!r}.")
+        require_count("max_reports", max_reports, least=0)
         if save_bundles and dirpath is None:
             raise ValueError("`save_bundles=True` needs a folder to save them in: pass `dirpath`.")
         self.max_reports = max_reports

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_amp import _messages
+from lightning_amp._arguments import require_count, require_number
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._numbers import exact
@@ -83,22 +84,9 @@ class ScaleMonitor(Callback):
         warn_skip_rate: float | None = 0.25,
         dirpath: str | os.PathLike[str] | None = None,
     ) -> None:
-        if log_every_n_steps is not None and (
-            isinstance(log_every_n_steps, bool) or not isinstance(log_every_n_steps, int) or log_every_n_steps < 1
-        ):
-            raise ValueError(
-                f"`log_every_n_steps` must be an integer of 1 or more, or `None`; got {log_every_n_steps!r}."
-            )
-        if warn_below is not None and (
-            isinstance(warn_below, bool) or not isinstance(warn_below, (int, float)) or not warn_below >= 0
-        ):
-            raise ValueError(f"`warn_below` must be a number of 0 or more, or `None`; got {warn_below!r}.")
-        if warn_skip_rate is not None and (
-            isinstance(warn_skip_rate, bool)
-            or not isinstance(warn_skip_rate, (int, float))
-            or not 0 <= warn_skip_rate <= 1
-        ):
-            raise ValueError(f"`warn_skip_rate` must be a number from 0 to 1, or `None`; got {warn_skip_rate!r}.")
+        require_count("log_every_n_steps", log_every_n_steps, none="or `None`")
+        require_number("warn_below", warn_below, least=0, optional=True)
+        require_number("warn_skip_rate", warn_skip_rate, least=0, most=1, optional=True)
         self.log_every_n_steps = log_every_n_steps
         self.warn_below = warn_below
         self.warn_skip_rate = warn_skip_rate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import warnings
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -124,10 +123,7 @@ def runnable(device: torch.device) -> list[str]:
 
 def cpu_has_bf16() -> bool:
     """Return whether the CPU computes in bfloat16 (AMX or AVX512-BF16 on x86, BF16 on Arm) rather than emulating it."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    if not capabilities:
-        return platform.machine() == "arm64"  # torch before 2.11 does not say; Apple's chips have it
-    return any(bool(value) for name, value in capabilities.items() if "bf16" in name)
+    return any(bool(value) for name, value in torch.cpu.get_capabilities().items() if "bf16" in name)
 
 
 def _autocast_runs(device: torch.device, dtype: torch.dtype) -> bool:

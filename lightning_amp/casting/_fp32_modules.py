@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
+from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
-from lightning_amp._containers import to_fp32
 from lightning_amp.casting._fp32_metrics import is_metric
-from lightning_amp.casting._method_override import Override
+from lightning_amp.casting._method_override import MethodOverride
+from lightning_amp.casting._upcast import to_fp32
 from lightning_amp.numerics import HALF_DTYPES
 
 Rule = type[nn.Module] | str
 
 
 def checked_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The rules as a tuple.
+    """Return the rules as a tuple.
 
     Raises:
         ValueError: For anything but a sequence of globs and module classes.
@@ -41,7 +41,7 @@ def checked_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def matches(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Module]:
-    """The modules that the rules match, by the first of their names; each rule in turn.
+    """Find the modules that the rules match, by the first of their names; each rule in turn.
 
     The root is no candidate: to compute all of it in fp32 there is precision 'fp32'. A shared module matches under any
     of its names. A module without a `forward` of its own (`nn.ModuleList`) stands for its children. Metrics count as
@@ -55,7 +55,7 @@ def matches(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Module]:
 
 
 def matches_by_rule(root: nn.Module, rules: Iterable[Rule]) -> dict[Rule, list[tuple[str, nn.Module]]]:
-    """For each rule the modules that it matches, by the first of their names over all rules.
+    """Find for each rule the modules that it matches, by the first of their names over all rules.
 
     Raises:
         ValueError: As :func:`matches`.
@@ -105,25 +105,14 @@ def _nothing(rule: Rule, names: dict[str, nn.Module]) -> str:
     return f"`fp32_modules` has the rule {what}. {'Close to it' if close else 'There'} are: {shown}{more}."
 
 
-class _Ran:
-    """Whether a module has run, or a copy of it."""
-
-    def __init__(self) -> None:
-        self.at_all = False
-
-
-@_modules.constant_while_compiling
-def _note(ran: _Ran) -> None:
-    ran.at_all = True
-
-
-class _Island(Override):
+@final
+class _Fp32Forward(MethodOverride):
     """The `forward` of a module, in fp32: autocast off, half-precision arguments upcast.
 
     Its backward is fp32 too, since autograd computes in the dtypes of the forward. In the place of `forward` rather
     than in hooks around it, so that it also holds where somebody calls `module.forward(...)`, and so that switch and
     arithmetic are in one graph, whichever part of the model is compiled. A deep copy of the module (an average, a
-    target network) is an island too.
+    target network) computes in fp32 too.
     """
 
     def __init__(
@@ -131,24 +120,25 @@ class _Island(Override):
         owner: nn.Module,
         device_type: str,
         inner: Callable[..., Any] | None = None,
-        ran: _Ran | None = None,
+        ran: _modules.Flag | None = None,
     ) -> None:
         super().__init__(owner, "forward", inner)
         self.device_type = device_type
-        self.ran = ran or _Ran()
+        self.ran = ran or _modules.Flag()
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _note(self.ran)
+        _modules.set_flag(self.ran)
         with torch.autocast(self.device_type, enabled=False):
             return self.inner(*to_fp32(args), **to_fp32(kwargs))
 
     @override
     def for_copy(self, owner: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
-        return _Island(owner, self.device_type, inner, self.ran)
+        return _Fp32Forward(owner, self.device_type, inner, self.ran)
 
 
-class Islands:
+@final
+class Fp32Modules:
     """The modules of one LightningModule that compute in fp32, until :meth:`remove`.
 
     Args:
@@ -165,7 +155,7 @@ class Islands:
     def __init__(self, root: nn.Module, rules: Iterable[Rule], device_type: str, *, active: bool) -> None:
         by_rule = matches_by_rule(root, rules)
         found = dict(pair for pairs in by_rule.values() for pair in pairs)
-        self._islands: dict[str, _Island] = {}
+        self._overrides: dict[str, _Fp32Forward] = {}
         self._rules: dict[Rule, list[str]] = {}
         self.modules: set[nn.Module] = set()
         """All modules that compute in fp32, those inside the matching ones included."""
@@ -180,12 +170,12 @@ class Islands:
                 )
         self._rules = {rule: [name for name, _ in pairs] for rule, pairs in by_rule.items()}
         for name, module in found.items():
-            island = self._islands[name] = _Island(module, device_type)
-            island.install()
+            forward = self._overrides[name] = _Fp32Forward(module, device_type)
+            forward.install()
             self.modules.update(module.modules())
 
     def __len__(self) -> int:
-        return len(self._islands)
+        return len(self._overrides)
 
     def idle(self) -> tuple[dict[Rule, list[str]], list[str]]:
         """Find the modules that have not run, nor one around or inside them.
@@ -195,19 +185,19 @@ class Islands:
 
         """
         active: set[nn.Module] = set()
-        running = [island.owner for island in self._islands.values() if island.ran.at_all]
+        running = [forward.owner for forward in self._overrides.values() if forward.ran.is_set]
         for module in running:
             active.update(module.modules())
-        idle = {n for n, i in self._islands.items() if active.isdisjoint(i.owner.modules())}
+        idle = {n for n, f in self._overrides.items() if active.isdisjoint(f.owner.modules())}
         rules = {rule: names for rule, names in self._rules.items() if names and idle.issuperset(names)}
         return rules, sorted(idle.difference(*rules.values()))
 
     def has_children(self, name: str) -> bool:
-        """Whether a module that a rule matches has modules inside."""
-        return any(True for _ in self._islands[name].owner.children())
+        """Return whether a module that a rule matches has modules inside."""
+        return any(True for _ in self._overrides[name].owner.children())
 
     def remove(self) -> None:
-        """The modules are as they were."""
-        for island in self._islands.values():
-            island.restore()
-        self._islands, self._rules, self.modules = {}, {}, set()
+        """Leave the modules as they were."""
+        for forward in self._overrides.values():
+            forward.restore()
+        self._overrides, self._rules, self.modules = {}, {}, set()

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from typing_extensions import override
+from typing_extensions import final, override
 
-from lightning_amp._containers import to_fp32
-from lightning_amp.casting._method_override import Override
+from lightning_amp.casting._method_override import MethodOverride
+from lightning_amp.casting._upcast import to_fp32
 
 
-class Fp32Outputs(Override):
+@final
+class Fp32Outputs(MethodOverride):
     """A step of a module whose outputs are float32. NumPy has no bfloat16, and sums over an epoch need the digits."""
 
     @override
@@ -26,7 +27,8 @@ class Fp32Outputs(Override):
         self.restore()
 
 
-class EpochEnd(Override):
+@final
+class EpochEnd(MethodOverride):
     """An epoch-end hook of a module that runs, once, in the context of the steps before it.
 
     Lightning calls these hooks outside of the plugin's contexts, where half-precision features that a step kept meet a

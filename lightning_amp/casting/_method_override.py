@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 
-class Override:
-    """Stands in for one method of one object, as an attribute of that object, between `install` and `restore`.
+class MethodOverride(ABC):
+    """Replaces one method of one object, as an attribute of that object, between `install` and `restore`.
 
     An attribute that is bound to its owner is a trap in copies: a copied function would go on calling the original,
     with the original's weights. So a copy gets what :meth:`for_copy` returns, bound to the copy, and a pickle gets the
@@ -31,16 +32,17 @@ class Override:
         # those of a compiled function mean something to torch.
         functools.update_wrapper(self, self.inner, updated=())
 
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """Do what the method now does; the replaced one is `self.inner`."""
 
     def install(self) -> None:
-        """Stand in. Past `__setattr__`, which modules and metrics have opinions in."""
+        """Install the replacement, bypassing `__setattr__` of modules and metrics."""
         vars(self.owner)[self.name] = self
 
     @property
     def installed(self) -> bool:
-        """Whether nobody has put something else there since."""
+        """Return whether nobody has put something else there since."""
         return vars(self.owner).get(self.name) is self
 
     def restore(self) -> None:
@@ -52,7 +54,7 @@ class Override:
                 del vars(self.owner)[self.name]
 
     def for_copy(self, owner: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """What a deep copy of the owner gets in this place: by default, the method as if it had not been replaced."""
+        """Return what a deep copy of the owner gets in this place: by default the method as it was."""
         return inner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:

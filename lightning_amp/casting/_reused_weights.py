@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import final, override
 
 from lightning_amp._compat import _modules, _torch
-from lightning_amp.casting._method_override import Override
+from lightning_amp.casting._method_override import MethodOverride
 
 # What these compute with their own weights is nothing but operations that autocast runs in half precision, so handing
 # over the cast weight changes no bit. A subclass with its own `forward` may do anything with them: it is left alone. So
@@ -44,8 +44,9 @@ _SAMPLE = 64
 """How many elements of a weight are compared to notice an edit through `.data`, which has no version."""
 
 
+@final
 class ReusedWeights:
-    """The modules of a LightningModule that a step calls more than once, and the copies of this step.
+    """The modules inside a module that a step calls more than once, and the copies of this step.
 
     Modules are watched in the first two steps of each stage of an epoch. One that is called a second time in a step
     gets an override, which is on the module inside of steps and backwards only (activation checkpointing calls modules
@@ -63,7 +64,8 @@ class ReusedWeights:
     """
 
     def __init__(self) -> None:
-        self._module: LightningModule | None = None
+        self._module: nn.Module | None = None
+        self._current_epoch: Callable[[], int] = int
         self._epoch = -1
         self._steps: dict[str, int] = {}
         self._depth = 0
@@ -71,16 +73,16 @@ class ReusedWeights:
         self._watched: list[_Reused] = []
         self._copies = _Copies("cpu")
 
-    def attach(self, module: LightningModule, device_type: str) -> None:
-        """Watch the submodules of `module` in the steps to come."""
+    def attach(self, module: nn.Module, device_type: str, current_epoch: Callable[[], int]) -> None:
+        """Watch the submodules of `module` in the steps to come, the first ones of each epoch."""
         self.detach()
         if device_type in _DEVICES:
-            self._module, self._copies = module, _Copies(device_type)
+            self._module, self._copies, self._current_epoch = module, _Copies(device_type), current_epoch
 
     def detach(self) -> None:
         """Leave all modules as they were."""
         self._release()
-        self._module, self._epoch, self._depth = None, -1, 0
+        self._module, self._current_epoch, self._epoch, self._depth = None, int, -1, 0
         self._reused = {}
 
     def forget(self) -> None:
@@ -99,7 +101,8 @@ class ReusedWeights:
     def enter(self, stage: str | None) -> None:
         """Enter; see :meth:`inside`."""
         self._depth += 1
-        self._copies.says_nothing += stage is None
+        if stage is None:
+            self._copies.stop_counting()
         if self._depth > 1 or self._module is None:
             return
         if stage is not None:
@@ -110,12 +113,13 @@ class ReusedWeights:
     def leave(self, stage: str | None) -> None:
         """Leave what was entered last."""
         self._depth -= 1
-        self._copies.says_nothing -= stage is None
+        if stage is None:
+            self._copies.count_again()
         if self._depth == 0 and (self._reused or self._watched):
             self._release()
 
-    def _watch(self, module: LightningModule, stage: str) -> None:
-        epoch = module.trainer.current_epoch
+    def _watch(self, module: nn.Module, stage: str) -> None:
+        epoch = self._current_epoch()
         if epoch != self._epoch:
             self._epoch, self._steps = epoch, {}
         steps = self._steps.get(stage, 0)
@@ -124,7 +128,7 @@ class ReusedWeights:
             modules = {id(m): m for m in _eager_modules(module)}
             self._reused = {key: r for key, r in self._reused.items() if key in modules}  # others may be gone
             unknown = [m for key, m in modules.items() if key not in self._reused]
-            self._watched = [_Reused(m, self._copies, _COMPILED.setdefault(m, _Compiled())) for m in unknown]
+            self._watched = [_Reused(m, self._copies, _COMPILED.setdefault(m, _modules.Flag())) for m in unknown]
             for reused in self._watched:
                 reused.install()
 
@@ -137,6 +141,7 @@ class ReusedWeights:
         self._copies.clear()
 
 
+@final
 class Inside:
     """See :meth:`ReusedWeights.inside`."""
 
@@ -154,30 +159,22 @@ def _eager_modules(module: nn.Module) -> list[nn.Module]:
     """Return the submodules whose parameters can be shared, without those that are known to be compiled."""
     modules = list(module.modules())
     compiled = {id(inner) for outer in modules if _modules.is_compiled(outer) for inner in outer.modules()}
-    compiled |= {id(inner) for inner in modules if inner in _COMPILED and _COMPILED[inner].at_all}
+    compiled |= {id(inner) for inner in modules if inner in _COMPILED and _COMPILED[inner].is_set}
     return [m for m in modules if id(m) not in compiled and type(m).forward in _WEIGHTS and "forward" not in vars(m)]
 
 
-class _Compiled:
-    """Whether a compiler has traced a call of a module, inside of whatever function it compiled."""
+_COMPILED: weakref.WeakKeyDictionary[nn.Module, _modules.Flag] = weakref.WeakKeyDictionary()
+"""Set once a compiler has traced a call of the module, inside of whatever function it compiled.
 
-    def __init__(self) -> None:
-        self.at_all = False
-
-
-@_modules.constant_while_compiling
-def _note(compiled: _Compiled) -> None:
-    compiled.at_all = True
+Outlives a fit: a graph does too, and whether the module had an override is one of its guards.
+"""
 
 
-_COMPILED: weakref.WeakKeyDictionary[nn.Module, _Compiled] = weakref.WeakKeyDictionary()
-"""Outlives a fit: a graph does too, and whether the module had an override is one of its guards."""
-
-
-class _Reused(Override):
+@final
+class _Reused(MethodOverride):
     """The `forward` of a module, which finds half-precision aliases in the place of its parameters."""
 
-    def __init__(self, owner: nn.Module, copies: _Copies, compiled: _Compiled) -> None:
+    def __init__(self, owner: nn.Module, copies: _Copies, compiled: _modules.Flag) -> None:
         super().__init__(owner, "forward")
         self._forward = type(owner).forward
         self.calls = 0  # in the step that is watched
@@ -189,7 +186,7 @@ class _Reused(Override):
 
     @override
     def install(self) -> None:
-        """Stand in, unless somebody gave the module another `forward` since."""
+        """Install the replacement, unless somebody gave the module another `forward` since."""
         if "forward" not in vars(self.owner) and type(self.owner).forward is self._forward:
             super().install()
 
@@ -201,13 +198,13 @@ class _Reused(Override):
     @property
     def compiled(self) -> bool:
         """Return whether a compiler has traced a call of the module."""
-        return self._compiled.at_all
+        return self._compiled.is_set
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         copies = self._copies
         if torch.compiler.is_compiling():
-            _note(self._compiled)
+            _modules.set_flag(self._compiled)
             return self.inner(*args, **kwargs)
         if (
             not torch.is_autocast_enabled(copies.device_type)
@@ -216,7 +213,7 @@ class _Reused(Override):
         ):
             return self.inner(*args, **kwargs)
         if self.calls < 2:
-            self.calls += not copies.says_nothing
+            self.calls += copies.counting
             if self.calls < 2:
                 return self.inner(*args, **kwargs)
         originals: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -231,13 +228,27 @@ class _Reused(Override):
                 _modules.set_own_parameters(module, parameters)
 
 
+@final
 class _Copies:
     """The half-precision copies of one step."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        self.says_nothing = 0  # above 0 in a backward: that a checkpointed module is called again does not count
+        self._uncounted = 0  # depth of backwards: that a checkpointed module is called again does not count
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
+
+    @property
+    def counting(self) -> bool:
+        """Return whether calls say something about the steps to come."""
+        return self._uncounted == 0
+
+    def stop_counting(self) -> None:
+        """Let calls not count, until as many calls of :meth:`count_again`."""
+        self._uncounted += 1
+
+    def count_again(self) -> None:
+        """Undo one :meth:`stop_counting`."""
+        self._uncounted -= 1
 
     def in_place_of(self, parameters: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         """Return the parameters of a module, those that are named in half precision and with a node of their own."""
@@ -272,6 +283,7 @@ class _Copies:
         self._copies.clear()
 
 
+@final
 class _Copy:
     """One parameter in half precision, and what tells whether it still is."""
 

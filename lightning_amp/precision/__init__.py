@@ -1,6 +1,6 @@
 """The Lightning adapter: precision plugins, and what a step needs of them."""
 
-from lightning_amp.casting._fp32_metrics import fp32_region
+from lightning_amp.casting import fp32_region
 from lightning_amp.precision._amp import AmpPrecision
 from lightning_amp.precision._any_plugin import scaled_grad, unscale_
 from lightning_amp.precision._fsdp import FSDPAmpPrecision

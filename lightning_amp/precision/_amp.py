@@ -33,6 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp.casting import Canonical, Choice, checked_rules
 from lightning_amp.precision import _refusals
@@ -98,8 +99,7 @@ class AmpPrecision(RunHooks):
     ) -> None:
         self._settings = Settings(precision, eval_precision, scaler)
         self.fp32_modules = checked_rules(fp32_modules)
-        if not isinstance(skip_nonfinite, bool):
-            raise ValueError(f"`skip_nonfinite` must be `True` or `False`, got {skip_nonfinite!r}.")
+        require_bool("skip_nonfinite", skip_nonfinite)
         self.skip_nonfinite = skip_nonfinite
         self.restore_buffers = checked_buffer_rules(restore_buffers)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"  # until the strategy says which

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp._compat import _lightning, _modules, _torch
-from lightning_amp.casting import Override
+from lightning_amp.casting import MethodOverride
 from lightning_amp.scaling import parameters
 
 
@@ -77,7 +77,7 @@ def unscale_(trainer: Any, optimizer: Any) -> None:
         _unscale_once(scaler, _lightning.unwrap_optimizer(optimizer))
 
 
-class _AlreadyUnscaled(Override):
+class _AlreadyUnscaled(MethodOverride):
     """In the place of a scaler's `unscale_` until the step of the optimizers that were unscaled by hand.
 
     Lightning's plugin unscales in each step, and the scaler refuses to do it twice.

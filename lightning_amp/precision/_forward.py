@@ -13,11 +13,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import WarningCache
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp.casting import Choice, EpochEnd, Fp32Outputs, Islands, MetricGuards, ReusedWeights, Rule
+from lightning_amp._containers import replace
+from lightning_amp.casting import Choice, EpochEnd, Fp32Metrics, Fp32Modules, Fp32Outputs, ReusedWeights, Rule
 from lightning_amp.precision._fit import Fit
 from lightning_amp.precision._idle_rules import IdleRules
 
@@ -67,16 +67,16 @@ class ForwardContexts:
         self.evaluating = False
         self._module, self._device_type = module, device_type
         mixed = training.mixed or evaluation.mixed
-        self._fp32_modules = Islands(module, rules, device_type, active=mixed)
-        self._fp32_metrics = MetricGuards(module, device_type)
+        self._fp32_modules = Fp32Modules(module, rules, device_type, active=mixed)
+        self._fp32_metrics = Fp32Metrics(module, device_type)
         # of shadows of the module that a callback validates beside it
-        self._shadows: WeakKeyDictionary[nn.Module, MetricGuards] = WeakKeyDictionary()
+        self._shadows: WeakKeyDictionary[nn.Module, Fp32Metrics] = WeakKeyDictionary()
         self._idle_rules: IdleRules | None = None
         if len(self._fp32_modules) and module.trainer.state.fn == TrainerFn.FITTING:
             self._idle_rules = IdleRules(module, self._fp32_modules)
         self._reused = ReusedWeights()
         if mixed:
-            self._reused.attach(module, device_type)
+            self._reused.attach(module, device_type, lambda: module.trainer.current_epoch)
         self._step: str | None = None  # which kind of step ran last
         self._epoch_ends: dict[str, EpochEnd] = {}
         self._training_step: _TrainingStep | None = None
@@ -178,7 +178,7 @@ class ForwardContexts:
         if module is not self._module:
             metrics = self._shadows.get(module)
             if metrics is None:
-                metrics = self._shadows[module] = MetricGuards(module, self._device_type)
+                metrics = self._shadows[module] = Fp32Metrics(module, self._device_type)
         elif step is not None and self._step != step:
             self._begin(step, functools.partial(self.evaluation_step, module))
         with metrics, _NOTHING if step is None else Fp32Outputs(module, step):
@@ -256,18 +256,15 @@ def _downcast(data: Any, module: LightningModule) -> Any:
 
     Autocast leaves float64 tensors alone, so a linear layer would meet a float64 input and a half-precision weight.
     """
-    found = False
-
-    def cast(tensor: Tensor) -> Tensor:
-        nonlocal found
-        found |= tensor.dtype == torch.float64
-        return tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor
-
-    converted = apply_to_collection(data, Tensor, cast)
-    if not found or any(p.dtype == torch.float64 for p in module.parameters()):
+    converted = replace(data, _to_fp32)
+    if converted is data or any(p.dtype == torch.float64 for p in module.parameters()):
         return data
     _said.info(
         "lightning_amp: batches hold float64 tensors, which autocast does not take; they are cast to float32. Make the"
         " dataset return float32 (numpy's default is float64) to save the copy."
     )
     return converted
+
+
+def _to_fp32(value: Any) -> Any:
+    return value.to(torch.float32) if isinstance(value, Tensor) and value.dtype == torch.float64 else value

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp import _messages
+from lightning_amp._arguments import require
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.precision._amp import AmpPrecision
@@ -80,9 +81,8 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
         skip_nonfinite: bool = True,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
-        if reduce_dtype not in _REDUCE_DTYPES:
-            legal = ", ".join(f"`{dtype}`" for dtype in _REDUCE_DTYPES)
-            raise ValueError(f"`reduce_dtype` must be one of {legal}; got {reduce_dtype!r}.")
+        legal = ", ".join(f"`{dtype}`" for dtype in _REDUCE_DTYPES)
+        require(reduce_dtype in _REDUCE_DTYPES, "reduce_dtype", f"one of {legal}", reduce_dtype)
         self.reduce_dtype = reduce_dtype
         AmpPrecision.__init__(
             self,

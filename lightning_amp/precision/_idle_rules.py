@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule
 
 from lightning_amp import _messages
-from lightning_amp.casting import Islands, Rule
+from lightning_amp.casting import Fp32Modules, Rule
 
 ENOUGH_STEPS = 100
 """Training steps after which a module that has not run is taken for one that never does."""
@@ -23,7 +23,7 @@ class IdleRules:
 
     """
 
-    def __init__(self, module: LightningModule, islands: Islands) -> None:
+    def __init__(self, module: LightningModule, islands: Fp32Modules) -> None:
         self._trainer = module.trainer
         self._islands = islands
         self._steps = 0

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from typing_extensions import final
 
+from lightning_amp._arguments import require
 from lightning_amp._compat import _torch
 from lightning_amp.casting import Choice, Precision, parse_precision
 from lightning_amp.scaling import DynamicLossScaler
@@ -36,11 +37,9 @@ class Settings:
             self._eval_requested = parse_precision(eval_precision, "eval_precision")
         if isinstance(scaler, (int, float)):
             scaler = DynamicLossScaler.static(scaler)
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise ValueError(
-                "`scaler` must be a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static"
-                f" scale, or `None`; got {scaler!r}."
-            )
+        fine = scaler is None or isinstance(scaler, torch.amp.GradScaler)
+        legal = "a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale, or `None`"
+        require(fine, "scaler", legal, scaler)
         self.given_scaler = scaler
         self._own_scaler: DynamicLossScaler | None = None
         self._first_state = None if scaler is None else scaler.state_dict()

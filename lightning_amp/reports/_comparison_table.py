@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
+from lightning_amp._arguments import is_count, require
 from lightning_amp._files import write_atomically
 
 if TYPE_CHECKING:
@@ -215,8 +216,7 @@ class ComparisonTable(Sequence[ComparisonRow]):
 
 
 def _check_max_rows(value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"`max_rows` must be an integer of at least 1, got {value!r}. `None` shows all")
+    require(value is None or is_count(value), "max_rows", "an integer of at least 1", value, "`None` shows all.")
 
 
 def _without_loader(metric: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, NamedTuple, overload
 
+from lightning_amp._arguments import require_choice, require_count
 from lightning_amp.reports._gradient_plot import QUANTITIES, Quantity, draw_heat_map
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class GradientTable(Sequence[GradientRow]):
                 largest share that becomes zero, as many of each. `None` shows all.
 
         """
-        require_max_rows(max_rows)
+        require_count("max_rows", max_rows, none="or `None` for all rows")
         if not self._samples:
             return "no sample yet"
         rows = [row for row in self.last if row.name != TOTAL]
@@ -129,22 +130,10 @@ class GradientTable(Sequence[GradientRow]):
         self, quantity: Quantity, path: str | os.PathLike[str] | None, *, max_rows: int | None = MAX_ROWS
     ) -> Figure:
         """See `GradientMonitor.plot`."""
-        if quantity not in QUANTITIES:
-            raise ValueError(f"`quantity` must be one of {list(QUANTITIES)}, got {quantity!r}.")
+        require_choice("quantity", quantity, list(QUANTITIES))
+        require_count("max_rows", max_rows, none="or `None` for all rows")
         samples = [[row for row in sample if row.name != TOTAL] for sample in self._samples]
-        return draw_heat_map(samples, quantity, path, require_max_rows(max_rows))
-
-
-def require_max_rows(max_rows: int | None) -> int | None:
-    """Check it.
-
-    Raises:
-        ValueError: If it is out of its range.
-
-    """
-    if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
-        raise ValueError(f"`max_rows` must be an integer of 1 or more, or `None` for all rows; got {max_rows!r}.")
-    return max_rows
+        return draw_heat_map(samples, quantity, path, max_rows)
 
 
 def _room(row: GradientRow) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from lightning_amp._arguments import is_count, is_number
 from lightning_amp._compat import _torch
 from lightning_amp.scaling._records import Reason, StepRecord
 
@@ -40,7 +41,7 @@ class Saved:
     def number(self, key: str, *, above: float = -math.inf, below: float = math.inf) -> float:
         """A finite number."""
         value = self.any(key)
-        if not _is_number(value) or not above < value < below:
+        if not is_number(value) or not above < value < below:
             limits = f" above {above:g}" if above > -math.inf else ""
             limits += f"{' and' if limits else ''} below {below:g}" if below < math.inf else ""
             raise self.wrong(key, f"a finite number{limits}")
@@ -49,7 +50,7 @@ class Saved:
     def count(self, key: str, *, least: int = 0) -> int:
         """A whole number."""
         value = self.any(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not is_count(value, least):
             raise self.wrong(key, f"a whole number of {least} or more")
         return value
 
@@ -70,7 +71,7 @@ class Saved:
             record = StepRecord(*value)
             fits = (
                 all(isinstance(n, int) and n >= 0 for n in (record.index, record.optimizer_idx))
-                and all(_is_number(scale) for scale in (record.scale, record.next_scale))
+                and all(is_number(scale) for scale in (record.scale, record.next_scale))
                 and isinstance(record.skipped, bool)
                 and record.reason in get_args(Reason)
             )
@@ -121,7 +122,3 @@ def check_scaler_state(values: Any, name: str) -> None:
             state.count(key, least=1)
     if "_hysteresis_tracker" in state and not isinstance(state.any("_hysteresis_tracker"), int):
         raise state.wrong("_hysteresis_tracker", "a whole number")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._compat import _torch
 from lightning_amp._numbers import exact, literal
 from lightning_amp._terminal import own_lines
@@ -104,35 +104,20 @@ class DynamicLossScaler(torch.amp.GradScaler):
         device: str | torch.device | None = None,
         enabled: bool = True,
     ) -> None:
-        _require_number("init_scale", init_scale)
-        _require_number("growth_factor", growth_factor)
-        _require_number("backoff_factor", backoff_factor)
-        _require_number("min_scale", min_scale)
-        _require_number("max_scale", max_scale)
-        _require_count("growth_interval", growth_interval)
-        _require_count("hysteresis", hysteresis)
-        _require_count("max_consecutive_skips", max_consecutive_skips)
-        if growth_factor <= 1:
-            raise ValueError(f"`growth_factor` must be above 1, got {growth_factor!r}. Torch's default is 2.0.")
-        if not 0 < backoff_factor < 1:
-            raise ValueError(
-                f"`backoff_factor` must lie between 0 and 1 (both excluded), got {backoff_factor!r}."
-                " Torch's default is 0.5."
-            )
-        if min_scale <= 0:
-            raise ValueError(
-                f"`min_scale` must be above 0, got {literal(min_scale)}: gradients are divided by the scale."
-                " The default is 2.0**-14."
-            )
-        if max_scale > torch.finfo(torch.float32).max:
-            raise ValueError(
-                f"`max_scale` must be representable in float32, got {literal(max_scale)}. The default is 2.0**24."
-            )
-        if not min_scale <= init_scale <= max_scale:
-            raise ValueError(
-                f"`init_scale` must lie between `min_scale` and `max_scale`, got {literal(init_scale)} outside"
-                f" [{literal(min_scale)}, {literal(max_scale)}]. Move the limit, or start inside."
-            )
+        require_count("growth_interval", growth_interval)
+        require_count("hysteresis", hysteresis)
+        require_count("max_consecutive_skips", max_consecutive_skips)
+        fine, advice = is_number(growth_factor) and growth_factor > 1, "Torch's default is 2.0."
+        require(fine, "growth_factor", "a number above 1", growth_factor, advice)
+        fine, advice = is_number(backoff_factor) and 0 < backoff_factor < 1, "Torch's default is 0.5."
+        require(fine, "backoff_factor", "a number above 0 and below 1", backoff_factor, advice)
+        fine, advice = is_number(min_scale) and min_scale > 0, "It is a divisor of gradients; the default is 2.0**-14."
+        require(fine, "min_scale", "a number above 0", min_scale, advice)
+        fine = is_number(max_scale) and max_scale <= torch.finfo(torch.float32).max
+        require(fine, "max_scale", "a number that float32 can hold", max_scale, "The default is 2.0**24.")
+        fine = is_number(init_scale) and min_scale <= init_scale <= max_scale
+        rule = f"a number from `min_scale`, {literal(min_scale)}, to `max_scale`, {literal(max_scale)}"
+        require(fine, "init_scale", rule, init_scale, "Move the limit, or start inside.")
         device_type = "cpu" if device is None else torch.device(device).type
         super().__init__(
             device=device_type,
@@ -159,9 +144,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
             ValueError: If `scale` is not a finite number above 0.
 
         """
-        _require_number("scaler", scale)
-        if scale <= 0:
-            raise ValueError(f"A static scale must be above 0, got {scale!r}. A usual value is 2.0**10.")
+        fine = is_number(scale) and scale > 0
+        require(fine, "scaler", "a finite number above 0", scale, "A usual static scale is 2.0**10.")
         return cls(scale, min_scale=scale, max_scale=scale)
 
     # -- scaling -------------------------------------------------------------------------------------------------------
@@ -343,13 +327,3 @@ class DynamicLossScaler(torch.amp.GradScaler):
         settings = {"init_scale": self._start[0]} | {name: getattr(self, f"get_{name}")() for name in _POLICY}
         settings |= {name: getattr(self, name) for name in _LIMITS}
         return f"{type(self).__name__}({', '.join(f'{name}={literal(value)}' for name, value in settings.items())})"
-
-
-def _require_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"`{name}` must be a finite number, got {value!r}.")
-
-
-def _require_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be an integer of 1 or more, got {value!r}.")

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_amp._compat import _modules
+from lightning_amp._containers import tensors_in
 from lightning_amp.numerics import HALF_DTYPES, nonfinite_gradients
 from lightning_amp.shadow._module_copy import copy_batch, is_out_of_memory
 from lightning_amp.shadow._ranks import gather
@@ -59,7 +60,7 @@ class BatchWindow:
 
     def add(self, batch: Any, batch_idx: int, device_type: str) -> None:
         """A step on this batch is about to run."""
-        tensors = list(_all_tensors(batch))
+        tensors = [tensor for _, tensor in tensors_in(batch)]
         num_bytes = sum(t.numel() * t.element_size() for t in tensors)
         versions = [(t, _modules.version(t)) for t in tensors if not t.is_inference()]
         kept = copy_batch(batch) if self._must_copy else batch
@@ -275,19 +276,3 @@ def _excuse(error: Exception) -> str:
             torch.cuda.empty_cache()
         return "out of memory in the replay: there is no cause to report. A smaller batch needs less"
     return f"the training step could not be run a second time ({in_one_line(error)})"
-
-
-def _all_tensors(value: Any) -> Any:
-    """Every tensor of a batch, whatever its dtype."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _all_tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _all_tensors(item)
-    elif hasattr(value, "__dict__"):
-        for item in vars(value).values():
-            if isinstance(item, Tensor):
-                yield item

@@ -53,12 +53,10 @@ class SkipProtection:
             self._averages.observe(result.skip)
         if self._statistics:
             self._statistics.observe(result, self._inside_manual_step)
-        self._schedules.hold_other_verbs()
 
     def enter_step(self, manual: bool) -> None:
         """Prepare for a training step."""
         self._inside_manual_step = manual
-        self._schedules.release_other_verbs()
         self._schedules.attach()  # some come, or are replaced, during a fit
         if self._statistics:
             self._statistics.enter_step()
@@ -73,7 +71,6 @@ class SkipProtection:
 
     def settle(self) -> None:
         """Leave everything as it ought to be for somebody who looks now: validation, or a checkpoint."""
-        self._schedules.release_other_verbs()
         if self._statistics:
             self._statistics.settle()
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
+from lightning_amp.casting import MethodOverride
 from lightning_amp.scaling import Skip
 
 
@@ -37,8 +38,8 @@ class HeldSchedules:
         self._strategy = module.trainer.strategy
         self._automatic = module.automatic_optimization
         self._gates: dict[int, _Tally] = {}
-        self._undo: Callable[[], None] | None = None
         self._own_verb = _overrides(module, "lr_scheduler_step", LightningModule)
+        self._verb = _HeldVerb(module, self._gates) if self._own_verb and self._automatic else None
         callbacks: list[Callback] = module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         self.at_once = self._own_verb or any(_looks_at_rates(c) for c in (*callbacks, module))
 
@@ -60,6 +61,8 @@ class HeldSchedules:
             elif self._own_verb and not config.reduce_on_plateau:
                 optimizer = getattr(scheduler, "optimizer", self._module.trainer.optimizers[0])
                 self._gates[id(scheduler)] = _Tally(scheduler, optimizer)
+        if self._verb is not None and self._gates:
+            self._verb.install()
 
     def observe(self, optimizer: Optimizer, skip: Skip) -> None:
         """Note what became of a step."""
@@ -73,37 +76,6 @@ class HeldSchedules:
             if gate.optimizer is optimizer:
                 gate.resolve()
 
-    def hold_other_verbs(self) -> None:
-        """For modules whose `lr_scheduler_step` does not call `step()` (timm's `step_update`): gate the hook itself.
-
-        Only from the optimizer step to the next batch, so that copies of the module do not carry it.
-        """
-        if not (self._automatic and self._own_verb) or self._undo is not None:
-            return
-        module, original = self._module, self._module.lr_scheduler_step
-
-        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-            gate = self._gates.get(id(scheduler))
-            if gate is None or not gate.take_held():
-                original(scheduler, metric)
-
-        previous = vars(module).get("lr_scheduler_step")
-        module.lr_scheduler_step = lr_scheduler_step
-
-        def undo() -> None:
-            if previous is None:
-                del module.lr_scheduler_step
-            else:
-                module.lr_scheduler_step = previous
-
-        self._undo = undo
-
-    def release_other_verbs(self) -> None:
-        """Undo :meth:`hold_other_verbs`."""
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
-
     def resolve(self) -> None:
         """Decide all that was noted. Waits for the device."""
         for gate in self._gates.values():
@@ -111,7 +83,8 @@ class HeldSchedules:
 
     def detach(self) -> None:
         """Leave schedulers as they were."""
-        self.release_other_verbs()
+        if self._verb is not None:
+            self._verb.restore()
         for gate in self._gates.values():
             gate.close()
         self._gates.clear()
@@ -144,6 +117,21 @@ class _Tally:
 
     def close(self) -> None:
         """Leave the scheduler as it was."""
+
+
+@final
+class _HeldVerb(MethodOverride):
+    """The `lr_scheduler_step` of a module that does not call `step()` (timm's `step_update`)."""
+
+    def __init__(self, module: LightningModule, gates: dict[int, _Tally]) -> None:
+        super().__init__(module, "lr_scheduler_step")
+        self._gates = gates
+
+    @override
+    def __call__(self, scheduler: Any, metric: Any) -> None:
+        gate = self._gates.get(id(scheduler))
+        if gate is None or not gate.take_held():
+            self.inner(scheduler, metric)
 
 
 @final

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import fields, is_dataclass
 from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from lightning_amp._containers import replace
 
 _NOT_A_BUNDLE = "This is not a bundle of `OverflowLocator`, or one of a later version"
 
@@ -88,23 +88,13 @@ def _classes(path: str | os.PathLike[str]) -> list[str]:
 
 
 def copy_to(value: Any, device: torch.device) -> Any:
-    """A copy on `device` of the tensors in nested containers and dataclasses; what has `.to` decides itself."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device, copy=True)
-    if isinstance(value, MutableMapping):
-        result = copy.copy(cast(MutableMapping[Any, Any], value))  # keeps what its class needs (`defaultdict`)
-        for key, item in value.items():
-            result[key] = copy_to(item, device)
-        return result
-    if callable(getattr(value, "to", None)) and not isinstance(value, type):  # Lightning moves batches by this rule too
-        return value.to(device)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(copy_to(item, device) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(copy_to(item, device) for item in cast(Any, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        result: Any = copy.copy(value)
-        for field in fields(result):
-            object.__setattr__(result, field.name, copy_to(getattr(result, field.name), device))
-        return result
-    return value
+    """Copy the tensors in nested containers and dataclasses to `device`; what has `.to` decides itself."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to(device, copy=True)
+        if isinstance(value, (MutableMapping, type)) or not callable(getattr(value, "to", None)):
+            return value
+        return value.to(device)  # Lightning moves batches by this rule, too
+
+    return replace(value, moved)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import all_finite, count_nonfinite, largest_finite
-from lightning_amp.tracing._trace import Call, Trace, Where, tensors_in
+from lightning_amp.tracing._trace import Call, Trace, Where, floating_in
 
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "none"]
 
@@ -99,7 +99,7 @@ def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
 
 def nonfinite_entries(values: Any) -> tuple[tuple[str, int], ...]:
     """Path and count of what is not finite in nested containers, such as `(("['x']", 3),)`. Waits for the device."""
-    counts = ((path, int(count_nonfinite(tensor))) for path, tensor in tensors_in(values))
+    counts = ((path, int(count_nonfinite(tensor))) for path, tensor in floating_in(values))
     return tuple((path, count) for path, count in counts if count)
 
 

@@ -5,7 +5,7 @@ Everything is measured on the device; the host reads the answers once, at the en
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -15,27 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._compat import _modules
+from lightning_amp._containers import tensors_in
 from lightning_amp.numerics import HALF_DTYPES, all_finite, dense, largest, largest_finite, nonfinite, stack_scalars
 
 Where = Literal["output", "input", "parameter"]
 Place = tuple[Where, int, int, str]
 
 
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All floating-point tensors in nested lists, tuples, mappings and dataclass-like objects, with their paths."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
-            yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from tensors_in(item, f"{path}[{i}]")
-    elif not isinstance(value, nn.Module) and hasattr(value, "__dict__") and not isinstance(value, type):
-        for name, item in vars(value).items():
-            if isinstance(item, Tensor):
-                yield from tensors_in(item, f"{path}.{name}")
+def floating_in(values: Any) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the floating-point and complex tensors in `values`, with their paths."""
+    return ((path, t) for path, t in tensors_in(values) if t.is_floating_point() or t.is_complex())
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
@@ -176,7 +165,7 @@ class Trace:
         self._num_calls += 1
         self._open.append(call)
         with _modules.outside_transforms():
-            inputs = [_modules.behind_transforms(t) for _, t in tensors_in([args, kwargs])]
+            inputs = [_modules.behind_transforms(t) for _, t in floating_in([args, kwargs])]
             if self.values and inputs:
                 call.bad_input, call.largest_input = _extent(inputs)
             for i, tensor in enumerate(inputs):
@@ -194,7 +183,7 @@ class Trace:
         call = self._open.pop()
         self.calls.append(call)
         with _modules.outside_transforms():
-            outputs = [_modules.behind_transforms(t) for _, t in tensors_in(output)]
+            outputs = [_modules.behind_transforms(t) for _, t in floating_in(output)]
             call.outputs = [(t.dtype, shape_of(t)) for t in outputs]
             if self.values and outputs:
                 call.bad_output, call.largest_output = _extent(outputs)

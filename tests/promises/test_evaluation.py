@@ -15,7 +15,7 @@ from torchmetrics import MeanSquaredError
 from torchmetrics.regression import R2Score
 
 from lightning_amp import AmpPrecision
-from lightning_amp.casting._method_override import Override
+from lightning_amp.casting._method_override import MethodOverride
 
 EVALUATIONS = ["validate", "test", "predict"]
 
@@ -175,7 +175,7 @@ def test_compiled_module() -> None:
     module = compiled._orig_mod
     quiet_trainer(plugins=[AmpPrecision("bf16", fp32_modules=["head"])]).validate(compiled, batches(2), verbose=False)
     assert module.seen["validate"][0].dtype == torch.float32
-    assert not isinstance(vars(module).get("validation_step"), Override)
+    assert not isinstance(vars(module).get("validation_step"), MethodOverride)
 
 
 class Broken(Outputs):

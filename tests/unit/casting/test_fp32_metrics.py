@@ -18,7 +18,7 @@ from torchmetrics.image import StructuralSimilarityIndexMeasure
 from torchmetrics.regression import ConcordanceCorrCoef, ExplainedVariance, PearsonCorrCoef, R2Score
 from torchmetrics.wrappers import BootStrapper, MinMaxMetric, Running
 
-from lightning_amp.casting._fp32_metrics import MetricGuards, metrics_of
+from lightning_amp.casting._fp32_metrics import Fp32Metrics, metrics_of
 from lightning_amp.precision import fp32_region
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -75,7 +75,7 @@ def test_equal_to_fp32(case: str, dtype: torch.dtype) -> None:
     make, data = CASES[case]
     batches, metric = data(dtype), make()
     found = dict(vars(metric))
-    with torch.autocast("cpu", torch.bfloat16), MetricGuards(Holder(metric), "cpu"):
+    with torch.autocast("cpu", torch.bfloat16), Fp32Metrics(Holder(metric), "cpu"):
         values = use(metric, batches)
     torch.testing.assert_close(values, in_fp32(make(), batches), rtol=0, atol=0)
     assert vars(metric)["update"] is found["update"]
@@ -83,11 +83,11 @@ def test_equal_to_fp32(case: str, dtype: torch.dtype) -> None:
 
 
 def test_ssim_is_what_it_is() -> None:
-    """The number of the report: without the guard the same images score less than a half."""
+    """The number of the report: in half precision the same images score less than a half."""
     pair, metric = images(torch.float32)[0], StructuralSimilarityIndexMeasure(data_range=1.0)
     with torch.autocast("cpu", torch.bfloat16):
         assert not 0.9 < metric(*pair) < 1.0
-        with MetricGuards(Holder(metric), "cpu"):
+        with Fp32Metrics(Holder(metric), "cpu"):
             assert 0.95 < metric(*pair) < 1.0
 
 
@@ -99,24 +99,24 @@ def test_collection_with_compute_groups(dtype: torch.dtype) -> None:
         )
 
     batches, ours, reference = regression(dtype), collection(), collection()
-    guards = MetricGuards(Holder(ours), "cpu")
+    metrics = Fp32Metrics(Holder(ours), "cpu")
     for preds, target in batches:
-        with torch.autocast("cpu", torch.bfloat16), guards:
+        with torch.autocast("cpu", torch.bfloat16), metrics:
             ours.update(preds, target)
         reference.update(preds.float(), target.float())
     assert any(len(group) > 1 for group in ours.compute_groups.values())
-    with torch.autocast("cpu", torch.bfloat16), guards:
+    with torch.autocast("cpu", torch.bfloat16), metrics:
         torch.testing.assert_close(ours.compute(), reference.compute(), rtol=0, atol=0)
 
 
 def test_bootstrap_and_arithmetic_of_metrics() -> None:
     for make in (lambda: BootStrapper(R2Score(), num_bootstraps=3), lambda: R2Score() + 2 * MeanSquaredError()):
         batches, states = regression(torch.bfloat16), []
-        for guarded in (True, False):
+        for in_fp32 in (True, False):
             torch.manual_seed(1)
             metric = make()
-            data = batches if guarded else [(p.float(), t.float()) for p, t in batches]
-            with torch.autocast("cpu", torch.bfloat16, enabled=guarded), MetricGuards(Holder(metric), "cpu"):
+            data = batches if in_fp32 else [(p.float(), t.float()) for p, t in batches]
+            with torch.autocast("cpu", torch.bfloat16, enabled=in_fp32), Fp32Metrics(Holder(metric), "cpu"):
                 for batch in data:
                     metric.update(*batch)
                 states.append(metric.compute())
@@ -139,7 +139,7 @@ def test_metrics_in_plain_containers() -> None:
     metrics = metrics_of(module)
     assert len(metrics) == len({id(m) for m in metrics}) == 5
     batch = regression(torch.float16)[0]
-    with torch.autocast("cpu", torch.bfloat16), MetricGuards(module, "cpu"):
+    with torch.autocast("cpu", torch.bfloat16), Fp32Metrics(module, "cpu"):
         values = [metric(*batch) for metric in metrics]
     expected = R2Score()(batch[0].float(), batch[1].float())
     torch.testing.assert_close(values, [expected] * 5, rtol=0, atol=0)
@@ -163,7 +163,7 @@ class Detection(Metric):
 def test_nested_and_keyword_arguments() -> None:
     metric = Detection()
     preds = [{"boxes": torch.ones(2, dtype=torch.bfloat16), "labels": torch.ones(2, dtype=torch.long)}]
-    with torch.autocast("cpu", torch.bfloat16), MetricGuards(Holder(metric), "cpu"):
+    with torch.autocast("cpu", torch.bfloat16), Fp32Metrics(Holder(metric), "cpu"):
         metric.update(preds, name="x", target=torch.ones(1, dtype=torch.float16))
         assert metric.compute() is False
         assert torch.is_autocast_enabled("cpu")
@@ -176,7 +176,7 @@ def test_exceptions_leave_everything_as_it_was() -> None:
     metric = R2Score()
     found = vars(metric)["update"]
     with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(RuntimeError, match="same shape"), MetricGuards(Holder(metric), "cpu"):
+        with pytest.raises(RuntimeError, match="same shape"), Fp32Metrics(Holder(metric), "cpu"):
             metric.update(torch.ones(3), torch.ones(4))
         assert torch.is_autocast_enabled("cpu")
     assert vars(metric)["update"] is found
@@ -184,7 +184,7 @@ def test_exceptions_leave_everything_as_it_was() -> None:
 
 def test_copies_and_pickles_in_the_middle_of_a_step() -> None:
     metric, batch = R2Score(), regression(torch.float32)[0]
-    with MetricGuards(Holder(metric), "cpu"):
+    with Fp32Metrics(Holder(metric), "cpu"):
         metric.update(*batch)
         copies = [metric.clone(), copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))]
     for other in copies:
@@ -194,36 +194,39 @@ def test_copies_and_pickles_in_the_middle_of_a_step() -> None:
     assert metric.update_count == 1
 
 
-def test_guards_are_made_once() -> None:
+def test_overrides_are_made_once() -> None:
     """A new function would be a reason for `torch.compile` to compile again; an unpickled metric has new ones."""
     metric = R2Score()
     module = Holder(metric)
-    guards = MetricGuards(module, "cpu")
-    with guards:
+    metrics = Fp32Metrics(module, "cpu")
+    with metrics:
         first = vars(metric)["update"]
-    guards.find(module)
-    with guards:
-        with guards:
+    metrics.find(module)
+    with metrics:
+        with metrics:
             assert vars(metric)["update"] is first
         assert vars(metric)["update"] is first
     metric.__setstate__(metric.__getstate__())
     renewed = vars(metric)["update"]
-    guards.find(module)
-    with guards:
+    metrics.find(module)
+    with metrics:
         assert vars(metric)["update"] is not first
     assert vars(metric)["update"] is renewed
 
 
 def test_metrics_that_come_and_go() -> None:
     module = Holder(MetricTracker(R2Score()))
-    guards = MetricGuards(module, "cpu")
+    metrics = Fp32Metrics(module, "cpu")
     module.metric.increment()
-    guards.find(module)
-    with guards:
+    metrics.find(module)
+    with metrics:
         assert "_InFp32" in repr(vars(module.metric[-1])["update"])
     module.metric = RunningMean(2)
-    guards.find(module)
-    assert all(guard.owner is not None and guard.owner in list(module.modules()) for guard in guards._guards.values())
+    metrics.find(module)
+    assert all(
+        override.owner is not None and override.owner in list(module.modules())
+        for override in metrics._overrides.values()
+    )
 
 
 @pytest.mark.parametrize("way", ["function", "decorator", "called decorator"])
@@ -259,9 +262,9 @@ def test_region_as_a_context_is_reentrant_and_undone() -> None:
         assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_compiled_step_with_a_metric(guarded: bool) -> None:
-    """A guard is part of the metric's graph. (One graph per step: `Metric` counts updates in a Python int.)"""
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_compiled_step_with_a_metric(in_fp32: bool) -> None:
+    """The override is part of the metric's graph. (One graph per step: `Metric` counts updates in a Python int.)"""
     torch._dynamo.reset()
     graphs: list[Any] = []
 
@@ -270,10 +273,10 @@ def test_compiled_step_with_a_metric(guarded: bool) -> None:
         return graph.forward
 
     (preds, target), module = regression(torch.float32, 1e3)[0], Holder(MeanSquaredError())
-    guards = MetricGuards(module if guarded else nn.Module(), "cpu")
+    metrics = Fp32Metrics(module if in_fp32 else nn.Module(), "cpu")
     compiled = torch.compile(lambda p, t: module.metric.update(p * 1.0, t), backend=backend, fullgraph=True)
     for _ in range(3):
-        with torch.autocast("cpu", torch.bfloat16), guards:
+        with torch.autocast("cpu", torch.bfloat16), metrics:
             compiled(preds, target)
     assert len(graphs) == 3
     torch.testing.assert_close(module.metric.compute(), (preds - target).square().mean())

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError, MetricCollection
 
 from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
-from lightning_amp.casting._fp32_modules import Islands, checked_rules, matches
+from lightning_amp.casting._fp32_modules import Fp32Modules, checked_rules, matches
 
 autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
@@ -54,8 +54,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def islands(root: nn.Module, *rules: Any) -> Islands:
-    return Islands(root, checked_rules(rules), "cpu", active=True)
+def computing_in_fp32(root: nn.Module, *rules: Any) -> Fp32Modules:
+    return Fp32Modules(root, checked_rules(rules), "cpu", active=True)
 
 
 def run(net: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -75,7 +75,7 @@ def test_forward_and_backward_as_by_hand(x: Tensor, direct: bool) -> None:
     reference = copy.deepcopy(net)
     reference.by_hand = True
     plain = copy.deepcopy(net)
-    ours = islands(net, "decoder")
+    ours = computing_in_fp32(net, "decoder")
     assert_same(run(net, x), run(reference, x))
     assert not torch.equal(run(plain, x)[0], run(reference, x)[0])  # so that the test can fail
     ours.remove()
@@ -96,7 +96,7 @@ class Recorder(nn.Module):
 
 def test_inputs_are_upcast_wherever_they_are(x: Tensor) -> None:
     net = nn.Sequential(Recorder())
-    islands(net, "0")
+    computing_in_fp32(net, "0")
     with autocast():
         out = net[0](x.half(), [x.bfloat16(), {"a": x.double()}], mask=torch.ones(2).int(), shift=x.bfloat16())
         assert torch.is_autocast_enabled("cpu")
@@ -109,7 +109,7 @@ def test_inputs_are_upcast_wherever_they_are(x: Tensor) -> None:
 
 def test_gradients_are_fp32_inside(x: Tensor) -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    islands(net, "1")
+    computing_in_fp32(net, "1")
     seen: list[torch.dtype] = []
     net[1].register_full_backward_hook(lambda _m, _i, grads: seen.append(grads[0].dtype))
     run(net, x)
@@ -118,7 +118,7 @@ def test_gradients_are_fp32_inside(x: Tensor) -> None:
 
 def test_exception_leaves_autocast_as_it_was(x: Tensor) -> None:
     net = nn.Sequential(nn.Linear(8, 8))
-    islands(net, "0")
+    computing_in_fp32(net, "0")
     with autocast():
         with pytest.raises(RuntimeError, match="shapes"):
             net(torch.ones(2, 3))
@@ -138,7 +138,7 @@ def test_nested_and_shared_modules(x: Tensor) -> None:
 
     net = Shared()
     assert list(matches(net, ["b.0"])) == ["b.0"]  # the second name of `a`
-    ours = islands(net, "b", "b.0", "a")
+    ours = computing_in_fp32(net, "b", "b.0", "a")
     with autocast():
         net(x)
         assert [inside for module in (net.a, net.b[1]) for *_, inside in module.seen] == [False] * 3
@@ -150,17 +150,17 @@ def test_nested_and_shared_modules(x: Tensor) -> None:
 def test_modules_called_by_hooks(x: Tensor) -> None:
     net = nn.ModuleDict({"main": nn.Linear(8, 8), "probe": Recorder()})
     net["main"].register_forward_hook(lambda _m, _i, out: net["probe"](out))
-    islands(net, "probe")
+    computing_in_fp32(net, "probe")
     with autocast():
         assert net["main"](x).dtype == torch.float32
         assert net["probe"].seen[0][0][0].dtype == torch.float32
 
 
-def test_user_hooks_on_an_island_still_run(x: Tensor) -> None:
+def test_user_hooks_on_an_fp32_module_still_run(x: Tensor) -> None:
     net, seen = nn.Sequential(nn.Linear(8, 8)), []
     net[0].register_forward_pre_hook(lambda _m, args: (args[0].bfloat16(),))
     net[0].register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
-    islands(net, "0")
+    computing_in_fp32(net, "0")
     with autocast():
         net(x)
     assert seen == [torch.float32]
@@ -169,7 +169,7 @@ def test_user_hooks_on_an_island_still_run(x: Tensor) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(x: Tensor, reentrant: bool) -> None:
     net = Net()
-    islands(net, "decoder", "encoder.1")
+    computing_in_fp32(net, "decoder", "encoder.1")
     expected = run(net, x)
     with autocast():
         out = checkpoint(net, x.requires_grad_(), use_reentrant=reentrant)
@@ -178,9 +178,9 @@ def test_checkpointing(x: Tensor, reentrant: bool) -> None:
 
 
 class TestCopies:
-    def test_a_deep_copy_is_an_island_with_its_own_weights(self, x: Tensor) -> None:
+    def test_a_deep_copy_computes_in_fp32_with_its_own_weights(self, x: Tensor) -> None:
         net = Net()
-        ours = islands(net, "decoder")
+        ours = computing_in_fp32(net, "decoder")
         other = copy.deepcopy(net)
         twice = copy.deepcopy(other)
         expected = run(net, x)
@@ -195,7 +195,7 @@ class TestCopies:
     def test_a_pickle_is_a_plain_module(self, x: Tensor, save: Any) -> None:
         net = Net()
         plain = run(copy.deepcopy(net), x)
-        islands(net, "decoder")
+        computing_in_fp32(net, "decoder")
         data = save(net)
         assert b"lightning_amp" not in data
         load = pickle.loads if save is pickle.dumps else lambda d: torch.load(io.BytesIO(d), weights_only=False)
@@ -210,7 +210,7 @@ class TestCopies:
         net = nn.Sequential(nn.Linear(8, 8))
         patched = net[0].forward
         vars(net[0])["forward"] = patched
-        ours = islands(net, "0")
+        ours = computing_in_fp32(net, "0")
         assert copy.deepcopy(net)(x).shape == pickle.loads(pickle.dumps(net))(x).shape == (4, 8)
         ours.remove()
         assert vars(net[0])["forward"] is patched
@@ -219,26 +219,26 @@ class TestCopies:
     def test_state_dict_and_trace(self, x: Tensor) -> None:
         net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
         keys = list(net.state_dict())
-        islands(net, "0")
+        computing_in_fp32(net, "0")
         assert list(net.state_dict()) == keys
         traced = torch.jit.trace(net, x, check_trace=False)
         torch.testing.assert_close(traced(x), net(x))
 
 
-@pytest.mark.parametrize("what", ["whole", "wrapped", "island", "child of the user"])
+@pytest.mark.parametrize("what", ["whole", "wrapped", "fp32 module", "child of the user"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at all inputs
 def test_compiled(x: Tensor, what: str, backend: str) -> None:
     torch._dynamo.reset()
     net = Net()
     reference = copy.deepcopy(net)
-    islands(reference, "decoder")
+    computing_in_fp32(reference, "decoder")
     expected = run(reference, x)
     options: dict[str, Any] = {"backend": backend, "fullgraph": True}
     if what == "child of the user":
         net.decoder = torch.compile(net.decoder, **options)  # type: ignore[assignment]
-    ours = islands(net, "decoder")
-    if what in ("whole", "island"):
+    ours = computing_in_fp32(net, "decoder")
+    if what in ("whole", "fp32 module"):
         (net if what == "whole" else net.decoder).compile(**options)
     called = torch.compile(net, **options) if what == "wrapped" else net
     compiling = CompiledBackwardWithoutAutocast()
@@ -289,12 +289,12 @@ class TestRules:
     def test_a_rule_that_matches_nothing(self, rule: Any, message: str) -> None:
         net = Net()
         with pytest.raises(ValueError, match=message):
-            islands(net, "decoder", rule)
+            computing_in_fp32(net, "decoder", rule)
         assert all("forward" not in vars(m) for m in net.modules())
 
     def test_a_module_without_submodules(self) -> None:
         with pytest.raises(ValueError, match="'x', which matches no module: the module has no submodules"):
-            islands(nn.Linear(2, 2), "x")
+            computing_in_fp32(nn.Linear(2, 2), "x")
 
     @pytest.mark.parametrize(
         ("rules", "message"),
@@ -317,12 +317,12 @@ class TestRules:
         net = Net()
         net.decoder.norm.bfloat16()
         with pytest.raises(ValueError, match="matches `decoder`, whose .*`decoder.norm.weight` .torch.bfloat16"):
-            islands(net, "head", "decoder")
+            computing_in_fp32(net, "head", "decoder")
         assert "forward" not in vars(net.head)
 
     def test_inactive_checks_and_does_nothing(self) -> None:
         net = Net()
-        assert Islands(net, ["head"], "cpu", active=False).modules == set()
+        assert Fp32Modules(net, ["head"], "cpu", active=False).modules == set()
         assert "forward" not in vars(net.head)
         with pytest.raises(ValueError, match="matches no module"):
-            Islands(net, ["nothing"], "cpu", active=False)
+            Fp32Modules(net, ["nothing"], "cpu", active=False)

@@ -1,14 +1,12 @@
-"""Outputs of a step in whatever container, and what stands in for a method of a user's object."""
+"""What comes out of evaluation, and epoch-end hooks that run in its context."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import pickle
-from collections import OrderedDict, UserDict, defaultdict
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import pytest
@@ -16,98 +14,8 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lightning_amp._containers import to_fp32
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
-from lightning_amp.casting._method_override import Override
-
-HALF = [torch.bfloat16, torch.float16]
-
-
-class Pair(NamedTuple):
-    a: Any
-    b: Any
-
-
-@dataclasses.dataclass
-class Plain:
-    logits: Any
-    text: str = "x"
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    logits: Any
-    inner: Any = None
-
-
-class ModelOutput(OrderedDict):  # as in transformers: keys are attributes too
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-
-def tensors(data: Any) -> list[Tensor]:
-    if isinstance(data, Tensor):
-        return [data]
-    if dataclasses.is_dataclass(data):
-        return tensors([getattr(data, f.name) for f in dataclasses.fields(data)])
-    items = data if isinstance(data, (list, tuple)) else data.values() if hasattr(data, "values") else ()
-    return [tensor for item in items for tensor in tensors(item)]
-
-
-def half(dtype: torch.dtype) -> Tensor:
-    return torch.tensor([1.0, 2.5], dtype=dtype)
-
-
-CONTAINERS: dict[str, Any] = {
-    "tensor": lambda x: x,
-    "list": lambda x: [x, "text", None],
-    "tuple": lambda x: (x, 3),
-    "named tuple": lambda x: Pair(x, [x]),
-    "max": lambda x: torch.max(x[None], dim=1),
-    "dict": lambda x: {"a": x, "b": {"c": [x]}},
-    "default dict": lambda x: defaultdict(list, {"a": [x]}),
-    "ordered dict": lambda x: OrderedDict(a=x),
-    "model output": lambda x: ModelOutput(logits=x, past=(x, x)),
-    "user dict": lambda x: UserDict(a=x),
-    "dataclass": Plain,
-    "frozen dataclass": lambda x: Frozen({"a": x}, Plain(x)),
-    "packed": lambda x: nn.utils.rnn.pack_sequence([x]),
-}
-
-
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_every_container(name: str, dtype: torch.dtype) -> None:
-    data = CONTAINERS[name](half(dtype))
-    result = to_fp32(data)
-    assert type(result) is type(data)
-    kinds = {t.dtype for t in tensors(result) if t.is_floating_point()}
-    assert kinds == {torch.float32}
-    assert {t.dtype for t in tensors(data) if t.is_floating_point()} == {dtype}  # the user's own is as it was
-    if name == "model output":
-        assert result.logits is result["logits"]
-    if name == "dataclass":
-        assert result.text == "x"
-    if name == "default dict":
-        assert result.default_factory is list
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_what_needs_no_cast_is_the_same_object(name: str) -> None:
-    data = CONTAINERS[name](torch.ones(2))
-    assert to_fp32(data) is data
-
-
-@pytest.mark.parametrize("data", [None, 1.0, "text", torch.ones(2, dtype=torch.float64), torch.ones(2).int(), Plain])
-def test_what_is_left_alone(data: Any) -> None:
-    assert to_fp32(data) is data
-
-
-def test_gradients_pass() -> None:
-    x = half(torch.bfloat16).requires_grad_()
-    to_fp32([x])[0].sum().backward()
-    assert x.grad.dtype == torch.bfloat16
+from lightning_amp.casting._method_override import MethodOverride
 
 
 class Model(L.LightningModule):
@@ -163,7 +71,7 @@ def test_copies_call_themselves(make: Any, was_attribute: bool) -> None:
         other = make(module)
     assert other.validation_step(torch.ones(1, 2), 0)["self"] == id(other)
     assert other.validation_step(torch.ones(1, 2), 0)["out"].dtype == torch.bfloat16
-    assert not any(isinstance(value, Override) for value in vars(other).values())
+    assert not any(isinstance(value, MethodOverride) for value in vars(other).values())
     assert make(other).validation_step(torch.ones(1, 2), 0)["self"] != id(other)
 
 

@@ -46,7 +46,7 @@ class Sharing:
 
     def __init__(self, root: LightningModule, dtype: torch.dtype = torch.bfloat16) -> None:
         self.weights = ReusedWeights()
-        self.weights.attach(root, DEVICE)
+        self.weights.attach(root, DEVICE, lambda: root.trainer.current_epoch)
         self.dtype = dtype
 
     @contextlib.contextmanager

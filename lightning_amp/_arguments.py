@@ -1,0 +1,63 @@
+"""One wording for every argument that is refused: its rule, the value received, the next step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_amp._numbers import literal
+
+
+def require(fine: bool, name: str, rule: str, value: object, next_step: str = "") -> None:
+    """Refuse an argument that breaks its rule.
+
+    Args:
+        fine: Whether it keeps it.
+        name: Of the argument.
+        rule: What it must be.
+        value: What it is.
+        next_step: Sentences for somebody who does not know what to do now.
+
+    Raises:
+        ValueError: If it is not fine.
+
+    """
+    if not fine:
+        separator = ";" if ", or `None`" in rule else ","
+        advice = f" {next_step}" if next_step else ""
+        raise ValueError(f"`{name}` must be {rule}{separator} got {literal(value)}.{advice}")
+
+
+def require_number(name: str, value: Any, least: float, most: float = math.inf, *, optional: bool = False) -> None:
+    """Refuse what is no number from `least` to `most`, nor `None` if it is `optional`."""
+    fine = (is_number(value, finite=False) and least <= value <= most) or (optional and value is None)
+    rule = f"a number of {least:g} or more" if most == math.inf else f"a number from {least:g} to {most:g}"
+    require(fine, name, f"{rule}, or `None`" if optional else rule, value)
+
+
+def require_count(name: str, value: object, least: int = 1, *, none: str = "") -> None:
+    """Refuse what is no integer from `least` on, nor `None` if `none` says what that means ("or `None` for all")."""
+    rule = f"an integer of {least} or more"
+    require(is_count(value, least) or (bool(none) and value is None), name, f"{rule}, {none}" if none else rule, value)
+
+
+def require_bool(name: str, value: object) -> None:
+    """Refuse what is neither `True` nor `False`."""
+    require(isinstance(value, bool), name, "`True` or `False`", value)
+
+
+def require_choice(name: str, value: object, choices: Sequence[str], next_step: str = "") -> None:
+    """Refuse what is none of the choices."""
+    rule = " or ".join(f'"{choice}"' for choice in choices) if len(choices) == 2 else f"one of {list(choices)}"
+    require(value in choices, name, rule, value, next_step)
+
+
+def is_number(value: Any, *, finite: bool = True) -> bool:
+    """Return whether this is a number, and neither infinite nor NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and (not finite or math.isfinite(value))
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Return whether this is an integer from `least` on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
