@@ -5,7 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from typing_extensions import final
 
+
+@final
 class LastTrainer:
     """Remembers the Trainer of the last fit, without keeping it alive.
 

@@ -133,13 +133,14 @@ class AmpPrecision(RunHooks):
         return format(f"{self!s}{_refusals.hint(self, None if frame is None else frame.f_back)}", spec)
 
     @property
+    @override
     def precision(self) -> Canonical:  # type: ignore[override]
-        """Lightning's name: `"16-mixed"`, `"bf16-mixed"` or `"32-true"`."""
+        """Return Lightning's name: `"16-mixed"`, `"bf16-mixed"` or `"32-true"`."""
         return self.settled().canonical
 
     @property
     def dtype(self) -> torch.dtype:
-        """What autocast computes in; `torch.float32` for `"fp32"`."""
+        """Return what autocast computes in; `torch.float32` for `"fp32"`."""
         return self.settled().dtype
 
     @override
@@ -149,17 +150,17 @@ class AmpPrecision(RunHooks):
 
     @property
     def last_step(self) -> StepRecord | None:
-        """The last attempted optimizer step. Waits for the device."""
+        """Return the last attempted optimizer step. Waits for the device."""
         return self._so_far()[2]
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps that were applied in this run: in all fits of one Trainer. Waits for the device."""
+        """Count optimizer steps that were applied in this run: in all fits of one Trainer. Waits for the device."""
         return self._so_far()[0]
 
     @property
     def num_skipped(self) -> int:
-        """Optimizer steps that were skipped in this run: in all fits of one Trainer. Waits for the device."""
+        """Count optimizer steps that were skipped in this run: in all fits of one Trainer. Waits for the device."""
         return self._so_far()[1]
 
     def _so_far(self) -> tuple[int, int, StepRecord | None]:
@@ -168,7 +169,7 @@ class AmpPrecision(RunHooks):
 
     @property
     def records(self) -> RecordLog:
-        """The log that callbacks subscribe to."""
+        """Return the log that callbacks subscribe to."""
         return self._ledger.log
 
     @override

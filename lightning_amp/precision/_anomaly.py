@@ -6,10 +6,12 @@ from types import TracebackType
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import final
 
 from lightning_amp.numerics import all_finite
 
 
+@final
 class AnomalyCheck:
     """Lets the scaled backward overflow, then looks whether the true one is finite.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules, _torch
 from lightning_amp.casting import MethodOverride
@@ -77,6 +78,7 @@ def unscale_(trainer: Any, optimizer: Any) -> None:
         _unscale_once(scaler, _lightning.unwrap_optimizer(optimizer))
 
 
+@final
 class _AlreadyUnscaled(MethodOverride):
     """In the place of a scaler's `unscale_` until the step of the optimizers that were unscaled by hand.
 
@@ -117,7 +119,7 @@ def _unscale_once(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
 
 
 def _note(optimizer: Optimizer) -> tuple[Tensor | None, int]:
-    """The first gradient, and how often it was changed: a backward makes a new one, or changes it."""
+    """Return the first gradient, and how often it was changed: a backward makes a new one, or changes it."""
     first = next((p.grad for p in parameters(optimizer) if p.grad is not None), None)
     return first, 0 if first is None else _modules.version(first)
 

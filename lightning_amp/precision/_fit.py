@@ -130,7 +130,7 @@ class Fit:
 
     @property
     def somebody_sees_backward(self) -> bool:
-        """Whether a hook of the module or a callback runs around the backward."""
+        """Return whether a hook of the module or a callback runs around the backward."""
         return self._fold_plan.current().somebody_sees_backward
 
     # -- step ----------------------------------------------------------------------------------------------------------

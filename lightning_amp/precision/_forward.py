@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp._containers import replace
+from lightning_amp._containers import replace, tensors_in
 from lightning_amp.casting import Choice, EpochEnd, Fp32Metrics, Fp32Modules, Fp32Outputs, ReusedWeights, Rule
 from lightning_amp.precision._fit import Fit
 from lightning_amp.precision._idle_rules import IdleRules
@@ -80,20 +80,21 @@ class ForwardContexts:
         self._step: str | None = None  # which kind of step ran last
         self._epoch_ends: dict[str, EpochEnd] = {}
         self._training_step: _TrainingStep | None = None
+        self._float64_entries: list[str] = []  # of the latest batch, where nobody casts them
 
     @property
     def choice(self) -> Choice:
-        """The precision of what runs now."""
+        """Return the precision of what runs now."""
         return self.evaluation if self.evaluating else self.training
 
     @property
     def fp32_modules(self) -> set[nn.Module]:
-        """All modules that compute in fp32, those inside the matching ones included."""
+        """Return all modules that compute in fp32, those inside the matching ones included."""
         return self._fp32_modules.modules
 
     @property
     def num_fp32_modules(self) -> int:
-        """How many modules the rules match, those inside the matching ones not counted."""
+        """Count the modules that the rules match, those inside the matching ones not counted."""
         return len(self._fp32_modules)
 
     def finish(self) -> None:
@@ -116,10 +117,30 @@ class ForwardContexts:
 
         What training takes evaluation takes too, also when it is in fp32.
         """
+        self._float64_entries = []
         if _obviously_fine(data):
             return data
-        mixed = self.training.mixed or (self.evaluation.mixed and not self._module.trainer.training)
-        return _downcast(data, self._module) if mixed else data
+        if self.training.mixed or (self.evaluation.mixed and not self._module.trainer.training):
+            return _downcast(data, self._module)
+        self._float64_entries = [path for path, tensor in tensors_in(data) if tensor.dtype == torch.float64]
+        return data
+
+    def explain(self, error: BaseException | None) -> None:
+        """Say which entries of the batch are float64, if a step in fp32 has failed since it met a mixture.
+
+        Raises:
+            RuntimeError: That names them, and what to do.
+
+        """
+        if not self._float64_entries or not isinstance(error, RuntimeError) or "double" not in str(error).lower():
+            return
+        if not any(p.dtype == torch.float64 for p in self._module.parameters()):
+            entries = ", ".join(f"`batch{path}`" for path in self._float64_entries[:3])
+            raise RuntimeError(
+                f"lightning_amp: {entries} {'is' if len(self._float64_entries) == 1 else 'are'} float64, and the module"
+                f" is float32 ({error}). Make the dataset return float32 (NumPy's default is float64), or call"
+                " `.double()` on the module. With precision 'bf16' or 'fp16' the plugin casts batches itself."
+            ) from error
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -166,6 +187,9 @@ class ForwardContexts:
             shares = step is not None and module is self._module
             with around, self.sharing_copies(step) if shares else _NOTHING, self.autocast():
                 yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
         finally:
             self.evaluating = before
 
@@ -239,7 +263,9 @@ class _TrainingStep:
         finally:
             self._sharing.__exit__(*exc)
             self._around.__exit__(*exc)
-        if exc[0] is None and self._fit is not None:
+        if exc[0] is not None:
+            self._contexts.explain(exc[1])
+        elif self._fit is not None:
             self._fit.end_training_step()
 
 

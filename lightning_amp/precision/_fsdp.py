@@ -96,7 +96,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     @property
     @override
     def mixed_precision_config(self) -> FSDPMixedPrecision:
-        """What the strategy wraps with: only the reduction has a dtype, all else stays as the module has it."""
+        """Return what the strategy wraps with: only the reduction has a dtype, all else stays as the module has it."""
         reduce_dtype: torch.dtype | None = self.reduce_dtype
         if reduce_dtype == torch.float32 and self._run is not None:
             doubles = any(p.dtype == torch.float64 for p in self._run.module.parameters())

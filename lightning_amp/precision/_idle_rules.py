@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning.pytorch import LightningModule
+from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp.casting import Fp32Modules, Rule
@@ -11,6 +12,7 @@ ENOUGH_STEPS = 100
 """Training steps after which a module that has not run is taken for one that never does."""
 
 
+@final
 class IdleRules:
     """Says once in a fit which rules have done nothing, as soon as it is known.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import final
 
 from lightning_amp._compat import _torch
 from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite
@@ -21,6 +22,7 @@ _TOO_SMALL = 2.0**-4  # of the largest scaled derivative
 _PATIENCE = 2000.0  # calls, as long as a loss scale waits before it grows
 
 
+@final
 class DerivativeScale:
     """Differentiates half-precision outputs without underflow, and without overflow if it can be helped.
 

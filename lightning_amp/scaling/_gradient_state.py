@@ -105,19 +105,19 @@ class GradientState:
 
     @property
     def found_inf(self) -> Tensor | None:
-        """1.0, [], if the gradients are not finite; `None` if that is not known."""
+        """Return 1.0, [], if the gradients are not finite; `None` if that is not known."""
         return None if isinstance(self.form, Scaled) else self.form.found_inf
 
     @property
     def used_scale(self) -> Tensor | None:
-        """What the gradients were, or in a fused optimizer are, divided by, []."""
+        """Return what the gradients were, or in a fused optimizer are, divided by, []."""
         if isinstance(self.form, Folded):
             return self.form.scale
         return self.form.used_scale if isinstance(self.form, Unscaled) else None
 
     @property
     def overflow(self) -> Skip | None:
-        """Whether the gradients overflowed before the user changed them."""
+        """Return whether the gradients overflowed before the user changed them."""
         return self.form.overflow if isinstance(self.form, Unscaled) else None
 
     # -- around the backward -------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class GradientState:
 
     @property
     def needs_snapshot(self) -> bool:
-        """Whether the optimizer may move parameters before it has called its closure for the last time."""
+        """Return whether the optimizer may move parameters before it has called its closure for the last time."""
         return self.may_move_first and (self._closure_calls is None or self._closure_calls > 1)
 
     def note_closure_calls(self, count: int) -> None:

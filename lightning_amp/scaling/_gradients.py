@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import final
 
 from lightning_amp._compat import _torch
 from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite_flag
@@ -29,6 +30,7 @@ class HalfGradientsError(ValueError):
         self.parameter = parameter
 
 
+@final
 class Gradients:
     """Real, dense views of the gradients of one optimizer, grouped by device and dtype.
 
@@ -95,7 +97,7 @@ class Gradients:
 
     @property
     def device(self) -> torch.device | None:
-        """The one device that all gradients are on, else `None`."""
+        """Return the one device that all gradients are on, else `None`."""
         if len(self.groups) == 1:
             return next(iter(self.groups))[0]
         devices = {device for device, _ in self.groups}
@@ -118,7 +120,7 @@ class Gradients:
         return found_inf
 
     def check(self, found_inf: Tensor) -> Tensor:
-        """As :meth:`unscale_` with an inverse of 1, reading only where that is faster."""
+        """Do what :meth:`unscale_` does with an inverse of 1, reading only where that is faster."""
         for (device, _), grads in self.groups.items():
             if device.type != "cpu" or found_inf.device.type != "cpu":
                 filled = [g for g in grads if g.numel()]  # an empty one has no infinity norm
@@ -133,17 +135,17 @@ class Gradients:
         return found_inf
 
     def norm(self) -> Tensor:
-        """The 2-norm over all gradients of one device, shape []; inf from values above 1.8e19 on."""
+        """Return the 2-norm over all gradients of one device, shape []; inf from values above 1.8e19 on."""
         norms = [n for grads in self.groups.values() for n in _torch.foreach_norm(grads, 2.0)]
         return torch.linalg.vector_norm(torch.stack([n.to(torch.float32) for n in norms]))
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    """All parameters of an optimizer, in order."""
+    """Iterate over all parameters of an optimizer, in order."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether there are any; looks no further than the first."""
+    """Return whether there are any; looks no further than the first."""
     return any(param.grad is not None for param in parameters(optimizer))

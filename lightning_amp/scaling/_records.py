@@ -67,7 +67,7 @@ class Subscription:
 
     @property
     def is_open(self) -> bool:
-        """Whether records still come."""
+        """Return whether records still come."""
         return self in self._log.subscriptions
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class RecordLog:
 
     @property
     def streak(self) -> tuple[Reason, ...]:
-        """Why each of the skips in a row happened, up to the last record that was read."""
+        """Return why each of the skips in a row happened, up to the last record that was read."""
         return tuple(self._streak)
 
     def restore(self, num_steps: int, num_skipped: int, streak: Sequence[Reason], last: StepRecord | None) -> None:
@@ -152,7 +152,7 @@ class RecordLog:
 
     @property
     def subscriptions(self) -> tuple[Subscription, ...]:
-        """Those that are open."""
+        """Return those that are open."""
         return tuple(self._subscriptions)
 
     # -- writing -------------------------------------------------------------------------------------------------------

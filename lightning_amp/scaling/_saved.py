@@ -6,11 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from typing_extensions import final
+
 from lightning_amp._arguments import is_count, is_number
 from lightning_amp._compat import _torch
 from lightning_amp.scaling._records import Reason, StepRecord
 
 
+@final
 class Saved:
     """A dictionary from a checkpoint; values are checked as they are taken.
 
@@ -33,13 +36,13 @@ class Saved:
         return key in self._values
 
     def any(self, key: str) -> Any:
-        """The value, whatever it is."""
+        """Return the value, whatever it is."""
         if key not in self._values:
             raise ValueError(f"The saved state has no entry `{self.name}.{key}`. {_ADVICE}")
         return self._values[key]
 
     def number(self, key: str, *, above: float = -math.inf, below: float = math.inf) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self.any(key)
         if not is_number(value) or not above < value < below:
             limits = f" above {above:g}" if above > -math.inf else ""
@@ -48,21 +51,21 @@ class Saved:
         return float(value)
 
     def count(self, key: str, *, least: int = 0) -> int:
-        """A whole number."""
+        """Return a whole number."""
         value = self.any(key)
         if not is_count(value, least):
             raise self.wrong(key, f"a whole number of {least} or more")
         return value
 
     def entries(self, key: str) -> list[Any]:
-        """A list."""
+        """Return a list."""
         value = self.any(key)
         if not isinstance(value, (list, tuple)):
             raise self.wrong(key, "a list")
         return list(value)
 
     def record(self, key: str) -> StepRecord | None:
-        """A step, or `None`."""
+        """Return a step, or `None`."""
         value = self.any(key)
         if value is None:
             return None
@@ -82,12 +85,12 @@ class Saved:
         return record
 
     def wrong(self, key: str, rule: str) -> ValueError:
-        """The error for an entry that breaks its rule."""
+        """Return the error for an entry that breaks its rule."""
         return wrong(f"{self.name}.{key}", rule, self.any(key))
 
 
 def wrong(name: str, rule: str, value: Any) -> ValueError:
-    """The error for something saved that breaks its rule."""
+    """Return the error for something saved that breaks its rule."""
     text = repr(value)
     return ValueError(
         f"The saved state's entry `{name}` must be {rule}, got {text if len(text) < 100 else f'{text[:97]}...'}."
@@ -102,7 +105,7 @@ _ADVICE = (
 
 
 def check_scaler_state(values: Any, name: str) -> None:
-    """Whether a scaler can continue from this: a `GradScaler.state_dict()`, stock or ours.
+    """Refuse what no scaler can continue from this: a `GradScaler.state_dict()`, stock or ours.
 
     Raises:
         ValueError: Naming the entry that is missing or wrong.

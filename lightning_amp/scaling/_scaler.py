@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import final, override
 
 from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._compat import _torch
@@ -39,6 +40,7 @@ def _remembers_its_arguments(init: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
+@final
 class DynamicLossScaler(torch.amp.GradScaler):
     r"""A `torch.amp.GradScaler` that cannot destroy a model.
 
@@ -74,7 +76,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         min_scale: The scale never falls below. At the default, :math:`2^{-14}`, a scaled gradient is *smaller* than
             the true one by the range of normal float16 numbers; a run that gets there has another problem.
         max_scale: The scale never grows above. The default is Apex's :math:`2^{24}`.
-        max_consecutive_skips: So many skipped steps in a row raise :class:`FloatingPointError`.
+        max_consecutive_skips: Raise :class:`FloatingPointError` after this many consecutive skips.
         device: Device type (`"cuda"`, `"cpu"`, ...). `None` takes the device of the first loss; in a Trainer the
             plugin sets it.
         enabled: `False` makes every method a no-op, as in torch.
@@ -138,7 +140,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     @classmethod
     def static(cls, scale: float) -> DynamicLossScaler:
-        """A scaler whose scale never moves; non-finite steps are still skipped and counted.
+        """Return a scaler whose scale never moves; non-finite steps are still skipped and counted.
 
         Raises:
             ValueError: If `scale` is not a finite number above 0.
@@ -150,6 +152,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     # -- scaling -------------------------------------------------------------------------------------------------------
 
+    @override
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss (or an iterable of them) by the scale.
 
@@ -192,11 +195,12 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     @property
     def scale_tensor(self) -> Tensor:
-        """The scale on its device, shape []. Never changed in place: an update puts a new tensor here."""
+        """Return the scale on its device, shape []. Never changed in place: an update puts a new tensor here."""
         return _torch.scale_tensor(self)
 
     # -- the policy ----------------------------------------------------------------------------------------------------
 
+    @override
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale after the step(s) of one batch; see `torch.amp.GradScaler.update`.
 
@@ -273,14 +277,16 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self._loss = None
         self._log = RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Torch's five entries and ours; a stock `GradScaler` ignores the rest. Waits for the device."""
+        """Return torch's five entries and ours; a stock `GradScaler` ignores the rest. Waits for the device."""
         state = super().state_dict()
         if state:
             state |= {name: getattr(self, name) for name in _LIMITS}
             state["_hysteresis_tracker"] = int(self._allowance)
         return state
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of a stock `GradScaler`.
 
@@ -308,7 +314,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self._log = RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
 
     def overridden(self, state_dict: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Settings that the user passed and that differ from `state_dict`: name -> (the user's, the state's)."""
+        """Return settings that the user passed and that differ from `state_dict`: name -> (the user's, the state's)."""
         mine = {name: getattr(self, f"get_{name}")() for name in _POLICY} | {n: getattr(self, n) for n in _LIMITS}
         return {
             name: (value, state_dict[name])

@@ -52,7 +52,7 @@ class Skip:
 
     @property
     def known(self) -> bool | None:
-        """Whether it was skipped, as far as the host knows; `None` if only the device does. Never waits."""
+        """Return whether it was skipped; `None` if only the device knows. Never waits."""
         return None if isinstance(self.value, Tensor) else self.value
 
     def wait(self) -> bool:

@@ -54,7 +54,7 @@ class StepResult(NamedTuple):
 
     @property
     def bad_loss(self) -> Skip:
-        """Whether the loss was not finite, which asks for a skip whatever its gradients were mended to."""
+        """Return whether the loss was not finite, which asks for a skip whatever its gradients were mended to."""
         return Skip.if_nonfinite(self.loss_probe)
 
 

@@ -8,10 +8,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import final
 
 from lightning_amp._compat import _modules
 
 
+@final
 class Place:
     """Where a buffer lives: its module and its name there. What is in it may be replaced, or be `None`."""
 
@@ -22,7 +24,7 @@ class Place:
         self.key = (id(owner), name)
 
     def read(self) -> Tensor | None:
-        """The tensor that is there now."""
+        """Return the tensor that is there now."""
         return getattr(self._owner, self._name, None)
 
     def write(self, value: Tensor | None) -> None:
@@ -31,7 +33,7 @@ class Place:
 
 
 def checked_buffer_rules(rules: Sequence[str]) -> tuple[str, ...]:
-    """The rules as a tuple.
+    """Return the rules as a tuple.
 
     Raises:
         ValueError: For anything but a sequence of globs.
@@ -53,13 +55,13 @@ def checked_buffer_rules(rules: Sequence[str]) -> tuple[str, ...]:
 
 
 def norm_places(root: nn.Module) -> list[Place]:
-    """All running statistics of normalisation layers."""
+    """Find all running statistics of normalisation layers."""
     norms = set(_modules.norm_modules(root))
     return [place for name, module in root.named_modules() if module in norms for place in _places(name, module)]
 
 
 def matching_places(root: nn.Module, rules: Sequence[str]) -> list[Place]:
-    """The buffers that the rules match, in the order of the modules; statistics of normalisation layers are left out.
+    """Find the buffers that the rules match, in the order of the modules, without the statistics of normalisation layers.
 
     Raises:
         ValueError: If a rule matches nothing, with the closest names.

@@ -39,7 +39,7 @@ class SkipProtection:
 
     @property
     def asks_for_loss(self) -> bool:
-        """Whether it matters if the loss was finite: a bad one leaves NaN in statistics, mended gradients or not."""
+        """Return whether it matters if the loss was finite: a bad one leaves NaN in statistics all the same."""
         return bool(self._statistics)
 
     def before_step(self, optimizer: Optimizer) -> None:

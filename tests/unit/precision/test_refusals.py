@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import FEATURES, Toy, batches, fit, stock
+from support import FEATURES, Toy, batches, fit, quiet_trainer, stock
 from support.promises import Plugins, plain_sgd, promise
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -79,6 +79,36 @@ def test_float64_batches(plugins: Plugins, precision: str) -> None:
     data = DataLoader(torch.randn(8, FEATURES, dtype=torch.float64), batch_size=4)
     trainer = fit(Toy, getattr(plugins, precision)(), data)
     assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("validating", [False, True])
+def test_fp32_names_what_is_float64_in_a_batch(validating: bool) -> None:
+    """Torch says "mat1 and mat2 must have the same dtype", and leaves the user to find out of what."""
+
+    class Named(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x = batch["inputs"][0]
+            return self.loss(x.float() if validating else x)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss(batch["inputs"][0])
+
+    rows = [{"inputs": (torch.randn(FEATURES, dtype=torch.float64),), "index": torch.tensor(i)} for i in range(4)]
+    loader = DataLoader(rows, batch_size=2)
+    trainer = quiet_trainer(plugins=[AmpPrecision("fp32")], num_sanity_val_steps=0)
+    with pytest.raises(RuntimeError, match=r"`batch\['inputs'\]\[0\]` is float64.*Make the dataset return float32"):
+        trainer.fit(Named(), loader, loader)
+
+
+def test_an_error_of_another_kind_stays_as_it_is() -> None:
+    class Fails(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("double trouble" if batch.dtype == torch.float32 else "something else")
+
+    for dtype in (torch.float32, torch.float64):
+        loader = DataLoader(torch.randn(4, FEATURES, dtype=dtype), batch_size=2)
+        with pytest.raises(RuntimeError, match="^(double trouble|something else)$"):
+            fit(Fails, AmpPrecision("fp32"), loader)
 
 
 def test_float64_modules_keep_their_batches() -> None:
