@@ -55,7 +55,7 @@ def write_atomically(
 
 
 def _create(target: Path, mode: str) -> tuple[Path, IO[Any]]:
-    """A new file beside `target`, locked: the system takes the lock away when the process dies."""
+    """Create a file beside `target`, locked: the system takes the lock away when the process dies."""
     while True:
         new = target.with_name(f".{target.name}.{secrets.token_hex(4)}{LEFTOVER}")
         file = new.open("xb") if mode == "binary" else new.open("x", newline="", encoding="utf-8")

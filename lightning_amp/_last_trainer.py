@@ -1,4 +1,4 @@
-"""Whether a fit goes on where the one before it ended."""
+"""Tell a fit that goes on where the one before it ended from one that starts afresh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LastTrainer:
         self._trainer: weakref.ref[Any] | None = None
 
     def goes_on(self, trainer: Any) -> bool:
-        """Ask once, as a fit begins; remembers its Trainer."""
+        """Return whether a fit that begins goes on where the last one ended; remembers its Trainer."""
         same = self._trainer is not None and self._trainer() is trainer
         try:
             self._trainer = weakref.ref(trainer)

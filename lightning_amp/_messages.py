@@ -1,4 +1,4 @@
-"""What is said to the user, on lines of its own."""
+"""Messages to the user, on lines of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def info(text: str) -> None:
 
 
 def warn_on_this_rank(text: str) -> None:
-    """Warn on whichever rank it is; the text says which."""
+    """Warn on whichever rank this is; the text says which."""
     with own_lines():
         warnings.warn(text, stacklevel=2)
 

@@ -32,7 +32,7 @@ def literal(value: object) -> str:
 
 
 def _exponent(value: float) -> int | None:
-    """Of a power of two; `None` for any other number."""
+    """Return the exponent of a power of two; `None` for any other number."""
     if not (value > 0 and math.isfinite(value)):
         return None
     mantissa, exponent = math.frexp(value)

@@ -12,7 +12,7 @@ _LOGGERS = ("lightning.pytorch.utilities.rank_zero", "lightning_amp")
 
 @contextlib.contextmanager
 def own_lines() -> Generator[None, None, None]:
-    """Whatever is logged or warned inside does not continue the line of a bar of tqdm or rich, which are Lightning's.
+    """Keep what is logged or warned inside off the line of a progress bar of tqdm or rich, which are Lightning's.
 
     A bar of tqdm is cleared, and drawn again below. Rich draws its bar again below what arrives at `sys.stderr`, which
     it redirects; handlers that were made before, as Lightning's own, write past it, and are led there.
@@ -31,7 +31,7 @@ def own_lines() -> Generator[None, None, None]:
 
 
 def _handlers() -> Iterator[logging.StreamHandler]:
-    """Those that our messages go through."""
+    """Iterate over the handlers that our messages go through."""
     for name in _LOGGERS:
         logger: logging.Logger | None = logging.getLogger(name)
         while logger is not None:

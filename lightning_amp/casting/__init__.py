@@ -1,4 +1,4 @@
-"""What code computes in: the precision, modules and metrics in fp32, weights that are cast once. Plain torch."""
+"""What code computes in: the precision, modules and metrics in fp32, weights that are cast once. No Lightning."""
 
 from lightning_amp.casting._choice import Canonical, Choice, Precision, cpu_has_bf16, parse_precision
 from lightning_amp.casting._fp32_metrics import Fp32Metrics, fp32_region

@@ -99,7 +99,7 @@ class ReusedWeights:
         return Inside(self, stage)
 
     def enter(self, stage: str | None) -> None:
-        """Enter; see :meth:`inside`."""
+        """Begin to share; see :meth:`inside`."""
         self._depth += 1
         if stage is None:
             self._copies.stop_counting()

@@ -1,4 +1,4 @@
-"""Numbers in low precision: what formats hold, how well values fit, where a non-finite value arose. Plain torch."""
+"""Numbers in low precision: what formats hold, how well values fit, whether they are finite. Plain torch."""
 
 from lightning_amp.numerics._fidelity import cosine, fidelity, fidelity_sums, sqnr_db
 from lightning_amp.numerics._finite import (

@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 def sqnr_db(reference: Tensor, values: Tensor) -> Tensor:
-    """Signal to quantization noise: 20 log10(||reference|| / ||values - reference||), in decibels, shape [].
+    """Compute the signal-to-quantization-noise ratio in decibels, shape [].
 
-    6.02 dB are one correct bit. Infinite if both are equal (two zero or two empty tensors, too); minus infinity if only
-    the reference is zero; NaN if a value is not finite. The usual measure of low-precision arithmetic.
+    That is 20 log10(||reference|| / ||values - reference||), the usual measure of low-precision arithmetic: 6.02 dB are
+    one correct bit. Infinite if both are equal (two zero or two empty tensors, too); minus infinity if only the
+    reference is zero; NaN if a value is not finite.
 
     Args:
         reference: What the values should be.
@@ -24,7 +25,7 @@ def sqnr_db(reference: Tensor, values: Tensor) -> Tensor:
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """The cosine of the angle between two tensors, shape []: 1 if they point the same way, whatever their lengths.
+    """Compute the cosine of the angle between two tensors, shape []: 1 if they point the same way.
 
     1 if both are zero (or empty), 0 if only one is, NaN if a value is not finite.
 
@@ -40,9 +41,9 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def fidelity_sums(reference: Tensor, values: Tensor) -> Tensor:
-    """Sums of squares of `reference`, of `values` and of their difference, float64, shape [3].
+    """Sum the squares of `reference`, of `values` and of their difference, float64, shape [3].
 
-    Sums of several tensors add up; :func:`fidelity` turns them into a ratio. (float32 on devices without float64.)
+    Those of several tensors add up; :func:`fidelity` turns them into a ratio. (float32 on devices without float64.)
 
     Raises:
         ValueError: If the shapes differ.
@@ -58,7 +59,7 @@ def fidelity_sums(reference: Tensor, values: Tensor) -> Tensor:
 
 
 def fidelity(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """SQNR in decibels and cosine from :func:`fidelity_sums`, each of shape []."""
+    """Turn :func:`fidelity_sums` into SQNR in decibels and cosine, each of shape []."""
     signal, energy, noise = sums.unbind()
     finite = torch.isfinite(sums).all()
     decibels = 10 * (torch.log10(signal) - torch.log10(noise))

@@ -1,4 +1,4 @@
-"""What the number formats can hold."""
+"""Number formats: what they can hold, and the loss scale that fits into one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import final
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 """What autocast computes in."""
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class FormatLimits:
     """The limits of a floating-point format.
@@ -84,7 +86,7 @@ FORMATS: dict[str, FormatLimits] = {
 
 
 def limits(number_format: str | torch.dtype) -> FormatLimits:
-    """The limits of a format, by its name or its dtype.
+    """Look up the limits of a format, by its name or its dtype.
 
     Raises:
         ValueError: For any other, with the ones that are known.

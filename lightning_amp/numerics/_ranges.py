@@ -29,7 +29,7 @@ class Underflow(NamedTuple):
 
 
 def underflow(values: Tensor, number_format: str | torch.dtype = "fp16", scale: Scale = 1.0) -> Underflow:
-    """The share of `values` that is too small for a format, exactly as a conversion would round them.
+    """Compute the share of `values` that is too small for a format, exactly as a conversion would round them.
 
     Args:
         values: Of any shape and dtype. Zeros and non-finite values do not count; without any other, the shares are 0.
@@ -42,9 +42,9 @@ def underflow(values: Tensor, number_format: str | torch.dtype = "fp16", scale: 
 
 
 def underflow_counts(values: Tensor, number_format: str | torch.dtype = "fp16", scale: Scale = 1.0) -> Tensor:
-    """How many values become zero, become subnormal, and count at all: int64, shape [3]. Counts of tensors add up.
+    """Count the values that become zero, that become subnormal, and all that count: int64, shape [3].
 
-    The arguments are those of :func:`underflow`.
+    Counts of several tensors add up. The arguments are those of :func:`underflow`.
     """
     fits = limits(number_format)
     magnitude = _scaled(values, scale)
@@ -55,7 +55,7 @@ def underflow_counts(values: Tensor, number_format: str | torch.dtype = "fp16", 
 
 
 def overflow_fraction(values: Tensor, number_format: str | torch.dtype = "fp16", scale: Scale = 1.0) -> Tensor:
-    """The share, shape [], of all values that are not finite, or would not be in the format; 0 if there are none.
+    """Compute the share, shape [], of values that are not finite, or would not be in the format; 0 if there are none.
 
     Args:
         values: Of any shape and dtype.
@@ -69,10 +69,10 @@ def overflow_fraction(values: Tensor, number_format: str | torch.dtype = "fp16",
 
 
 def headroom_bits(values: Tensor, number_format: str | torch.dtype = "fp16", scale: Scale = 1.0) -> Tensor:
-    """How often `values` could be doubled before the largest leaves the range: log2(largest / max |values|), shape [].
+    """Compute how often `values` could be doubled before the largest leaves the range, shape [].
 
-    Negative if it is outside already. Infinite if all are zero or there are none; NaN if one is; minus infinity if one
-    is infinite.
+    That is log2(largest of the format / max |values|): negative if it is outside already, infinite if all are zero or
+    there are none, NaN if one is, minus infinity if one is infinite.
 
     Args:
         values: Of any shape and dtype.
@@ -86,7 +86,7 @@ def headroom_bits(values: Tensor, number_format: str | torch.dtype = "fp16", sca
 
 
 def dense(values: Tensor) -> Tensor:
-    """The values that a sparse or nested tensor stores, as a plain one; any other as it is."""
+    """Return the values that a sparse or nested tensor stores, as a plain one; any other as it is."""
     if values.is_nested:
         return values.values() if values.layout is torch.jagged else torch.cat([v.flatten() for v in values.unbind()])
     if values.layout is torch.sparse_coo:
@@ -95,7 +95,7 @@ def dense(values: Tensor) -> Tensor:
 
 
 def largest(values: Tensor) -> Tensor:
-    """The largest magnitude, shape [], float32: 0 if there are no values, NaN if one is."""
+    """Return the largest magnitude, shape [], float32: 0 if there are no values, NaN if one is."""
     values = dense(values)
     if values.numel() == 0:
         return torch.zeros((), device=values.device)
@@ -103,7 +103,7 @@ def largest(values: Tensor) -> Tensor:
 
 
 def largest_finite(values: Tensor) -> Tensor:
-    """The largest finite magnitude, shape [], float32: 0 if there are none."""
+    """Return the largest finite magnitude, shape [], float32: 0 if there are none."""
     values = dense(values)
     if values.numel() == 0:
         return torch.zeros((), device=values.device)
@@ -112,7 +112,7 @@ def largest_finite(values: Tensor) -> Tensor:
 
 
 class ExponentHistogram(NamedTuple):
-    """How many values have which exponent.
+    """Counts of values by exponent.
 
     Attributes:
         counts: int64, shape [highest - lowest + 1]; the first and the last also hold what lies beyond.

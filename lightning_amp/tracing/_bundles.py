@@ -19,7 +19,7 @@ def make_bundle(
     *, module_state: Mapping[str, Any], batch: Any, batch_idx: int, random_state: Mapping[str, Any], scale: float,
     loss_divisor: float, report: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """What :func:`replay` takes, on the CPU. A plain dictionary that `torch.save` writes.
+    """Make what :func:`replay` takes, on the CPU: a plain dictionary that `torch.save` writes.
 
     Args:
         module_state: `state_dict` before the step.
@@ -45,7 +45,7 @@ def make_bundle(
 
 
 def load_bundle(bundle: str | os.PathLike[str] | Mapping[str, Any], weights_only: bool) -> Mapping[str, Any]:
-    """The dictionary of a bundle, on the CPU, from its file or as it is.
+    """Return the dictionary of a bundle, on the CPU, from its file or as it is.
 
     Raises:
         ValueError: If it is not one, or its batch needs classes that may not, or cannot, be loaded here.

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import all_finite, count_nonfinite, largest_finite
@@ -16,6 +17,7 @@ from lightning_amp.tracing._trace import Call, Trace, Where, floating_in
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "none"]
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """Where the first non-finite value of a step arose. Immutable.
@@ -54,7 +56,7 @@ class Diagnosis:
     entries: tuple[tuple[str, int], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, for JSON."""
+        """Return plain types, for JSON."""
         return asdict(self)
 
 
@@ -98,7 +100,7 @@ def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
 
 
 def nonfinite_entries(values: Any) -> tuple[tuple[str, int], ...]:
-    """Path and count of what is not finite in nested containers, such as `(("['x']", 3),)`. Waits for the device."""
+    """List path and count of what is not finite in nested containers: `(("['x']", 3),)`. Waits for the device."""
     counts = ((path, int(count_nonfinite(tensor))) for path, tensor in floating_in(values))
     return tuple((path, count) for path, count in counts if count)
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import headroom_bits, largest, limits, nonfinite_gradients
@@ -22,9 +23,10 @@ from lightning_amp.tracing._trace import Trace
 Step = Callable[[nn.Module, Any], Any]
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a step did when it ran again. Immutable.
+    """The outcome of a step that ran again. Immutable.
 
     Attributes:
         loss: The unscaled loss.
@@ -128,7 +130,7 @@ def _replay(
 
 
 def _renamed(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """A saved state under the names of `module`: one of the two may be compiled, the other not."""
+    """Rename a saved state as `module` has it: one of the two may be compiled, the other not."""
     own = {_modules.plain_name(name): str(name) for name in module.state_dict()}
     return {own.get(_modules.plain_name(name), name): value for name, value in state.items()}
 

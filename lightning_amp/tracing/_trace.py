@@ -1,4 +1,4 @@
-"""Watches one forward and backward pass of a module, and says where the first non-finite value arose.
+"""One forward and backward pass of a module, watched: where the first non-finite value arose.
 
 Everything is measured on the device; the host reads the answers once, at the end.
 """
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
@@ -28,10 +29,11 @@ def floating_in(values: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """Its shape; of a nested tensor that of its values, for it has none."""
+    """Return the shape; of a nested tensor that of its values, for it has none."""
     return tuple(dense(tensor).shape if tensor.is_nested else tensor.shape)
 
 
+@final
 @dataclass(slots=True)
 class Call:
     """One forward of one module.
@@ -59,7 +61,20 @@ class Call:
     largest_input: Tensor | None = None
     largest_output: Tensor | None = None
 
+    def measure_inputs(self, inputs: list[Tensor]) -> None:
+        """Look at what went in."""
+        if inputs:
+            self.bad_input, self.largest_input = _extent(inputs)
 
+    def measure_outputs(self, outputs: list[Tensor]) -> None:
+        """Look at what came out."""
+        if outputs:
+            self.bad_output, self.largest_output = _extent(outputs)
+            values = [dense(t.detach()) for t in outputs]
+            self.overflowed = stack_scalars([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in values]).any()
+
+
+@final
 @dataclass(slots=True)
 class Arrival:
     """A gradient that was computed.
@@ -89,13 +104,14 @@ class Arrival:
 
     @property
     def in_half(self) -> bool:
-        """Whether it was computed in half precision; a module that puts that out computes its input's gradient so."""
+        """Return whether it was computed in half precision: that of an input is if the module's output is."""
         dtypes = [self.dtype]
         if self.where == "input" and self.call is not None:
             dtypes += [dtype for dtype, _ in self.call.outputs]
         return any(dtype in HALF_DTYPES for dtype in dtypes)
 
 
+@final
 class Trace:
     """Context in which forwards and backwards of `module` are watched. All its hooks come off at the end.
 
@@ -166,8 +182,8 @@ class Trace:
         self._open.append(call)
         with _modules.outside_transforms():
             inputs = [_modules.behind_transforms(t) for _, t in floating_in([args, kwargs])]
-            if self.values and inputs:
-                call.bad_input, call.largest_input = _extent(inputs)
+            if self.values:
+                call.measure_inputs(inputs)
             for i, tensor in enumerate(inputs):
                 self._watch("input", call, i, tensor)
 
@@ -184,11 +200,9 @@ class Trace:
         self.calls.append(call)
         with _modules.outside_transforms():
             outputs = [_modules.behind_transforms(t) for _, t in floating_in(output)]
-            call.outputs = [(t.dtype, shape_of(t)) for t in outputs]
-            if self.values and outputs:
-                call.bad_output, call.largest_output = _extent(outputs)
-                values = [dense(t.detach()) for t in outputs]
-                call.overflowed = stack_scalars([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in values]).any()
+            call.outputs.extend((t.dtype, shape_of(t)) for t in outputs)
+            if self.values:
+                call.measure_outputs(outputs)
             for i, tensor in enumerate(outputs):
                 self._watch("output", call, i, tensor)
 
@@ -226,11 +240,11 @@ class Trace:
 
     @property
     def half_places(self) -> set[Place]:
-        """Where this pass computed gradients in half precision."""
+        """Return the places where this pass computed gradients in half precision."""
         return {arrival.place for arrival in self.arrivals if arrival.in_half}
 
     def gradients_in_half(self, half_places: set[Place]) -> list[Arrival]:
-        """The gradients that fp16 would have to hold: of parameters, and those that another trace found in half.
+        """Return the gradients that fp16 would have to hold: of parameters, and those that another trace found in half.
 
         The gradient of a loss is fp32, and as large as the scale: it says nothing. Where that trace found none in half
         (it ran in fp32), these are all but those of scalars.
@@ -242,13 +256,13 @@ class Trace:
         ]
 
     def first_bad_call(self, *, overflowed: bool = False) -> Call | None:
-        """The first forward with an output that is not finite, or that `overflowed`. Waits for the device."""
+        """Find the first forward with an output that is not finite, or that `overflowed`. Waits for the device."""
         flags = [call.overflowed if overflowed else call.bad_output for call in self.calls]
         index = _first(flags)
         return None if index is None else self.calls[index]
 
     def first_bad_arrival(self) -> Arrival | None:
-        """The first gradient that is not finite, seen from the module whose backward computed it.
+        """Find the first gradient that is not finite, seen from the module whose backward computed it.
 
         A tensor that one module puts out and the next takes has one gradient. It is the next module's backward that
         computed it, so that one is named; of a module and its submodules the innermost. Waits for the device.

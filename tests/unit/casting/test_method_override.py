@@ -1,0 +1,114 @@
+"""What stands in for a method of a user's object leaves no trace: not there, not in copies, not in pickles."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.casting import MethodOverride
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def step(self, batch: Tensor, number: int = 0) -> tuple[Tensor, int]:
+        """Return the owner, too."""
+        return batch * self.weight + number, id(self)
+
+
+class Doubled(MethodOverride):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result, owner = self.inner(*args, **kwargs)
+        return result * 2, owner
+
+
+class DoubledInCopies(Doubled):
+    def for_copy(self, owner: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+        return type(self)(owner, self.name, inner)
+
+
+def value(module: Any) -> float:
+    return module.step(torch.ones(1), number=2)[0].item()
+
+
+def test_install_and_restore() -> None:
+    module = Model()
+    before, signature = dict(vars(module)), inspect.signature(module.step)
+    doubled = Doubled(module, "step")
+    assert not doubled.installed
+    doubled.install()
+    assert doubled.installed
+    assert value(module) == 6
+    assert inspect.signature(module.step) == signature
+    assert module.step.__doc__ == "Return the owner, too."
+    doubled.restore()
+    doubled.restore()
+    assert vars(module) == before
+    assert value(module) == 3
+
+
+def test_an_attribute_that_was_there_comes_back() -> None:
+    """`torch.compile(LightningModule)` puts compiled functions among the attributes."""
+    module = Model()
+    compiled = module.step
+    vars(module)["step"] = compiled
+    doubled = Doubled(module, "step")
+    doubled.install()
+    assert vars(module)["step"] is doubled
+    doubled.restore()
+    assert vars(module)["step"] is compiled
+
+
+def test_what_the_user_puts_there_in_the_meantime_stays() -> None:
+    module, mine = Model(), lambda batch, number: None
+    doubled = Doubled(module, "step")
+    doubled.install()
+    module.step = mine  # type: ignore[method-assign]
+    assert not doubled.installed
+    doubled.restore()
+    assert module.step is mine
+
+
+def test_setattr_of_the_owner_is_not_asked() -> None:
+    class Strict(Model):
+        def __setattr__(self, name: str, value: Any) -> None:
+            assert name != "step"
+            super().__setattr__(name, value)
+
+    module = Strict()
+    Doubled(module, "step").install()
+    assert value(module) == 6
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("was_attribute", [False, True])
+def test_copies_call_themselves(make: Any, was_attribute: bool) -> None:
+    module = Model()
+    if was_attribute:
+        vars(module)["step"] = module.step
+    Doubled(module, "step").install()
+    other = make(module)
+    with torch.no_grad():
+        module.weight.zero_()
+    assert other.step(torch.ones(1))[1] == id(other)
+    assert value(other) == 3
+    assert not any(isinstance(attribute, MethodOverride) for attribute in vars(other).values())
+    assert make(other).step(torch.ones(1))[1] != id(other)
+
+
+def test_copies_may_be_overridden_too() -> None:
+    module = Model()
+    DoubledInCopies(module, "step").install()
+    other = copy.deepcopy(copy.deepcopy(module))
+    assert other.step(torch.ones(1))[1] == id(other)
+    assert value(other) == 6
+    assert value(pickle.loads(pickle.dumps(module))) == 3

@@ -1,0 +1,108 @@
+"""Files of bundles: which batches they hold, and how one that cannot be loaded is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections import UserDict, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_amp.tracing._bundles import copy_to, load_bundle
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: Tensor
+    name: str = "a"
+
+    def __getitem__(self, key: str) -> Tensor:
+        return getattr(self, key)
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """As `transformers.BatchEncoding`: a mapping that moves itself."""
+
+    def to(self, device: Any) -> Encoding:
+        return Encoding({key: value.to(device) for key, value in self.items()})
+
+
+class Moves:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: Any) -> Moves:
+        return Moves(self.x.to(device))
+
+    def __getitem__(self, key: str) -> Tensor:
+        return getattr(self, key)
+
+
+REFUSED = {
+    "dataclass": (Sample, "Sample"),
+    "numpy array": (lambda x: {"x": x, "ids": np.arange(3)}, "numpy"),
+    "numpy scalar": (lambda x: {"x": x, "id": np.int64(3)}, "numpy"),
+    "BatchEncoding": (lambda x: Encoding({"x": x}), "Encoding"),
+    "defaultdict": (lambda x: defaultdict(list, {"x": x}), "collections.defaultdict"),
+    "a class": (Moves, "Moves"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_batch_that_weights_only_refuses(kind: str, tmp_path: Path) -> None:
+    """The error names what is in the file and the argument; and the argument works."""
+    make, name = REFUSED[kind]
+    batch = make(torch.randn(3, 4))
+    torch.save({"format": 1, "batch": batch}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=rf"{name}.*If you trust it, pass `weights_only=False` to `replay`") as caught:
+        load_bundle(tmp_path / "a.pt", weights_only=True)
+    assert len(str(caught.value).splitlines()) == 1
+    loaded = load_bundle(tmp_path / "a.pt", weights_only=False)["batch"]
+    assert type(loaded) is type(batch)
+    assert torch.equal(loaded["x"], batch["x"])
+
+
+@pytest.mark.parametrize("make", [Sample, Moves, lambda x: Encoding({"x": x}), lambda x: defaultdict(list, {"x": x})])
+def test_such_a_batch_goes_to_the_device(make: Any) -> None:
+    batch = make(torch.randn(3, 4))
+    moved = copy_to(batch, torch.device("meta"))
+    assert type(moved) is type(batch)
+    assert moved["x"].device.type == "meta"
+    assert batch["x"].device.type == "cpu"
+
+
+def test_tensors_are_copied() -> None:
+    x = torch.ones(2, requires_grad=True)
+    copy = copy_to({"x": x, "again": [x * 1], "name": "a"}, torch.device("cpu"))
+    assert copy["x"].data_ptr() != x.data_ptr()
+    assert not copy["x"].requires_grad
+    assert copy["again"][0].grad_fn is None
+
+
+def test_a_class_that_is_not_there_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"format": 1, "batch": Sample(torch.randn(3, 4))}, tmp_path / "a.pt")
+    monkeypatch.delattr(sys.modules[__name__], "Sample")
+    with pytest.raises(ValueError, match=r"cannot be found here \(.*Sample.*\). Call `replay` where the class"):
+        load_bundle(tmp_path / "a.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_what_is_no_bundle_is_not_advised_to_be_trusted(weights_only: bool, tmp_path: Path) -> None:
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match="This is not a bundle .* it is a `list`"):
+        load_bundle(tmp_path / "list.pt", weights_only)
+    (tmp_path / "text.pt").write_text("nothing")
+    with pytest.raises(ValueError, match=r"This is not a bundle .*text.pt` cannot be loaded"):
+        load_bundle(tmp_path / "text.pt", weights_only)
+    with pytest.raises(FileNotFoundError):
+        load_bundle(tmp_path / "missing.pt", weights_only)
+
+
+def test_a_later_format() -> None:
+    with pytest.raises(ValueError, match=r"or one of a later version: it has \['format'\]"):
+        load_bundle({"format": 2}, weights_only=True)
