@@ -61,7 +61,7 @@ def norm_places(root: nn.Module) -> list[Place]:
 
 
 def matching_places(root: nn.Module, rules: Sequence[str]) -> list[Place]:
-    """Find the buffers that the rules match, in the order of the modules, without the statistics of normalisation layers.
+    """Find the buffers that the rules match, in the order of the modules, without statistics of normalisation layers.
 
     Raises:
         ValueError: If a rule matches nothing, with the closest names.
