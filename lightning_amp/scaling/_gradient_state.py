@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,17 +20,13 @@ from lightning_amp.scaling._loss_probe import merge_losses
 from lightning_amp.scaling._skip import Skip, constant
 
 
-@final
-@dataclass(slots=True, frozen=True)
-class Scaled:
+class Scaled(NamedTuple):
     """They are the true ones times `scale` []."""
 
     scale: Tensor
 
 
-@final
-@dataclass(slots=True, frozen=True)
-class Unscaled:
+class Unscaled(NamedTuple):
     """They are the true ones.
 
     Attributes:
@@ -48,9 +43,7 @@ class Unscaled:
     clamped: Tensor | None = None
 
 
-@final
-@dataclass(slots=True, frozen=True)
-class Folded:
+class Folded(NamedTuple):
     """A fused optimizer makes them true ones inside of its kernel, if it steps at all.
 
     Attributes:
