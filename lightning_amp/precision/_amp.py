@@ -39,7 +39,7 @@ from typing_extensions import override
 from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _lightning, _modules, _torch
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.casting import Choice, Precision, ReusedWeights, checked_rules, parse_precision
+from lightning_amp.casting import Choice, Precision, ReusedWeights, checked_module_rules, parse_precision
 from lightning_amp.precision import _checkpoint, _first_line, _refusals, _scaler_choice, _strategies
 from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._counters import Counters
@@ -105,7 +105,7 @@ class AmpPrecision(ManualHelpers, ForwardContexts, Counters):
     ) -> None:
         self._requested: Precision = parse_precision(precision)
         self._choice = None if self._requested == "auto" else Choice.of(self._requested)
-        self.fp32_modules = checked_rules(fp32_modules)
+        self.fp32_modules = checked_module_rules(fp32_modules)
         self._eval_requested: Precision | None = None
         if eval_precision is not None:
             self._eval_requested = parse_precision(eval_precision, "eval_precision")

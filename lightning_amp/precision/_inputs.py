@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor
 
-from lightning_amp._containers import replace
+from lightning_amp._containers import to_fp32
 
 _said = WarningCache()
 
@@ -27,7 +27,7 @@ def downcast(data: Any, module: LightningModule) -> Any:
 
     Autocast leaves float64 tensors alone, so a linear layer would meet a float64 input and a half-precision weight.
     """
-    converted = replace(data, _to_fp32)
+    converted = to_fp32(data, (torch.float64,))
     if converted is data or any(p.dtype == torch.float64 for p in module.parameters()):
         return data
     _said.info(
@@ -35,7 +35,3 @@ def downcast(data: Any, module: LightningModule) -> Any:
         " dataset return float32 (numpy's default is float64) to save the copy."
     )
     return converted
-
-
-def _to_fp32(value: Any) -> Any:
-    return value.to(torch.float32) if isinstance(value, Tensor) and value.dtype == torch.float64 else value
