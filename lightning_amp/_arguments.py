@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 from lightning_amp._numbers import literal
 
 
 def require(fine: bool, name: str, rule: str, value: object, next_step: str = "") -> None:
-    """Refuse an argument that breaks its rule.
-
-    Args:
-        fine: Whether it keeps it.
-        name: Of the argument.
-        rule: What it must be.
-        value: What it is.
-        next_step: Sentences for somebody who does not know what to do now.
-
-    Raises:
-        ValueError: If it is not fine.
-
-    """
+    """Refuse an argument that is not `fine`: "`name` must be `rule`, got `value`. `next_step`"."""
     if not fine:
         separator = ";" if ", or `None`" in rule else ","
         advice = f" {next_step}" if next_step else ""
@@ -51,6 +39,22 @@ def require_choice(name: str, value: object, choices: Sequence[str], next_step: 
     """Refuse what is none of the choices."""
     rule = " or ".join(f'"{choice}"' for choice in choices) if len(choices) == 2 else f"one of {list(choices)}"
     require(value in choices, name, rule, value, next_step)
+
+
+def checked_rules(name: str, rules: object, legal: str, example: str, base: type | None = None) -> tuple[Any, ...]:
+    """Return a sequence of globs, and of classes derived from `base` if there is one, as a tuple; refuse all else."""
+
+    def is_rule(value: object) -> bool:
+        return bool(value) if isinstance(value, str) else isinstance(value, type) and issubclass(value, base or ())
+
+    one = rules.__name__ if isinstance(rules, type) else repr(rules if isinstance(rules, str) else example)
+    fine = isinstance(rules, Iterable) and not isinstance(rules, (str, type))
+    require(fine, name, "a sequence of rules", rules, f"Write `{name}=[{one}]`.")
+    checked = tuple(cast(Iterable[object], rules))
+    for rule in checked:
+        if not is_rule(rule):
+            raise ValueError(f"`{name}` must hold {legal}; got {rule!r}.")
+    return checked
 
 
 def is_number(value: Any, *, finite: bool = True) -> bool:

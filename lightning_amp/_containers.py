@@ -7,9 +7,15 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _PLAIN = (list, tuple, dict)
+
+
+def to_fp32(data: Any, dtypes: tuple[torch.dtype, ...]) -> Any:
+    """Turn tensors of these dtypes into float32, see :func:`replace`; everything else is left alone."""
+    return replace(data, lambda v: v.to(torch.float32) if isinstance(v, Tensor) and v.dtype in dtypes else v)
 
 
 def replace(data: Any, function: Callable[[Any], Any]) -> Any:

@@ -23,20 +23,16 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 # --- Lightning: the precision plugin ----------------------------------------------------------------------------------
 
 
+# Can go when Lightning makes `Precision._clip_gradients` public.
 def run_clipping(plugin: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Run `configure_gradient_clipping` with the Trainer's settings, as `Precision` does; not in manual optimization.
-
-    Can go when Lightning makes it public.
-    """
+    """Run `configure_gradient_clipping` with the Trainer's settings, as `Precision` does; none in manual mode."""
     trainer = module.trainer
     plugin._clip_gradients(module, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
 
+# Can go when the Trainer has a public way to call a hook.
 def run_hook(module: Any, name: str, *args: Any) -> None:
-    """Call a hook of all callbacks, then of the module, under the profiler, as Lightning's `Precision` does.
-
-    Can go when the Trainer has a public way to call a hook.
-    """
+    """Call a hook of all callbacks, then of the module, under the profiler, as Lightning's `Precision` does."""
     from lightning.pytorch.trainer import call
 
     call._call_callback_hooks(module.trainer, name, *args)
@@ -108,11 +104,9 @@ def finish_evaluation_batch(view: Any) -> None:
     view._results.batch_size = None
 
 
+# Can go with `own_results`.
 def finish_evaluation_loader(view: Any) -> dict[str, Tensor]:
-    """Reduce what was logged for the current loader, as `_EvaluationLoop._store_dataloader_outputs` does.
-
-    Can go with `own_results`.
-    """
+    """Reduce what was logged for the current loader, as `_EvaluationLoop._store_dataloader_outputs` does."""
     connector = view._logger_connector
     connector.epoch_end_reached()
     connector.update_eval_epoch_metrics()
@@ -133,11 +127,9 @@ def finish_evaluation_epoch_end(view: Any) -> dict[str, Tensor]:
     return dict(connector.metrics["callback"])
 
 
+# Can go with `own_results`.
 def evaluation_loader_idx(trainer: Any) -> int | None:
-    """Return the index of the current loader; `None` with one, where hooks do not get the argument.
-
-    Can go with `own_results`.
-    """
+    """Return the index of the current loader; `None` with one, where hooks do not get the argument."""
     results = trainer._results
     return None if results is None else results.dataloader_idx
 
@@ -189,11 +181,9 @@ def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float
     return number
 
 
+# Can go with `run_hook`.
 def call_module_hook(module: Any, name: str, *args: Any) -> Any:
-    """Call a hook so that `self.log` works in it: it looks up `_current_fx_name`, which only the Trainer sets.
-
-    Can go with `run_hook`.
-    """
+    """Call a hook so that `self.log` works in it: it looks up `_current_fx_name`, which only the Trainer sets."""
     previous = module._current_fx_name
     module._current_fx_name = name
     try:
@@ -202,11 +192,9 @@ def call_module_hook(module: Any, name: str, *args: Any) -> Any:
         module._current_fx_name = previous
 
 
+# Can go when Lightning drops the cache in copies.
 def forget_metric_names(module: Any) -> None:
-    """Drop the cache of metric names by `id`: in a copied module the ids are those of the original's metrics.
-
-    Can go when Lightning drops it in copies itself.
-    """
+    """Drop the cache of metric names by `id`: in a copied module the ids are those of the original's metrics."""
     from lightning.pytorch import LightningModule
 
     for child in module.modules():
@@ -229,11 +217,9 @@ def uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+# Can go when the counter is public.
 def logging_step(trainer: Any) -> int:
-    """Return the step that Lightning itself logs training metrics at; its own callbacks read this counter, too.
-
-    Can go when it is public.
-    """
+    """Return the step that Lightning itself logs training metrics at; its own callbacks read this counter, too."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 

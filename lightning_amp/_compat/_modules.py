@@ -60,11 +60,9 @@ def is_replayed() -> bool:
     return any(isinstance(m, _REPLAYING) for m in _get_current_dispatch_mode_stack())
 
 
+# Can go when there is one public question for all of them.
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether calls of this module are compiled, by any of torch's and Lightning's ways, or scripted.
-
-    Can go when there is one public question for all of them.
-    """
+    """Return whether calls of this module are compiled, by any of torch's and Lightning's ways, or scripted."""
     dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing is compiled
     return (
         (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
@@ -82,10 +80,6 @@ class Flag:
     def __init__(self) -> None:
         self.is_set = False
 
-    def set(self) -> None:
-        """Set it, for good."""
-        self.is_set = True
-
 
 def set_flag(flag: Flag) -> None:
     """Set a flag also where `torch.compile` traces: it calls this then, and never again; nothing is in the graph.
@@ -93,7 +87,7 @@ def set_flag(flag: Flag) -> None:
     The mark is what `torch.compiler.assume_constant_result` leaves; that one imports the whole compiler. Can go when it
     does not.
     """
-    flag.set()
+    flag.is_set = True
 
 
 # Can go with `set_flag`.
@@ -110,11 +104,9 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
+# Can go when `copyreg` makes public what `object.__reduce__` returns.
 def reduce_as(instance: Any, base: type) -> Any:
-    """Pickle (and copy) an instance whose class we swapped as one of its own class, so that no pickle needs us.
-
-    Can go when `copyreg` makes public what `object.__reduce__` returns.
-    """
+    """Pickle (and copy) an instance whose class we swapped as one of its own class, so that no pickle needs us."""
     import copyreg
 
     return copyreg._reconstructor, (base, object, None), dict(vars(instance))  # pyright: ignore[reportAttributeAccessIssue]
@@ -169,11 +161,9 @@ class CompiledBackwardWithoutAutocast:
 # hook on one cannot run. There is no public way to the tensor behind them.
 
 
+# Can go when module and tensor hooks are called outside of transforms.
 def outside_transforms() -> contextlib.AbstractContextManager[None]:
-    """Compute as if no transform of `torch.func` was under way.
-
-    Can go when module and tensor hooks are called outside of transforms.
-    """
+    """Compute as if no transform of `torch.func` was under way."""
     if _functorch.peek_interpreter_stack() is None:
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -181,31 +171,24 @@ def outside_transforms() -> contextlib.AbstractContextManager[None]:
     return temporarily_clear_interpreter_stack()  # pyright: ignore[reportReturnType]
 
 
+# Can go with `outside_transforms`.
 def behind_transforms(tensor: Tensor) -> Tensor:
-    """Return the tensor that holds the values: of a batch inside `vmap` all of them.
-
-    Can go with `outside_transforms`.
-    """
+    """Return the tensor that holds the values: of a batch inside `vmap` all of them."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
-COMPILED_CHILD = "_orig_mod"
-"""Name of the module inside one that `torch.compile` returned: a part of its qualified names in `named_modules`.
+WRAPPED_CHILDREN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Names that `torch.compile`, FSDP1 and activation checkpointing put into the qualified names of what they wrap.
 
-Can go when torch leaves it out of these names.
+Can go when torch leaves them out of these names.
 """
 
-WRAPPED_CHILDREN = {COMPILED_CHILD, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""The same for what FSDP1 and activation checkpointing wrap. Can go when torch leaves them out, too."""
 
-
+# Can go with `WRAPPED_CHILDREN`.
 def plain_name(name: str) -> str:
-    """Return a qualified name without what wrappers put in between: as before the module was compiled or sharded.
-
-    Can go with `WRAPPED_CHILDREN`.
-    """
+    """Return a qualified name without what wrappers put in between: as before the module was compiled or sharded."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED_CHILDREN)
 
 

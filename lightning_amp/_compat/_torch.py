@@ -47,11 +47,9 @@ def sparse_values(grad: Tensor) -> Tensor:
 # nor to be told a found_inf flag from outside.
 
 
+# Can go when `GradScaler` has a getter that does not wait.
 def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = None) -> Tensor:
-    """Return the scale, shape [], made on `device` if the scaler has not been used yet.
-
-    Can go when `GradScaler` has a getter that does not wait.
-    """
+    """Return the scale, shape [], made on `device` if the scaler has not been used yet."""
     scale = scaler._scale
     if scale is None:
         scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
@@ -85,38 +83,30 @@ def reset_scale(scaler: torch.amp.GradScaler, scale: float, tracker: int = 0) ->
     scaler._per_optimizer_states = _no_optimizer_states()
 
 
+# Can go when `GradScaler` takes the device of the first loss.
 def set_scaler_device(scaler: torch.amp.GradScaler, device_type: str) -> None:
-    """Set the device type, which a Trainer knows only after the scaler was made.
-
-    Can go when `GradScaler` takes that of the first loss.
-    """
+    """Set the device type, which a Trainer knows only after the scaler was made."""
     scaler._device = device_type
 
 
+# Can go when `GradScaler` hands its flags to a policy of one's own.
 def take_found_infs(scaler: torch.amp.GradScaler) -> list[Tensor]:
-    """Take the flags recorded since the last update, as `GradScaler.update` does.
-
-    Can go when `GradScaler` hands them to a policy of one's own.
-    """
+    """Take the flags recorded since the last update, as `GradScaler.update` does."""
     states = scaler._per_optimizer_states
     scaler._per_optimizer_states = _no_optimizer_states()
     return [flag for state in states.values() for flag in state["found_inf_per_device"].values()]
 
 
+# Can go when `GradScaler.update` takes a flag.
 def give_found_inf(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
-    """Tell somebody else's scaler what we found, so that its own `update` can be called.
-
-    Can go when `GradScaler.update` takes the flag.
-    """
+    """Tell somebody else's scaler what we found, so that its own `update` can be called."""
     scaler._per_optimizer_states = _no_optimizer_states()
     scaler._per_optimizer_states[0]["found_inf_per_device"] = {found_inf.device: found_inf}
 
 
+# Can go when `GradScaler.unscale_` may be called twice.
 def optimizer_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what a scaler knows of an optimizer until its next update, to keep a note there that is forgotten then.
-
-    Can go when `GradScaler.unscale_` may be called twice.
-    """
+    """Return what a scaler knows of an optimizer until its next update, to keep a note there that is forgotten then."""
     return scaler._per_optimizer_states[id(optimizer)]
 
 
@@ -124,13 +114,11 @@ def _no_optimizer_states() -> Any:
     return defaultdict(torch.amp.grad_scaler._refresh_per_optimizer_state)
 
 
+# Can go when torch makes the kernel public.
 def amp_update_scale(
     scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
 ) -> None:
-    """Update in place by torch's own kernel, so that the default policy equals torch's to the bit.
-
-    Can go when torch makes it public.
-    """
+    """Update in place by torch's own kernel, so that the default policy equals torch's to the bit."""
     torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
 
 
@@ -169,27 +157,21 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+# Can go with `decides_on_device`.
 def unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether Lightning's own plugin leaves unscaling to this optimizer; it asks for the same attribute.
-
-    Can go with `decides_on_device`.
-    """
+    """Return whether Lightning's own plugin leaves unscaling to this optimizer; it asks for the same attribute."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+# Can go when loading a checkpoint leaves `fused` alone.
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer is still fused: a checkpoint brings the `fused` of the run that wrote it.
-
-    Can go when loading a checkpoint leaves that setting alone.
-    """
+    """Return whether the optimizer is still fused: a checkpoint brings the `fused` of the run that wrote it."""
     return all(group["fused"] for group in optimizer.param_groups)
 
 
+# Can go when `Optimizer.step` has an argument for the flag.
 def set_found_inf(optimizer: Any, found_inf: Tensor) -> None:
-    """Hand the flag to a fused optimizer. The kernels test `found_inf == 1`: any other value steps.
-
-    Can go when `Optimizer.step` has an argument for it.
-    """
+    """Hand the flag to a fused optimizer. The kernels test `found_inf == 1`: any other value steps."""
     optimizer.found_inf = found_inf
 
 

@@ -2,7 +2,7 @@
 
 from lightning_amp.casting._choice import Canonical, Choice, Precision, cpu_has_bf16, parse_precision
 from lightning_amp.casting._fp32_metrics import Fp32Metrics, fp32_region
-from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_rules
+from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
 from lightning_amp.casting._method_override import MethodOverride
 from lightning_amp.casting._reused_weights import ReusedWeights
@@ -18,7 +18,7 @@ __all__ = [
     "Precision",
     "ReusedWeights",
     "Rule",
-    "checked_rules",
+    "checked_module_rules",
     "cpu_has_bf16",
     "fp32_region",
     "parse_precision",

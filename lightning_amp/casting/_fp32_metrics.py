@@ -16,8 +16,9 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import final, override
 
+from lightning_amp._containers import to_fp32
 from lightning_amp.casting._method_override import MethodOverride
-from lightning_amp.casting._upcast import to_fp32
+from lightning_amp.numerics import HALF_DTYPES
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,7 +90,7 @@ class Fp32Region:
         @functools.wraps(function)
         def in_fp32(*args: P.args, **kwargs: P.kwargs) -> R:
             with self:
-                return call(*to_fp32(args), **to_fp32(kwargs))
+                return call(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
 
         return in_fp32
 
@@ -117,9 +118,9 @@ class _InFp32(MethodOverride):
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled(self.device_type):
-            return self.inner(*to_fp32(args), **to_fp32(kwargs))
+            return self.inner(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
         with torch.autocast(self.device_type, enabled=False):
-            return self.inner(*to_fp32(args), **to_fp32(kwargs))
+            return self.inner(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
 
 
 @final

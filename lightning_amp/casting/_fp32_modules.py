@@ -11,37 +11,29 @@ import torch
 from torch import nn
 from typing_extensions import final, override
 
+from lightning_amp._arguments import checked_rules
 from lightning_amp._compat import _modules
+from lightning_amp._containers import to_fp32
 from lightning_amp.casting._fp32_metrics import is_metric
 from lightning_amp.casting._method_override import MethodOverride
-from lightning_amp.casting._upcast import to_fp32
 from lightning_amp.numerics import HALF_DTYPES
 
 Rule = type[nn.Module] | str
 
 
-def checked_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+def checked_module_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return the rules as a tuple.
 
     Raises:
         ValueError: For anything but a sequence of globs and module classes.
 
     """
-    if isinstance(rules, str) or (isinstance(rules, type) and issubclass(rules, nn.Module)):
-        one = repr(rules) if isinstance(rules, str) else rules.__name__
-        raise ValueError(f"`fp32_modules` must be a sequence of rules, got {rules!r}. Write `fp32_modules=[{one}]`.")
-    checked: tuple[Any, ...] = tuple(rules) if isinstance(rules, Iterable) else (rules,)
-    for rule in checked:
-        if not (isinstance(rule, str) and rule) and not (isinstance(rule, type) and issubclass(rule, nn.Module)):
-            raise ValueError(
-                "`fp32_modules` must hold globs on qualified module names, such as 'decoder.head' or '*.norm', and"
-                f" subclasses of `torch.nn.Module`; got {rule!r}."
-            )
-    return checked
+    legal = "globs on qualified module names, such as 'decoder.head' or '*.norm', and subclasses of `torch.nn.Module`"
+    return checked_rules("fp32_modules", rules, legal, "*.norm", nn.Module)
 
 
-def matches(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Module]:
-    """Find the modules that the rules match, by the first of their names; each rule in turn.
+def matches(root: nn.Module, rules: Iterable[Rule]) -> dict[Rule, list[tuple[str, nn.Module]]]:
+    """Find for each rule the modules that it matches, by the first of their names over all rules.
 
     The root is no candidate: to compute all of it in fp32 there is precision 'fp32'. A shared module matches under any
     of its names. A module without a `forward` of its own (`nn.ModuleList`) stands for its children. Metrics count as
@@ -49,16 +41,6 @@ def matches(root: nn.Module, rules: Iterable[Rule]) -> dict[str, nn.Module]:
 
     Raises:
         ValueError: If a rule matches nothing, with the closest names.
-
-    """
-    return dict(pair for pairs in matches_by_rule(root, rules).values() for pair in pairs)
-
-
-def matches_by_rule(root: nn.Module, rules: Iterable[Rule]) -> dict[Rule, list[tuple[str, nn.Module]]]:
-    """Find for each rule the modules that it matches, by the first of their names over all rules.
-
-    Raises:
-        ValueError: As :func:`matches`.
 
     """
     # A compiled or sharded child has the name of the module inside, which comes later and takes its place.
@@ -130,7 +112,7 @@ class _Fp32Forward(MethodOverride):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _modules.set_flag(self.ran)
         with torch.autocast(self.device_type, enabled=False):
-            return self.inner(*to_fp32(args), **to_fp32(kwargs))
+            return self.inner(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
 
     @override
     def for_copy(self, owner: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,7 +135,7 @@ class Fp32Modules:
     """
 
     def __init__(self, root: nn.Module, rules: Iterable[Rule], device_type: str, *, active: bool) -> None:
-        by_rule = matches_by_rule(root, rules)
+        by_rule = matches(root, rules)
         found = dict(pair for pairs in by_rule.values() for pair in pairs)
         self._overrides: dict[str, _Fp32Forward] = {}
         self._rules: dict[Rule, list[str]] = {}

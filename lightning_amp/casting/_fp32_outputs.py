@@ -8,8 +8,9 @@ from typing import Any
 
 from typing_extensions import final, override
 
+from lightning_amp._containers import to_fp32
 from lightning_amp.casting._method_override import MethodOverride
-from lightning_amp.casting._upcast import to_fp32
+from lightning_amp.numerics import HALF_DTYPES
 
 
 @final
@@ -18,7 +19,7 @@ class Fp32Outputs(MethodOverride):
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return to_fp32(self.inner(*args, **kwargs))
+        return to_fp32(self.inner(*args, **kwargs), HALF_DTYPES)
 
     def __enter__(self) -> None:
         self.install()

@@ -101,8 +101,7 @@ class ReusedWeights:
     def enter(self, stage: str | None) -> None:
         """Begin to share; see :meth:`inside`."""
         self._depth += 1
-        if stage is None:
-            self._copies.stop_counting()
+        self._copies.pause_counting(stage is None)
         if self._depth > 1 or self._module is None:
             return
         if stage is not None:
@@ -113,8 +112,7 @@ class ReusedWeights:
     def leave(self, stage: str | None) -> None:
         """Leave what was entered last."""
         self._depth -= 1
-        if stage is None:
-            self._copies.count_again()
+        self._copies.pause_counting(-(stage is None))
         if self._depth == 0 and (self._reused or self._watched):
             self._release()
 
@@ -234,21 +232,17 @@ class _Copies:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        self._uncounted = 0  # depth of backwards: that a checkpointed module is called again does not count
+        self._paused = 0
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
 
     @property
     def counting(self) -> bool:
         """Return whether calls say something about the steps to come."""
-        return self._uncounted == 0
+        return self._paused == 0
 
-    def stop_counting(self) -> None:
-        """Let calls not count, until as many calls of :meth:`count_again`."""
-        self._uncounted += 1
-
-    def count_again(self) -> None:
-        """Undo one :meth:`stop_counting`."""
-        self._uncounted -= 1
+    def pause_counting(self, by: int) -> None:
+        """Let calls not count while these add up to more than 0: a backward calls checkpointed modules again."""
+        self._paused += by
 
     def in_place_of(self, parameters: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         """Return the parameters of a module, those that are named in half precision and with a node of their own."""

@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _lightning, _torch
-from lightning_amp.casting import Canonical, Choice, checked_rules
+from lightning_amp.casting import Canonical, Choice, checked_module_rules
 from lightning_amp.precision import _refusals
 from lightning_amp.precision._fold_plan import is_default
 from lightning_amp.precision._hooks import RunHooks
@@ -98,7 +98,7 @@ class AmpPrecision(RunHooks):
         restore_buffers: Sequence[str] = (),
     ) -> None:
         self._settings = Settings(precision, eval_precision, scaler)
-        self.fp32_modules = checked_rules(fp32_modules)
+        self.fp32_modules = checked_module_rules(fp32_modules)
         require_bool("skip_nonfinite", skip_nonfinite)
         self.skip_nonfinite = skip_nonfinite
         self.restore_buffers = checked_buffer_rules(restore_buffers)

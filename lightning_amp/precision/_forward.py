@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp._containers import replace, tensors_in
+from lightning_amp._containers import tensors_in, to_fp32
 from lightning_amp.casting import Choice, EpochEnd, Fp32Metrics, Fp32Modules, Fp32Outputs, ReusedWeights, Rule
 from lightning_amp.precision._fit import Fit
 from lightning_amp.precision._idle_rules import IdleRules
@@ -282,7 +282,7 @@ def _downcast(data: Any, module: LightningModule) -> Any:
 
     Autocast leaves float64 tensors alone, so a linear layer would meet a float64 input and a half-precision weight.
     """
-    converted = replace(data, _to_fp32)
+    converted = to_fp32(data, (torch.float64,))
     if converted is data or any(p.dtype == torch.float64 for p in module.parameters()):
         return data
     _said.info(
@@ -290,7 +290,3 @@ def _downcast(data: Any, module: LightningModule) -> Any:
         " dataset return float32 (numpy's default is float64) to save the copy."
     )
     return converted
-
-
-def _to_fp32(value: Any) -> Any:
-    return value.to(torch.float32) if isinstance(value, Tensor) and value.dtype == torch.float64 else value

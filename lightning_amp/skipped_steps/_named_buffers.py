@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import final
 
+from lightning_amp._arguments import checked_rules
 from lightning_amp._compat import _modules
 
 
@@ -39,19 +39,8 @@ def checked_buffer_rules(rules: Sequence[str]) -> tuple[str, ...]:
         ValueError: For anything but a sequence of globs.
 
     """
-    if isinstance(rules, str) or not isinstance(rules, Iterable):
-        one = rules if isinstance(rules, str) else "queue*"
-        raise ValueError(
-            f"`restore_buffers` must be a sequence of rules, got {rules!r}. Write `restore_buffers=[{one!r}]`."
-        )
-    checked: tuple[Any, ...] = tuple(rules)
-    for rule in checked:
-        if not (isinstance(rule, str) and rule):
-            raise ValueError(
-                "`restore_buffers` must hold globs on qualified buffer names, such as 'queue*' or '*.centre'; got"
-                f" {rule!r}."
-            )
-    return checked
+    legal = "globs on qualified buffer names, such as 'queue*' or '*.centre'"
+    return checked_rules("restore_buffers", rules, legal, "queue*")
 
 
 def norm_places(root: nn.Module) -> list[Place]:

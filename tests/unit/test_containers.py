@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._containers import replace, tensors_in
-from lightning_amp.casting._upcast import to_fp32
+from lightning_amp._containers import replace, tensors_in, to_fp32
 from lightning_amp.numerics import HALF_DTYPES
 
 
@@ -73,7 +72,7 @@ CONTAINERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_every_container(name: str, dtype: torch.dtype) -> None:
     data = CONTAINERS[name](half(dtype))
-    result = to_fp32(data)
+    result = to_fp32(data, HALF_DTYPES)
     assert type(result) is type(data)
     kinds = {t.dtype for t in tensors(result) if t.is_floating_point()}
     assert kinds == {torch.float32}
@@ -89,17 +88,17 @@ def test_every_container(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_what_needs_no_cast_is_the_same_object(name: str) -> None:
     data = CONTAINERS[name](torch.ones(2))
-    assert to_fp32(data) is data
+    assert to_fp32(data, HALF_DTYPES) is data
 
 
 @pytest.mark.parametrize("data", [None, 1.0, "text", torch.ones(2, dtype=torch.float64), torch.ones(2).int(), Plain])
 def test_what_is_left_alone(data: Any) -> None:
-    assert to_fp32(data) is data
+    assert to_fp32(data, HALF_DTYPES) is data
 
 
 def test_gradients_pass() -> None:
     x = half(torch.bfloat16).requires_grad_()
-    to_fp32([x])[0].sum().backward()
+    to_fp32([x], HALF_DTYPES)[0].sum().backward()
     assert x.grad.dtype == torch.bfloat16
 
 

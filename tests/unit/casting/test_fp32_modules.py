@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError, MetricCollection
 
 from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
-from lightning_amp.casting._fp32_modules import Fp32Modules, checked_rules, matches
+from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, matches
 
 autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
@@ -54,8 +54,12 @@ class Net(nn.Module):
         return self.head(x)
 
 
+def matching(root: nn.Module, rules: list[Rule]) -> dict[str, nn.Module]:
+    return dict(pair for pairs in matches(root, rules).values() for pair in pairs)
+
+
 def computing_in_fp32(root: nn.Module, *rules: Any) -> Fp32Modules:
-    return Fp32Modules(root, checked_rules(rules), "cpu", active=True)
+    return Fp32Modules(root, checked_module_rules(rules), "cpu", active=True)
 
 
 def run(net: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -137,7 +141,7 @@ def test_nested_and_shared_modules(x: Tensor) -> None:
             return self.b(self.a(x))
 
     net = Shared()
-    assert list(matches(net, ["b.0"])) == ["b.0"]  # the second name of `a`
+    assert list(matching(net, ["b.0"])) == ["b.0"]  # the second name of `a`
     ours = computing_in_fp32(net, "b", "b.0", "a")
     with autocast():
         net(x)
@@ -256,25 +260,25 @@ def test_compiled(x: Tensor, what: str, backend: str) -> None:
 class TestRules:
     def test_what_they_match(self) -> None:
         net = Net()
-        assert list(matches(net, ["decoder"])) == ["decoder"]
-        assert list(matches(net, ["*.norm"])) == ["encoder.0.norm", "encoder.1.norm", "decoder.norm"]
-        assert list(matches(net, [nn.LayerNorm])) == list(matches(net, ["*.norm"]))
-        assert list(matches(net, ["head", "encoder.1.*"])) == ["head", "encoder.1.norm", "encoder.1.layer"]
-        assert list(matches(net, ["encoder"])) == ["encoder.0", "encoder.1"]  # a list computes nothing itself
-        assert list(matches(net, ["encoder.[0]"])) == ["encoder.0"]
-        assert "" not in matches(net, ["*", nn.Module])
-        assert matches(net, []) == {}
+        assert list(matching(net, ["decoder"])) == ["decoder"]
+        assert list(matching(net, ["*.norm"])) == ["encoder.0.norm", "encoder.1.norm", "decoder.norm"]
+        assert list(matching(net, [nn.LayerNorm])) == list(matching(net, ["*.norm"]))
+        assert list(matching(net, ["head", "encoder.1.*"])) == ["head", "encoder.1.norm", "encoder.1.layer"]
+        assert list(matching(net, ["encoder"])) == ["encoder.0", "encoder.1"]  # a list computes nothing itself
+        assert list(matching(net, ["encoder.[0]"])) == ["encoder.0"]
+        assert "" not in matching(net, ["*", nn.Module])
+        assert matching(net, []) == {}
 
     def test_names_do_not_show_compilation(self) -> None:
         net = Net()
         inner = net.decoder
         net.decoder = torch.compile(net.decoder, backend="eager")  # type: ignore[assignment]
-        assert matches(net, ["decoder"]) == {"decoder": inner}
-        assert list(matches(net, ["decoder.norm", Block])) == ["decoder.norm", "encoder.0", "encoder.1", "decoder"]
+        assert matching(net, ["decoder"]) == {"decoder": inner}
+        assert list(matching(net, ["decoder.norm", Block])) == ["decoder.norm", "encoder.0", "encoder.1", "decoder"]
 
     def test_metrics_count_and_are_left_alone(self) -> None:
         net = nn.ModuleDict({"mse": MeanSquaredError(), "all": MetricCollection([MeanSquaredError()])})
-        assert matches(net, ["mse", "all", "*"]) == {}
+        assert matching(net, ["mse", "all", "*"]) == {}
 
     @pytest.mark.parametrize(
         ("rule", "message"),
@@ -311,7 +315,7 @@ class TestRules:
     )
     def test_what_is_no_rule(self, rules: Any, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            checked_rules(rules)
+            checked_module_rules(rules)
 
     def test_half_parameters(self) -> None:
         net = Net()

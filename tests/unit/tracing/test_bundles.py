@@ -26,10 +26,11 @@ class Sample:
 
 
 class Encoding(UserDict):  # type: ignore[type-arg]
-    """As `transformers.BatchEncoding`: a mapping that moves itself."""
+    """As `transformers.BatchEncoding`: a mapping that moves itself, in place."""
 
     def to(self, device: Any) -> Encoding:
-        return Encoding({key: value.to(device) for key, value in self.items()})
+        self.data = {key: value.to(device) for key, value in self.items()}
+        return self
 
 
 class Moves:
