@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from lightning_amp import _messages
@@ -9,55 +11,39 @@ from lightning_amp._numbers import exact
 from lightning_amp.casting import Choice
 from lightning_amp.scaling import DynamicLossScaler
 
+if TYPE_CHECKING:
+    from lightning_amp.precision._run import Run
 
-def say(
-    training: Choice,
-    evaluation: Choice,
-    device_type: str,
-    why: str,
-    *,
-    fitting: bool,
-    scaler: torch.amp.GradScaler | None,
-    scaler_unused: bool,
-    resumed: bool,
-    num_fp32_modules: int,
-    num_restored_buffers: int,
-    skips: bool,
-) -> None:
+
+def say(run: Run, scaler: torch.amp.GradScaler | None, why: str, *, scaler_unused: bool) -> None:
     """Say precision, device, scaler, and what is protected, for somebody who glances at a terminal.
 
     Where nothing is trained only a choice of `"auto"` is worth a line.
 
     Args:
-        training: The precision of training.
-        evaluation: That of validation.
-        device_type: Where.
-        why: The reason of `"auto"`; empty for a precision that was asked for.
-        fitting: Whether a fit begins.
+        run: That begins.
         scaler: In use.
-        scaler_unused: Whether one was passed that this precision does not need.
-        resumed: Whether a checkpoint is about to say what the scale is.
-        num_fp32_modules: How many modules the rules of `fp32_modules` match.
-        num_restored_buffers: The same for `restore_buffers`.
-        skips: Whether a step that is not finite is skipped.
+        why: The reason of `"auto"`; empty for a precision that was asked for.
+        scaler_unused: Whether a scaler was passed that this precision does not need.
 
     """
-    parts = [_precision_on(training, device_type, why)]
-    if not fitting:
-        if why and evaluation == training:
+    forward = run.forward
+    parts = [_precision_on(forward.training, forward.device_type, why)]
+    if not run.fitting:
+        if why and forward.evaluation == forward.training:
             _messages.info(f"lightning_amp: {parts[0]}.")
         return
     if scaler is not None:
-        parts.append(_scale(scaler, resumed))
+        parts.append(_scale(scaler, resumed=run.module.trainer.ckpt_path is not None))
     if scaler_unused:
         parts.append("`scaler` is left unused")
-    if evaluation != training:
-        parts.append(f"evaluation in {evaluation.name}")
-    if num_fp32_modules:
-        parts.append(f"{_counted(num_fp32_modules, 'module')} in fp32")
-    ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
-    if num_restored_buffers and skips:
-        ending += f", which also puts back {_counted(num_restored_buffers, 'buffer')}"
+    if forward.evaluation != forward.training:
+        parts.append(f"evaluation in {forward.evaluation.name}")
+    if forward.num_fp32_modules:
+        parts.append(f"{_counted(forward.num_fp32_modules, 'module')} in fp32")
+    ending = f"non-finite steps are {'skipped' if run.skips else 'taken'}"
+    if run.named_buffers and run.skips:
+        ending += f", which also puts back {_counted(len(run.named_buffers), 'buffer')}"
     _messages.info(f"lightning_amp: {', '.join(parts)}; {ending}.")
 
 

@@ -65,7 +65,7 @@ class ForwardContexts:
         self.training, self.evaluation = training, evaluation
         self.autocast, self.autocast_stays = autocast, autocast_stays
         self.evaluating = False
-        self._module, self._device_type = module, device_type
+        self._module, self.device_type = module, device_type
         mixed = training.mixed or evaluation.mixed
         self._fp32_modules = Fp32Modules(module, rules, device_type, active=mixed)
         self._fp32_metrics = Fp32Metrics(module, device_type)
@@ -202,7 +202,7 @@ class ForwardContexts:
         if module is not self._module:
             metrics = self._shadows.get(module)
             if metrics is None:
-                metrics = self._shadows[module] = Fp32Metrics(module, self._device_type)
+                metrics = self._shadows[module] = Fp32Metrics(module, self.device_type)
         elif step is not None and self._step != step:
             self._begin(step, functools.partial(self.evaluation_step, module))
         with metrics, _NOTHING if step is None else Fp32Outputs(module, step):

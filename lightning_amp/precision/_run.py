@@ -34,8 +34,10 @@ class Run:
 
     Attributes:
         module: The same.
+        fitting: Whether it is a fit.
         forward: What its steps run in.
         fit: Its backwards and optimizer steps; `None` until the optimizers exist, and where nothing is trained.
+        named_buffers: What a skipped step puts back besides normalisation statistics.
 
     Raises:
         ValueError: If a rule of `fp32_modules` matches nothing.
@@ -54,8 +56,8 @@ class Run:
         self.module = module
         self.fit: Fit | None = None
         self._plugin = plugin
-        self._fitting = module.trainer.state.fn == TrainerFn.FITTING
-        self._named_buffers: list[Place] = []
+        self.fitting = module.trainer.state.fn == TrainerFn.FITTING
+        self.named_buffers: list[Place] = []
         self.forward = ForwardContexts(
             module,
             plugin.device,
@@ -77,23 +79,17 @@ class Run:
             ValueError: With all that is wrong, or if a rule of `restore_buffers` matches nothing.
 
         """
-        plugin, forward, trainer = self._plugin, self.forward, self.module.trainer
-        if self._fitting:  # here, since a strategy may wrap what it is given
-            _refusals.check(self.module, forward.training, trainer.strategy.root_device, forward.fp32_modules)
-            self._named_buffers = matching_places(self.module, plugin.restore_buffers)
-        _first_line.say(
-            forward.training,
-            forward.evaluation,
-            plugin.device,
-            why,
-            fitting=self._fitting,
-            scaler=plugin.scaler,
-            scaler_unused=scaler_unused,
-            resumed=trainer.ckpt_path is not None,
-            num_fp32_modules=forward.num_fp32_modules,
-            num_restored_buffers=len(self._named_buffers),
-            skips=plugin.skip_nonfinite or (plugin.scaler is not None and plugin.scaler.is_enabled()),
-        )
+        if self.fitting:  # here, since a strategy may wrap what it is given
+            device = self.module.trainer.strategy.root_device
+            _refusals.check(self.module, self.forward.training, device, self.forward.fp32_modules)
+            self.named_buffers = matching_places(self.module, self._plugin.restore_buffers)
+        _first_line.say(self, self._plugin.scaler, why, scaler_unused=scaler_unused)
+
+    @property
+    def skips(self) -> bool:
+        """Return whether a step that is not finite is skipped."""
+        scaler = self._plugin.scaler
+        return self._plugin.skip_nonfinite or (scaler is not None and scaler.is_enabled())
 
     def connect(self, optimizers: Sequence[Optimizer], *, own_norm: bool) -> None:
         """Begin a fit, if this is one.
@@ -103,7 +99,7 @@ class Run:
             own_norm: Whether the plugin is a subclass that clips by norm in its own way.
 
         """
-        if not self._fitting:
+        if not self.fitting:
             return
         if self.fit is not None:
             self.fit.detach()
@@ -112,7 +108,7 @@ class Run:
             self.module,
             optimizers,
             mixed=self.forward.training.mixed,
-            named_buffers=self._named_buffers,
+            named_buffers=self.named_buffers,
             own_norm=own_norm,
         )
 
