@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_amp.reports._figures import new_figure
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -30,13 +32,8 @@ def plot_comparison(
         tolerance_of: the tolerance that applies to a line, if any.
         left_out: said at the top.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("`plot` needs matplotlib: `pip install matplotlib`") from error
-
     number = max(len(groups), 1)
-    figure = Figure(figsize=(10.0, 0.6 + 2.0 * number), layout="constrained")
+    figure = new_figure(10.0, 0.6 + 2.0 * number)
     if left_out:
         figure.suptitle(left_out, fontsize="medium")
     axes: Any = figure.subplots(number, 2, sharex=True, squeeze=False)

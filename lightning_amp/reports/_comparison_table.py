@@ -125,6 +125,7 @@ class ComparisonTable(Sequence[ComparisonRow]):
             max_rows: how many metrics to show; of more, the worst, as in `to_text`. `None`: all.
         """
         from lightning_amp.reports._comparison_plot import plot_comparison
+        from lightning_amp.reports._figures import saved
 
         _check_max_rows(max_rows)
         groups: dict[str, dict[str, list[ComparisonRow]]] = {}
@@ -136,10 +137,7 @@ class ComparisonTable(Sequence[ComparisonRow]):
             # Those that the last comparison does not have come last.
             groups = {name: groups[name] for name in list(dict.fromkeys([*worst, *groups]))[:max_rows]}
             title = f"the worst {max_rows} of {number} metrics; `plot(max_rows=None)` shows all"
-        figure = plot_comparison(groups, self.tolerance_of, title)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return saved(plot_comparison(groups, self.tolerance_of, title), path, dpi="figure")
 
     def to_text(self, max_rows: int | None = MAX_ROWS) -> str:
         """Write the last comparison as a text table.

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from lightning_amp.reports._figures import new_figure, saved, say_empty
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -67,20 +69,14 @@ def draw_heat_map(
     path: str | os.PathLike[str] | None,
     max_rows: int | None,
 ) -> Figure:
-    """See `GradientMonitor.plot`. `samples` are without the row of the total."""
+    """Draw what `GradientMonitor.plot` returns; `samples` are without the row of the total."""
     look = _LOOKS[quantity]
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Plotting needs matplotlib, which is not installed. Run `pip install lightning-amp[plot]`."
-        ) from error
     steps = [sample[0].step for sample in samples if sample]
     grid = _grid(samples, quantity)
     names = _worst(grid, look.low_is_bad, max_rows)
     width = 8 + 0.07 * max((len(name) - 20 for name in names), default=0)
-    figure = Figure(figsize=(max(width, 8), 2 + 0.25 * max(len(names), 4)), layout="constrained")
-    axes: Any = figure.add_subplot()  # no pyplot: its global state is the user's
+    figure = new_figure(max(width, 8), 2 + 0.25 * max(len(names), 4))
+    axes: Any = figure.add_subplot()
     title = look.title if len(names) == len(grid) else f"{look.title}\nthe {len(names)} worst of {len(grid)} rows"
     axes.set_title(title, fontsize="medium")
     if names:
@@ -90,11 +86,8 @@ def draw_heat_map(
         every = math.ceil(len(steps) / 8)
         axes.set_xticks(range(0, len(steps), every), [f"{step:,}" for step in steps[::every]])
     else:
-        axes.set(xticks=[], yticks=[])
-        axes.text(0.5, 0.5, "no sample yet", ha="center", va="center", transform=axes.transAxes)
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
+        say_empty(axes, "no sample yet")
+    return saved(figure, path)
 
 
 def _grid(samples: Sequence[Sequence[GradientRow]], quantity: Quantity) -> dict[str, list[_Cell]]:
