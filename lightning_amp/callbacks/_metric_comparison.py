@@ -192,7 +192,7 @@ class MetricComparison(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let callbacks find the last values before this run has any of its own."""
         if self._resumed:
-            _lightning.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last()))
+            _lightning.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Decide whether this validation is compared."""
@@ -312,7 +312,7 @@ class MetricComparison(Callback):
         metrics = _as_metrics(trainer, rows)
         _lightning.add_callback_metrics(trainer, metrics)
         step = _lightning.log_evaluation_metrics(trainer, metrics, amp.get("step"))
-        self._table.extend(row._replace(step=step) for row in rows)
+        self._table.add(row._replace(step=step) for row in rows)
         if trainer.state.fn != "fit":
             _messages.info(f"MetricComparison, epoch {trainer.current_epoch}:\n{self._table}")
         self._judge(trainer)

@@ -10,11 +10,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make a figure without pyplot, whose global state is the user's.
-
-    Args:
-        width: In inches.
-        height: In inches.
+    """Make a figure, sized in inches, without pyplot, whose global state is the user's.
 
     Raises:
         ModuleNotFoundError: Without matplotlib.

@@ -803,7 +803,8 @@ def test_a_failed_csv_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     table().to_csv(path)
     before = path.read_text()
-    broken = ComparisonTable([*table(), None])  # type: ignore[list-item]
+    broken = table()
+    broken.add([None])  # type: ignore[list-item]
     with pytest.raises(csv.Error):
         broken.to_csv(path)
     assert path.read_text() == before
@@ -885,7 +886,7 @@ def test_at_most_fifteen_rows_the_worst() -> None:
 
 def test_the_worst_are_beyond_their_tolerance_or_nan() -> None:
     table = many(tolerance={"m3": 0.0})
-    table.extend([*table.last(), ComparisonRow.of(1, 1, "nan", NAN, 1.0), ComparisonRow.of(1, 1, "both", NAN, NAN)])
+    table.add([*table.last, ComparisonRow.of(1, 1, "nan", NAN, 1.0), ComparisonRow.of(1, 1, "both", NAN, NAN)])
     names = [line.split()[0] for line in table.to_text(3).splitlines()]
     assert names == ["metric", "m3", "nan", "m19", "These"]
     assert "both" not in table.to_text(21)
