@@ -20,7 +20,7 @@ from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not
 from lightning_amp.numerics import ExponentHistogram, fitting_scale
 from lightning_amp.reports import MAX_ROWS, TOTAL, GradientRow, GradientTable, Quantity
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import in_one_line, is_out_of_memory, take_sample
+from lightning_amp.shadow import Failure, take_sample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -219,20 +219,13 @@ class GradientMonitor(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=_lightning.logging_step(trainer))
 
-    def _excuse(self, trainer: Trainer, error: Exception) -> None:
-        if is_out_of_memory(error):
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-            text = f"out of memory in the sample of step {trainer.global_step}: it is left out, training goes on"
-        else:
+    def _excuse(self, trainer: Trainer, failure: Failure) -> None:
+        then = ": it is left out"
+        if not failure.out_of_memory:
             self._runs = trainer.world_size > 1  # the others wait for this one's figures
-            text = (
-                f"the training step could not be run a second time ({in_one_line(error)})."
-                f" {'Its batch is left out' if self._runs else 'It is off for the rest of this run'}, training goes on"
-            )
-        # The frames of the traceback would keep the memory that there may not be enough of.
-        error.__traceback__ = error.__context__ = error.__cause__ = None
-        _messages.warn_on_this_rank(f"`GradientMonitor` on rank {trainer.global_rank}: {text}.")
+            then = ". Its batch is left out" if self._runs else ". It is off for the rest of this run"
+        who = f"`GradientMonitor` on rank {trainer.global_rank}"
+        _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
 
     def _total(self) -> GradientRow | None:
         return next((row for row in self._table.last if row.name == TOTAL), None)

@@ -20,7 +20,7 @@ from lightning_amp.callbacks._comparison_settings import check_settings
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.reports import MAX_ROWS, ComparisonRow, ComparisonTable
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import PairedEvaluation, Stage, describe_failure, is_out_of_memory
+from lightning_amp.shadow import Failure, PairedEvaluation, Stage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -276,13 +276,17 @@ class MetricComparison(Callback):
         self._warned: set[str] = set()
         self._names_checked = False
 
-    def _report(self, trainer: Trainer, stage: Stage, error: Exception) -> None:
+    def _report(self, trainer: Trainer, stage: Stage, failure: Failure) -> None:
         """Say, on the rank where it happened, what ended a comparison; once per run."""
-        if is_out_of_memory(error) and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        kind, text = describe_failure(error, stage, trainer.current_epoch)
-        if self._is_news(kind):
-            _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {text}.")
+        if not self._is_news("out of memory" if failure.out_of_memory else "error"):
+            return
+        then = (
+            ": this comparison is dropped, training goes on, and the next comparison tries again. A smaller"
+            f" {stage} batch needs less"
+            if failure.out_of_memory
+            else ". Comparisons are off for the rest of this run, training goes on"
+        )
+        _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {failure.text}{then}.")
 
     def _is_news(self, kind: str) -> bool:
         if kind in self._warned:

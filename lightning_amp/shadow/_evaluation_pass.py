@@ -11,10 +11,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import final
 
 from lightning_amp._compat import _lightning
 from lightning_amp.shadow._module_copy import copy_batch
-from lightning_amp.shadow._shadow import RandomState, Shadow, paired_random
+from lightning_amp.shadow._shadow import Shadow
+from lightning_amp.tracing import RandomState, paired_random
 
 Stage = Literal["validation", "test"]
 """As in the names of hooks, `on_test_batch_start`, and steps, `test_step`."""
@@ -22,6 +24,7 @@ Stage = Literal["validation", "test"]
 Context = Callable[[LightningModule], AbstractContextManager[Any]]
 
 
+@final
 class EvaluationPass:
     """Validates or tests a shadow.
 

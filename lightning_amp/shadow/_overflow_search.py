@@ -11,20 +11,22 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
 from lightning_amp.numerics import HALF_DTYPES, nonfinite_gradients
-from lightning_amp.shadow._module_copy import copy_batch, is_out_of_memory
+from lightning_amp.shadow._failures import Failure
+from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._ranks import gather
-from lightning_amp.shadow._shadow import RandomState, full_precision
-from lightning_amp.shadow._training_pass import TrainingPass, in_one_line
-from lightning_amp.tracing import Diagnosis, Place, Trace, diagnose, make_bundle, pack_random_state
+from lightning_amp.shadow._training_pass import TrainingPass
+from lightning_amp.tracing import Diagnosis, Place, RandomState, Trace, diagnose, full_precision, make_bundle
 
 _WINDOW_BYTES = 2**28
 """What the batches of an accumulation window may take in memory; of a larger one the first are forgotten."""
 
 
+@final
 @dataclass(slots=True)
 class KeptBatch:
     """A batch, and the random generators before its step."""
@@ -37,6 +39,7 @@ class KeptBatch:
     edited: bool = False
 
 
+@final
 class BatchWindow:
     """The batches since the last attempted step.
 
@@ -87,6 +90,7 @@ class BatchWindow:
         self._first, self._num_bytes = None, 0
 
 
+@final
 @dataclass(slots=True)
 class Finding:
     """What the replay of a window showed."""
@@ -114,6 +118,7 @@ def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: 
     return search.finding or Finding(Diagnosis("none"), steps[-1].batch_idx, len(steps), note=note, step=steps[-1])
 
 
+@final
 class _Search:
     """One replay of a window, on all ranks in step."""
 
@@ -154,15 +159,15 @@ class _Search:
         try:
             work()
         except Exception as error:
-            failed, note = True, _excuse(error)
-            # The frames of the traceback would keep the memory that there may not be enough of.
-            error.__traceback__ = error.__context__ = error.__cause__ = None
+            failed, failure = True, Failure.of(error, "the training step", "the replay")
             if self.finding is None:
                 done = max(self._number - 1, 0)
+                note = failure.text
+                if failure.out_of_memory:
+                    note += ": there is no cause to report. A smaller batch needs less"
                 self.finding = Finding(Diagnosis("none"), self._step.batch_idx, done, note=note, step=self._step)
             elif self._is_new:  # the cause is known, only how large the true gradient is is not
-                why = "out of memory" if is_out_of_memory(error) else in_one_line(error)
-                missing = f"the true gradients could not be measured in fp32 ({why})"
+                missing = f"the true gradients could not be measured in fp32 ({failure.reason})"
                 self.finding.note = "; ".join(filter(None, (self.finding.note, missing)))
         return not self._any(failed)
 
@@ -238,7 +243,7 @@ def packed_step(
         module_state={name: value for name, value in module.state_dict().items() if name not in parameters},
         batch=step.batch,
         batch_idx=step.batch_idx,
-        random_state=pack_random_state(*step.random_state),
+        random_state=step.random_state,
         scale=scale,
         loss_divisor=float(trainer.accumulate_grad_batches) if module.automatic_optimization else 1.0,
         report=_plain(report),
@@ -268,11 +273,3 @@ def _edited(step: KeptBatch) -> str:
     return (
         "the step edited its batch in place, so that the replay saw an edited one; from the next batch on it is copied"
     )
-
-
-def _excuse(error: Exception) -> str:
-    if is_out_of_memory(error):
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        return "out of memory in the replay: there is no cause to report. A smaller batch needs less"
-    return f"the training step could not be run a second time ({in_one_line(error)})"

@@ -13,13 +13,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules
 from lightning_amp.shadow._module_copy import copy_batch
-from lightning_amp.shadow._shadow import RandomState, Shadow, View, paired_random, replaying
-from lightning_amp.tracing import Trace
+from lightning_amp.shadow._shadow import Shadow
+from lightning_amp.shadow._views import View, replaying
+from lightning_amp.tracing import RandomState, Trace, paired_random
 
 
+@final
 class TrainingPass:
     """Runs `training_step` on a shadow that has parameters of its own.
 
@@ -184,12 +187,6 @@ def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-
-
-def in_one_line(error: BaseException) -> str:
-    """Class and message of an exception: of a long message the first line, or what comes after its traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    return f"{type(error).__name__}: {lines[-1 if 'Traceback' in str(error) else 0]}"
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

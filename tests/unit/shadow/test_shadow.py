@@ -20,8 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, OverflowLocator
-from lightning_amp.shadow._module_copy import NotCopied, NotCopiedError, copy_batch, copy_module
-from lightning_amp.shadow._shadow import Shadow, full_precision, paired_random
+from lightning_amp.shadow._module_copy import copy_batch, copy_module
+from lightning_amp.shadow._not_copied import NotCopied, NotCopiedError
+from lightning_amp.shadow._shadow import Shadow
+from lightning_amp.tracing import full_precision, paired_random
 
 
 class Tracker:

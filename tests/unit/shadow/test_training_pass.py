@@ -12,7 +12,8 @@ from support import Toy, fit
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
-from lightning_amp.shadow._training_pass import TrainingPass, in_one_line
+from lightning_amp.shadow._failures import in_one_line
+from lightning_amp.shadow._training_pass import TrainingPass
 
 
 def probe(module: Callable[[], L.LightningModule], look: Callable[[L.Trainer, TrainingPass, Any], None]) -> L.Trainer:
