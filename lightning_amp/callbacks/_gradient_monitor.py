@@ -13,10 +13,9 @@ from typing_extensions import override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
-from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._numbers import exact, rounded
-from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
+from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import ExponentHistogram, fitting_scale
 from lightning_amp.reports import MAX_ROWS, TOTAL, GradientRow, GradientTable, Quantity
 from lightning_amp.scaling import Saved
@@ -150,9 +149,7 @@ class GradientMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        reason = why_not_twice(trainer, pl_module, "training_step")
-        if reason is None and trainer.precision_plugin.precision not in ("32-true", "16-mixed", "bf16-mixed"):
-            reason = f"with precision {trainer.precision_plugin.precision!r} there is no fp32 to compare with"
+        reason = why_not_twice(trainer, pl_module, "training_step", against_fp32=True)
         self._runs = reason is None
         if reason is not None:
             _messages.info(f"`GradientMonitor` does not run: {reason}.")
@@ -215,9 +212,7 @@ class GradientMonitor(Callback):
         metrics = {UNDERFLOW_FRACTION: total.underflow_fraction, HEADROOM_BITS: total.headroom_bits}
         if not math.isnan(total.sqnr_db):
             metrics[GRADIENT_SQNR_DB] = total.sqnr_db
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=_lightning.logging_step(trainer))
+        log_metrics(trainer, metrics)
 
     def _excuse(self, trainer: Trainer, failure: Failure) -> None:
         then = ": it is left out"

@@ -32,9 +32,6 @@ ABS_DIFF_PREFIX = "amp/abs_diff/"
 # Lightning takes these two, when a user logs them, for the axes of the plots.
 _AXES = {"step", "epoch"}
 
-# The others compute in one low or high precision throughout: there is no fp32 to compare with.
-_PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
-
 
 class MetricComparison(Callback):
     """Measures what mixed precision costs in the metrics that you log in validation and test.
@@ -360,7 +357,4 @@ def _as_metrics(trainer: Trainer, rows: Iterable[ComparisonRow]) -> dict[str, to
 def _why_not(trainer: Trainer, pl_module: LightningModule, step: str) -> str | None:
     if not is_overridden(step, pl_module):
         return f"`{type(pl_module).__name__}` has no `{step}`, in which it would compare what is logged"
-    reason = why_not_twice(trainer, pl_module, step)
-    if reason is None and trainer.precision_plugin.precision not in _PRECISIONS:
-        reason = f"with precision {trainer.precision_plugin.precision!r} there is no fp32 to compare with"
-    return reason
+    return why_not_twice(trainer, pl_module, step, against_fp32=True)

@@ -19,7 +19,7 @@ from lightning_amp._arguments import require_count, require_number
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._numbers import exact
-from lightning_amp.callbacks._trainers import require_lightning_trainer
+from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import ScaleHistory
 from lightning_amp.scaling import Saved, StepRecord, Subscription
@@ -227,14 +227,8 @@ class ScaleMonitor(Callback):
         if last is None:
             return
         skipped = self._history.num_skipped
-        metrics = {
-            LOSS_SCALE: last.next_scale,
-            SKIPPED_STEPS: float(skipped),
-            SKIP_RATE: skipped / self._history.num_attempted,
-        }
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=_lightning.logging_step(trainer))
+        rate = skipped / self._history.num_attempted
+        log_metrics(trainer, {LOSS_SCALE: last.next_scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: rate})
         if self.warn_below is not None and last.next_scale < self.warn_below and not self._warned:
             self._warned = True
             _messages.warn(

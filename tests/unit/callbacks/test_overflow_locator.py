@@ -42,9 +42,8 @@ def test_keys_are_those_of_the_docstring() -> None:
     rows = [row for row in recorder.rows if any(key.startswith("amp/") for key in row)]
     assert {key for row in rows for key in row} == {"step", _overflow_locator.OVERFLOWS}
     assert f"`{_overflow_locator.OVERFLOWS}`" in OverflowLocator.__doc__
-    # after the last report the count comes in blocks, as for everybody who does not wait
-    assert [row["amp/overflows"] for row in rows][:2] == [0, 1]
-    assert trainer.callback_metrics["amp/overflows"] == 1
+    assert [row["amp/overflows"] for row in rows] == [0, 1, 2, 2, 2, 2, 2, 2]
+    assert trainer.callback_metrics["amp/overflows"] == 2
 
 
 def test_healthy_runs_report_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -378,9 +377,41 @@ def test_dataloader_iter_is_counted_only(caplog: pytest.LogCaptureFixture) -> No
 
     locator = OverflowLocator()
     with caplog.at_level("INFO"):
-        fit(Iterates, fp16(), callbacks=[locator, Poison(gradient=[1])])
+        trainer = fit(Iterates, fp16(), callbacks=[locator, Poison(gradient=[1])])
     assert "counts, but does not look for causes: a `training_step` that takes a `dataloader_iter`" in caplog.text
     assert locator.reports == []
+    assert trainer.callback_metrics["amp/overflows"] == 1
+
+
+@pytest.mark.parametrize("max_reports", [0, 1, 10])
+def test_every_skip_counts_at_every_log_point(max_reports: int) -> None:
+    recorder, locator = Recorder(), OverflowLocator(max_reports=max_reports)
+    bad = Poison(gradient=[1, 2, 5])
+    fit(Toy, fp16(), callbacks=[locator, bad], logger=recorder, log_every_n_steps=2)
+    assert [row["amp/overflows"] for row in recorder.rows if "amp/overflows" in row] == [1, 2, 3, 3]
+    assert len(locator.reports) == min(max_reports, 3)
+
+
+@pytest.mark.parametrize("max_reports", [0, 1])
+def test_the_count_goes_on_in_a_second_fit(max_reports: int) -> None:
+    locator = OverflowLocator(max_reports=max_reports)
+    trainer = fit(Toy, fp16(), callbacks=[locator, Poison(gradient=[2, 7, 8, 15])], log_every_n_steps=3)
+    assert locator.state_dict()["num_overflows"] == 2
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module, batches())
+    assert locator.state_dict()["num_overflows"] == 4
+
+
+def test_skips_before_a_crash_count() -> None:
+    class Crashes(Toy):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx == 3:
+                raise ZeroDivisionError
+
+    locator = OverflowLocator(max_reports=0)
+    with pytest.raises(ZeroDivisionError):
+        fit(Crashes, fp16(), callbacks=[locator, Poison(gradient=[1])], log_every_n_steps=50)
+    assert locator.state_dict()["num_overflows"] == 1
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, None])
