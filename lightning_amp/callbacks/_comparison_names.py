@@ -16,7 +16,7 @@ from lightning_amp.shadow import Stage
 def why_not_logged(
     names: Iterable[str], logged: Iterable[str], module: LightningModule, stage: Stage, *, sanity: bool
 ) -> str | None:
-    """What to tell a user whose `tolerance` names metrics that are not logged; `None` if there are none.
+    """Tell a user which metrics that `tolerance` names are not logged; `None` if all are.
 
     One tolerance serves validation and test. If the module has both steps, a name with "test" in it is test's.
 
@@ -42,7 +42,7 @@ def why_not_logged(
 
 
 def _words(module: LightningModule) -> Iterator[str]:
-    """Names of attributes and strings in the code of a module's class and its bases, short of Lightning's own."""
+    """Yield names and strings in the code of a module's class and its bases, short of Lightning's own."""
     for cls in type(module).__mro__:
         if cls is LightningModule:
             return

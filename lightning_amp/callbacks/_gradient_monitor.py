@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
+from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
@@ -29,6 +29,7 @@ HEADROOM_BITS = "amp/headroom_bits"
 GRADIENT_SQNR_DB = "amp/gradient_sqnr_db"
 
 
+@final
 class GradientMonitor(Callback):
     """Shows whether gradients fit into fp16, and how far mixed precision moves them.
 
@@ -100,17 +101,17 @@ class GradientMonitor(Callback):
 
     @property
     def table(self) -> GradientTable:
-        """Rows of all samples: `step, name, scale, num_values, underflow_fraction, ...`. Prints the latest."""
+        """Return the rows of all samples: `step, name, scale, num_values, ...`. Prints the latest."""
         return self._table
 
     @property
     def histograms(self) -> dict[str, ExponentHistogram]:
-        """Exponents of the true gradients of the latest sample, per row of the table. Not in the checkpoint."""
+        """Return the exponents of the true gradients of the latest sample, by row. Not in the checkpoint."""
         return dict(self._histograms)
 
     @property
     def recommended_scale(self) -> float | None:
-        """The power of two that leaves the largest gradient seen so far 2 bits of room; `None` before a sample.
+        """Return the power of two that leaves the largest gradient so far 2 bits of room; `None` before a sample.
 
         For `DynamicLossScaler(init_scale=...)`; inside its default limits, 2**-14 to 2**24. Below 1 the loss itself is
         too large: better divide it by a constant.
@@ -124,13 +125,13 @@ class GradientMonitor(Callback):
         quantity: Quantity = "headroom_bits",
         max_rows: int | None = MAX_ROWS,
     ) -> Figure:
-        """Heat map over modules and steps.
+        """Draw a heat map over modules and steps.
 
         Args:
-            path: Also saves the picture there.
+            path: Where to save the picture too.
             quantity: `"headroom_bits"` (blue: room, white: just fits, red: overflows), `"underflow_fraction"`,
                 `"subnormal_fraction"`, `"sqnr_db"` or `"cosine"`.
-            max_rows: Of more rows only the worst are drawn, by their worst step. `None` draws all.
+            max_rows: Draw only so many rows, the worst by their worst step. `None` draws all.
 
         Raises:
             ModuleNotFoundError: Without matplotlib (`pip install matplotlib`).

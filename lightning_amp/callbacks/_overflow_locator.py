@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
+from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_count
@@ -30,6 +30,7 @@ OVERFLOWS = "amp/overflows"
 _log = logging.getLogger(__name__)
 
 
+@final
 class OverflowLocator(Callback):
     """Finds out why a step was skipped: which module, which parameters, which batch.
 
@@ -125,7 +126,7 @@ class OverflowLocator(Callback):
 
     @property
     def reports(self) -> list[OverflowReport]:
-        """The reports of all fits of one Trainer, on at most `max_reports` skipped steps.
+        """Return the reports of all fits of one Trainer, on at most `max_reports` skipped steps.
 
         The same on all ranks: one per step and rank that found a cause; of a step for which none did, that of rank 0.
         """
@@ -287,7 +288,7 @@ class OverflowLocator(Callback):
             self._save(trainer, module, reports, finding)
 
     def _save(self, trainer: Trainer, module: LightningModule, reports: list[OverflowReport], finding: Finding) -> None:
-        """Rank 0 writes; what another rank's file needs from there is sent."""
+        """Write on rank 0; what another rank's file needs from there is sent."""
         assert self.dirpath is not None
         bundles: list[bytes | None] = []
         if self.save_bundles:
@@ -324,5 +325,5 @@ class OverflowLocator(Callback):
             _messages.warn_on_this_rank(text)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a pickle or a deep copy takes along: the settings and the reports, not the run."""
+        """Return what a pickle or a deep copy takes along: the settings and the reports, not the run."""
         return {**vars(self), "_plugin": None, "_records": None, "_window": BatchWindow(), "_fresh": []}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_count, require_number
@@ -34,6 +34,7 @@ RECENT_STEPS = 100
 FILE_NAME = "scale_history.csv"
 
 
+@final
 class ScaleMonitor(Callback):
     """Shows what the loss scaler did.
 
@@ -105,14 +106,14 @@ class ScaleMonitor(Callback):
 
     @property
     def history(self) -> ScaleHistory:
-        """All steps up to the last log point, or to the end of fit.
+        """Return all steps up to the last log point, or to the end of fit.
 
         Survives a resume, and goes on in a second fit of the same Trainer; another Trainer starts a new one.
         """
         return self._history
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Picture of the history; see :meth:`ScaleHistory.plot`."""
+        """Draw the history; see :meth:`ScaleHistory.plot`."""
         return self._history.plot(path)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -263,6 +264,7 @@ class ScaleMonitor(Callback):
             _messages.warn(f"`ScaleMonitor` could not write to `{self.dirpath}`: {error}. Training is not affected.")
 
 
+@final
 class _ScalerWatch:
     """Somebody else's scaler: notes its scale after each step without waiting, and reads the notes in blocks."""
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from typing_extensions import final
+
 from lightning_amp.reports._figures import new_figure, saved, say_empty
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 Quantity = Literal["headroom_bits", "underflow_fraction", "subnormal_fraction", "sqnr_db", "cosine"]
 
 
+@final
 class _Look(NamedTuple):
     """How a quantity is drawn; all colour maps can be told apart by the colour-blind."""
 
@@ -44,6 +47,7 @@ _LOOKS: dict[Quantity, _Look] = {
 QUANTITIES: tuple[Quantity, ...] = tuple(_LOOKS)
 
 
+@final
 class _Mark(IntEnum):
     """What a cell without a number shows instead; the legend has those that occur."""
 
@@ -91,7 +95,7 @@ def draw_heat_map(
 
 
 def _grid(samples: Sequence[Sequence[GradientRow]], quantity: Quantity) -> dict[str, list[_Cell]]:
-    """By name one cell per sample: a float, or the mark (an int) of a cell without one."""
+    """Return by name one cell per sample: a float, or the mark (an int) of a cell without one."""
     names = dict.fromkeys(row.name for sample in samples for row in sample)
     grid: dict[str, list[_Cell]] = {name: [_Mark.ABSENT] * len(samples) for name in names}
     for column, sample in enumerate(samples):
@@ -110,7 +114,7 @@ def _cell(row: GradientRow, quantity: Quantity) -> _Cell:
 
 
 def _worst(grid: dict[str, list[_Cell]], low_is_bad: bool, max_rows: int | None) -> list[str]:
-    """The names of the worst rows, in the order of the module."""
+    """Return the names of the worst rows, in the order of the module."""
 
     def badness(name: str) -> float:
         cells = grid[name]
@@ -158,7 +162,7 @@ def _fill_values(figure: Figure, axes: Any, values: list[list[float]], finite: l
 
 
 def _limits(quantity: Quantity, lowest: float, highest: float) -> tuple[float, float]:
-    """The ends of the colour bar: round, and never closer than what matters."""
+    """Return the ends of the colour bar: round, and never closer than what matters."""
     if quantity == "headroom_bits":  # 16 bits are as good as 30
         end = min(max(4.0, abs(lowest), abs(highest)), 16.0)
         return -end, end

@@ -68,7 +68,7 @@ class EvaluationPass:
 
     @property
     def module(self) -> LightningModule:
-        """The shadow's module."""
+        """Return the shadow's module."""
         return self._shadow.module
 
     def step(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
@@ -84,18 +84,17 @@ class EvaluationPass:
             if not is_param_in_hook_signature(getattr(shadow.module, f"{stage}_step"), "batch_idx", min_args=2):
                 step_args = (batch, *args[2:])
             _lightning.start_evaluation_batch(shadow.view, batch, loader_idx)
-            # Step values are not compared. Reducing them could leave the other ranks waiting, should this one run out
-            # of memory before it gets there.
-            shadow.reduce.enabled = False
             try:
-                with self._hook_context(shadow.module):
-                    shadow.call(f"on_{stage}_batch_start", *args)
-                with self._step_context(shadow.module):
-                    outputs = shadow.call(f"{stage}_step", *step_args)
-                with self._hook_context(shadow.module):
-                    shadow.call(f"on_{stage}_batch_end", outputs, *args)
+                # Step values are not compared. Reducing them could leave the other ranks waiting, should this one run
+                # out of memory before it gets there.
+                with shadow.reduce.suspended():
+                    with self._hook_context(shadow.module):
+                        shadow.call(f"on_{stage}_batch_start", *args)
+                    with self._step_context(shadow.module):
+                        outputs = shadow.call(f"{stage}_step", *step_args)
+                    with self._hook_context(shadow.module):
+                        shadow.call(f"on_{stage}_batch_end", outputs, *args)
             finally:
-                shadow.reduce.enabled = True
                 _lightning.finish_evaluation_batch(shadow.view)
 
     def finish(self, random_state: RandomState | None) -> dict[str, Tensor]:
@@ -124,7 +123,7 @@ class EvaluationPass:
 
 
 def follow_ddp_buffers(trainer: Trainer, module: LightningModule) -> None:
-    """Do to the buffers of a shadow what DDP does to those of the real module at its next forward: take rank 0's.
+    """Give the buffers of a shadow rank 0's values, as DDP does to those of the real module at its next forward.
 
     Without it, BatchNorm statistics of the shadow would differ from the real ones on all other ranks. One broadcast
     per dtype.

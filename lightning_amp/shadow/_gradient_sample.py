@@ -49,7 +49,7 @@ class _Group:
         self.histograms: list[Tensor] = []
 
     def add(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What adds up over parameters and ranks, float64 [8 + bins], and the largest magnitude, float64 []."""
+        """Return what adds up over parameters and ranks, float64 [8 + bins], and the largest magnitude, float64 []."""
         top = torch.stack([m.double() for m in self.magnitudes]).max() if self.magnitudes else _zeros(device)
         counts, sums, histogram = (
             torch.stack(parts).sum(0).double() if parts else _zeros(device, size)

@@ -255,7 +255,7 @@ class _Copier:
 
 
 def _script_copy(script: Any) -> Any:
-    """A copy that shares no code: TorchScript optimizes a function from its second run on, whoever ran it first."""
+    """Copy the code, too: TorchScript optimizes a function from its second run on, whoever ran it first."""
     file = io.BytesIO()
     torch.jit.save(script, file)
     file.seek(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,13 @@ class KeptBatch:
     num_bytes: int
     edited: bool = False
 
+    def note_edits(self, was_copied: bool) -> bool:
+        """Return whether its step, which has run, changed it in place."""
+        changed = any(_modules.version(tensor) != version for tensor, version in self.versions)
+        self.edited = changed and not was_copied
+        self.versions = []
+        return changed
+
 
 @final
 class BatchWindow:
@@ -57,12 +64,12 @@ class BatchWindow:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Indices of the first and the last batch, kept or not."""
+        """Return the indices of the first and the last batch, kept or not."""
         last = self.kept[-1].batch_idx
         return (last if self._first is None else self._first), last
 
     def add(self, batch: Any, batch_idx: int, device_type: str) -> None:
-        """A step on this batch is about to run."""
+        """Keep a batch on which a step is about to run."""
         tensors = [tensor for _, tensor in tensors_in(batch)]
         num_bytes = sum(t.numel() * t.element_size() for t in tensors)
         versions = [(t, _modules.version(t)) for t in tensors if not t.is_inference()]
@@ -75,23 +82,18 @@ class BatchWindow:
             self._num_bytes -= self.kept.popleft().num_bytes
 
     def note_edits(self) -> None:
-        """The step on the last batch has run: did it change it in place?"""
-        if not self.kept:
-            return
-        last = self.kept[-1]
-        if any(_modules.version(tensor) != version for tensor, version in last.versions):
-            last.edited = not self._must_copy
+        """Look whether the step on the last batch, which has run, changed it in place."""
+        if self.kept and self.kept[-1].note_edits(was_copied=self._must_copy):
             self._must_copy = True
-        last.versions = []
 
     def clear(self) -> None:
-        """A step was attempted."""
+        """Forget the batches: a step was attempted."""
         self.kept.clear()
         self._first, self._num_bytes = None, 0
 
 
 @final
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What the replay of a window showed."""
 
@@ -105,7 +107,7 @@ class Finding:
 
 
 def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: float) -> Finding:
-    """Run the batches of the window again, until one is not finite. Never raises, changes nothing.
+    """Run the batches of the window again until one is not finite. Never raises, changes nothing.
 
     All ranks must call. They run as many passes, whatever each of them finds: a step may talk to the other ranks
     (`self.all_gather`, SyncBatchNorm).
@@ -133,12 +135,12 @@ class _Search:
 
     @property
     def unseen(self) -> str:
-        """What cannot be looked into, in words."""
+        """Say what cannot be looked into."""
         names = ", ".join(f"`{name}`" for name in self._unseen[:3]) + (", ..." if len(self._unseen) > 3 else "")
         return names and f"{names} is compiled by TorchScript, which cannot be looked into"
 
     def run(self, steps: list[KeptBatch]) -> None:
-        """Ends when all ranks have found something, or one cannot go on."""
+        """Run the steps until all ranks have found something, or one cannot go on."""
         try:
             if not self._all(self._begin):
                 return
@@ -154,7 +156,7 @@ class _Search:
                 self._replay.close()
 
     def _all(self, work: Callable[[], None]) -> bool:
-        """Whether it worked on all ranks."""
+        """Return whether `work` worked on all ranks."""
         failed = False
         try:
             work()
@@ -168,7 +170,8 @@ class _Search:
                 self.finding = Finding(Diagnosis("none"), self._step.batch_idx, done, note=note, step=self._step)
             elif self._is_new:  # the cause is known, only how large the true gradient is is not
                 missing = f"the true gradients could not be measured in fp32 ({failure.reason})"
-                self.finding.note = "; ".join(filter(None, (self.finding.note, missing)))
+                note = "; ".join(filter(None, (self.finding.note, missing)))
+                self.finding = replace(self.finding, note=note)
         return not self._any(failed)
 
     def _any(self, flag: bool) -> bool:
@@ -205,7 +208,7 @@ class _Search:
             if exact is not self._replay:
                 exact.close()
         if self._wants_measure and self.finding is not None:
-            self.finding.largest_gradient = largest
+            self.finding = replace(self.finding, largest_gradient=largest)
 
 
 def _run(
@@ -226,7 +229,7 @@ def _run(
 
 
 def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBatch, half_places: set[Place]) -> float:
-    """In fp32, of parameters and of outputs of modules: which scale would have been low enough?"""
+    """Measure it in fp32, over parameters and outputs of modules: it tells which scale would have been low enough."""
     context = full_precision(trainer.strategy.root_device.type)
     batch = copy_batch(step.batch, upcast=True)
     with Trace(replay.module, values=False) as trace:
@@ -237,7 +240,7 @@ def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBat
 def packed_step(
     trainer: Trainer, module: LightningModule, step: KeptBatch, scale: float, report: dict[str, Any]
 ) -> bytes:
-    """What rank 0 does not have of the bundle for `lightning_amp.tracing.replay`: all but the parameters."""
+    """Pack what rank 0 does not have of the bundle for `lightning_amp.tracing.replay`: all but the parameters."""
     parameters = dict(module.named_parameters())
     bundle = make_bundle(
         module_state={name: value for name, value in module.state_dict().items() if name not in parameters},
@@ -254,7 +257,7 @@ def packed_step(
 
 
 def unpacked_step(packed: bytes, module: LightningModule) -> dict[str, Any]:
-    """The whole bundle, with the parameters of this rank, which are those of all."""
+    """Return the whole bundle, with the parameters of this rank, which are those of all."""
     bundle = torch.load(io.BytesIO(packed), weights_only=False)
     state = {name: value for name, value in module.state_dict().items() if name not in bundle["module_state"]}
     state = {name: value.detach().cpu() for name, value in state.items()}

@@ -45,10 +45,8 @@ class PairedEvaluation:
         limit_batches: int | float | None,
         on_failure: Callable[[Failure], None],
     ) -> None:
-        self.running = True
-        """Whether the comparison still goes on, on all ranks."""
-        self.failed_for_good = False
-        """Whether on any rank it failed in a way that the next one will, too."""
+        self.running = True  # on all ranks
+        self.failed_for_good = False  # on any rank, in a way that the next comparison will, too
         self._trainer, self._module, self._on_failure = trainer, module, on_failure
         self._stage: Stage = stage
         self._limit_batches = limit_batches
@@ -82,7 +80,7 @@ class PairedEvaluation:
         self._random_state = RandomState.capture(self._trainer.strategy.root_device.type)
 
     def finish(self) -> tuple[dict[str, float], dict[str, float]] | None:
-        """The metrics of both sides (AMP, fp32) by name; `None` if the comparison failed on any rank.
+        """Return the metrics of both sides (AMP, fp32) by name; `None` if the comparison failed on any rank.
 
         Called when the real run is through with all its hooks. Waits for the device.
         """
@@ -126,7 +124,7 @@ class PairedEvaluation:
             follow_ddp_buffers(self._trainer, self._fp32.module)
 
     def _leave_rest_out(self) -> None:
-        """From here on the real module sees more than it should: go on with a copy of it as the AMP side."""
+        """Go on with a copy of the real module as the AMP side: from here on, that sees more than it should."""
         if self._amp is not None or self._failed:
             return
         plugin, step = self._trainer.precision_plugin, f"{self._stage}_step"

@@ -6,7 +6,8 @@ sets on the trainer stays in the shadow. What it does outside of both (prints, f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -93,17 +94,26 @@ class Shadow:
 
 @final
 class Reduce:
-    """`Strategy.reduce` for what the shadow logs; gives the value itself back while `enabled` is off.
+    """`Strategy.reduce` for what the shadow logs.
 
     Knows nothing of the shadow: the results keep it, and torchmetrics' reference cycles keep the results.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self.enabled = True
-        self.strategy = strategy
+        self._strategy = strategy
 
     def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.strategy.reduce(tensor, *args, **kwargs) if self.enabled else tensor
+        return self._strategy.reduce(tensor, *args, **kwargs) if self.enabled else tensor
+
+    @contextmanager
+    def suspended(self) -> Generator[None]:
+        """Give each value back as it is: the other ranks may not be reducing."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reduce:
         return self

@@ -66,14 +66,15 @@ class TrainingPass:
         pairs = zip(module.parameters(), self._shadow.module.parameters(), strict=True)
         twins = {id(real): own for real, own in pairs}
         for stand_in in (*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]):
-            stand_in.param_groups = [
+            groups = [
                 {**group, "params": [twins[id(p)] for p in group["params"] if id(p) in twins]}
-                for group in vars(stand_in)["view_target"].param_groups
+                for group in stand_in.param_groups
             ]
+            vars(stand_in).update(param_groups=groups)
 
     @property
     def module(self) -> LightningModule:
-        """The shadow's module."""
+        """Return the shadow's module."""
         return self._shadow.module
 
     def run(
@@ -104,8 +105,7 @@ class TrainingPass:
         shadow = self._shadow
         with paired_random(self._device_type, random_state), torch.enable_grad(), _frozen(self._real):
             batch = copy_batch(batch, upcast=self._upcast)
-            shadow.reduce.enabled = False  # the other ranks may not be doing this
-            try:
+            with shadow.reduce.suspended():
                 if is_overridden("on_train_batch_start", shadow.module):
                     shadow.call("on_train_batch_start", batch, batch_idx)
                 takes_index = is_param_in_hook_signature(shadow.module.training_step, "batch_idx", min_args=2)
@@ -115,12 +115,10 @@ class TrainingPass:
                 if self._automatic and isinstance(loss, Tensor):
                     self._backward(loss / self._trainer.accumulate_grad_batches)
                     return loss.detach()
-            finally:
-                shadow.reduce.enabled = True
         return torch.stack([loss.reshape(()) for loss in self._losses]).sum() if self._losses else None
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last run by parameter name, as they were when their optimizer would have stepped.
+        """Return the gradients of the last run by parameter name, as their optimizer would have stepped with them.
 
         Multiplied with the scale.
         """
@@ -178,7 +176,7 @@ class TrainingPass:
 
 @contextmanager
 def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
-    """No gradient reaches these, whatever the step gets hold of: a global variable, an object that cannot be copied."""
+    """Let no gradient reach these, whatever the step gets hold of: a global, an object that cannot be copied."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

@@ -87,7 +87,7 @@ NOTHING = _Nothing()
 
 @final
 class SilentProgressBar:
-    """What `LightningModule.print` prints through."""
+    """`LightningModule.print` prints through it."""
 
     is_enabled = True
 
