@@ -107,7 +107,6 @@ class MetricComparison(Callback):
         tolerance: float | Mapping[str, float] | None = None,
         on_exceed: Literal["warn", "raise"] = "warn",
     ) -> None:
-        super().__init__()
         check_settings(every_n_epochs, limit_batches, tolerance, on_exceed)
         self.every_n_epochs = every_n_epochs
         self.limit_batches = limit_batches
@@ -261,7 +260,7 @@ class MetricComparison(Callback):
         self._current = None
 
     def _open(self, trainer: Trainer, module: LightningModule, stage: Stage) -> None:
-        report = partial(self._report, trainer, stage)
+        report = partial(self._report, trainer)
         self._current = PairedEvaluation(trainer, module, stage, self.limit_batches, report)
 
     def _begin_run(self) -> None:
@@ -271,17 +270,10 @@ class MetricComparison(Callback):
         self._warned: set[str] = set()
         self._names_checked = False
 
-    def _report(self, trainer: Trainer, stage: Stage, failure: Failure) -> None:
+    def _report(self, trainer: Trainer, failure: Failure) -> None:
         """Say, on the rank where it happened, what ended a comparison; once per run."""
-        if not self._is_news("out of memory" if failure.out_of_memory else "error"):
-            return
-        then = (
-            ": this comparison is dropped, training goes on, and the next comparison tries again. A smaller"
-            f" {stage} batch needs less"
-            if failure.out_of_memory
-            else ". Comparisons are off for the rest of this run, training goes on"
-        )
-        _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {failure.text}{then}.")
+        if self._is_news("out of memory" if failure.out_of_memory else "error"):
+            _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {failure.text}.")
 
     def _is_news(self, kind: str) -> bool:
         if kind in self._warned:

@@ -164,7 +164,13 @@ class PairedEvaluation:
             place = f"the fp32 pass of epoch {self._trainer.current_epoch}"
             failure = Failure.of(error, f"the module's {self._stage}", place)
             self._fatal = not failure.out_of_memory
-            self._on_failure(failure)
+            then = (
+                ". Comparisons are off for the rest of this run, training goes on"
+                if self._fatal
+                else ": this comparison is dropped, training goes on, and the next comparison tries again. A smaller"
+                f" {self._stage} batch needs less"
+            )
+            self._on_failure(failure._replace(text=failure.text + then))
 
     def _agree(self) -> bool:
         """Go on only if all ranks can. They must stop together: what follows reduces values over the ranks."""
