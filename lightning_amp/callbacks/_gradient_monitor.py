@@ -80,7 +80,6 @@ class GradientMonitor(Callback):
     much as four to eight training steps on a CPU. It takes the memory of one more set of parameters and two of
     gradients, and it waits for the device. Between them nothing: no hook of it is in
     the way of the folded optimizer step. You do not want it in every step.
-
     """
 
     def __init__(self, every_n_steps: int = 100, *, by: Literal["module", "parameter"] = "module") -> None:
@@ -136,7 +135,6 @@ class GradientMonitor(Callback):
         Raises:
             ModuleNotFoundError: Without matplotlib (`pip install matplotlib`).
             ValueError: For another quantity, or number of rows.
-
         """
         return self._table.plot(quantity, path, max_rows=max_rows)
 
@@ -195,7 +193,7 @@ class GradientMonitor(Callback):
     def _sample(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else 1.0
-        sample = take_sample(trainer, module, batch, batch_idx, self.by, scale, partial(self._excuse, trainer))
+        sample = take_sample(trainer, module, batch, batch_idx, self.by, scale, partial(self._report_failure, trainer))
         if sample is None:
             return
         if sample.unseen and not self._said_unseen:
@@ -215,7 +213,7 @@ class GradientMonitor(Callback):
             metrics[GRADIENT_SQNR_DB] = total.sqnr_db
         log_metrics(trainer, metrics)
 
-    def _excuse(self, trainer: Trainer, failure: Failure) -> None:
+    def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
         then = ": it is left out"
         if not failure.out_of_memory:
             self._runs = trainer.world_size > 1  # the others wait for this one's figures

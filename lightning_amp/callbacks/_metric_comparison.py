@@ -85,14 +85,14 @@ class MetricComparison(Callback):
     (`sync_dist=False`) are those of each rank, and rank 0 logs its own.
 
     Args:
-        every_n_epochs: compare in the first validation of a fit and in every n-th, that is in every n-th run of the
+        every_n_epochs: Compare in the first validation of a fit and in every n-th, that is in every n-th run of the
             validation loop: with `val_check_interval=0.5` there are two in each training epoch. The sanity check does
             not count; a resumed fit goes on counting; `trainer.validate()` and `trainer.test()` always compare.
-        limit_batches: compare over the first batches of each loader only: how many, or which share. Both sides are
+        limit_batches: Compare over the first batches of each loader only: how many, or which share. Both sides are
             limited; the metrics that you log stay over all batches. With one loader the AMP side costs no further
             forward pass; with several, the limited batches of later loaders run once more in AMP as soon as one
             loader was cut short.
-        tolerance: largest absolute difference to accept, in the unit of the metric: one number for all, or one for
+        tolerance: Largest absolute difference to accept, in the unit of the metric: one number for all, or one for
             each metric, those of validation and test in one mapping. NaN on one side only always exceeds it. `None`:
             accept all. A name that the module does not log is an error: already in the sanity check, unless the
             module's code writes that name out or asks for `sanity_checking`; then in the first comparison.

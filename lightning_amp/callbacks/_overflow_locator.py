@@ -90,7 +90,6 @@ class OverflowLocator(Callback):
     0.2 ms of host time. A report costs one or more steps and, for as long as it takes, the memory of one more set of
     parameters, gradients and activations; if there is not enough it says so and training goes on. You do not want it in
     a run that must not wait, once the model is known to be sound.
-
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class OverflowLocator(Callback):
         if reason is not None:
             _messages.info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
         elif self._num_located < self.max_reports:
-            self._looking = plugin.records.subscribe(self._notice, at_once=True)
+            self._looking = plugin.records.subscribe(self._receive, at_once=True)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -171,7 +170,7 @@ class OverflowLocator(Callback):
         if self._plugin is None:
             return
         if self._is_looking:
-            self._look(trainer, pl_module)
+            self._explain(trainer, pl_module)
         steps = trainer.global_step
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if every > 0 and steps // every != self._steps_seen // every:
@@ -186,7 +185,7 @@ class OverflowLocator(Callback):
                 with contextlib.suppress(Exception):
                     self._plugin.records.flush()
             elif self._is_looking:  # the skip that was one too many: the plugin raised before the batch was over
-                self._look(trainer, pl_module)
+                self._explain(trainer, pl_module)
         self._detach()  # Lightning calls no `teardown` after an exception
 
     @override
@@ -237,11 +236,11 @@ class OverflowLocator(Callback):
     def _count(self, records: list[StepRecord]) -> None:
         self._num_overflows += sum(record.skipped for record in records)
 
-    def _notice(self, records: list[StepRecord]) -> None:
+    def _receive(self, records: list[StepRecord]) -> None:
         self._fresh += records
 
-    def _look(self, trainer: Trainer, module: LightningModule) -> None:
-        self._window.note_edits()
+    def _explain(self, trainer: Trainer, module: LightningModule) -> None:
+        self._window.detect_edits()
         fresh, self._fresh = self._fresh, []
         skipped = [record for record in fresh if record.skipped]
         if skipped and self._window:

@@ -74,7 +74,6 @@ class ScaleMonitor(Callback):
 
     Cost: between two log points nothing waits for the device; a log point is one transfer. A million steps with a
     hundred changes is a hundred rows.
-
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class ScaleMonitor(Callback):
         due = every > 0 and steps // every != self._steps_seen // every
         self._steps_seen = steps
         if self._watch is not None:
-            self._watch.note()
+            self._watch.observe()
         if due:
             self._report(trainer)
 
@@ -277,7 +276,7 @@ class _ScalerWatch:
         self._index = 0 if last is None else last.index + 1
         self._pending: list[Tensor] = []
 
-    def note(self) -> None:
+    def observe(self) -> None:
         self._pending.append(_torch.scale_tensor(self._scaler).clone())
 
     def read(self) -> None:

@@ -18,7 +18,6 @@ def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
 
     Raises:
         TypeError: If `trainer` is a `pytorch_lightning.Trainer`.
-
     """
     if not isinstance(trainer, Trainer) and type(trainer).__module__.startswith("pytorch_lightning"):
         name = type(callback).__name__

@@ -28,9 +28,9 @@ def plot_comparison(
     """Draw two panels for each group: values of both sides, and their difference.
 
     Args:
-        groups: by metric, what to draw: one line per loader.
-        tolerance_of: the tolerance that applies to a line, if any.
-        left_out: said at the top.
+        groups: By metric, what to draw: one line per loader.
+        tolerance_of: The tolerance that applies to a line, if any.
+        left_out: Said at the top.
     """
     number = max(len(groups), 1)
     figure = new_figure(10.0, 0.6 + 2.0 * number)

@@ -69,8 +69,8 @@ class ComparisonTable(SampledTable[ComparisonRow]):
     (`to_text` has all of its rows).
 
     Args:
-        rows: what it begins with.
-        tolerance: for the band in the plot: one number, one per metric, or `None`.
+        rows: What it begins with.
+        tolerance: For the band in the plot: one number, one per metric, or `None`.
     """
 
     _header = ComparisonRow._fields
@@ -95,8 +95,8 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         Several loaders are lines of one panel; a tolerance is a band. Needs matplotlib.
 
         Args:
-            path: where to save the figure, in the format of the suffix. Default: do not save it.
-            max_rows: how many metrics to show; of more, the worst, as in `to_text`. `None`: all.
+            path: Where to save the figure, in the format of the suffix. Default: do not save it.
+            max_rows: How many metrics to show; of more, the worst, as in `to_text`. `None`: all.
         """
         from lightning_amp.reports._comparison_plot import plot_comparison
         from lightning_amp.reports._figures import saved
@@ -118,7 +118,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         """Write the last comparison as a text table.
 
         Args:
-            max_rows: how many metrics to show. Of more, those are shown that exceed their tolerance or have the largest
+            max_rows: How many metrics to show. Of more, those are shown that exceed their tolerance or have the largest
                 relative difference, the worst first. `None`: all, in the order in which they were logged.
         """
         _check_max_rows(max_rows)

@@ -36,7 +36,6 @@ class GradientRow(NamedTuple):
         sqnr_db: Of the mixed-precision gradient against fp32; NaN if it overflowed.
         cosine: Between the two; NaN if it overflowed.
         largest: Largest magnitude, unscaled.
-
     """
 
     step: int
@@ -84,7 +83,6 @@ class GradientTable(SampledTable[GradientRow]):
         Args:
             max_rows: Of more rows only the worst are shown: those with the least headroom, the lowest SQNR, or the
                 largest share that becomes zero, as many of each. `None` shows all.
-
         """
         require_count("max_rows", max_rows, none="or `None` for all rows")
         if not self._samples:

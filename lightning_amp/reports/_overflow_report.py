@@ -45,7 +45,6 @@ class OverflowReport:
         largest_gradient: With cause `"backward"` the largest true gradient of the batch, computed in fp32.
         note: Why the replay may not be exact, or why there was none; empty if all is well.
         precision: Of the run: `"16-mixed"`, `"bf16-mixed"`, `"32-true"`; empty in reports of older checkpoints.
-
     """
 
     record: StepRecord

@@ -150,7 +150,6 @@ class ScaleHistory(Table[StepRecord]):
 
         Raises:
             ValueError: Naming file and line, if it is not such a file.
-
         """
         history = cls()
         with Path(path).open(newline="", encoding="utf-8") as file:
@@ -199,7 +198,6 @@ class ScaleHistory(Table[StepRecord]):
 
         Raises:
             ValueError: If an entry is missing or wrong; the history is then as it was.
-
         """
         saved = Saved(state, "ScaleHistory")
         columns: dict[str, array[Any]] = {}
@@ -225,7 +223,6 @@ class ScaleHistory(Table[StepRecord]):
 
         Raises:
             ModuleNotFoundError: Without matplotlib (`pip install matplotlib`).
-
         """
         from lightning_amp.reports._scale_plot import plot_history
 

@@ -32,14 +32,14 @@ class EvaluationPass:
     the batches that the module has seen. Hooks before the first batch have already run and are not run again.
 
     Args:
-        trainer: the trainer, inside its evaluation loop.
-        module: the real module.
-        stage: whose step and hooks run.
-        hook_context: entered, for the shadow's module, around its hooks.
-        step_context: entered around its step.
-        epoch_end_context: entered around its epoch-end hook, inside of `hook_context`.
-        metrics: of loaders that the module is done with.
-        upcast: weights, buffers and batches in half precision become float32. For a pass in fp32.
+        trainer: The trainer, inside its evaluation loop.
+        module: The real module.
+        stage: Whose step and hooks run.
+        hook_context: Entered, for the shadow's module, around its hooks.
+        step_context: Entered around its step.
+        epoch_end_context: Entered around its epoch-end hook, inside of `hook_context`.
+        metrics: Of loaders that the module is done with.
+        upcast: Weights, buffers and batches in half precision become float32. For a pass in fp32.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class EvaluationPass:
         """Run the epoch-end hook and return the epoch's metrics by name.
 
         Args:
-            random_state: what the random generators were when the real module's hook ran.
+            random_state: What the random generators were when the real module's hook ran.
         """
         shadow = self._shadow
         # Averaged weights may have been swapped out again before the real hook ran.

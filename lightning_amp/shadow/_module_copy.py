@@ -63,10 +63,10 @@ def copy_module(
     hooks alone, what they use and what cannot be copied.
 
     Args:
-        module: what to copy. Unchanged.
-        memo: of `copy.deepcopy`: what to put in the place of which object, by `id` (the trainer, for example).
-        own_parameters: copy the parameters too, without gradients and hooks: for a copy that runs a training step.
-        upcast: for a copy that computes in fp32: parameters and buffers in half precision become float32, its own.
+        module: What to copy. Unchanged.
+        memo: Of `copy.deepcopy`: what to put in the place of which object, by `id` (the trainer, for example).
+        own_parameters: Copy the parameters too, without gradients and hooks: for a copy that runs a training step.
+        upcast: For a copy that computes in fp32: parameters and buffers in half precision become float32, its own.
     """
     copier = _Copier(memo, own_parameters, upcast)
     # Outside of inference mode, so that buffers of the copy are as ordinary as those of the original: a step may turn
@@ -85,8 +85,8 @@ def copy_batch(batch: Any, *, upcast: bool = False) -> Any:
     """Copy a batch so that in-place edits of the copy stay there. Costs the memory of one batch.
 
     Args:
-        batch: what to copy. Unchanged.
-        upcast: for a step that computes in fp32: tensors in half precision become float32, in whatever container.
+        batch: What to copy. Unchanged.
+        upcast: For a step that computes in fp32: tensors in half precision become float32, in whatever container.
     """
     result = _Copier({}).batch(batch)
     return upcast_tensors(result) if upcast else result

@@ -38,7 +38,7 @@ class KeptBatch:
     num_bytes: int
     edited: bool = False
 
-    def note_edits(self, was_copied: bool) -> bool:
+    def detect_edits(self, was_copied: bool) -> bool:
         """Return whether its step, which has run, changed it in place."""
         changed = any(_modules.version(tensor) != version for tensor, version in self.versions)
         self.edited = changed and not was_copied
@@ -81,9 +81,9 @@ class BatchWindow:
         while self._num_bytes > _WINDOW_BYTES and len(self.kept) > 1:
             self._num_bytes -= self.kept.popleft().num_bytes
 
-    def note_edits(self) -> None:
+    def detect_edits(self) -> None:
         """Look whether the step on the last batch, which has run, changed it in place."""
-        if self.kept and self.kept[-1].note_edits(was_copied=self._must_copy):
+        if self.kept and self.kept[-1].detect_edits(was_copied=self._must_copy):
             self._must_copy = True
 
     def clear(self) -> None:
@@ -145,7 +145,7 @@ class _Search:
             if not self._all(self._begin):
                 return
             for self._number, self._step in enumerate(steps, start=1):
-                if not self._all(self._look):
+                if not self._all(self._run_step):
                     return
                 if self._any(self._wants_measure) and not self._all(self._measure):
                     return
@@ -184,7 +184,7 @@ class _Search:
     def _begin(self) -> None:
         self._replay = TrainingPass(self._trainer, self._module)
 
-    def _look(self) -> None:
+    def _run_step(self) -> None:
         assert self._replay is not None
         self._is_new = False
         found, parameters, trace = _run(self._trainer, self._replay, self._step, self._loss_scale)

@@ -30,11 +30,11 @@ class PairedEvaluation:
     What goes wrong in the observer does not reach what it observes: an exception ends this comparison.
 
     Args:
-        trainer: the trainer, at the start of its evaluation loop.
-        module: the real module.
-        stage: whose step and hooks run.
-        limit_batches: see `MetricComparison`.
-        on_failure: called, on the rank where it happened, with what ended the comparison.
+        trainer: The trainer, at the start of its evaluation loop.
+        module: The real module.
+        stage: Whose step and hooks run.
+        limit_batches: See `MetricComparison`.
+        on_failure: Called, on the rank where it happened, with what ended the comparison.
     """
 
     def __init__(

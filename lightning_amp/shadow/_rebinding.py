@@ -25,8 +25,8 @@ def rebind_closures(modules: Iterable[nn.Module], memo: dict[int, Any]) -> None:
     original.
 
     Args:
-        modules: the copies.
-        memo: of the copy: what stands in it for which object, by `id`.
+        modules: The copies.
+        memo: Of the copy: what stands in it for which object, by `id`.
     """
     rebinding = _Rebinding(memo)
     for module in modules:

@@ -28,12 +28,12 @@ class Shadow:
     device memory for the buffers); it does not stop the device.
 
     Args:
-        trainer: the real trainer, inside a loop. What it has collected in this loop so far is copied too.
-        module: the real module. Neither is changed.
-        trainer_attributes: further attributes of the trainer that the shadow is to see.
-        strategy_attributes: the same for `trainer.strategy`.
-        own_parameters: copy the parameters too, so that a step can neither change them nor their gradients.
-        upcast: parameters and buffers in half precision are float32 in the shadow. For one that runs in fp32.
+        trainer: The real trainer, inside a loop. What it has collected in this loop so far is copied too.
+        module: The real module. Neither is changed.
+        trainer_attributes: Further attributes of the trainer that the shadow is to see.
+        strategy_attributes: The same for `trainer.strategy`.
+        own_parameters: Copy the parameters too, so that a step can neither change them nor their gradients.
+        upcast: Parameters and buffers in half precision are float32 in the shadow. For one that runs in fp32.
     """
 
     def __init__(

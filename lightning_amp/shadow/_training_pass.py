@@ -30,9 +30,9 @@ class TrainingPass:
     parameters, `step` calls its closure and keeps the gradients, clipping and schedules do nothing.
 
     Args:
-        trainer: the trainer, inside a training epoch.
-        module: the real module. Neither is changed.
-        upcast: parameters, buffers and batches in half precision become float32. For a pass in fp32.
+        trainer: The trainer, inside a training epoch.
+        module: The real module. Neither is changed.
+        upcast: Parameters, buffers and batches in half precision become float32. For a pass in fp32.
 
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """
@@ -90,12 +90,12 @@ class TrainingPass:
         """Run one step and its backward; the random generators stay as they are.
 
         Args:
-            batch: copied before it is used.
-            batch_idx: its index in the epoch.
-            context: entered around the hooks and the step.
-            random_state: where the random generators begin; default: as found.
-            scale: what the loss is multiplied with before its backward.
-            trace: watches, if given; already entered.
+            batch: Copied before it is used.
+            batch_idx: Its index in the epoch.
+            context: Entered around the hooks and the step.
+            random_state: Where the random generators begin; default: as found.
+            scale: What the loss is multiplied with before its backward.
+            trace: Watches, if given; already entered.
 
         Returns:
             The loss of automatic optimization, or the sum of those that had a backward; before scaling.
