@@ -20,7 +20,6 @@ def check_settings(every_n_epochs: object, limit_batches: object, tolerance: obj
 
     Raises:
         ValueError: Naming the argument.
-
     """
     fine = is_count(every_n_epochs)
     require(fine, "every_n_epochs", "an integer of at least 1", every_n_epochs, "Use 1 to compare every time.")
