@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
+from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
-from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._numbers import exact, rounded
-from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
+from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import ExponentHistogram, fitting_scale
 from lightning_amp.reports import MAX_ROWS, TOTAL, GradientRow, GradientTable, Quantity
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import in_one_line, is_out_of_memory, take_sample
+from lightning_amp.shadow import Failure, take_sample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +29,7 @@ HEADROOM_BITS = "amp/headroom_bits"
 GRADIENT_SQNR_DB = "amp/gradient_sqnr_db"
 
 
+@final
 class GradientMonitor(Callback):
     """Shows whether gradients fit into fp16, and how far mixed precision moves them.
 
@@ -80,7 +80,6 @@ class GradientMonitor(Callback):
     much as four to eight training steps on a CPU. It takes the memory of one more set of parameters and two of
     gradients, and it waits for the device. Between them nothing: no hook of it is in
     the way of the folded optimizer step. You do not want it in every step.
-
     """
 
     def __init__(self, every_n_steps: int = 100, *, by: Literal["module", "parameter"] = "module") -> None:
@@ -101,17 +100,17 @@ class GradientMonitor(Callback):
 
     @property
     def table(self) -> GradientTable:
-        """Rows of all samples: `step, name, scale, num_values, underflow_fraction, ...`. Prints the latest."""
+        """Return the rows of all samples: `step, name, scale, num_values, ...`. Prints the latest."""
         return self._table
 
     @property
     def histograms(self) -> dict[str, ExponentHistogram]:
-        """Exponents of the true gradients of the latest sample, per row of the table. Not in the checkpoint."""
+        """Return the exponents of the true gradients of the latest sample, by row. Not in the checkpoint."""
         return dict(self._histograms)
 
     @property
     def recommended_scale(self) -> float | None:
-        """The power of two that leaves the largest gradient seen so far 2 bits of room; `None` before a sample.
+        """Return the power of two that leaves the largest gradient so far 2 bits of room; `None` before a sample.
 
         For `DynamicLossScaler(init_scale=...)`; inside its default limits, 2**-14 to 2**24. Below 1 the loss itself is
         too large: better divide it by a constant.
@@ -125,18 +124,17 @@ class GradientMonitor(Callback):
         quantity: Quantity = "headroom_bits",
         max_rows: int | None = MAX_ROWS,
     ) -> Figure:
-        """Heat map over modules and steps.
+        """Draw a heat map over modules and steps.
 
         Args:
-            path: Also saves the picture there.
+            path: Where to save the picture too.
             quantity: `"headroom_bits"` (blue: room, white: just fits, red: overflows), `"underflow_fraction"`,
                 `"subnormal_fraction"`, `"sqnr_db"` or `"cosine"`.
-            max_rows: Of more rows only the worst are drawn, by their worst step. `None` draws all.
+            max_rows: Draw only so many rows, the worst by their worst step. `None` draws all.
 
         Raises:
             ModuleNotFoundError: Without matplotlib (`pip install matplotlib`).
             ValueError: For another quantity, or number of rows.
-
         """
         return self._table.plot(quantity, path, max_rows=max_rows)
 
@@ -150,9 +148,7 @@ class GradientMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        reason = why_not_twice(trainer, pl_module, "training_step")
-        if reason is None and trainer.precision_plugin.precision not in ("32-true", "16-mixed", "bf16-mixed"):
-            reason = f"with precision {trainer.precision_plugin.precision!r} there is no fp32 to compare with"
+        reason = why_not_twice(trainer, pl_module, "training_step", against_fp32=True)
         self._runs = reason is None
         if reason is not None:
             _messages.info(f"`GradientMonitor` does not run: {reason}.")
@@ -197,7 +193,7 @@ class GradientMonitor(Callback):
     def _sample(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else 1.0
-        sample = take_sample(trainer, module, batch, batch_idx, self.by, scale, partial(self._excuse, trainer))
+        sample = take_sample(trainer, module, batch, batch_idx, self.by, scale, partial(self._report_failure, trainer))
         if sample is None:
             return
         if sample.unseen and not self._said_unseen:
@@ -215,24 +211,15 @@ class GradientMonitor(Callback):
         metrics = {UNDERFLOW_FRACTION: total.underflow_fraction, HEADROOM_BITS: total.headroom_bits}
         if not math.isnan(total.sqnr_db):
             metrics[GRADIENT_SQNR_DB] = total.sqnr_db
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=_lightning.logging_step(trainer))
+        log_metrics(trainer, metrics)
 
-    def _excuse(self, trainer: Trainer, error: Exception) -> None:
-        if is_out_of_memory(error):
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-            text = f"out of memory in the sample of step {trainer.global_step}: it is left out, training goes on"
-        else:
+    def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
+        then = ": it is left out"
+        if not failure.out_of_memory:
             self._runs = trainer.world_size > 1  # the others wait for this one's figures
-            text = (
-                f"the training step could not be run a second time ({in_one_line(error)})."
-                f" {'Its batch is left out' if self._runs else 'It is off for the rest of this run'}, training goes on"
-            )
-        # The frames of the traceback would keep the memory that there may not be enough of.
-        error.__traceback__ = error.__context__ = error.__cause__ = None
-        _messages.warn_on_this_rank(f"`GradientMonitor` on rank {trainer.global_rank}: {text}.")
+            then = ". Its batch is left out" if self._runs else ". It is off for the rest of this run"
+        who = f"`GradientMonitor` on rank {trainer.global_rank}"
+        _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
 
     def _total(self) -> GradientRow | None:
         return next((row for row in self._table.last if row.name == TOTAL), None)

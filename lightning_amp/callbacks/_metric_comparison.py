@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.callbacks._comparison_names import why_not_logged
-from lightning_amp.callbacks._comparison_settings import check_settings
+from lightning_amp.callbacks._comparison_settings import check_settings, why_not_logged
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.reports import MAX_ROWS, ComparisonRow, ComparisonTable
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import PairedEvaluation, Stage, describe_failure, is_out_of_memory
+from lightning_amp.shadow import Failure, PairedEvaluation, Stage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,10 +32,8 @@ ABS_DIFF_PREFIX = "amp/abs_diff/"
 # Lightning takes these two, when a user logs them, for the axes of the plots.
 _AXES = {"step", "epoch"}
 
-# The others compute in one low or high precision throughout: there is no fp32 to compare with.
-_PRECISIONS = ("32-true", "16-mixed", "bf16-mixed")
 
-
+@final
 class MetricComparison(Callback):
     """Measures what mixed precision costs in the metrics that you log in validation and test.
 
@@ -65,19 +63,17 @@ class MetricComparison(Callback):
     `trainer.validate()` and `trainer.test()` compare too and print the table. `.table` has all rows, of all of them.
 
     Training is bit-identical with and without it: the shadow has its own parameters, buffers, metrics, lists, logger
-    and trainer attributes. What user code does outside of the module (prints, files, global variables)
-    happens twice in a compared validation. An attribute that cannot be copied (an open file, a generator) is left out
-    of the shadow; if `validation_step` uses it, the callback says which one and stops comparing. Forward hooks run in
-    the shadow as in the module, because they may change what it computes: with their own copies of what they keep on
-    the module, and with the originals of what cannot be copied or lies elsewhere, to which everything happens twice.
-
-    Weights, buffers and batches that are half precision already are upcast for the fp32 side.
+    and trainer attributes. What user code does outside of the module (prints, files, global variables) happens twice in
+    a compared validation. An attribute that cannot be copied (an open file, a generator) is left out of the shadow; if
+    `validation_step` uses it, the callback says which one and stops comparing. Forward hooks run in the shadow too,
+    because they may change what it computes: with copies of what they keep on the module, and with the originals of
+    what cannot be copied or lies elsewhere. Weights, buffers and batches that are half precision already are upcast for
+    the fp32 side.
 
     Cost: the fp32 pass and one copy of parameters, buffers, metric states and other attributes per compared validation;
-    in memory these, one batch, and the activations of one fp32 step. It does not stop
-    the GPU between batches; at the end it reads each metric once, as Lightning does. Compiled modules run eagerly in
-    the shadow. You do not want it in every epoch when validation takes a large part of the training time: use
-    `every_n_epochs` or `limit_batches`.
+    in memory these, one batch, and the activations of one fp32 step. It does not stop the GPU between batches; at the
+    end it reads each metric once, as Lightning does. Compiled modules run eagerly in the shadow. You do not want it in
+    every epoch when validation takes a large part of the training time: use `every_n_epochs` or `limit_batches`.
 
     What it does not see: the hooks before the first batch (`on_validation_epoch_start`) run once, outside of autocast
     anyway, and the shadow takes over what they left. Metrics that callbacks log exist on one side only and are named
@@ -89,14 +85,14 @@ class MetricComparison(Callback):
     (`sync_dist=False`) are those of each rank, and rank 0 logs its own.
 
     Args:
-        every_n_epochs: compare in the first validation of a fit and in every n-th, that is in every n-th run of the
+        every_n_epochs: Compare in the first validation of a fit and in every n-th, that is in every n-th run of the
             validation loop: with `val_check_interval=0.5` there are two in each training epoch. The sanity check does
             not count; a resumed fit goes on counting; `trainer.validate()` and `trainer.test()` always compare.
-        limit_batches: compare over the first batches of each loader only: how many, or which share. Both sides are
+        limit_batches: Compare over the first batches of each loader only: how many, or which share. Both sides are
             limited; the metrics that you log stay over all batches. With one loader the AMP side costs no further
             forward pass; with several, the limited batches of later loaders run once more in AMP as soon as one
             loader was cut short.
-        tolerance: largest absolute difference to accept, in the unit of the metric: one number for all, or one for
+        tolerance: Largest absolute difference to accept, in the unit of the metric: one number for all, or one for
             each metric, those of validation and test in one mapping. NaN on one side only always exceeds it. `None`:
             accept all. A name that the module does not log is an error: already in the sanity check, unless the
             module's code writes that name out or asks for `sanity_checking`; then in the first comparison.
@@ -111,7 +107,6 @@ class MetricComparison(Callback):
         tolerance: float | Mapping[str, float] | None = None,
         on_exceed: Literal["warn", "raise"] = "warn",
     ) -> None:
-        super().__init__()
         check_settings(every_n_epochs, limit_batches, tolerance, on_exceed)
         self.every_n_epochs = every_n_epochs
         self.limit_batches = limit_batches
@@ -127,7 +122,7 @@ class MetricComparison(Callback):
 
     @property
     def table(self) -> ComparisonTable:
-        """All values compared so far: rows of `epoch, step, metric, amp, fp32, diff, relative_diff`."""
+        """Return all values compared so far: rows of `epoch, step, metric, amp, fp32, diff, relative_diff`."""
         return self._table
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
@@ -135,27 +130,19 @@ class MetricComparison(Callback):
         self._table.to_csv(path)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:
-        """Plot each metric over epochs: its values in AMP and in fp32, and beside them the difference.
-
-        Several loaders are lines of one panel; the tolerance is a band. Needs matplotlib.
-
-        Args:
-            path: where to save the figure. Default: do not save it.
-            max_rows: how many metrics to show; of more, the worst: those beyond their tolerance or with the largest
-                relative difference in the last comparison. `None`: all.
-        """
+        """Draw each metric over epochs, in AMP and fp32, and the difference; see :meth:`ComparisonTable.plot`."""
         return self._table.plot(path, max_rows=max_rows)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """The table so far, in plain types."""
         return {"rows": [list(row) for row in self._table], "num_validations": self._num_validations}
 
+    @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Forget what an earlier fit left; `load_state_dict` follows if the checkpoint knows this callback."""
-        self._forget()
+        self._forget()  # what an earlier fit left; `load_state_dict` follows if the checkpoint knows this callback
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the table of a checkpoint."""
         saved = Saved(state_dict, "MetricComparison")
         num_validations = saved.count("num_validations")
         try:
@@ -166,36 +153,40 @@ class MetricComparison(Callback):
         self._num_validations = num_validations
         self._resumed = bool(rows)
 
-    # --- hooks ---
+    # -- hooks ---------------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin a run; see whether this module, strategy and precision can be compared."""
         require_lightning_trainer(self, trainer)
         if stage not in ("fit", "validate", "test"):
             return
         self._begin_run()
         if stage == "fit" and not self._last_trainer.goes_on(trainer):
             self._forget()
-        reason = _why_not(trainer, pl_module, "test_step" if stage == "test" else "validation_step")
+        step = "test_step" if stage == "test" else "validation_step"
+        if is_overridden(step, pl_module):
+            reason = why_not_twice(trainer, pl_module, step, against_fp32=True)
+        else:
+            reason = f"`{type(pl_module).__name__}` has no `{step}`, in which it would compare what is logged"
         if reason is not None:
             self._runs = False
             _messages.warn(f"`MetricComparison` does not run: {reason}.")
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so if there will be nothing to compare."""
         if self._runs and not trainer.enable_validation:
             _messages.warn(
                 "`MetricComparison` has nothing to compare: no validation runs in this fit. Give the trainer a"
                 " validation loader, and a `limit_val_batches` other than 0."
             )
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let callbacks find the last values before this run has any of its own."""
-        if self._resumed:
-            _lightning.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last()))
+        if self._resumed:  # callbacks find the last values before this run has any of its own
+            _lightning.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last))
 
+    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Decide whether this validation is compared."""
         self._close()
         if trainer.sanity_checking or not self._runs:
             return
@@ -206,30 +197,31 @@ class MetricComparison(Callback):
                 return
         self._open(trainer, pl_module, "validation")
 
+    @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to compare."""
         self._close()
         if self._runs:
             self._open(trainer, pl_module, "test")
 
+    @override
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run the batch in fp32, before the real run may edit it."""
         if self._current is not None and self._current.running:
-            self._current.run_batch(batch, batch_idx)
+            self._current.run_batch(batch, batch_idx)  # before the real run may edit it
 
     on_test_batch_start = on_validation_batch_start
 
+    @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the random generators for the shadow's own hook of this name."""
         if self._current is not None and self._current.running:
-            self._current.remember_random_state()
+            self._current.remember_random_state()  # for the shadow's own hook of this name
 
     on_test_epoch_end = on_validation_epoch_end
 
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare and log. Only now do the AMP values of the epoch-end hook exist."""
+        # Only now do the AMP values of the epoch-end hook exist.
         if trainer.sanity_checking and self._runs:
             self._check_names(trainer, pl_module, _lightning.evaluation_names(trainer))
         current, self._current = self._current, None
@@ -247,18 +239,20 @@ class MetricComparison(Callback):
 
     on_test_end = on_validation_end
 
+    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the last comparison as a text table."""
         if self._table:
             _messages.info(f"MetricComparison, epoch {self._table[-1].epoch}:\n{self._table}")
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Free the shadow."""
         self._close()
 
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Free the shadow."""
         self._close()
+
+    # -- work ----------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
         if self._current is not None:
@@ -266,7 +260,7 @@ class MetricComparison(Callback):
         self._current = None
 
     def _open(self, trainer: Trainer, module: LightningModule, stage: Stage) -> None:
-        report = partial(self._report, trainer, stage)
+        report = partial(self._report, trainer)
         self._current = PairedEvaluation(trainer, module, stage, self.limit_batches, report)
 
     def _begin_run(self) -> None:
@@ -276,13 +270,10 @@ class MetricComparison(Callback):
         self._warned: set[str] = set()
         self._names_checked = False
 
-    def _report(self, trainer: Trainer, stage: Stage, error: Exception) -> None:
+    def _report(self, trainer: Trainer, failure: Failure) -> None:
         """Say, on the rank where it happened, what ended a comparison; once per run."""
-        if is_out_of_memory(error) and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        kind, text = describe_failure(error, stage, trainer.current_epoch)
-        if self._is_news(kind):
-            _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {text}.")
+        if self._is_news("out of memory" if failure.out_of_memory else "error"):
+            _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {failure.text}.")
 
     def _is_news(self, kind: str) -> bool:
         if kind in self._warned:
@@ -312,7 +303,7 @@ class MetricComparison(Callback):
         metrics = _as_metrics(trainer, rows)
         _lightning.add_callback_metrics(trainer, metrics)
         step = _lightning.log_evaluation_metrics(trainer, metrics, amp.get("step"))
-        self._table.extend(row._replace(step=step) for row in rows)
+        self._table.add(row._replace(step=step) for row in rows)
         if trainer.state.fn != "fit":
             _messages.info(f"MetricComparison, epoch {trainer.current_epoch}:\n{self._table}")
         self._judge(trainer)
@@ -323,7 +314,8 @@ class MetricComparison(Callback):
         if not trainer.sanity_checking:
             self._names_checked = True
         stage: Stage = "test" if trainer.testing else "validation"
-        error = why_not_logged(self.tolerance, set(logged) - _AXES, module, stage, sanity=trainer.sanity_checking)
+        known = set(logged) - _AXES
+        error = why_not_logged(self.tolerance, known, module, stage, sanity=trainer.sanity_checking)
         # A metric that is logged on rank 0 only is unknown to the others.
         if trainer.strategy.reduce_boolean_decision(error is not None, all=True):
             raise ValueError(error)
@@ -351,12 +343,3 @@ def _as_metrics(trainer: Trainer, rows: Iterable[ComparisonRow]) -> dict[str, to
     device = trainer.strategy.root_device
     # float64 does not exist on all devices
     return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in metrics.items()}
-
-
-def _why_not(trainer: Trainer, pl_module: LightningModule, step: str) -> str | None:
-    if not is_overridden(step, pl_module):
-        return f"`{type(pl_module).__name__}` has no `{step}`, in which it would compare what is logged"
-    reason = why_not_twice(trainer, pl_module, step)
-    if reason is None and trainer.precision_plugin.precision not in _PRECISIONS:
-        reason = f"with precision {trainer.precision_plugin.precision!r} there is no fp32 to compare with"
-    return reason

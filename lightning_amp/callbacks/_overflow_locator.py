@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -9,15 +10,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
+from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_count
-from lightning_amp._compat import _lightning, _modules
+from lightning_amp._compat import _modules
 from lightning_amp._files import write_atomically
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
-from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
+from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport
@@ -29,6 +30,7 @@ OVERFLOWS = "amp/overflows"
 _log = logging.getLogger(__name__)
 
 
+@final
 class OverflowLocator(Callback):
     """Finds out why a step was skipped: which module, which parameters, which batch.
 
@@ -73,8 +75,8 @@ class OverflowLocator(Callback):
     :class:`~lightning_amp.AmpPrecision` can be seen; with another plugin it says so and does nothing.
 
     Args:
-        max_reports: After so many skipped steps it is silent and free, in this Trainer. A resumed run goes on
-            counting, and has the reports of its checkpoint.
+        max_reports: Stop looking after this many skipped steps, in this Trainer; from then on it only counts. A resumed
+            run goes on counting, and has the reports of its checkpoint.
         dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`. `None` writes none. If it cannot
             be written, one warning says so and training goes on. A file appears whole or not at all.
         save_bundles: Also saves `overflow_step00007_rank0.pt` there: weights, batch, random state and scale, for
@@ -84,11 +86,10 @@ class OverflowLocator(Callback):
         ValueError: If an argument is out of its range.
 
     Cost: it needs to know of a skip at once, so that it reads the flag of each step: the host waits for the device once
-    per batch. Random states and a reference to the batch are kept: 0.1 to 0.2 ms of host time. A report costs one or
-    more steps and, for as long as it takes, the memory of one more set of parameters, gradients and activations; if
-    there is not enough it says so and training goes on. You do not want it in a run that must not wait, once the model
-    is known to be sound.
-
+    per batch; after the last report once per log point. Random states and a reference to the batch are kept: 0.1 to
+    0.2 ms of host time. A report costs one or more steps and, for as long as it takes, the memory of one more set of
+    parameters, gradients and activations; if there is not enough it says so and training goes on. You do not want it in
+    a run that must not wait, once the model is known to be sound.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class OverflowLocator(Callback):
 
     @property
     def reports(self) -> list[OverflowReport]:
-        """The reports of all fits of one Trainer, on at most `max_reports` skipped steps.
+        """Return the reports of all fits of one Trainer, on at most `max_reports` skipped steps.
 
         The same on all ranks: one per step and rank that found a cause; of a step for which none did, that of rank 0.
         """
@@ -155,7 +156,7 @@ class OverflowLocator(Callback):
         if reason is not None:
             _messages.info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
         elif self._num_located < self.max_reports:
-            self._looking = plugin.records.subscribe(self._notice, at_once=True)
+            self._looking = plugin.records.subscribe(self._receive, at_once=True)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -169,18 +170,22 @@ class OverflowLocator(Callback):
         if self._plugin is None:
             return
         if self._is_looking:
-            self._look(trainer, pl_module)
+            self._explain(trainer, pl_module)
         steps = trainer.global_step
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        if steps != self._steps_seen and every > 0 and steps // every != self._steps_seen // every:
-            self._log_count(trainer)
+        if every > 0 and steps // every != self._steps_seen // every:
+            self._plugin.records.flush()
+            log_metrics(trainer, {OVERFLOWS: float(self._num_overflows)})
         self._steps_seen = steps
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # The skip that was one too many: the plugin raised before the batch was over.
-        if isinstance(exception, FloatingPointError) and self._is_looking:
-            self._look(trainer, pl_module)
+        if self._plugin is not None:
+            if not isinstance(exception, FloatingPointError):  # that one was raised while reading
+                with contextlib.suppress(Exception):
+                    self._plugin.records.flush()
+            elif self._is_looking:  # the skip that was one too many: the plugin raised before the batch was over
+                self._explain(trainer, pl_module)
         self._detach()  # Lightning calls no `teardown` after an exception
 
     @override
@@ -231,17 +236,11 @@ class OverflowLocator(Callback):
     def _count(self, records: list[StepRecord]) -> None:
         self._num_overflows += sum(record.skipped for record in records)
 
-    def _notice(self, records: list[StepRecord]) -> None:
+    def _receive(self, records: list[StepRecord]) -> None:
         self._fresh += records
 
-    def _log_count(self, trainer: Trainer) -> None:
-        value = float(self._num_overflows)
-        trainer.callback_metrics[OVERFLOWS] = torch.tensor(value)
-        for logger in trainer.loggers:
-            logger.log_metrics({OVERFLOWS: value}, step=_lightning.logging_step(trainer))
-
-    def _look(self, trainer: Trainer, module: LightningModule) -> None:
-        self._window.note_edits()
+    def _explain(self, trainer: Trainer, module: LightningModule) -> None:
+        self._window.detect_edits()
         fresh, self._fresh = self._fresh, []
         skipped = [record for record in fresh if record.skipped]
         if skipped and self._window:
@@ -288,7 +287,7 @@ class OverflowLocator(Callback):
             self._save(trainer, module, reports, finding)
 
     def _save(self, trainer: Trainer, module: LightningModule, reports: list[OverflowReport], finding: Finding) -> None:
-        """Rank 0 writes; what another rank's file needs from there is sent."""
+        """Write on rank 0; what another rank's file needs from there is sent."""
         assert self.dirpath is not None
         bundles: list[bytes | None] = []
         if self.save_bundles:
@@ -325,5 +324,5 @@ class OverflowLocator(Callback):
             _messages.warn_on_this_rank(text)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a pickle or a deep copy takes along: the settings and the reports, not the run."""
+        """Return what a pickle or a deep copy takes along: the settings and the reports, not the run."""
         return {**vars(self), "_plugin": None, "_records": None, "_window": BatchWindow(), "_fresh": []}

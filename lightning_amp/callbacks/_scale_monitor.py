@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_count, require_number
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._numbers import exact
-from lightning_amp.callbacks._trainers import require_lightning_trainer
+from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import ScaleHistory
 from lightning_amp.scaling import Saved, StepRecord, Subscription
@@ -34,6 +34,7 @@ RECENT_STEPS = 100
 FILE_NAME = "scale_history.csv"
 
 
+@final
 class ScaleMonitor(Callback):
     """Shows what the loss scaler did.
 
@@ -73,7 +74,6 @@ class ScaleMonitor(Callback):
 
     Cost: between two log points nothing waits for the device; a log point is one transfer. A million steps with a
     hundred changes is a hundred rows.
-
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class ScaleMonitor(Callback):
 
     @property
     def history(self) -> ScaleHistory:
-        """All steps up to the last log point, or to the end of fit.
+        """Return all steps up to the last log point, or to the end of fit.
 
         Survives a resume, and goes on in a second fit of the same Trainer; another Trainer starts a new one.
         """
         return self._history
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Picture of the history; see :meth:`ScaleHistory.plot`."""
+        """Draw the history; see :meth:`ScaleHistory.plot`."""
         return self._history.plot(path)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class ScaleMonitor(Callback):
         due = every > 0 and steps // every != self._steps_seen // every
         self._steps_seen = steps
         if self._watch is not None:
-            self._watch.note()
+            self._watch.observe()
         if due:
             self._report(trainer)
 
@@ -227,14 +227,8 @@ class ScaleMonitor(Callback):
         if last is None:
             return
         skipped = self._history.num_skipped
-        metrics = {
-            LOSS_SCALE: last.next_scale,
-            SKIPPED_STEPS: float(skipped),
-            SKIP_RATE: skipped / self._history.num_attempted,
-        }
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=_lightning.logging_step(trainer))
+        rate = skipped / self._history.num_attempted
+        log_metrics(trainer, {LOSS_SCALE: last.next_scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: rate})
         if self.warn_below is not None and last.next_scale < self.warn_below and not self._warned:
             self._warned = True
             _messages.warn(
@@ -269,6 +263,7 @@ class ScaleMonitor(Callback):
             _messages.warn(f"`ScaleMonitor` could not write to `{self.dirpath}`: {error}. Training is not affected.")
 
 
+@final
 class _ScalerWatch:
     """Somebody else's scaler: notes its scale after each step without waiting, and reads the notes in blocks."""
 
@@ -281,7 +276,7 @@ class _ScalerWatch:
         self._index = 0 if last is None else last.index + 1
         self._pending: list[Tensor] = []
 
-    def note(self) -> None:
+    def observe(self) -> None:
         self._pending.append(_torch.scale_tensor(self._scaler).clone())
 
     def read(self) -> None:

@@ -1,12 +1,16 @@
-"""What every callback asks of its Trainer."""
+"""What the callbacks ask of their Trainer, and tell it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_amp._compat import _lightning
 
 
 def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
@@ -14,7 +18,6 @@ def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
 
     Raises:
         TypeError: If `trainer` is a `pytorch_lightning.Trainer`.
-
     """
     if not isinstance(trainer, Trainer) and type(trainer).__module__.startswith("pytorch_lightning"):
         name = type(callback).__name__
@@ -25,8 +28,22 @@ def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
         )
 
 
-def why_not_twice(trainer: Trainer, module: LightningModule, step: str) -> str | None:
-    """Why `training_step`, `validation_step` or `test_step` cannot be run a second time here; `None` if it can."""
+def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Send values of the latest step to all loggers and to `trainer.callback_metrics`."""
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(metrics), step=_lightning.logging_step(trainer))
+
+
+def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, against_fp32: bool = False) -> str | None:
+    """Tell why a step cannot be run a second time here; `None` if it can.
+
+    Args:
+        trainer: At the start of its loop.
+        module: Has the step.
+        step: `"training_step"`, `"validation_step"` or `"test_step"`.
+        against_fp32: Whether the second run is in fp32, for a comparison.
+    """
     strategy = trainer.strategy
     if isinstance(strategy, DeepSpeedStrategy) or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         return f"it works on one device and in DDP, and the strategy is `{type(strategy).__name__}`"
@@ -34,4 +51,8 @@ def why_not_twice(trainer: Trainer, module: LightningModule, step: str) -> str |
         return "the random generators of XLA devices cannot be paired"
     if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
         return f"a `{step}` that takes a `dataloader_iter` consumes its batches, so they cannot be run twice"
+    # The others compute in one low or high precision throughout.
+    precision = trainer.precision_plugin.precision
+    if against_fp32 and precision not in ("32-true", "16-mixed", "bf16-mixed"):
+        return f"with precision {precision!r} there is no fp32 to compare with"
     return None

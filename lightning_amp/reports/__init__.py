@@ -1,10 +1,11 @@
 """What a person reads: tables, text, CSV and pictures. No Lightning."""
 
-from lightning_amp.reports._comparison_table import LOADER_SUFFIX, MAX_ROWS, ComparisonRow, ComparisonTable
+from lightning_amp.reports._comparison_table import LOADER_SUFFIX, ComparisonRow, ComparisonTable
 from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import TOTAL, GradientRow, GradientTable
 from lightning_amp.reports._overflow_report import OverflowReport
 from lightning_amp.reports._scale_history import ScaleHistory
+from lightning_amp.reports._table import MAX_ROWS
 
 __all__ = [
     "LOADER_SUFFIX",

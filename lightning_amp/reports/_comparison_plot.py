@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_amp.reports._figures import new_figure
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -26,17 +28,12 @@ def plot_comparison(
     """Draw two panels for each group: values of both sides, and their difference.
 
     Args:
-        groups: by metric, what to draw: one line per loader.
-        tolerance_of: the tolerance that applies to a line, if any.
-        left_out: said at the top.
+        groups: By metric, what to draw: one line per loader.
+        tolerance_of: The tolerance that applies to a line, if any.
+        left_out: Said at the top.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("`plot` needs matplotlib: `pip install matplotlib`") from error
-
     number = max(len(groups), 1)
-    figure = Figure(figsize=(10.0, 0.6 + 2.0 * number), layout="constrained")
+    figure = new_figure(10.0, 0.6 + 2.0 * number)
     if left_out:
         figure.suptitle(left_out, fontsize="medium")
     axes: Any = figure.subplots(number, 2, sharex=True, squeeze=False)
@@ -75,7 +72,7 @@ def _all_rows(lines: Lines) -> list[ComparisonRow]:
 
 
 def _horizontal(groups: Mapping[str, Lines]) -> tuple[str, Callable[[ComparisonRow], float]]:
-    """Epochs, or steps where an epoch has several comparisons."""
+    """Choose epochs, or steps where an epoch has several comparisons."""
     several = any(len({row.epoch for row in rows}) < len(rows) for lines in groups.values() for rows in lines.values())
     return ("step", lambda row: row.step) if several else ("epoch", lambda row: row.epoch)
 
@@ -85,7 +82,7 @@ def _drawn(value: float) -> float:
 
 
 def _mark_non_finite(axis: Any, points: list[tuple[float, float]]) -> None:
-    """Gaps alone would be overlooked."""
+    """Mark what is not finite: gaps alone would be overlooked."""
     where = sorted({x for x, value in points if not math.isfinite(value)})
     if where:
         axis.plot(
@@ -95,7 +92,7 @@ def _mark_non_finite(axis: Any, points: list[tuple[float, float]]) -> None:
 
 
 def _scale_values(axis: Any, lines: Lines) -> None:
-    """Not closer than a tenth of the values: this panel is about their size."""
+    """Show not less than a tenth of the values: this panel is about their size."""
     values = [value for row in _all_rows(lines) for value in (row.amp, row.fp32) if math.isfinite(value)]
     if values:
         low, high = min(values), max(values)
@@ -105,7 +102,7 @@ def _scale_values(axis: Any, lines: Lines) -> None:
 
 
 def _scale_differences(axis: Any, lines: Lines, tolerances: set[float]) -> None:
-    """Zero in the middle, the differences readable; a tolerance far beyond them must not flatten them."""
+    """Put zero in the middle and keep differences readable: a tolerance far beyond them must not flatten them."""
     largest = max((abs(row.diff) for row in _all_rows(lines) if math.isfinite(row.diff)), default=0.0)
     finite = sorted(tolerance for tolerance in tolerances if math.isfinite(tolerance))
     near = [tolerance for tolerance in finite if tolerance < 10 * largest or not largest]

@@ -1,25 +1,24 @@
-"""The numbers of `MetricComparison`: rows, tolerance, text, CSV. No Lightning in here."""
+"""The numbers of `MetricComparison`: rows, tolerance, text."""
 
 from __future__ import annotations
 
-import csv
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from typing_extensions import final, override
 
 from lightning_amp._arguments import is_count, require
-from lightning_amp._files import write_atomically
+from lightning_amp.reports._table import MAX_ROWS, SampledTable, aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOADER_SUFFIX = "/dataloader_idx_"
 
-MAX_ROWS = 15
-"""How many metrics a text or a picture shows unless asked for more."""
 
-
+@final
 class ComparisonRow(NamedTuple):
     """One metric of one compared validation.
 
@@ -49,71 +48,46 @@ class ComparisonRow(NamedTuple):
         return cls(epoch, step, metric, amp, fp32, diff, relative_diff)
 
     def exceeds(self, tolerance: float) -> bool:
-        """Whether the two sides differ by more than `tolerance`. NaN on one side does, NaN on both does not."""
+        """Return whether the two sides differ by more than `tolerance`: NaN on one side does, on both does not."""
         if math.isnan(self.amp) or math.isnan(self.fp32):
             return math.isnan(self.amp) != math.isnan(self.fp32)
         return abs(self.diff) > tolerance
 
 
-class ComparisonTable(Sequence[ComparisonRow]):
+@final
+class ComparisonTable(SampledTable[ComparisonRow]):
     """All rows of a run, in the order of the comparisons.
 
     .. code-block:: python
 
         comparison = MetricComparison()
         L.Trainer(plugins=[AmpPrecision("bf16")], callbacks=[comparison]).validate(model, data)
-        print({row.metric: row.diff for row in comparison.table.last()})
+        print({row.metric: row.diff for row in comparison.table.last})
         print(comparison.table.to_text(max_rows=None))
 
     Reads as a list of `ComparisonRow`; `str(table)` is a short text table of the last comparison
     (`to_text` has all of its rows).
 
     Args:
-        rows: what it begins with.
-        tolerance: for the band in the plot: one number, one per metric, or `None`.
+        rows: What it begins with.
+        tolerance: For the band in the plot: one number, one per metric, or `None`.
     """
+
+    _header = ComparisonRow._fields
 
     def __init__(
         self, rows: Iterable[ComparisonRow] = (), tolerance: float | Mapping[str, float] | None = None
     ) -> None:
-        self._rows = list(rows)
-        self._start: int | None = None  # of the last comparison; `None`: not looked for yet
+        super().__init__(rows)
         self._tolerance = tolerance
 
-    @overload
-    def __getitem__(self, index: int) -> ComparisonRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ComparisonRow]: ...
-    def __getitem__(self, index: int | slice) -> ComparisonRow | list[ComparisonRow]:
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[ComparisonRow]:
-        return iter(self._rows)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} rows)"
-
-    def extend(self, rows: Iterable[ComparisonRow]) -> None:
-        """Add the rows of one comparison."""
-        self._start = len(self._rows)
-        self._rows.extend(rows)
+    @override
+    def _key(self, row: ComparisonRow) -> tuple[object, str]:
+        return row[:2], row.metric
 
     def tolerance_of(self, metric: str) -> float | None:
-        """The tolerance that applies to a metric, if any."""
+        """Return the tolerance that applies to a metric, if any."""
         return self._tolerance.get(metric) if isinstance(self._tolerance, Mapping) else self._tolerance
-
-    def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the table as CSV, with a header line. The file is replaced at once or not at all."""
-
-        def write(file: Any) -> None:
-            writer = csv.writer(file)
-            writer.writerow(ComparisonRow._fields)
-            writer.writerows(self)
-
-        write_atomically(path, write)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:
         """Plot each metric over epochs: its values in AMP and in fp32, and beside them the difference.
@@ -121,10 +95,11 @@ class ComparisonTable(Sequence[ComparisonRow]):
         Several loaders are lines of one panel; a tolerance is a band. Needs matplotlib.
 
         Args:
-            path: where to save the figure, in the format of the suffix. Default: do not save it.
-            max_rows: how many metrics to show; of more, the worst, as in `to_text`. `None`: all.
+            path: Where to save the figure, in the format of the suffix. Default: do not save it.
+            max_rows: How many metrics to show; of more, the worst, as in `to_text`. `None`: all.
         """
         from lightning_amp.reports._comparison_plot import plot_comparison
+        from lightning_amp.reports._figures import saved
 
         _check_max_rows(max_rows)
         groups: dict[str, dict[str, list[ComparisonRow]]] = {}
@@ -136,20 +111,18 @@ class ComparisonTable(Sequence[ComparisonRow]):
             # Those that the last comparison does not have come last.
             groups = {name: groups[name] for name in list(dict.fromkeys([*worst, *groups]))[:max_rows]}
             title = f"the worst {max_rows} of {number} metrics; `plot(max_rows=None)` shows all"
-        figure = plot_comparison(groups, self.tolerance_of, title)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return saved(plot_comparison(groups, self.tolerance_of, title), path, dpi="figure")
 
+    @override
     def to_text(self, max_rows: int | None = MAX_ROWS) -> str:
         """Write the last comparison as a text table.
 
         Args:
-            max_rows: how many metrics to show. Of more, those are shown that exceed their tolerance or have the largest
+            max_rows: How many metrics to show. Of more, those are shown that exceed their tolerance or have the largest
                 relative difference, the worst first. `None`: all, in the order in which they were logged.
         """
         _check_max_rows(max_rows)
-        rows = shown = self.last()
+        rows = shown = self.last
         if not rows:
             return "no comparison yet"
         if max_rows is not None and len(rows) > max_rows:
@@ -170,20 +143,10 @@ class ComparisonTable(Sequence[ComparisonRow]):
             )
             for row in shown
         ]
-        name_width, *widths = (max(len(line[i]) for line in lines) for i in range(len(lines[0])))
-        text = [
-            "  ".join([name.ljust(name_width), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
-            for name, *cells in lines
-        ]
-        if len(shown) < len(rows):
-            text.append(
-                f"These are the {len(shown)} worst of {len(rows)}; `print(comparison.table.to_text(max_rows=None))`"
-                " shows all."
-            )
-        return "\n".join(text)
+        return aligned(lines, len(shown), len(rows), "comparison.table")
 
     def exceeding(self) -> str:
-        """Which metrics of the last comparison are beyond their tolerance, in words, the worst first; "" if none."""
+        """Name the metrics of the last comparison that are beyond their tolerance, the worst first; "" if none."""
         found = [
             f"`{row.metric}`: AMP {row.amp:.6g}, fp32 {row.fp32:.6g}, difference {row.diff:+.3g}, tolerance"
             f" {tolerance:g}"
@@ -194,25 +157,17 @@ class ComparisonTable(Sequence[ComparisonRow]):
             found[MAX_ROWS:] = [f"and {len(found) - MAX_ROWS} more metrics"]
         return "; ".join(found)
 
-    def __str__(self) -> str:
-        return self.to_text()
-
-    def last(self) -> list[ComparisonRow]:
-        """The rows of the last comparison, in the order in which the metrics were logged."""
-        if self._start is None:
-            self._start = _start_of_last(self._rows)
-        return self._rows[self._start :]
-
     def _worst_first(self) -> list[ComparisonRow]:
-        """The rows of the last comparison: beyond the tolerance, then NaN on one side, then by relative difference."""
+        """Sort the last comparison: beyond the tolerance, then NaN on one side, then by relative difference."""
 
         def badness(row: ComparisonRow) -> tuple[bool, float]:
             tolerance = self.tolerance_of(row.metric)
             size = abs(row.relative_diff)
-            one_sided = math.isnan(size) and row.exceeds(math.inf)
-            return tolerance is not None and row.exceeds(tolerance), math.inf if one_sided else _or_zero(size)
+            if math.isnan(size):
+                size = math.inf if row.exceeds(math.inf) else 0.0
+            return tolerance is not None and row.exceeds(tolerance), size
 
-        return sorted(self.last(), key=badness, reverse=True)
+        return sorted(self.last, key=badness, reverse=True)
 
 
 def _check_max_rows(value: int | None) -> None:
@@ -221,17 +176,3 @@ def _check_max_rows(value: int | None) -> None:
 
 def _without_loader(metric: str) -> str:
     return metric.partition(LOADER_SUFFIX)[0]
-
-
-def _or_zero(size: float) -> float:
-    return 0.0 if math.isnan(size) else size
-
-
-def _start_of_last(rows: Sequence[ComparisonRow]) -> int:
-    """Where the last comparison begins, in rows that come from a checkpoint."""
-    start = len(rows)
-    seen: set[str] = set()
-    while start and rows[start - 1][:2] == rows[-1][:2] and rows[start - 1].metric not in seen:
-        start -= 1
-        seen.add(rows[start].metric)
-    return start

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from typing_extensions import final
+
+from lightning_amp.reports._figures import new_figure, saved, say_empty
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
 Quantity = Literal["headroom_bits", "underflow_fraction", "subnormal_fraction", "sqnr_db", "cosine"]
 
 
+@final
 class _Look(NamedTuple):
     """How a quantity is drawn; all colour maps can be told apart by the colour-blind."""
 
@@ -42,6 +47,7 @@ _LOOKS: dict[Quantity, _Look] = {
 QUANTITIES: tuple[Quantity, ...] = tuple(_LOOKS)
 
 
+@final
 class _Mark(IntEnum):
     """What a cell without a number shows instead; the legend has those that occur."""
 
@@ -67,20 +73,14 @@ def draw_heat_map(
     path: str | os.PathLike[str] | None,
     max_rows: int | None,
 ) -> Figure:
-    """See `GradientMonitor.plot`. `samples` are without the row of the total."""
+    """Draw what `GradientMonitor.plot` returns; `samples` are without the row of the total."""
     look = _LOOKS[quantity]
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Plotting needs matplotlib, which is not installed. Run `pip install lightning-amp[plot]`."
-        ) from error
     steps = [sample[0].step for sample in samples if sample]
     grid = _grid(samples, quantity)
     names = _worst(grid, look.low_is_bad, max_rows)
     width = 8 + 0.07 * max((len(name) - 20 for name in names), default=0)
-    figure = Figure(figsize=(max(width, 8), 2 + 0.25 * max(len(names), 4)), layout="constrained")
-    axes: Any = figure.add_subplot()  # no pyplot: its global state is the user's
+    figure = new_figure(max(width, 8), 2 + 0.25 * max(len(names), 4))
+    axes: Any = figure.add_subplot()
     title = look.title if len(names) == len(grid) else f"{look.title}\nthe {len(names)} worst of {len(grid)} rows"
     axes.set_title(title, fontsize="medium")
     if names:
@@ -90,15 +90,12 @@ def draw_heat_map(
         every = math.ceil(len(steps) / 8)
         axes.set_xticks(range(0, len(steps), every), [f"{step:,}" for step in steps[::every]])
     else:
-        axes.set(xticks=[], yticks=[])
-        axes.text(0.5, 0.5, "no sample yet", ha="center", va="center", transform=axes.transAxes)
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
+        say_empty(axes, "no sample yet")
+    return saved(figure, path)
 
 
 def _grid(samples: Sequence[Sequence[GradientRow]], quantity: Quantity) -> dict[str, list[_Cell]]:
-    """By name one cell per sample: a float, or the mark (an int) of a cell without one."""
+    """Return by name one cell per sample: a float, or the mark (an int) of a cell without one."""
     names = dict.fromkeys(row.name for sample in samples for row in sample)
     grid: dict[str, list[_Cell]] = {name: [_Mark.ABSENT] * len(samples) for name in names}
     for column, sample in enumerate(samples):
@@ -117,7 +114,7 @@ def _cell(row: GradientRow, quantity: Quantity) -> _Cell:
 
 
 def _worst(grid: dict[str, list[_Cell]], low_is_bad: bool, max_rows: int | None) -> list[str]:
-    """The names of the worst rows, in the order of the module."""
+    """Return the names of the worst rows, in the order of the module."""
 
     def badness(name: str) -> float:
         cells = grid[name]
@@ -165,7 +162,7 @@ def _fill_values(figure: Figure, axes: Any, values: list[list[float]], finite: l
 
 
 def _limits(quantity: Quantity, lowest: float, highest: float) -> tuple[float, float]:
-    """The ends of the colour bar: round, and never closer than what matters."""
+    """Return the ends of the colour bar: round, and never closer than what matters."""
     if quantity == "headroom_bits":  # 16 bits are as good as 30
         end = min(max(4.0, abs(lowest), abs(highest)), 16.0)
         return -end, end

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple
+
+from typing_extensions import final, override
 
 from lightning_amp._arguments import require_choice, require_count
 from lightning_amp.reports._gradient_plot import QUANTITIES, Quantity, draw_heat_map
+from lightning_amp.reports._table import MAX_ROWS, SampledTable, aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOTAL = "(all)"
 MAX_SAMPLES = 200
-MAX_ROWS = 15
 
 
+@final
 class GradientRow(NamedTuple):
     """One module, or parameter, at one step.
 
@@ -33,7 +36,6 @@ class GradientRow(NamedTuple):
         sqnr_db: Of the mixed-precision gradient against fp32; NaN if it overflowed.
         cosine: Between the two; NaN if it overflowed.
         largest: Largest magnitude, unscaled.
-
     """
 
     step: int
@@ -48,7 +50,8 @@ class GradientRow(NamedTuple):
     largest: float
 
 
-class GradientTable(Sequence[GradientRow]):
+@final
+class GradientTable(SampledTable[GradientRow]):
     """All rows, oldest first. Prints the latest sample, the least headroom first.
 
     .. code-block:: python
@@ -60,51 +63,26 @@ class GradientTable(Sequence[GradientRow]):
     Of more than 200 samples every second one of the older half is forgotten.
     """
 
-    def __init__(self, rows: Iterable[GradientRow] = ()) -> None:
-        self._samples: list[list[GradientRow]] = []
-        for row in rows:
-            if not self._samples or self._samples[-1][0].step != row.step:
-                self._samples.append([])
-            self._samples[-1].append(row)
+    _header = GradientRow._fields
 
-    def add(self, sample: list[GradientRow]) -> None:
-        """Append the rows of one step."""
-        self._samples.append(sample)
+    @override
+    def _key(self, row: GradientRow) -> tuple[object, str]:
+        return row.step, row.name
+
+    @override
+    def add(self, rows: Iterable[GradientRow]) -> None:
+        super().add(rows)
         if len(self._samples) > MAX_SAMPLES:
             half = MAX_SAMPLES // 2
             self._samples = self._samples[:half:2] + self._samples[half:]
 
-    @property
-    def last(self) -> list[GradientRow]:
-        """The rows of the latest step."""
-        return list(self._samples[-1]) if self._samples else []
-
-    def __iter__(self) -> Iterator[GradientRow]:
-        return (row for sample in self._samples for row in sample)
-
-    def __len__(self) -> int:
-        return sum(len(sample) for sample in self._samples)
-
-    @overload
-    def __getitem__(self, index: int) -> GradientRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[GradientRow]: ...
-    def __getitem__(self, index: int | slice) -> GradientRow | list[GradientRow]:
-        return list(self)[index]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} rows)"
-
-    def __str__(self) -> str:
-        return self.to_text()
-
+    @override
     def to_text(self, max_rows: int | None = MAX_ROWS) -> str:
-        """The latest sample as a table, the least headroom first.
+        """Write the latest sample as a text table, the least headroom first.
 
         Args:
             max_rows: Of more rows only the worst are shown: those with the least headroom, the lowest SQNR, or the
                 largest share that becomes zero, as many of each. `None` shows all.
-
         """
         require_count("max_rows", max_rows, none="or `None` for all rows")
         if not self._samples:
@@ -113,23 +91,13 @@ class GradientTable(Sequence[GradientRow]):
         shown = _worst(rows, max_rows)
         total = [row for row in self.last if row.name == TOTAL]
         header = ("name", "to zero", "subnormal", "headroom", "SQNR", "cosine")
-        cells = [header, *(_cells(row) for row in (*sorted(shown, key=_room), *total))]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-        lines = [
-            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-            for row in cells
-        ]
-        if len(shown) < len(rows):
-            lines.append(
-                f"These are the {len(shown)} worst of {len(rows)}; `print(monitor.table.to_text(max_rows=None))` shows"
-                " all."
-            )
-        return "\n".join(line.rstrip() for line in lines)
+        lines = [header, *(_cells(row) for row in (*sorted(shown, key=_room), *total))]
+        return aligned(lines, len(shown), len(rows), "monitor.table")
 
     def plot(
         self, quantity: Quantity, path: str | os.PathLike[str] | None, *, max_rows: int | None = MAX_ROWS
     ) -> Figure:
-        """See `GradientMonitor.plot`."""
+        """Draw what `GradientMonitor.plot` returns."""
         require_choice("quantity", quantity, list(QUANTITIES))
         require_count("max_rows", max_rows, none="or `None` for all rows")
         samples = [[row for row in sample if row.name != TOTAL] for sample in self._samples]
@@ -141,7 +109,7 @@ def _room(row: GradientRow) -> float:
 
 
 def _worst(rows: list[GradientRow], max_rows: int | None) -> list[GradientRow]:
-    """In turn the worst by each of the measures: a row that loses everything to zero has the most headroom of all."""
+    """Take in turn the worst by each measure: a row that loses everything to zero has the most headroom of all."""
     orders = (
         sorted(rows, key=_room),
         sorted(rows, key=lambda row: -math.inf if math.isnan(row.sqnr_db) else row.sqnr_db),

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from typing_extensions import final, override
+
 from lightning_amp._numbers import exact, rounded
 from lightning_amp.numerics import fitting_scale
 from lightning_amp.scaling import StepRecord
@@ -16,6 +18,7 @@ from lightning_amp.tracing import Diagnosis
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "not reproduced"]
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class OverflowReport:
     """One skipped step. Immutable.
@@ -42,7 +45,6 @@ class OverflowReport:
         largest_gradient: With cause `"backward"` the largest true gradient of the batch, computed in fp32.
         note: Why the replay may not be exact, or why there was none; empty if all is well.
         precision: Of the run: `"16-mixed"`, `"bf16-mixed"`, `"32-true"`; empty in reports of older checkpoints.
-
     """
 
     record: StepRecord
@@ -60,12 +62,12 @@ class OverflowReport:
     precision: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types."""
+        """Return plain types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
-        """The report that :meth:`as_dict` was made of; lists, as in JSON, are fine for its tuples."""
+        """Return the report that :meth:`as_dict` was made of; lists, as in JSON, are fine for its tuples."""
         found = dict(values["diagnosis"])
         shape = found["shape"]
         found["shape"] = None if shape is None else tuple(shape)
@@ -77,9 +79,10 @@ class OverflowReport:
         return cls(**own)
 
     def to_json(self) -> str:
-        """The report as JSON."""
+        """Return the report as JSON."""
         return json.dumps(self.as_dict(), indent=2)
 
+    @override
     def __str__(self) -> str:
         where = f"batch {self.batch_idx}"
         if self.window[0] != self.window[1]:

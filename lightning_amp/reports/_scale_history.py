@@ -9,12 +9,13 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, overload
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from typing_extensions import final, override
 
-from lightning_amp._files import write_atomically
 from lightning_amp._numbers import exact
+from lightning_amp.reports._table import Table
 from lightning_amp.scaling import Reason, Saved, StepRecord
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ _REASONS: tuple[Reason, ...] = get_args(Reason)
 _COLUMNS = {"index": "q", "optimizer_idx": "q", "scale": "d", "next_scale": "d", "skipped": "b", "reason": "b"}
 
 
-class ScaleHistory:
+@final
+class ScaleHistory(Table[StepRecord]):
     """Every step of a run, of which only changes of the scale and skips take memory (34 bytes each).
 
     .. code-block:: python
@@ -36,8 +38,11 @@ class ScaleHistory:
         monitor.history.to_csv("scale_history.csv")
 
     Iterating and indexing give the stored records: the first step, every skip, every step after which the scale moved,
-    and the last step. What lies between two of them was applied, at the later one's scale.
+    and the last step. What lies between two of them was applied, at the later one's scale. `len` counts the stored
+    records, and an index is a position among them, not the index of a step.
     """
+
+    _header = _COLUMNS
 
     def __init__(self) -> None:
         self._columns = {name: array(code) for name, code in _COLUMNS.items()}
@@ -45,62 +50,58 @@ class ScaleHistory:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
+    @override
     def __iter__(self) -> Iterator[StepRecord]:
         yield from map(_record, *self._columns.values())
         if self._last is not None and not self._is_stored(self._last):
             yield self._last
 
+    @override
     def __len__(self) -> int:
-        """How many records iterating gives; not how many steps there were."""
         return len(self._columns["index"]) + (self._last is not None and not self._is_stored(self._last))
 
-    @overload
-    def __getitem__(self, position: int) -> StepRecord: ...
-    @overload
-    def __getitem__(self, position: slice) -> list[StepRecord]: ...
-    def __getitem__(self, position: int | slice) -> StepRecord | list[StepRecord]:
-        """The stored record at a position (not the step of that index), as iterating counts them; or several."""
-        if isinstance(position, slice):
-            return list(self)[position]
+    @override
+    def _row(self, index: int) -> StepRecord:
         count = len(self)
-        if not -count <= position < count:
-            raise IndexError(f"`history[{position}]`: there are {_counted(count)}, one for each change.")
-        position %= count
-        if self._last is not None and position == count - 1:
+        if not -count <= index < count:
+            raise IndexError(f"`history[{index}]`: there are {_counted(count)}, one for each change.")
+        index %= count
+        if self._last is not None and index == count - 1:
             return self._last
-        return _record(*(column[position] for column in self._columns.values()))
+        return _record(*(column[index] for column in self._columns.values()))
 
+    @override
     def __repr__(self) -> str:
         return f"{type(self).__name__}({_counted(len(self))}: {self.summary()})"
 
     @property
     def last(self) -> StepRecord | None:
-        """The latest step."""
+        """Return the latest step."""
         return self._last
 
     @property
     def first(self) -> StepRecord | None:
-        """The earliest step that is known: a history that was not in the checkpoint begins where the run resumed."""
+        """Return the earliest step known: a history that was not in the checkpoint begins where the run resumed."""
         return next(iter(self), None)
 
     @property
     def num_attempted(self) -> int:
-        """Optimizer steps that were tried."""
+        """Return how many optimizer steps were tried."""
         first = self.first
         return 0 if self._last is None or first is None else self._last.index - first.index + 1
 
     @property
     def num_skipped(self) -> int:
-        """Optimizer steps that were skipped; all of them are stored."""
+        """Return how many optimizer steps were skipped; all of them are stored."""
         return sum(self._columns["skipped"])
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps that were applied."""
+        """Return how many optimizer steps were applied."""
         return self.num_attempted - self.num_skipped
 
     def summary(self) -> str:
-        """One line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`."""
+        """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`."""
         if self._last is None:
             return "no optimizer step was recorded"
         first = self.first
@@ -129,7 +130,7 @@ class ScaleHistory:
             self._last = record
 
     def _store(self, record: StepRecord) -> None:
-        values = (*astuple(record)[:4], int(record.skipped), _REASONS.index(record.reason))
+        values = (*self._cells(record)[:-1], _REASONS.index(record.reason))
         for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)
 
@@ -139,15 +140,9 @@ class ScaleHistory:
 
     # -- files and checkpoints -----------------------------------------------------------------------------------------
 
-    def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the stored records, one a line; the file appears whole or not at all."""
-
-        def write(file: Any) -> None:
-            writer = csv.writer(file)
-            writer.writerow(_COLUMNS)
-            writer.writerows((*astuple(r)[:4], int(r.skipped), r.reason) for r in self)
-
-        write_atomically(path, write)
+    @override
+    def _cells(self, row: StepRecord) -> tuple[Any, ...]:
+        return row.index, row.optimizer_idx, row.scale, row.next_scale, int(row.skipped), row.reason
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> ScaleHistory:
@@ -155,7 +150,6 @@ class ScaleHistory:
 
         Raises:
             ValueError: Naming file and line, if it is not such a file.
-
         """
         history = cls()
         with Path(path).open(newline="", encoding="utf-8") as file:
@@ -195,7 +189,7 @@ class ScaleHistory:
         return history
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain numbers, so that a checkpoint loads with `weights_only=True`."""
+        """Return tensors and plain numbers, so that a checkpoint loads with `weights_only=True`."""
         columns = {name: torch.tensor(column.tolist(), dtype=_dtype(name)) for name, column in self._columns.items()}
         return {**columns, "last": None if self._last is None else list(astuple(self._last))}
 
@@ -204,7 +198,6 @@ class ScaleHistory:
 
         Raises:
             ValueError: If an entry is missing or wrong; the history is then as it was.
-
         """
         saved = Saved(state, "ScaleHistory")
         columns: dict[str, array[Any]] = {}
@@ -223,14 +216,13 @@ class ScaleHistory:
     # -- picture -------------------------------------------------------------------------------------------------------
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Log2 of the scale over steps; skips are marked, and growth if it is not more than 100 times.
+        """Draw log2 of the scale over steps; skips are marked, and growth if it is not more than 100 times.
 
         Args:
-            path: Also saves the picture there.
+            path: Where to save the picture too.
 
         Raises:
             ModuleNotFoundError: Without matplotlib (`pip install matplotlib`).
-
         """
         from lightning_amp.reports._scale_plot import plot_history
 

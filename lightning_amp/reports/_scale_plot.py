@@ -1,10 +1,12 @@
-"""Pictures; the only place of this layer that knows matplotlib."""
+"""The picture of a loss scale over the steps of a run."""
 
 from __future__ import annotations
 
 import os
 import textwrap
 from typing import TYPE_CHECKING, Any
+
+from lightning_amp.reports._figures import new_figure, saved, say_empty
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -13,26 +15,17 @@ if TYPE_CHECKING:
 
 
 def plot_history(history: ScaleHistory, path: str | os.PathLike[str] | None = None) -> Figure:
-    """See :meth:`ScaleHistory.plot`."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Plotting needs matplotlib, which is not installed. Run `pip install matplotlib`."
-        ) from error
-    figure = Figure(figsize=(8, 3.6), layout="constrained")  # no pyplot: its global state is the user's
+    """Draw what :meth:`ScaleHistory.plot` returns."""
+    figure = new_figure(8, 3.6)
     axes: Any = figure.add_subplot()
     if history.last is None:
-        axes.set(xticks=[], yticks=[])
-        axes.text(0.5, 0.5, "no optimizer step was taken", ha="center", va="center", transform=axes.transAxes)
+        say_empty(axes, "no optimizer step was taken")
     else:
         _draw(figure, axes, history)
     axes.set_xlabel("optimizer steps attempted")
     axes.set_ylabel("loss scale")
     axes.set_title(textwrap.fill(f"Loss scale: {history.summary()}", 90, break_on_hyphens=False), fontsize="medium")
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
+    return saved(figure, path)
 
 
 def _draw(figure: Figure, axes: Any, history: ScaleHistory) -> None:

@@ -11,10 +11,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import final
 
 from lightning_amp._compat import _lightning
 from lightning_amp.shadow._module_copy import copy_batch
-from lightning_amp.shadow._shadow import RandomState, Shadow, paired_random
+from lightning_amp.shadow._shadow import Shadow
+from lightning_amp.tracing import RandomState, paired_random
 
 Stage = Literal["validation", "test"]
 """As in the names of hooks, `on_test_batch_start`, and steps, `test_step`."""
@@ -22,6 +24,7 @@ Stage = Literal["validation", "test"]
 Context = Callable[[LightningModule], AbstractContextManager[Any]]
 
 
+@final
 class EvaluationPass:
     """Validates or tests a shadow.
 
@@ -29,14 +32,14 @@ class EvaluationPass:
     the batches that the module has seen. Hooks before the first batch have already run and are not run again.
 
     Args:
-        trainer: the trainer, inside its evaluation loop.
-        module: the real module.
-        stage: whose step and hooks run.
-        hook_context: entered, for the shadow's module, around its hooks.
-        step_context: entered around its step.
-        epoch_end_context: entered around its epoch-end hook, inside of `hook_context`.
-        metrics: of loaders that the module is done with.
-        upcast: weights, buffers and batches in half precision become float32. For a pass in fp32.
+        trainer: The trainer, inside its evaluation loop.
+        module: The real module.
+        stage: Whose step and hooks run.
+        hook_context: Entered, for the shadow's module, around its hooks.
+        step_context: Entered around its step.
+        epoch_end_context: Entered around its epoch-end hook, inside of `hook_context`.
+        metrics: Of loaders that the module is done with.
+        upcast: Weights, buffers and batches in half precision become float32. For a pass in fp32.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class EvaluationPass:
 
     @property
     def module(self) -> LightningModule:
-        """The shadow's module."""
+        """Return the shadow's module."""
         return self._shadow.module
 
     def step(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
@@ -81,25 +84,24 @@ class EvaluationPass:
             if not is_param_in_hook_signature(getattr(shadow.module, f"{stage}_step"), "batch_idx", min_args=2):
                 step_args = (batch, *args[2:])
             _lightning.start_evaluation_batch(shadow.view, batch, loader_idx)
-            # Step values are not compared. Reducing them could leave the other ranks waiting, should this one run out
-            # of memory before it gets there.
-            shadow.reduce.enabled = False
             try:
-                with self._hook_context(shadow.module):
-                    shadow.call(f"on_{stage}_batch_start", *args)
-                with self._step_context(shadow.module):
-                    outputs = shadow.call(f"{stage}_step", *step_args)
-                with self._hook_context(shadow.module):
-                    shadow.call(f"on_{stage}_batch_end", outputs, *args)
+                # Step values are not compared. Reducing them could leave the other ranks waiting, should this one run
+                # out of memory before it gets there.
+                with shadow.reduce.suspended():
+                    with self._hook_context(shadow.module):
+                        shadow.call(f"on_{stage}_batch_start", *args)
+                    with self._step_context(shadow.module):
+                        outputs = shadow.call(f"{stage}_step", *step_args)
+                    with self._hook_context(shadow.module):
+                        shadow.call(f"on_{stage}_batch_end", outputs, *args)
             finally:
-                shadow.reduce.enabled = True
                 _lightning.finish_evaluation_batch(shadow.view)
 
     def finish(self, random_state: RandomState | None) -> dict[str, Tensor]:
         """Run the epoch-end hook and return the epoch's metrics by name.
 
         Args:
-            random_state: what the random generators were when the real module's hook ran.
+            random_state: What the random generators were when the real module's hook ran.
         """
         shadow = self._shadow
         # Averaged weights may have been swapped out again before the real hook ran.
@@ -121,7 +123,7 @@ class EvaluationPass:
 
 
 def follow_ddp_buffers(trainer: Trainer, module: LightningModule) -> None:
-    """Do to the buffers of a shadow what DDP does to those of the real module at its next forward: take rank 0's.
+    """Give the buffers of a shadow rank 0's values, as DDP does to those of the real module at its next forward.
 
     Without it, BatchNorm statistics of the shadow would differ from the real ones on all other ranks. One broadcast
     per dtype.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import (
@@ -20,14 +21,15 @@ from lightning_amp.numerics import (
     underflow_counts,
 )
 from lightning_amp.reports import TOTAL, GradientRow
-from lightning_amp.shadow._shadow import full_precision
+from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._training_pass import TrainingPass
-from lightning_amp.tracing import Trace
+from lightning_amp.tracing import Trace, full_precision
 
 _LOWEST, _HIGHEST = -50, 20  # exponents of gradients that the histograms tell apart
 _NUM_BINS = _HIGHEST - _LOWEST + 1
 
 
+@final
 class Sample(NamedTuple):
     """One sampled step: its rows, one histogram of true gradients per row, on the host; modules that were not seen."""
 
@@ -36,6 +38,7 @@ class Sample(NamedTuple):
     unseen: list[str]
 
 
+@final
 class _Group:
     """What is known about the gradients of one row; everything is on the device."""
 
@@ -46,7 +49,7 @@ class _Group:
         self.histograms: list[Tensor] = []
 
     def add(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What adds up over parameters and ranks, float64 [8 + bins], and the largest magnitude, float64 []."""
+        """Return what adds up over parameters and ranks, float64 [8 + bins], and the largest magnitude, float64 []."""
         top = torch.stack([m.double() for m in self.magnitudes]).max() if self.magnitudes else _zeros(device)
         counts, sums, histogram = (
             torch.stack(parts).sum(0).double() if parts else _zeros(device, size)
@@ -68,12 +71,12 @@ def take_sample(
     batch_idx: int,
     by: str,
     scale: float,
-    on_error: Callable[[Exception], None],
+    on_failure: Callable[[Failure], None],
 ) -> Sample | None:
     """Run the batch twice on copies of the module; `None` if no rank has gradients. Waits for the device.
 
-    All ranks must call: figures are over the values of all of them. One that cannot run its batch, which goes to
-    `on_error`, has none to add.
+    All ranks must call: figures are over the values of all of them. One that cannot run its batch, of which
+    `on_failure` is told, has none to add.
     """
     names = list(_modules.plain_parameters(module))
     row_of = {name: name.rpartition(".")[0] if by == "module" else name for name in names}
@@ -82,7 +85,8 @@ def take_sample(
     try:
         unseen = _measure(trainer, module, batch, batch_idx, by, scale, row_of, groups)
     except Exception as error:
-        on_error(error)
+        place = f"the sample of step {trainer.global_step}"
+        on_failure(Failure.of(error, "the training step", place))
         groups = {row: _Group() for row in groups}
     device = trainer.strategy.root_device
     measured = [group.add(device) for group in groups.values()]

@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -23,13 +23,14 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
+from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules
 from lightning_amp.numerics import HALF_DTYPES
-from lightning_amp.shadow._not_copied import NotCopied, NotCopiedError, Permission, PermittedHook
+from lightning_amp.shadow._failures import is_out_of_memory
+from lightning_amp.shadow._not_copied import NotCopied, Permission
+from lightning_amp.shadow._rebinding import MAPPINGS, permit_hooks, rebind_closures
 from lightning_amp.shadow._upcasting import upcast_tensors
-
-__all__ = ["NotCopied", "NotCopiedError", "copy_batch", "copy_module", "is_out_of_memory"]
 
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 
@@ -49,16 +50,6 @@ _SHARED: tuple[type, ...] = (
 
 _ATOMS: tuple[type, ...] = (bool, int, float, str, type(None))
 _CONTAINERS: tuple[type, ...] = (list, tuple, set, deque)
-_MAPPINGS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
-_FUNCTIONS: tuple[type, ...] = (types.FunctionType, functools.partial)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that a device, or the host, has no memory left."""
-    text = str(error).lower()
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
-    )
 
 
 def copy_module(
@@ -72,10 +63,10 @@ def copy_module(
     hooks alone, what they use and what cannot be copied.
 
     Args:
-        module: what to copy. Unchanged.
-        memo: of `copy.deepcopy`: what to put in the place of which object, by `id` (the trainer, for example).
-        own_parameters: copy the parameters too, without gradients and hooks: for a copy that runs a training step.
-        upcast: for a copy that computes in fp32: parameters and buffers in half precision become float32, its own.
+        module: What to copy. Unchanged.
+        memo: Of `copy.deepcopy`: what to put in the place of which object, by `id` (the trainer, for example).
+        own_parameters: Copy the parameters too, without gradients and hooks: for a copy that runs a training step.
+        upcast: For a copy that computes in fp32: parameters and buffers in half precision become float32, its own.
     """
     copier = _Copier(memo, own_parameters, upcast)
     # Outside of inference mode, so that buffers of the copy are as ordinary as those of the original: a step may turn
@@ -83,8 +74,9 @@ def copy_module(
     with torch.inference_mode(False), torch.no_grad():
         copier.share(module)
         result = copier.module(module, type(module).__name__)
-        copier.rebind_closures()
-        copier.permit_hooks()
+        rebind_closures(copier.modules, memo)
+        if copier.refused:
+            permit_hooks(copier.modules, copier.permission)
     _lightning.forget_metric_names(result)
     return cast(LightningModule, result)
 
@@ -93,13 +85,14 @@ def copy_batch(batch: Any, *, upcast: bool = False) -> Any:
     """Copy a batch so that in-place edits of the copy stay there. Costs the memory of one batch.
 
     Args:
-        batch: what to copy. Unchanged.
-        upcast: for a step that computes in fp32: tensors in half precision become float32, in whatever container.
+        batch: What to copy. Unchanged.
+        upcast: For a step that computes in fp32: tensors in half precision become float32, in whatever container.
     """
     result = _Copier({}).batch(batch)
     return upcast_tensors(result) if upcast else result
 
 
+@final
 class _Copier:
     """One deep copy in progress."""
 
@@ -110,7 +103,6 @@ class _Copier:
         self.refused = False
         self.modules: list[nn.Module] = []
         self.searched: set[int] = set()
-        self.rebinding: set[int] = set()
         self.shared = (*_SHARED, *_process_group_types())
 
     def share(self, module: nn.Module) -> None:
@@ -136,9 +128,9 @@ class _Copier:
         cls = type(value)
         if cls in _ATOMS or cls is nn.Parameter or cls in weakref.ProxyTypes or id(value) in self.searched:
             return
-        if cls in _MAPPINGS or cls in _CONTAINERS:
+        if cls in MAPPINGS or cls in _CONTAINERS:
             if depth < 3:
-                for item in value.values() if cls in _MAPPINGS else value:
+                for item in value.values() if cls in MAPPINGS else value:
                     self._share(item, depth + 1)
         elif isinstance(value, nn.Module):
             # A module in a plain list, the usual way to keep a large frozen teacher out of `parameters()`.
@@ -182,7 +174,7 @@ class _Copier:
         return result
 
     def value(self, value: Any, path: str) -> Any:
-        """Deep copy; where that fails, copy what can be copied."""
+        """Copy deeply; where that fails, copy what can be copied."""
         cls = type(value)
         if cls in _ATOMS:
             return value
@@ -214,7 +206,7 @@ class _Copier:
             return self.module(value, path)
         elif isinstance(value, (*_LOCKS, types.ModuleType)):
             result = value
-        elif cls in _MAPPINGS:
+        elif cls in MAPPINGS:
             result = self.memo[id(value)] = copy.copy(value)
             for key, item in value.items():
                 result[key] = self.value(item, f"{path}[{key!r}]")
@@ -261,85 +253,13 @@ class _Copier:
         self.memo[id(value)] = result
         return result
 
-    def rebind_closures(self) -> None:
-        """Point functions that modules keep (hooks above all) and that close over the original at the copy.
-
-        `copy.deepcopy` returns functions as they are, so a hook `lambda *_: self.seen.append(1)` would write to the
-        original.
-        """
-        for module in self.modules:
-            attributes = vars(module)
-            for name, item in list(attributes.items()):
-                if isinstance(item, _FUNCTIONS):
-                    attributes[name] = self._counterpart(item)
-                elif type(item) in _MAPPINGS:
-                    for key, function in list(item.items()):
-                        if isinstance(function, _FUNCTIONS):
-                            item[key] = self._counterpart(function)
-
-    def _counterpart(self, item: Any) -> Any:
-        """What the copy uses in the place of something that a function closes over."""
-        if id(item) in self.memo:
-            return self.memo[id(item)]
-        if isinstance(item, types.MethodType):  # `torch.compile(self.encode)` closes over one
-            owner = self._counterpart(item.__self__)
-            return item if owner is item.__self__ else types.MethodType(item.__func__, owner)
-        if isinstance(item, functools.partial):
-            return functools.partial(
-                self._counterpart(item.func),
-                *map(self._counterpart, item.args),
-                **{key: self._counterpart(value) for key, value in item.keywords.items()},
-            )
-        if isinstance(item, types.FunctionType) and id(item) not in self.rebinding:
-            self.rebinding.add(id(item))  # it may close over itself
-            result = self._rebound(item)
-            self.rebinding.discard(id(item))
-            return result
-        return item
-
-    def permit_hooks(self) -> None:
-        """Let hooks use what could not be copied."""
-        if not self.refused:
-            return
-        for module in self.modules:
-            for name, hooks in vars(module).items():
-                if name.endswith("_hooks") and type(hooks) in _MAPPINGS:
-                    for key, hook in hooks.items():
-                        if callable(hook):
-                            hooks[key] = PermittedHook(hook, self.permission)
-
-    def _rebound(self, function: types.FunctionType) -> types.FunctionType:
-        cells = function.__closure__ or ()
-        contents = [_cell_contents(cell) for cell in cells]
-        own = [self._counterpart(item) for item in contents]
-        if all(new is item for new, item in zip(own, contents, strict=True)):
-            return function
-        closure = tuple(
-            cell if new is item else types.CellType(new) for cell, new, item in zip(cells, own, contents, strict=True)
-        )
-        code, name, defaults = function.__code__, function.__name__, function.__defaults__
-        result = types.FunctionType(code, function.__globals__, name, defaults, closure)
-        result.__kwdefaults__ = function.__kwdefaults__
-        vars(result).update(vars(function))
-        return result
-
 
 def _script_copy(script: Any) -> Any:
-    """A copy that shares no code: TorchScript optimizes a function from its second run on, whoever ran it first."""
+    """Copy the code, too: TorchScript optimizes a function from its second run on, whoever ran it first."""
     file = io.BytesIO()
     torch.jit.save(script, file)
     file.seek(0)
     return torch.jit.load(file)
-
-
-_EMPTY = object()
-
-
-def _cell_contents(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that is assigned later, or never
-        return _EMPTY
 
 
 def _state_of(value: object) -> dict[str, Any]:
@@ -350,12 +270,12 @@ def _state_of(value: object) -> dict[str, Any]:
 
 
 def _reduces(cls: type) -> bool:
-    """Whether a class has its own rule for being taken apart."""
+    """Return whether a class has its own rule for being taken apart."""
     return cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__
 
 
 def _from_stdlib(cls: type) -> bool:
-    """Whether a class is, or derives from, one of the standard library (thread, queue, file, ...).
+    """Return whether a class is, or derives from, one of the standard library (thread, queue, file, ...).
 
     A copied queue without the thread that empties it blocks its writer sooner or later.
     """

@@ -7,18 +7,33 @@ Steps of the copy must not use it: sharing it would let the copy change the orig
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
+from typing_extensions import final
 
+
+@final
 class NotCopiedError(RuntimeError):
     """A copy of a module used something that could not be copied."""
 
 
+@final
 class Permission:
-    """Whether a hook of a copy is running, which may use what could not be copied."""
+    """To use what could not be copied, for hooks of a copy as long as they run."""
 
-    granted = False
+    def __init__(self) -> None:
+        self.granted = False
+
+    @contextmanager
+    def grant(self) -> Generator[None]:
+        """Grant it for the length of a hook."""
+        before, self.granted = self.granted, True
+        try:
+            yield
+        finally:
+            self.granted = before
 
 
 def _forward(operation: Callable[..., Any]) -> Any:
@@ -31,6 +46,7 @@ def _forward(operation: Callable[..., Any]) -> Any:
     return use
 
 
+@final
 class NotCopied:
     """Says so when it is used. While a hook runs, it passes everything on to the original."""
 
@@ -59,6 +75,7 @@ class NotCopied:
         return self
 
 
+@final
 class PermittedHook:
     """A hook of a copy."""
 
@@ -66,8 +83,5 @@ class PermittedHook:
         self._hook, self._permission = hook, permission
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before, self._permission.granted = self._permission.granted, True
-        try:
+        with self._permission.grant():
             return self._hook(*args, **kwargs)
-        finally:
-            self._permission.granted = before

@@ -5,26 +5,28 @@ from __future__ import annotations
 import io
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
 from lightning_amp.numerics import HALF_DTYPES, nonfinite_gradients
-from lightning_amp.shadow._module_copy import copy_batch, is_out_of_memory
+from lightning_amp.shadow._failures import Failure
+from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._ranks import gather
-from lightning_amp.shadow._shadow import RandomState, full_precision
-from lightning_amp.shadow._training_pass import TrainingPass, in_one_line
-from lightning_amp.tracing import Diagnosis, Place, Trace, diagnose, make_bundle, pack_random_state
+from lightning_amp.shadow._training_pass import TrainingPass
+from lightning_amp.tracing import Diagnosis, Place, RandomState, Trace, diagnose, full_precision, make_bundle
 
 _WINDOW_BYTES = 2**28
 """What the batches of an accumulation window may take in memory; of a larger one the first are forgotten."""
 
 
+@final
 @dataclass(slots=True)
 class KeptBatch:
     """A batch, and the random generators before its step."""
@@ -36,7 +38,15 @@ class KeptBatch:
     num_bytes: int
     edited: bool = False
 
+    def detect_edits(self, was_copied: bool) -> bool:
+        """Return whether its step, which has run, changed it in place."""
+        changed = any(_modules.version(tensor) != version for tensor, version in self.versions)
+        self.edited = changed and not was_copied
+        self.versions = []
+        return changed
 
+
+@final
 class BatchWindow:
     """The batches since the last attempted step.
 
@@ -54,12 +64,12 @@ class BatchWindow:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Indices of the first and the last batch, kept or not."""
+        """Return the indices of the first and the last batch, kept or not."""
         last = self.kept[-1].batch_idx
         return (last if self._first is None else self._first), last
 
     def add(self, batch: Any, batch_idx: int, device_type: str) -> None:
-        """A step on this batch is about to run."""
+        """Keep a batch on which a step is about to run."""
         tensors = [tensor for _, tensor in tensors_in(batch)]
         num_bytes = sum(t.numel() * t.element_size() for t in tensors)
         versions = [(t, _modules.version(t)) for t in tensors if not t.is_inference()]
@@ -71,23 +81,19 @@ class BatchWindow:
         while self._num_bytes > _WINDOW_BYTES and len(self.kept) > 1:
             self._num_bytes -= self.kept.popleft().num_bytes
 
-    def note_edits(self) -> None:
-        """The step on the last batch has run: did it change it in place?"""
-        if not self.kept:
-            return
-        last = self.kept[-1]
-        if any(_modules.version(tensor) != version for tensor, version in last.versions):
-            last.edited = not self._must_copy
+    def detect_edits(self) -> None:
+        """Look whether the step on the last batch, which has run, changed it in place."""
+        if self.kept and self.kept[-1].detect_edits(was_copied=self._must_copy):
             self._must_copy = True
-        last.versions = []
 
     def clear(self) -> None:
-        """A step was attempted."""
+        """Forget the batches: a step was attempted."""
         self.kept.clear()
         self._first, self._num_bytes = None, 0
 
 
-@dataclass(slots=True)
+@final
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What the replay of a window showed."""
 
@@ -101,7 +107,7 @@ class Finding:
 
 
 def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: float) -> Finding:
-    """Run the batches of the window again, until one is not finite. Never raises, changes nothing.
+    """Run the batches of the window again until one is not finite. Never raises, changes nothing.
 
     All ranks must call. They run as many passes, whatever each of them finds: a step may talk to the other ranks
     (`self.all_gather`, SyncBatchNorm).
@@ -114,6 +120,7 @@ def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: 
     return search.finding or Finding(Diagnosis("none"), steps[-1].batch_idx, len(steps), note=note, step=steps[-1])
 
 
+@final
 class _Search:
     """One replay of a window, on all ranks in step."""
 
@@ -128,17 +135,17 @@ class _Search:
 
     @property
     def unseen(self) -> str:
-        """What cannot be looked into, in words."""
+        """Say what cannot be looked into."""
         names = ", ".join(f"`{name}`" for name in self._unseen[:3]) + (", ..." if len(self._unseen) > 3 else "")
         return names and f"{names} is compiled by TorchScript, which cannot be looked into"
 
     def run(self, steps: list[KeptBatch]) -> None:
-        """Ends when all ranks have found something, or one cannot go on."""
+        """Run the steps until all ranks have found something, or one cannot go on."""
         try:
             if not self._all(self._begin):
                 return
             for self._number, self._step in enumerate(steps, start=1):
-                if not self._all(self._look):
+                if not self._all(self._run_step):
                     return
                 if self._any(self._wants_measure) and not self._all(self._measure):
                     return
@@ -149,21 +156,22 @@ class _Search:
                 self._replay.close()
 
     def _all(self, work: Callable[[], None]) -> bool:
-        """Whether it worked on all ranks."""
+        """Return whether `work` worked on all ranks."""
         failed = False
         try:
             work()
         except Exception as error:
-            failed, note = True, _excuse(error)
-            # The frames of the traceback would keep the memory that there may not be enough of.
-            error.__traceback__ = error.__context__ = error.__cause__ = None
+            failed, failure = True, Failure.of(error, "the training step", "the replay")
             if self.finding is None:
                 done = max(self._number - 1, 0)
+                note = failure.text
+                if failure.out_of_memory:
+                    note += ": there is no cause to report. A smaller batch needs less"
                 self.finding = Finding(Diagnosis("none"), self._step.batch_idx, done, note=note, step=self._step)
             elif self._is_new:  # the cause is known, only how large the true gradient is is not
-                why = "out of memory" if is_out_of_memory(error) else in_one_line(error)
-                missing = f"the true gradients could not be measured in fp32 ({why})"
-                self.finding.note = "; ".join(filter(None, (self.finding.note, missing)))
+                missing = f"the true gradients could not be measured in fp32 ({failure.reason})"
+                note = "; ".join(filter(None, (self.finding.note, missing)))
+                self.finding = replace(self.finding, note=note)
         return not self._any(failed)
 
     def _any(self, flag: bool) -> bool:
@@ -176,7 +184,7 @@ class _Search:
     def _begin(self) -> None:
         self._replay = TrainingPass(self._trainer, self._module)
 
-    def _look(self) -> None:
+    def _run_step(self) -> None:
         assert self._replay is not None
         self._is_new = False
         found, parameters, trace = _run(self._trainer, self._replay, self._step, self._loss_scale)
@@ -200,7 +208,7 @@ class _Search:
             if exact is not self._replay:
                 exact.close()
         if self._wants_measure and self.finding is not None:
-            self.finding.largest_gradient = largest
+            self.finding = replace(self.finding, largest_gradient=largest)
 
 
 def _run(
@@ -221,7 +229,7 @@ def _run(
 
 
 def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBatch, half_places: set[Place]) -> float:
-    """In fp32, of parameters and of outputs of modules: which scale would have been low enough?"""
+    """Measure it in fp32, over parameters and outputs of modules: it tells which scale would have been low enough."""
     context = full_precision(trainer.strategy.root_device.type)
     batch = copy_batch(step.batch, upcast=True)
     with Trace(replay.module, values=False) as trace:
@@ -232,13 +240,13 @@ def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBat
 def packed_step(
     trainer: Trainer, module: LightningModule, step: KeptBatch, scale: float, report: dict[str, Any]
 ) -> bytes:
-    """What rank 0 does not have of the bundle for `lightning_amp.tracing.replay`: all but the parameters."""
+    """Pack what rank 0 does not have of the bundle for `lightning_amp.tracing.replay`: all but the parameters."""
     parameters = dict(module.named_parameters())
     bundle = make_bundle(
         module_state={name: value for name, value in module.state_dict().items() if name not in parameters},
         batch=step.batch,
         batch_idx=step.batch_idx,
-        random_state=pack_random_state(*step.random_state),
+        random_state=step.random_state,
         scale=scale,
         loss_divisor=float(trainer.accumulate_grad_batches) if module.automatic_optimization else 1.0,
         report=_plain(report),
@@ -249,7 +257,7 @@ def packed_step(
 
 
 def unpacked_step(packed: bytes, module: LightningModule) -> dict[str, Any]:
-    """The whole bundle, with the parameters of this rank, which are those of all."""
+    """Return the whole bundle, with the parameters of this rank, which are those of all."""
     bundle = torch.load(io.BytesIO(packed), weights_only=False)
     state = {name: value for name, value in module.state_dict().items() if name not in bundle["module_state"]}
     state = {name: value.detach().cpu() for name, value in state.items()}
@@ -268,11 +276,3 @@ def _edited(step: KeptBatch) -> str:
     return (
         "the step edited its batch in place, so that the replay saw an edited one; from the next batch on it is copied"
     )
-
-
-def _excuse(error: Exception) -> str:
-    if is_out_of_memory(error):
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        return "out of memory in the replay: there is no cause to report. A smaller batch needs less"
-    return f"the training step could not be run a second time ({in_one_line(error)})"

@@ -11,14 +11,16 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from typing_extensions import final
 
 from lightning_amp._compat import _lightning
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers
-from lightning_amp.shadow._module_copy import is_out_of_memory
-from lightning_amp.shadow._shadow import RandomState, full_precision
+from lightning_amp.shadow._failures import Failure
+from lightning_amp.tracing import RandomState, full_precision
 
 
+@final
 class PairedEvaluation:
     """Runs the fp32 side of one validation or test, and finds the AMP side of it.
 
@@ -28,11 +30,11 @@ class PairedEvaluation:
     What goes wrong in the observer does not reach what it observes: an exception ends this comparison.
 
     Args:
-        trainer: the trainer, at the start of its evaluation loop.
-        module: the real module.
-        stage: whose step and hooks run.
-        limit_batches: see `MetricComparison`.
-        on_error: called, on the rank where it happened, with an exception that ended the comparison.
+        trainer: The trainer, at the start of its evaluation loop.
+        module: The real module.
+        stage: Whose step and hooks run.
+        limit_batches: See `MetricComparison`.
+        on_failure: Called, on the rank where it happened, with what ended the comparison.
     """
 
     def __init__(
@@ -41,13 +43,11 @@ class PairedEvaluation:
         module: LightningModule,
         stage: Stage,
         limit_batches: int | float | None,
-        on_error: Callable[[Exception], None],
+        on_failure: Callable[[Failure], None],
     ) -> None:
-        self.running = True
-        """Whether the comparison still goes on, on all ranks."""
-        self.failed_for_good = False
-        """Whether on any rank it failed in a way that the next one will, too."""
-        self._trainer, self._module, self._on_error = trainer, module, on_error
+        self.running = True  # on all ranks
+        self.failed_for_good = False  # on any rank, in a way that the next comparison will, too
+        self._trainer, self._module, self._on_failure = trainer, module, on_failure
         self._stage: Stage = stage
         self._limit_batches = limit_batches
         self._fp32: EvaluationPass | None = None
@@ -80,7 +80,7 @@ class PairedEvaluation:
         self._random_state = RandomState.capture(self._trainer.strategy.root_device.type)
 
     def finish(self) -> tuple[dict[str, float], dict[str, float]] | None:
-        """The metrics of both sides (AMP, fp32) by name; `None` if the comparison failed on any rank.
+        """Return the metrics of both sides (AMP, fp32) by name; `None` if the comparison failed on any rank.
 
         Called when the real run is through with all its hooks. Waits for the device.
         """
@@ -124,7 +124,7 @@ class PairedEvaluation:
             follow_ddp_buffers(self._trainer, self._fp32.module)
 
     def _leave_rest_out(self) -> None:
-        """From here on the real module sees more than it should: go on with a copy of it as the AMP side."""
+        """Go on with a copy of the real module as the AMP side: from here on, that sees more than it should."""
         if self._amp is not None or self._failed:
             return
         plugin, step = self._trainer.precision_plugin, f"{self._stage}_step"
@@ -161,10 +161,16 @@ class PairedEvaluation:
         except Exception as error:
             self.close()
             self._failed = True
-            self._fatal = not is_out_of_memory(error)
-            # The frames of the traceback would keep the memory that there is not enough of.
-            error.__traceback__ = error.__context__ = error.__cause__ = None
-            self._on_error(error)
+            place = f"the fp32 pass of epoch {self._trainer.current_epoch}"
+            failure = Failure.of(error, f"the module's {self._stage}", place)
+            self._fatal = not failure.out_of_memory
+            then = (
+                ". Comparisons are off for the rest of this run, training goes on"
+                if self._fatal
+                else ": this comparison is dropped, training goes on, and the next comparison tries again. A smaller"
+                f" {self._stage} batch needs less"
+            )
+            self._on_failure(failure._replace(text=failure.text + then))
 
     def _agree(self) -> bool:
         """Go on only if all ranks can. They must stop together: what follows reduces values over the ranks."""
@@ -182,17 +188,3 @@ def _nothing(_: LightningModule) -> AbstractContextManager[None]:
 
 def _as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
-
-
-def describe_failure(error: Exception, stage: Stage, epoch: int) -> tuple[str, str]:
-    """What ended a comparison: its kind, and a sentence for the user."""
-    if is_out_of_memory(error):
-        return "out of memory", (
-            f"out of memory in the fp32 pass of epoch {epoch}: this comparison is dropped, training goes on, and the"
-            f" next comparison tries again. A smaller {stage} batch needs less"
-        )
-    last_line = (str(error).strip().splitlines() or [""])[-1]
-    return "error", (
-        f"the module's {stage} could not be run a second time ({type(error).__name__}: {last_line}). Comparisons are"
-        " off for the rest of this run, training goes on"
-    )

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other."""
+"""Values that the ranks of a run tell each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def gather(trainer: Trainer, value: T) -> list[T]:
-    """`value` of every rank, in order, on every rank; all must call. Pickled, so for small things and rare events."""
+    """Return `value` of every rank, in order; all must call. It is pickled: for small things and rare events."""
     if trainer.world_size == 1:
         return [value]
     values: list[Any] = [None] * trainer.world_size
@@ -20,7 +20,7 @@ def gather(trainer: Trainer, value: T) -> list[T]:
 
 
 def gather_on_zero(trainer: Trainer, value: T) -> list[T]:
-    """The same on rank 0; an empty list elsewhere."""
+    """Return the same on rank 0, an empty list elsewhere."""
     if trainer.world_size == 1:
         return [value]
     values: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None

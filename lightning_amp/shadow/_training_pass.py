@@ -13,13 +13,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules
 from lightning_amp.shadow._module_copy import copy_batch
-from lightning_amp.shadow._shadow import RandomState, Shadow, View, paired_random, replaying
-from lightning_amp.tracing import Trace
+from lightning_amp.shadow._shadow import Shadow
+from lightning_amp.shadow._views import View, replaying
+from lightning_amp.tracing import RandomState, Trace, paired_random
 
 
+@final
 class TrainingPass:
     """Runs `training_step` on a shadow that has parameters of its own.
 
@@ -27,9 +30,9 @@ class TrainingPass:
     parameters, `step` calls its closure and keeps the gradients, clipping and schedules do nothing.
 
     Args:
-        trainer: the trainer, inside a training epoch.
-        module: the real module. Neither is changed.
-        upcast: parameters, buffers and batches in half precision become float32. For a pass in fp32.
+        trainer: The trainer, inside a training epoch.
+        module: The real module. Neither is changed.
+        upcast: Parameters, buffers and batches in half precision become float32. For a pass in fp32.
 
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """
@@ -63,14 +66,15 @@ class TrainingPass:
         pairs = zip(module.parameters(), self._shadow.module.parameters(), strict=True)
         twins = {id(real): own for real, own in pairs}
         for stand_in in (*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]):
-            stand_in.param_groups = [
+            groups = [
                 {**group, "params": [twins[id(p)] for p in group["params"] if id(p) in twins]}
-                for group in vars(stand_in)["view_target"].param_groups
+                for group in stand_in.param_groups
             ]
+            vars(stand_in).update(param_groups=groups)
 
     @property
     def module(self) -> LightningModule:
-        """The shadow's module."""
+        """Return the shadow's module."""
         return self._shadow.module
 
     def run(
@@ -86,12 +90,12 @@ class TrainingPass:
         """Run one step and its backward; the random generators stay as they are.
 
         Args:
-            batch: copied before it is used.
-            batch_idx: its index in the epoch.
-            context: entered around the hooks and the step.
-            random_state: where the random generators begin; default: as found.
-            scale: what the loss is multiplied with before its backward.
-            trace: watches, if given; already entered.
+            batch: Copied before it is used.
+            batch_idx: Its index in the epoch.
+            context: Entered around the hooks and the step.
+            random_state: Where the random generators begin; default: as found.
+            scale: What the loss is multiplied with before its backward.
+            trace: Watches, if given; already entered.
 
         Returns:
             The loss of automatic optimization, or the sum of those that had a backward; before scaling.
@@ -101,8 +105,7 @@ class TrainingPass:
         shadow = self._shadow
         with paired_random(self._device_type, random_state), torch.enable_grad(), _frozen(self._real):
             batch = copy_batch(batch, upcast=self._upcast)
-            shadow.reduce.enabled = False  # the other ranks may not be doing this
-            try:
+            with shadow.reduce.suspended():
                 if is_overridden("on_train_batch_start", shadow.module):
                     shadow.call("on_train_batch_start", batch, batch_idx)
                 takes_index = is_param_in_hook_signature(shadow.module.training_step, "batch_idx", min_args=2)
@@ -112,12 +115,10 @@ class TrainingPass:
                 if self._automatic and isinstance(loss, Tensor):
                     self._backward(loss / self._trainer.accumulate_grad_batches)
                     return loss.detach()
-            finally:
-                shadow.reduce.enabled = True
         return torch.stack([loss.reshape(()) for loss in self._losses]).sum() if self._losses else None
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last run by parameter name, as they were when their optimizer would have stepped.
+        """Return the gradients of the last run by parameter name, as their optimizer would have stepped with them.
 
         Multiplied with the scale.
         """
@@ -175,7 +176,7 @@ class TrainingPass:
 
 @contextmanager
 def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
-    """No gradient reaches these, whatever the step gets hold of: a global variable, an object that cannot be copied."""
+    """Let no gradient reach these, whatever the step gets hold of: a global, an object that cannot be copied."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -184,12 +185,6 @@ def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-
-
-def in_one_line(error: BaseException) -> str:
-    """Class and message of an exception: of a long message the first line, or what comes after its traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    return f"{type(error).__name__}: {lines[-1 if 'Traceback' in str(error) else 0]}"
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,17 +1,20 @@
 """Where a step went wrong: the first non-finite value of a forward and backward, and its replay. Plain torch."""
 
 from lightning_amp.tracing._bundles import make_bundle
+from lightning_amp.tracing._conditions import RandomState, full_precision, paired_random
 from lightning_amp.tracing._diagnosis import Diagnosis, diagnose, nonfinite_entries
-from lightning_amp.tracing._replay import pack_random_state, replay
+from lightning_amp.tracing._replay import replay
 from lightning_amp.tracing._trace import Place, Trace
 
 __all__ = [
     "Diagnosis",
     "Place",
+    "RandomState",
     "Trace",
     "diagnose",
+    "full_precision",
     "make_bundle",
     "nonfinite_entries",
-    "pack_random_state",
+    "paired_random",
     "replay",
 ]

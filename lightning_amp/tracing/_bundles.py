@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_amp._containers import replace
+from lightning_amp.tracing._conditions import RandomState
 
 _NOT_A_BUNDLE = "This is not a bundle of `OverflowLocator`, or one of a later version"
 
 
 def make_bundle(
-    *, module_state: Mapping[str, Any], batch: Any, batch_idx: int, random_state: Mapping[str, Any], scale: float,
+    *, module_state: Mapping[str, Any], batch: Any, batch_idx: int, random_state: RandomState, scale: float,
     loss_divisor: float, report: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """Make what :func:`replay` takes, on the CPU: a plain dictionary that `torch.save` writes.
@@ -25,7 +26,7 @@ def make_bundle(
         module_state: `state_dict` before the step.
         batch: As the step got it.
         batch_idx: Its second argument.
-        random_state: From :func:`pack_random_state`.
+        random_state: Of the random generators before the step.
         scale: Loss scale of the step.
         loss_divisor: What the loss is divided by before: micro-batches per step.
         report: Anything in plain types.
@@ -37,7 +38,7 @@ def make_bundle(
         "module_state": {name: copy_to(value, cpu) for name, value in module_state.items()},
         "batch": copy_to(batch, cpu),
         "batch_idx": batch_idx,
-        "random_state": dict(random_state),
+        "random_state": random_state.pack(),
         "scale": scale,
         "loss_divisor": loss_divisor,
         "report": dict(report),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import random
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +15,7 @@ from typing_extensions import final
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import headroom_bits, largest, limits, nonfinite_gradients
 from lightning_amp.tracing._bundles import copy_to, load_bundle
+from lightning_amp.tracing._conditions import RandomState, paired_random
 from lightning_amp.tracing._diagnosis import Diagnosis, diagnose
 from lightning_amp.tracing._trace import Trace
 
@@ -87,11 +86,8 @@ def replay(
     if dtype is None:
         raise ValueError(f"`precision` must be 'fp32', 'fp16' or 'bf16'; got {precision!r}.")
     device = torch.device(device)
-    found = _random_state(device)
-    try:
+    with paired_random(device.type):
         return _replay(loaded, module_fn, step, dtype, scale, device)
-    finally:
-        _set_random_state(found, device)
 
 
 def _replay(
@@ -110,7 +106,7 @@ def _replay(
     batch = copy_to(bundle["batch"], device)
     used_scale = float(bundle["scale"] if scale is None else scale)
     run: Step = step or (lambda module, batch: cast(Any, module).training_step(batch, bundle["batch_idx"]))
-    _set_random_state(bundle["random_state"], device)
+    RandomState.unpack(bundle["random_state"], device.type).restore(device.type)
     with torch.compiler.set_stance("force_eager"), Trace(module) as trace:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
             output = run(module, batch)
@@ -133,32 +129,3 @@ def _renamed(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     """Rename a saved state as `module` has it: one of the two may be compiled, the other not."""
     own = {_modules.plain_name(name): str(name) for name in module.state_dict()}
     return {own.get(_modules.plain_name(name), name): value for name, value in state.items()}
-
-
-def pack_random_state(python: Any, numpy: Any, cpu: Tensor, accelerator: Any) -> dict[str, Any]:
-    """States of the global generators as tensors and plain numbers, which load with `weights_only=True`."""
-    packed = None if numpy is None else [numpy[0], torch.tensor(numpy[1].tolist()), *numpy[2:]]
-    if isinstance(accelerator, Tensor):
-        accelerator = [accelerator]
-    return {"python": python, "numpy": packed, "cpu": cpu, "accelerator": accelerator}
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    numpy: Any = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-    accelerator = torch.get_device_module(device).get_rng_state() if device.type != "cpu" else None
-    return pack_random_state(random.getstate(), state, torch.get_rng_state(), accelerator)
-
-
-def _set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    numpy: Any = sys.modules.get("numpy")
-    if state["numpy"] is not None and numpy is not None:
-        name, keys, *rest = state["numpy"]
-        numpy.random.set_state((name, numpy.array(keys.tolist(), dtype="uint32"), *rest))
-    torch.set_rng_state(state["cpu"])
-    if device.type != "cpu" and state["accelerator"]:
-        index = device.index or 0
-        states = state["accelerator"]
-        torch.get_device_module(device).set_rng_state(states[min(index, len(states) - 1)].cpu())

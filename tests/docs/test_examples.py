@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import os
 import re
 import subprocess
@@ -52,6 +53,31 @@ def test_example_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
     assert accuracy > 85
     with open(tmp_path / "scale_history.csv", newline="", encoding="utf-8") as file:
         assert sum(row["skipped"] in ("True", "1") for row in csv.DictReader(file)) == skipped
+
+
+@pytest.mark.parametrize("slow", [(), ("fp16",), ("bf16", "fp16")])
+def test_the_demo_judges_each_precision_by_its_own_hardware(
+    slow: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.spec_from_file_location("digits", ROOT / "examples" / "digits.py")
+    assert found is not None
+    assert found.loader is not None
+    digits = importlib.util.module_from_spec(found)
+    found.loader.exec_module(digits)
+    trained: list[tuple[str, int]] = []
+    monkeypatch.setattr(digits, "matmul_costs", lambda: {n: 40.0 if n in slow else 0.25 for n in ("bf16", "fp16")})
+    monkeypatch.setattr(digits, "samples_per_s", {"fp32": 200.0, "bf16": 600.0}.__getitem__)
+    monkeypatch.setattr(digits, "train", lambda name, out, *, width, **_: trained.append((name, width)))
+    _, note = digits.demo(tmp_path, fast=False)
+    assert trained == [(name, 64 if slow else 256) for name in ("fp32", "bf16", "fp16")]
+    assert note == {
+        (): "",
+        ("fp16",): "This CPU has no instructions for fp16 (a matrix product takes 40 times as long as in fp32), so this"
+        " model is a small one. In bf16, a model four times as wide trains at 3.0x the speed of fp32 (600 against 200"
+        " samples/s).\n",
+        ("bf16", "fp16"): "This CPU has no instructions for bf16 and fp16 (a matrix product takes 40 and 40 times as"
+        " long as in fp32), so this model is a small one.\n",
+    }[slow]  # fmt: skip
 
 
 def test_digits_demo_prints_one_table_and_leaves_files(tmp_path: Path) -> None:

@@ -6,32 +6,10 @@ import math
 from typing import Any
 
 import pytest
+from support.tables import gradient_row, hundred_gradients
 
 from lightning_amp import GradientMonitor
-from lightning_amp.reports._gradient_table import GradientRow, GradientTable
-
-
-def row(step: int, name: str, **values: float) -> GradientRow:
-    usual: dict[str, Any] = {
-        "num_values": 10,
-        "underflow_fraction": 0.0,
-        "subnormal_fraction": 0.0,
-        "headroom_bits": 3.0,
-        "sqnr_db": 50.0,
-        "cosine": 0.999,
-        "largest": 1.0,
-    }
-    return GradientRow(step=step, name=name, scale=1.0, **(usual | values))
-
-
-def hundred() -> list[GradientRow]:
-    """One sample, of which three rows are the worst, each in its own way."""
-    bad = {
-        40: {"headroom_bits": -2.0},
-        50: {"sqnr_db": 3.0},
-        60: {"underflow_fraction": 0.9, "headroom_bits": 30.0},
-    }
-    return [row(0, f"layer.{i}", **bad.get(i, {"headroom_bits": 5.0 + i / 100})) for i in range(100)]
+from lightning_amp.reports._gradient_table import GradientTable
 
 
 def shown(figure: Any) -> list[str]:
@@ -42,47 +20,11 @@ def legend(figure: Any) -> list[str]:
     return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
 
 
-def test_a_table_has_the_15_worst_rows_and_says_how_to_see_all() -> None:
-    table = GradientTable([*hundred(), row(0, "(all)")])
-    lines = str(table).splitlines()
-    names = [line.split()[0] for line in lines[1:-2]]
-    assert len(names) == 15
-    assert {"layer.40", "layer.50", "layer.60"} < set(names)
-    assert names[0] == "layer.40"  # least headroom first, whatever they are in there for
-    assert names[-1] == "layer.60"
-    assert lines[-2].startswith("(all)")
-    assert lines[-1] == ("These are the 15 worst of 100; `print(monitor.table.to_text(max_rows=None))` shows all.")
-    assert len(table.to_text(max_rows=None).splitlines()) == 102
-    assert "worst of" not in table.to_text(max_rows=None)
-    assert len(table.to_text(3).splitlines()) == 6
-
-
-def test_a_small_table_is_whole() -> None:
-    table = GradientTable([row(0, f"layer.{i}") for i in range(15)])
-    assert len(str(table).splitlines()) == 16
-
-
-def test_what_is_not_a_number_is_a_word() -> None:
-    table = GradientTable(
-        [
-            row(0, "zero", num_values=0, largest=0.0, headroom_bits=math.inf, sqnr_db=math.inf),
-            row(0, "over", headroom_bits=-math.inf, sqnr_db=math.nan, cosine=math.nan, largest=math.inf),
-            row(0, "nan", headroom_bits=math.nan, sqnr_db=math.nan, cosine=math.nan, largest=math.nan),
-            row(0, "same", sqnr_db=math.inf, cosine=1.0),
-        ]
-    )
-    assert str(table).splitlines() == [
-        "name   to zero  subnormal  headroom      SQNR  cosine",
-        "over      0.0%       0.0%  overflow  overflow",
-        "nan       0.0%       0.0%  overflow  overflow",
-        "same      0.0%       0.0%  3.0 bits     equal  1.0000",
-        "zero  all zero",
-    ]
-
-
 @pytest.mark.parametrize("room", [-3.0, 0.25, 5.0, 40.0])
 def test_headroom_diverges_around_zero(room: float) -> None:
-    figure: Any = GradientTable([row(0, "a", headroom_bits=room), row(1, "a")]).plot("headroom_bits", None)
+    figure: Any = GradientTable([gradient_row(0, "a", headroom_bits=room), gradient_row(1, "a")]).plot(
+        "headroom_bits", None
+    )
     image = figure.axes[0].images[0]
     low, high = image.get_clim()
     assert low == -high
@@ -95,7 +37,7 @@ def test_headroom_diverges_around_zero(room: float) -> None:
 
 @pytest.mark.parametrize(("largest", "top"), [(0.0, 0.01), (0.005, 0.01), (0.05, 0.1), (0.3, 1.0), (1.0, 1.0)])
 def test_a_share_has_a_sensible_axis(largest: float, top: float) -> None:
-    rows = [row(0, "a", underflow_fraction=largest), row(0, "b")]
+    rows = [gradient_row(0, "a", underflow_fraction=largest), gradient_row(0, "b")]
     figure: Any = GradientTable(rows).plot("underflow_fraction", None)
     assert figure.axes[0].images[0].get_clim() == (0.0, top)
     figure.canvas.draw()
@@ -114,26 +56,28 @@ def test_a_share_has_a_sensible_axis(largest: float, top: float) -> None:
     ],
 )
 def test_other_axes_are_round(quantity: Any, values: tuple[float, ...], limits: tuple[float, float]) -> None:
-    figure: Any = GradientTable([row(i, "a", **{quantity: v}) for i, v in enumerate(values)]).plot(quantity, None)
+    figure: Any = GradientTable([gradient_row(i, "a", **{quantity: v}) for i, v in enumerate(values)]).plot(
+        quantity, None
+    )
     assert figure.axes[0].images[0].get_clim() == limits
 
 
 def test_the_legend_says_what_has_no_number() -> None:
     rows = [
-        row(0, "a"),
-        row(0, "zero", num_values=0, largest=0.0, headroom_bits=math.inf),
-        row(0, "over", headroom_bits=-math.inf, largest=math.inf),
-        row(1, "a"),
-        row(1, "late", sqnr_db=math.inf),
+        gradient_row(0, "a"),
+        gradient_row(0, "zero", num_values=0, largest=0.0, headroom_bits=math.inf),
+        gradient_row(0, "over", headroom_bits=-math.inf, largest=math.inf),
+        gradient_row(1, "a"),
+        gradient_row(1, "late", sqnr_db=math.inf),
     ]
     figure = GradientTable(rows).plot("headroom_bits", None)
     assert legend(figure) == ["no gradient in this step", "all gradients are zero", "not finite"]
     assert "equal to fp32" in legend(GradientTable(rows).plot("sqnr_db", None))
-    assert legend(GradientTable([row(0, "a"), row(0, "b")]).plot("cosine", None)) == []
+    assert legend(GradientTable([gradient_row(0, "a"), gradient_row(0, "b")]).plot("cosine", None)) == []
 
 
 def test_a_picture_has_the_15_worst_rows_in_the_order_of_the_module() -> None:
-    table = GradientTable([*hundred(), row(0, "(all)")])
+    table = GradientTable([*hundred_gradients(), gradient_row(0, "(all)")])
     figure: Any = table.plot("headroom_bits", None)
     names = shown(figure)
     assert len(names) == 15
@@ -148,29 +92,15 @@ def test_a_picture_has_the_15_worst_rows_in_the_order_of_the_module() -> None:
 
 
 def test_the_worst_of_any_step_counts_and_overflow_most_of_all() -> None:
-    rows = [row(step, f"layer.{i}") for step in range(3) for i in range(30)]
-    rows[30 + 7] = row(1, "layer.7", headroom_bits=-math.inf)
-    rows[30 + 20] = row(1, "layer.20", headroom_bits=-5.0)
+    rows = [gradient_row(step, f"layer.{i}") for step in range(3) for i in range(30)]
+    rows[30 + 7] = gradient_row(1, "layer.7", headroom_bits=-math.inf)
+    rows[30 + 20] = gradient_row(1, "layer.20", headroom_bits=-5.0)
     assert shown(GradientTable(rows).plot("headroom_bits", None, max_rows=1)) == ["layer.7"]
     assert shown(GradientTable(rows).plot("headroom_bits", None, max_rows=2)) == ["layer.7", "layer.20"]
-
-
-@pytest.mark.parametrize("max_rows", [0, -1, True, 2.5])
-def test_number_of_rows_is_checked(max_rows: Any) -> None:
-    match = "`max_rows` must be an integer of 1 or more, or `None` for all rows; got"
-    with pytest.raises(ValueError, match=match):
-        GradientMonitor().plot(max_rows=max_rows)
-    with pytest.raises(ValueError, match=match):
-        GradientMonitor().table.to_text(max_rows)
-
-
-def test_a_table_says_what_it_is() -> None:
-    assert repr(GradientTable([row(0, "a"), row(1, "a")])) == "GradientTable(2 rows)"
-    assert str(GradientTable()) == "no sample yet"
 
 
 def test_nothing_to_draw() -> None:
     figure: Any = GradientMonitor().plot()
     assert [text.get_text() for text in figure.axes[0].texts] == ["no sample yet"]
-    nothing: Any = GradientTable([row(0, "a", sqnr_db=math.nan)]).plot("sqnr_db", None)
+    nothing: Any = GradientTable([gradient_row(0, "a", sqnr_db=math.nan)]).plot("sqnr_db", None)
     assert len(nothing.axes) == 1  # no colour bar of nothing

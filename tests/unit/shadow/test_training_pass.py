@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from support import Toy, fit
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
-from lightning_amp.shadow._training_pass import TrainingPass, in_one_line
+from lightning_amp.shadow._training_pass import TrainingPass
 
 
 def probe(module: Callable[[], L.LightningModule], look: Callable[[L.Trainer, TrainingPass, Any], None]) -> L.Trainer:
@@ -130,20 +129,3 @@ def test_logged_values_are_not_reduced_over_ranks() -> None:
 
     probe(Logs, lambda *_: None)
     assert enabled == [False, None] * 2
-
-
-DISPATCHER = "\nCould not run 'ne' on nested tensors.\n\nCPU: registered at a.cpp:1\nMeta: registered at b.cpp:2\n"
-TORCHSCRIPT = "The following operation failed.\nTraceback of TorchScript:\n  x\nRuntimeError: bad shape\n"
-
-
-@pytest.mark.parametrize(
-    ("message", "line"),
-    [
-        ("only once", "only once"),
-        ("", ""),
-        (DISPATCHER, "Could not run 'ne' on nested tensors."),
-        (TORCHSCRIPT, "RuntimeError: bad shape"),
-    ],
-)
-def test_an_error_in_one_line(message: str, line: str) -> None:
-    assert in_one_line(ValueError(message)) == f"ValueError: {line}"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.tracing import make_bundle, pack_random_state, replay
+from lightning_amp.tracing import RandomState, make_bundle, replay
 
 
 class Net(nn.Module):
@@ -29,7 +29,7 @@ def bundle(module: nn.Module, scale: float = 64.0, batch: Any = None) -> dict[st
         module_state=module.state_dict(),
         batch={"x": torch.randn(3, 4), "names": ["a"]} if batch is None else batch,
         batch_idx=2,
-        random_state=pack_random_state(random.getstate(), np.random.get_state(), torch.get_rng_state(), None),
+        random_state=RandomState.capture("cpu"),
         scale=scale,
         loss_divisor=2.0,
         report={"why": "test"},

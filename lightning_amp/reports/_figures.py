@@ -1,0 +1,37 @@
+"""The one door to matplotlib, which is optional."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Make a figure, sized in inches, without pyplot, whose global state is the user's.
+
+    Raises:
+        ModuleNotFoundError: Without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Plotting needs matplotlib, which is not installed. Run `pip install matplotlib`."
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def say_empty(axes: Any, text: str) -> None:
+    """Write `text` where there is nothing to draw."""
+    axes.set(xticks=[], yticks=[])
+    axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
+
+
+def saved(figure: Figure, path: str | os.PathLike[str] | None, dpi: float | Literal["figure"] = 120) -> Figure:
+    """Save a figure in the format of the suffix, if there is a path; return it."""
+    if path is not None:
+        figure.savefig(path, dpi=dpi)
+    return figure

@@ -1,0 +1,109 @@
+"""What the tables have in common: they read as a list, print as aligned text and save as CSV."""
+
+from __future__ import annotations
+
+import csv
+import os
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar, overload
+
+from typing_extensions import override
+
+from lightning_amp._files import write_atomically
+
+MAX_ROWS = 15
+"""How many rows a text or a picture shows unless asked for more."""
+
+Row = TypeVar("Row")
+
+
+class Table(Sequence[Row]):
+    """Rows of a run, oldest first."""
+
+    _header: ClassVar[Iterable[str]]
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Row]: ...
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        return list(self)[index] if isinstance(index, slice) else self._row(index)
+
+    def _row(self, index: int) -> Row:
+        return list(self)[index]
+
+    def _cells(self, row: Any) -> Iterable[Any]:
+        return row
+
+    @override
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} rows)"
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows as CSV, with a header line. The file is replaced at once or not at all."""
+
+        def write(file: Any) -> None:
+            writer = csv.writer(file)
+            writer.writerow(self._header)
+            writer.writerows(map(self._cells, self))
+
+        write_atomically(path, write)
+
+
+class SampledTable(Table[Row]):
+    """Several rows each time something is measured. Prints those of the last time."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._samples: list[list[Row]] = []
+        previous, names = None, set[str]()
+        for row in rows:
+            when, name = self._key(row)
+            if when != previous or name in names:  # of one step, too, there may be several
+                self._samples.append([])
+                names.clear()
+            self._samples[-1].append(row)
+            names.add(name)
+            previous = when
+
+    @abstractmethod
+    def _key(self, row: Row) -> tuple[object, str]:
+        """Return when a row was measured, and its name."""
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Append what was measured together."""
+        self._samples.append(list(rows))
+
+    @property
+    def last(self) -> list[Row]:
+        """Return the rows of the last time, in the order in which they came."""
+        return list(self._samples[-1]) if self._samples else []
+
+    @override
+    def __iter__(self) -> Iterator[Row]:
+        return (row for sample in self._samples for row in sample)
+
+    @override
+    def __len__(self) -> int:
+        return sum(map(len, self._samples))
+
+    @override
+    def __str__(self) -> str:
+        return self.to_text()
+
+    @abstractmethod
+    def to_text(self, max_rows: int | None = MAX_ROWS) -> str:
+        """Write the last sample as a text table."""
+
+
+def aligned(lines: Sequence[Sequence[str]], shown: int, known: int, table: str) -> str:
+    """Align the first column left and the others right; say how to print all of `table` if rows are left out."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip() for first, *cells in lines]
+    if shown < known:
+        text.append(f"These are the {shown} worst of {known}; `print({table}.to_text(max_rows=None))` shows all.")
+    return "\n".join(text)

@@ -1,0 +1,50 @@
+"""What the user is told when a step fails as it runs a second time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from typing_extensions import final
+
+
+@final
+class Failure(NamedTuple):
+    """An exception that ended a second run, of which nothing is kept but words."""
+
+    out_of_memory: bool
+    reason: str
+    """Of the exception alone, in one line."""
+    text: str
+    """Begins a sentence for the user."""
+
+    @classmethod
+    def of(cls, error: BaseException, what: str, where: str) -> Failure:
+        """Describe an exception, and free the memory that it holds.
+
+        Args:
+            error: Its traceback is gone afterwards: the frames would keep the memory that there may not be enough of.
+            what: Ran a second time.
+            where: In which run of it memory may have run out.
+        """
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        if not is_out_of_memory(error):
+            reason = in_one_line(error)
+            return cls(False, reason, f"{what} could not be run a second time ({reason})")
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return cls(True, "out of memory", f"out of memory in {where}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that a device, or the host, has no memory left."""
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    )
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return class and message of an exception: of a long message the first line, or what follows its traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[-1 if 'Traceback' in str(error) else 0]}"

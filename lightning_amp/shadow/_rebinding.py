@@ -1,0 +1,99 @@
+"""Functions that a copied module keeps, hooks above all: they close over the original, and use what was not copied."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from typing_extensions import final
+
+from lightning_amp.shadow._not_copied import Permission, PermittedHook
+
+MAPPINGS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
+_FUNCTIONS: tuple[type, ...] = (types.FunctionType, functools.partial)
+_EMPTY = object()
+
+
+def rebind_closures(modules: Iterable[nn.Module], memo: dict[int, Any]) -> None:
+    """Point functions that copied modules keep and that close over the original at the copy.
+
+    `copy.deepcopy` returns functions as they are, so a hook `lambda *_: self.seen.append(1)` would write to the
+    original.
+
+    Args:
+        modules: The copies.
+        memo: Of the copy: what stands in it for which object, by `id`.
+    """
+    rebinding = _Rebinding(memo)
+    for module in modules:
+        attributes = vars(module)
+        for name, item in list(attributes.items()):
+            if isinstance(item, _FUNCTIONS):
+                attributes[name] = rebinding.counterpart(item)
+            elif type(item) in MAPPINGS:
+                for key, function in list(item.items()):
+                    if isinstance(function, _FUNCTIONS):
+                        item[key] = rebinding.counterpart(function)
+
+
+def permit_hooks(modules: Iterable[nn.Module], permission: Permission) -> None:
+    """Let the hooks of copied modules use what could not be copied."""
+    for module in modules:
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks") and type(hooks) in MAPPINGS:
+                for key, hook in hooks.items():
+                    if callable(hook):
+                        hooks[key] = PermittedHook(hook, permission)
+
+
+@final
+class _Rebinding:
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+        self._under_way: set[int] = set()
+
+    def counterpart(self, item: Any) -> Any:
+        """Return what the copy uses in the place of something that a function closes over."""
+        if id(item) in self._memo:
+            return self._memo[id(item)]
+        if isinstance(item, types.MethodType):  # `torch.compile(self.encode)` closes over one
+            owner = self.counterpart(item.__self__)
+            return item if owner is item.__self__ else types.MethodType(item.__func__, owner)
+        if isinstance(item, functools.partial):
+            return functools.partial(
+                self.counterpart(item.func),
+                *map(self.counterpart, item.args),
+                **{key: self.counterpart(value) for key, value in item.keywords.items()},
+            )
+        if isinstance(item, types.FunctionType) and id(item) not in self._under_way:
+            self._under_way.add(id(item))  # it may close over itself
+            result = self._rebound(item)
+            self._under_way.discard(id(item))
+            return result
+        return item
+
+    def _rebound(self, function: types.FunctionType) -> types.FunctionType:
+        cells = function.__closure__ or ()
+        contents = [_cell_contents(cell) for cell in cells]
+        own = [self.counterpart(item) for item in contents]
+        if all(new is item for new, item in zip(own, contents, strict=True)):
+            return function
+        closure = tuple(
+            cell if new is item else types.CellType(new) for cell, new, item in zip(cells, own, contents, strict=True)
+        )
+        code, name, defaults = function.__code__, function.__name__, function.__defaults__
+        result = types.FunctionType(code, function.__globals__, name, defaults, closure)
+        result.__kwdefaults__ = function.__kwdefaults__
+        vars(result).update(vars(function))
+        return result
+
+
+def _cell_contents(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is assigned later, or never
+        return _EMPTY

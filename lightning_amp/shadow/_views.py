@@ -1,0 +1,102 @@
+"""What a shadow sees in the place of the trainer, its strategy, plugin and loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from typing_extensions import final
+
+
+@final
+class View:
+    """Reads attributes of another object; what is set on the view stays on the view."""
+
+    def __init__(self, target: Any, **attributes: Any) -> None:
+        vars(self).update(attributes, view_target=target, view_computed={})
+
+    def compute(self, name: str, value: Callable[[], Any]) -> None:
+        """Answer a read of `name` with a call of `value`."""
+        vars(self)["view_computed"][name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)
+        if name in own["view_computed"]:
+            return own["view_computed"][name]()
+        return getattr(own["view_target"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> View:
+        return self
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # `isinstance(self.trainer.strategy, DDPStrategy)` in user code takes the same branch in the shadow.
+        return type(vars(self)["view_target"])
+
+
+@final
+class SilentLogger:
+    """Looks like a user's logger and writes nothing."""
+
+    def __init__(self, logger: Logger) -> None:
+        vars(self)["silenced"] = logger
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(vars(self)["silenced"], name)
+        # The first two are what loggers call the handle of the service that they write to.
+        return NOTHING if name in ("experiment", "run") or callable(value) else value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SilentLogger:
+        return self
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(vars(self)["silenced"])
+
+
+@final
+class _Nothing:
+    """Accepts every use and does nothing."""
+
+    def _itself(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    __call__ = __getitem__ = __enter__ = _itself
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def _ignore(self, *_: Any) -> None:
+        return None
+
+    __setattr__ = __setitem__ = __exit__ = _ignore
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+
+NOTHING = _Nothing()
+
+
+@final
+class SilentProgressBar:
+    """`LightningModule.print` prints through it."""
+
+    is_enabled = True
+
+    def print(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+
+def replaying(plugin: Any, **attributes: Any) -> Any:
+    """Return a view of the precision plugin in which `scaled_grad` does not let its scale move."""
+    scaled_grad = getattr(plugin, "scaled_grad", None)
+    own = {} if scaled_grad is None else {"scaled_grad": partial(scaled_grad, learn=False)}
+    return View(plugin, **own, **attributes)

@@ -1,0 +1,121 @@
+"""What a second run of a step has to share with the first, or must not: random numbers, and how fp32 is computed."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import final
+
+
+@final
+class RandomState(NamedTuple):
+    """The states of the global random generators of Python, NumPy, torch and the accelerator."""
+
+    python: Any
+    numpy: Any
+    cpu: Tensor
+    accelerator: Any
+
+    @classmethod
+    def capture(cls, device_type: str) -> RandomState:
+        """Read them (some 30 us; does not stop the device)."""
+        numpy: Any = sys.modules.get("numpy")  # nobody draws from what nobody has imported
+        return cls(
+            python=random.getstate(),
+            numpy=None if numpy is None else numpy.random.get_state(),
+            cpu=torch.get_rng_state(),
+            accelerator=_accelerator_random(device_type, "get_rng_state"),
+        )
+
+    def restore(self, device_type: str) -> None:
+        """Write them back."""
+        random.setstate(self.python)
+        numpy: Any = sys.modules.get("numpy")
+        if self.numpy is not None and numpy is not None:
+            numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.accelerator is not None:
+            _accelerator_random(device_type, "set_rng_state", self.accelerator)
+
+    def pack(self) -> dict[str, Any]:
+        """Return tensors and plain numbers, which load with `weights_only=True`."""
+        numpy = None if self.numpy is None else [self.numpy[0], torch.tensor(self.numpy[1].tolist()), *self.numpy[2:]]
+        states = [self.accelerator] if isinstance(self.accelerator, Tensor) else self.accelerator
+        return {"python": self.python, "numpy": numpy, "cpu": self.cpu, "accelerator": states}
+
+    @classmethod
+    def unpack(cls, packed: Mapping[str, Any], device_type: str) -> RandomState:
+        """Read what :meth:`pack` returned, for the devices of this machine, of which there may be more or fewer."""
+        version, numbers, gauss = packed["python"]
+        numpy: Any = None
+        if packed["numpy"] is not None:
+            name, keys, *rest = packed["numpy"]
+            numpy = name, keys.tolist(), *rest
+        states: Any = packed["accelerator"] or None
+        if states is not None and device_type != "cpu":
+            backend = torch.get_device_module(device_type)
+            states = [states[min(i, len(states) - 1)].cpu() for i in range(backend.device_count())]
+            states = states if hasattr(backend, "set_rng_state_all") else states[0]
+        return cls((version, tuple(numbers), gauss), numpy, packed["cpu"], states)
+
+
+def _accelerator_random(device_type: str, name: str, *args: Any) -> Any:
+    if device_type == "cpu":
+        return None
+    backend = torch.get_device_module(device_type)
+    # All devices of the process where the backend can: user code may draw on another than its own.
+    return getattr(backend, f"{name}_all", getattr(backend, name, lambda *_: None))(*args)
+
+
+@contextmanager
+def paired_random(device_type: str, start: RandomState | None = None) -> Generator[None]:
+    """Leave the random generators as they were found; inside, begin at `start` (default: as found)."""
+    found = RandomState.capture(device_type)
+    if start is not None:
+        start.restore(device_type)
+    try:
+        yield
+    finally:
+        found.restore(device_type)
+
+
+def _reduced_precision_switches() -> tuple[Any, ...]:
+    backends: Any = torch.backends
+    return (
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+        backends.mkldnn.matmul,
+        backends.mkldnn.conv,
+        backends.mkldnn.rnn,
+    )
+
+
+@contextmanager
+def full_precision(device_type: str) -> Generator[None]:
+    """Compute in true fp32: no autocast, TF32, or bf16 inside fp32 matmuls (`set_float32_matmul_precision("medium")`).
+
+    Everything is put back at the end.
+    """
+    found: list[tuple[Any, str]] = []
+    try:
+        for switch in _reduced_precision_switches():
+            precision = switch.fp32_precision
+            if precision not in ("ieee", "none"):
+                found.append((switch, precision))
+                switch.fp32_precision = "ieee"
+        with torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        for switch, precision in found:
+            # Reading resolves inheritance: what came from the parent goes back to inheriting.
+            inherited = "none"
+            switch.fp32_precision = inherited
+            if switch.fp32_precision != precision:
+                switch.fp32_precision = precision

@@ -1,0 +1,44 @@
+"""Steps that overflow, and the scaler that they overflow with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_amp import AmpPrecision, DynamicLossScaler
+from support import Toy, batches
+
+
+def fp16(scale: float = 64.0, **kwargs: Any) -> AmpPrecision:
+    return AmpPrecision("fp16", scaler=DynamicLossScaler(scale, **kwargs))
+
+
+class BadRow(Toy):
+    """The loss of the batches that hold a row of the value `marker` is not finite."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) * torch.where(batch.abs().max() > 1e3, torch.inf, 1.0)
+
+
+def with_bad(*indices: int, count: int = 8) -> Any:
+    data = torch.cat(list(batches(count)))
+    for index in indices:
+        data[4 * index] = 1e4
+    return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+class HalfBody(L.LightningModule):
+    """Frozen weights, and features, that are bfloat16 already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4).bfloat16().requires_grad_(False), nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return 1e6 * self.head(self.body(batch)).float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)

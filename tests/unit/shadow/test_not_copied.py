@@ -1,0 +1,105 @@
+"""What cannot be copied: refused to steps of a copy, lent to its hooks."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.profilers import PyTorchProfiler
+from support.copies import Module, copied
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, OverflowLocator
+from lightning_amp.shadow._not_copied import NotCopied, NotCopiedError
+
+
+def test_an_open_file_is_refused_when_used(tmp_path: Any) -> None:
+    module: Any = Module()
+    with (tmp_path / "log.txt").open("w") as file:
+        module.file = file
+        copy = copied(module)
+    assert type(copy.file) is NotCopied
+    with pytest.raises(NotCopiedError, match=r"`Module\.file` cannot be copied.*`__deepcopy__`"):
+        copy.file.write("twice")
+
+
+class Recorder:
+    """Writes to a file, counts, and changes what the layer returns."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.lock, self.calls = file, threading.Lock(), 0
+
+    def __call__(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
+        with self.lock:
+            self.calls += 1
+            self.file.write("x")
+        return output + 1
+
+
+@pytest.mark.parametrize("kind", ["object", "bound method", "partial", "closure", "method of the module"])
+def test_hooks_may_use_what_cannot_be_copied(kind: str, tmp_path: Any) -> None:
+    module: Any = Module().eval()
+    with (tmp_path / "log.txt").open("w") as file:
+        recorder = Recorder(file)
+        module.recorder = recorder  # of the module too: there it may not be used
+        if kind == "method of the module":
+            module.hook = types.MethodType(lambda self, *args: self.recorder(*args), module)
+        hooks: dict[str, Any] = {
+            "object": recorder,
+            "bound method": recorder.__call__,
+            "partial": functools.partial(recorder.__call__),
+            "closure": lambda *args: recorder(*args) * 1,
+            "method of the module": getattr(module, "hook", None),
+        }
+        module.net[0].register_forward_hook(hooks[kind])
+        copy: Any = copied(module)
+        x = torch.randn(3, 2)
+        assert torch.equal(copy.net(x), module.net(x))
+        assert recorder.calls == 1  # the copy has its own
+        with pytest.raises(NotCopiedError, match=r"file` cannot be copied"):
+            copy.recorder.file.write("y")
+    assert (tmp_path / "log.txt").read_text() == "xx"
+
+
+def test_hooks_that_draw_from_a_generator_share_it() -> None:
+    module: Any = Module().eval()
+    noise = (torch.full((2,), float(i)) for i in range(10))
+    module.net[0].register_forward_hook(lambda _module, _inputs, output: output + next(noise))
+    copied(module).net(torch.zeros(1, 2))
+    assert next(noise)[0] == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The PyTorch ?Profiler")
+def test_the_pytorch_profiler_switches_no_callback_off() -> None:
+    comparison, monitor, locator = MetricComparison(), GradientMonitor(1), OverflowLocator()
+
+    class Inf(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch).float().sum() * (torch.inf if batch_idx == 1 else 1.0)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.log("val_loss", self.net(batch).sum())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, profiler=PyTorchProfiler(export_to_chrome=False),
+        plugins=AmpPrecision("fp16", scaler=64.0), callbacks=[comparison, monitor, locator],
+    )  # fmt: skip
+    loader = DataLoader(torch.randn(8, 2), batch_size=4)
+    trainer.fit(Inf(), loader, loader)
+    assert [row.metric for row in comparison.table] == ["val_loss"]
+    assert {row.name for row in monitor.table} == {"net.0", "net.1", "(all)"}
+    assert [(report.cause, report.note) for report in locator.reports] == [("loss", "")]

@@ -1,0 +1,178 @@
+"""The replay of the batches that a skipped step was made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import Poison, Toy, assert_same, batches, fit
+from support.overflows import BadRow, HalfBody, fp16, with_bad
+from torch import Tensor, nn
+
+from lightning_amp import AmpPrecision, OverflowLocator
+from lightning_amp.shadow import _overflow_search
+
+
+def test_half_precision_that_was_there_before_is_no_reason_to_give_up() -> None:
+    locator = OverflowLocator(max_reports=1)
+    loader = torch.utils.data.DataLoader(torch.randn(8, 4).bfloat16(), batch_size=4)
+    fit(HalfBody, fp16(1024.0), loader, callbacks=[locator])
+    (report,) = locator.reports
+    assert (report.cause, report.note) == ("backward", "")
+    assert "largest true gradient of this batch is" in str(report)
+
+
+@pytest.mark.parametrize("index", [2, 3])
+def test_accumulation_names_the_batch_of_the_window(index: int) -> None:
+    locator = OverflowLocator()
+    fit(BadRow, fp16(), with_bad(index), accumulate_grad_batches=2, callbacks=[locator])
+    (report,) = locator.reports
+    assert (report.batch_idx, report.window, report.num_replayed) == (index, (2, 3), index - 1)
+    assert f"batch {index} (of batches 2 to 3, which make one step)" in str(report)
+
+
+def test_a_window_that_is_too_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_overflow_search, "_WINDOW_BYTES", 300)  # two batches of 128 bytes
+    locator = OverflowLocator()
+    fit(BadRow, fp16(), with_bad(0, 7), accumulate_grad_batches=4, callbacks=[locator])
+    assert [(r.batch_idx, r.cause) for r in locator.reports] == [(3, "not reproduced"), (7, "loss")]
+    assert locator.reports[0].window == (0, 3)
+
+
+def test_accumulation_divides_the_loss() -> None:
+    """2 x 40,000 overflows in fp16, 40,000 does not: a replay without the division would find what was not there."""
+
+    class Big(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            return self.net(batch).float().mean() * 20_000
+
+    locator = OverflowLocator()
+    plugin = AmpPrecision("fp16", scaler=4.0)
+    fit(Big, plugin, batches(4), accumulate_grad_batches=2, callbacks=[locator, Poison(gradient=[1])])
+    assert [(r.batch_idx, r.cause) for r in locator.reports] == [(1, "not reproduced")]
+
+
+def test_what_only_a_callback_did_is_not_found_but_its_parameter_is() -> None:
+    locator = OverflowLocator()
+    fit(Toy, fp16(), callbacks=[locator, Poison(gradient=[3])])
+    (report,) = locator.reports
+    assert (report.cause, report.parameters) == ("not reproduced", ("net.0.weight",))
+    assert "look at what edits gradients" in str(report)
+
+
+class Drops(Toy):
+    def __init__(self) -> None:
+        super().__init__(net=nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        out = self.net(batch).float()
+        self.draws = [*getattr(self, "draws", []), float(out.detach().sum())]
+        return out.square().mean() * torch.where(batch.abs().max() > 1e3, torch.inf, 1.0)
+
+
+def test_the_replay_draws_the_same_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    original = _overflow_search._run
+
+    def run(trainer: Any, replay: Any, step: Any, scale: float) -> Any:
+        out = original(trainer, replay, step, scale)
+        seen.append(replay.module.draws[-1])
+        return out
+
+    monkeypatch.setattr(_overflow_search, "_run", run)
+    locator = OverflowLocator()
+    trainer = fit(Drops, fp16(), with_bad(4), callbacks=[locator])
+    assert seen == [trainer.lightning_module.draws[4]]
+    assert len(trainer.lightning_module.draws) == 8
+
+
+def test_edited_batches_are_copied_from_the_second_on() -> None:
+    class Edits(BadRow):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            batch.zero_()
+            return loss
+
+    locator = OverflowLocator()
+    fit(Edits, fp16(), with_bad(0, 3), callbacks=[locator])
+    first, second = locator.reports
+    assert (first.cause, "edited its batch in place" in first.note) == ("not reproduced", True)
+    assert (second.cause, second.note) == ("loss", "")
+
+
+def test_a_step_that_cannot_run_twice_is_excused() -> None:
+    class Once(BadRow):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            if type(self.trainer) is not L.Trainer:
+                raise ZeroDivisionError("only once")
+            return self.loss(batch)
+
+    locator, plugin = OverflowLocator(), fp16()
+    fit(Once, plugin, with_bad(1), callbacks=[locator])
+    (report,) = locator.reports
+    assert report.note == "the training step could not be run a second time (ZeroDivisionError: only once)"
+    assert "cause: not looked for\n" in str(report)
+    assert "every replay" not in str(report)
+    assert "try:" not in str(report)
+    assert report.parameters
+    assert plugin.num_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "why"), [(ValueError("no fp32"), "ValueError: no fp32"), (MemoryError(), "out of memory")]
+)
+def test_a_cause_that_is_known_stays_if_it_cannot_be_measured(
+    error: Exception, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> float:
+        raise error
+
+    monkeypatch.setattr("lightning_amp.shadow._overflow_search._largest_true_gradient", fails)
+    locator = OverflowLocator(max_reports=1)
+    loader = torch.utils.data.DataLoader(torch.randn(8, 4).bfloat16(), batch_size=4)
+    fit(HalfBody, fp16(1024.0), loader, callbacks=[locator])
+    (report,) = locator.reports
+    assert (report.cause, report.largest_gradient) == ("backward", None)
+    assert report.note == f"the true gradients could not be measured in fp32 ({why})"
+
+
+def test_gan() -> None:
+    class Gan(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.other = nn.Linear(8, 1)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            a, b = self.optimizers()
+            schedule = self.lr_schedulers()
+            for opt, net, factor in ((a, self.net, 1.0), (b, self.other, 1e9 if batch_idx == 2 else 1.0)):
+                with opt.toggle_model():
+                    opt.zero_grad()
+                    self.manual_backward(net(batch).float().square().mean() * factor)
+                    self.clip_gradients(opt, 1.0, "norm")
+                    opt.step()
+                    for p in net.parameters():
+                        p.data.clamp_(-2, 2)
+            schedule.step()
+
+        def configure_optimizers(self) -> Any:
+            a = torch.optim.SGD(self.net.parameters(), lr=0.01)
+            b = torch.optim.Adam(self.other.parameters(), lr=0.01)
+            return [a, b], [torch.optim.lr_scheduler.StepLR(a, 2)]
+
+    locator = OverflowLocator()
+    watched = fit(Gan, fp16(), callbacks=[locator])
+    (report,) = locator.reports
+    assert (report.record.optimizer_idx, report.batch_idx, report.cause) == (1, 2, "backward")
+    assert report.diagnosis.module == "other"
+    assert set(report.parameters) == {"other.weight", "other.bias"}
+    alone = fit(Gan, fp16())
+    assert_same(watched, alone)
+    for one, two in zip(watched.optimizers, alone.optimizers, strict=True):
+        assert_same(one.state_dict(), two.state_dict())
+    assert (
+        watched.lr_scheduler_configs[0].scheduler.state_dict() == alone.lr_scheduler_configs[0].scheduler.state_dict()
+    )
