@@ -62,17 +62,19 @@ Listener: TypeAlias = Callable[[list[StepRecord]], None]
 class Subscription:
     """Somebody who gets the records of a :class:`RecordLog`, until :meth:`close`."""
 
-    def __init__(self, log: RecordLog, listener: Listener, at_once: bool) -> None:
-        self._log, self.listener, self.at_once = log, listener, at_once
+    def __init__(self, listener: Listener, at_once: bool, everybody: list[Subscription]) -> None:
+        self.listener, self.at_once, self._everybody = listener, at_once, everybody
+        everybody.append(self)
 
     @property
     def is_open(self) -> bool:
         """Return whether records still come."""
-        return self in self._log.subscriptions
+        return self in self._everybody
 
     def close(self) -> None:
         """End it; a second time does nothing."""
-        self._log.unsubscribe(self)
+        if self.is_open:
+            self._everybody.remove(self)
 
 
 @final
@@ -104,7 +106,8 @@ class RecordLog:
         self.last: StepRecord | None = None
         self._block = block
         self._describe_skips = describe_skips
-        self._subscriptions: list[Subscription] = []
+        self.subscriptions: list[Subscription] = []
+        """Those that are open."""
         self._pending: list[tuple[_Open, Tensor | None]] = []  # with the scale that followed
         self._open: list[_Open] = []
         self._in_batch = False  # there are records since the last batch was closed
@@ -141,19 +144,7 @@ class RecordLog:
             A handle, to be closed.
 
         """
-        subscription = Subscription(self, listener, at_once)
-        self._subscriptions.append(subscription)
-        return subscription
-
-    def unsubscribe(self, subscription: Subscription) -> None:
-        """End a subscription; one that has ended is left alone."""
-        if subscription in self._subscriptions:
-            self._subscriptions.remove(subscription)
-
-    @property
-    def subscriptions(self) -> tuple[Subscription, ...]:
-        """Return those that are open."""
-        return tuple(self._subscriptions)
+        return Subscription(listener, at_once, self.subscriptions)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -187,7 +178,7 @@ class RecordLog:
             return
         self._in_batch = False
         stuck = self.max_consecutive_skips is not None and self._known_streak >= self.max_consecutive_skips
-        if stuck or len(self._pending) >= self._block or any(s.at_once for s in self._subscriptions):
+        if stuck or len(self._pending) >= self._block or any(s.at_once for s in self.subscriptions):
             self.flush()
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -204,7 +195,7 @@ class RecordLog:
         if not pending:
             return
         skips = _read([step.skip.value for step, _ in pending])
-        listeners = [s.listener for s in self._subscriptions]
+        listeners = [s.listener for s in self.subscriptions]
         if not listeners and not any(skips):
             self.num_steps += len(pending) - 1  # the last one is still to be written down
             pending, skips = pending[-1:], skips[-1:]

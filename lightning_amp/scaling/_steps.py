@@ -62,7 +62,7 @@ class OptimizerSteps:
         self._states = {id(optimizer): GradientState(optimizer, i) for i, optimizer in enumerate(optimizers)}
         self._watch = watch
         self._all_reduce_max = all_reduce_max
-        self._device = device
+        self._reduces_on = device
         self._attempts = BatchAttempts()
         self.restart_scale()
 
@@ -238,7 +238,7 @@ class OptimizerSteps:
     def agree(self, state: GradientState) -> None:
         """Agree with all ranks on what is known of the gradients."""
         if self._all_reduce_max is not None:
-            state.agree(self._all_reduce_max, self._device)
+            state.agree(self._all_reduce_max, self._reduces_on)
 
     def _record(self, state: GradientState, output: Any, skip: Skip) -> StepResult:
         result = StepResult(output, skip, state.loss_probe)

@@ -76,11 +76,6 @@ class HeldSchedules:
             if gate.optimizer is optimizer:
                 gate.resolve()
 
-    def resolve(self) -> None:
-        """Decide all that was noted. Waits for the device."""
-        for gate in self._gates.values():
-            gate.resolve()
-
     def detach(self) -> None:
         """Leave schedulers as they were."""
         if self._verb is not None:
