@@ -36,7 +36,7 @@ from typing_extensions import override
 from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
-from lightning_amp.precision import _refusals
+from lightning_amp.precision import _first_line, _refusals
 from lightning_amp.precision._fold_plan import is_default
 from lightning_amp.precision._hooks import RunHooks
 from lightning_amp.precision._ledger import STOCK_KEY, Ledger, find_entry
@@ -230,14 +230,29 @@ class AmpPrecision(RunHooks):
         if trainer.state.fn == TrainerFn.FITTING and not self._ledger.begin(trainer, self._skip_limit):
             self._settings.reset(self.scaler)
         stays = all(is_default(self, name, AmpPrecision) for name in ("forward_context", "autocast_context_manager"))
-        self._run = Run(self, module, self._choice, evaluation, autocast_stays=stays)
-        self._run.check(why, scaler_unused=self._settings.given_scaler is not None and self.scaler is None)
+        self._run = run = Run(self, module, self._choice, evaluation, self.fp32_modules, autocast_stays=stays)
+        run.check(self.restore_buffers)
+        _first_line.say(
+            run.forward,
+            self.scaler,
+            why,
+            fitting=run.fitting,
+            resumed=trainer.ckpt_path is not None,
+            scaler_unused=self._settings.given_scaler is not None and self.scaler is None,
+            num_restored_buffers=len(run.named_buffers),
+            skips=self._active_scaler is not None or self.skip_nonfinite,
+        )
 
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         if self._run is not None:
-            own_norm = not is_default(self, "clip_grad_by_norm", AmpPrecision)
-            self._run.connect([_lightning.unwrap_optimizer(o) for o in optimizers], own_norm=own_norm)
+            self._run.connect(
+                [_lightning.unwrap_optimizer(o) for o in optimizers],
+                scaler=self.scaler,
+                skip_nonfinite=self.skip_nonfinite,
+                log=self.records,
+                own_norm=not is_default(self, "clip_grad_by_norm", AmpPrecision),
+            )
         return super().connect(model, optimizers, lr_schedulers)
 
     def _describe_skips(self) -> str:

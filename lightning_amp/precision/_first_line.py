@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from lightning_amp import _messages
 from lightning_amp._numbers import exact
 from lightning_amp.casting import Choice
+from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.scaling import DynamicLossScaler
 
-if TYPE_CHECKING:
-    from lightning_amp.precision._run import Run
 
-
-def say(run: Run, scaler: torch.amp.GradScaler | None, why: str, *, scaler_unused: bool) -> None:
+def say(
+    forward: ForwardContexts,
+    scaler: torch.amp.GradScaler | None,
+    why: str,
+    *,
+    fitting: bool,
+    resumed: bool,
+    scaler_unused: bool,
+    num_restored_buffers: int,
+    skips: bool,
+) -> None:
     """Say precision, device, scaler, and what is protected, for somebody who glances at a terminal.
 
     Where nothing is trained only a choice of `"auto"` is worth a line.
 
     Args:
-        run: That begins.
+        forward: What is on around the steps.
         scaler: In use.
         why: The reason of `"auto"`; empty for a precision that was asked for.
+        fitting: Whether a fit begins.
+        resumed: Whether a checkpoint is about to say what the scale is.
         scaler_unused: Whether a scaler was passed that this precision does not need.
+        num_restored_buffers: How many buffers the rules of `restore_buffers` match.
+        skips: Whether a step that is not finite is skipped.
 
     """
-    forward = run.forward
     parts = [_precision_on(forward.training, forward.device_type, why)]
-    if not run.fitting:
+    if not fitting:
         if why and forward.evaluation == forward.training:
             _messages.info(f"lightning_amp: {parts[0]}.")
         return
     if scaler is not None:
-        parts.append(_scale(scaler, resumed=run.module.trainer.ckpt_path is not None))
+        parts.append(_scale(scaler, resumed))
     if scaler_unused:
         parts.append("`scaler` is left unused")
     if forward.evaluation != forward.training:
         parts.append(f"evaluation in {forward.evaluation.name}")
     if forward.num_fp32_modules:
         parts.append(f"{_counted(forward.num_fp32_modules, 'module')} in fp32")
-    ending = f"non-finite steps are {'skipped' if run.skips else 'taken'}"
-    if run.named_buffers and run.skips:
-        ending += f", which also puts back {_counted(len(run.named_buffers), 'buffer')}"
+    ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
+    if num_restored_buffers and skips:
+        ending += f", which also puts back {_counted(num_restored_buffers, 'buffer')}"
     _messages.info(f"lightning_amp: {', '.join(parts)}; {ending}.")
 
 

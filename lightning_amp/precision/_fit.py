@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
@@ -18,11 +19,8 @@ from lightning_amp.precision import _refusals
 from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._fold_plan import FoldPlan
 from lightning_amp.precision._unseen_steps import UnseenSteps
-from lightning_amp.scaling import BackwardWatch, HalfGradientsError, OptimizerSteps, StepPlan
+from lightning_amp.scaling import BackwardWatch, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan
 from lightning_amp.skipped_steps import Place, SkipProtection
-
-if TYPE_CHECKING:
-    from lightning_amp.precision._amp import AmpPrecision
 
 
 @final
@@ -30,9 +28,12 @@ class Fit:
     """Backward, step and batch end of one fit. Made when the optimizers exist, and dropped when the fit is over.
 
     Args:
-        plugin: Whose settings hold, and which clips.
+        plugin: Clips.
         module: The user's.
         optimizers: The user's own, not wrapped.
+        scaler: Of the plugin; `None` without loss scaling.
+        skip_nonfinite: Whether steps that are not finite are skipped where no scaler asks for it.
+        log: Gets a record of each step.
         mixed: Whether training steps run under autocast.
         named_buffers: What a skipped step puts back besides normalisation statistics.
         own_norm: Whether the plugin is a subclass that clips by norm in its own way.
@@ -41,17 +42,19 @@ class Fit:
 
     def __init__(
         self,
-        plugin: AmpPrecision,
+        plugin: MixedPrecision,
         module: LightningModule,
         optimizers: Sequence[Optimizer],
         *,
+        scaler: torch.amp.GradScaler | None,
+        skip_nonfinite: bool,
+        log: RecordLog,
         mixed: bool,
         named_buffers: Sequence[Place],
         own_norm: bool,
     ) -> None:
         self._plugin, self._module = plugin, module
         self._automatic = module.automatic_optimization
-        scaler = plugin.scaler
         scales = scaler is not None and scaler.is_enabled()
         watch = BackwardWatch(optimizers, module.parameters()) if scales else None
         several = module.trainer.world_size > 1 and torch.distributed.is_initialized()
@@ -59,8 +62,8 @@ class Fit:
         device = module.trainer.strategy.root_device if several else None
         self.steps = OptimizerSteps(
             scaler,
-            plugin.skip_nonfinite,
-            plugin.records,
+            skip_nonfinite,
+            log,
             optimizers,
             watch=watch,
             all_reduce_max=all_reduce_max,

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import final
 
-from lightning_amp.casting import Choice
-from lightning_amp.precision import _first_line, _refusals
+from lightning_amp.casting import Choice, Rule
+from lightning_amp.precision import _refusals
 from lightning_amp.precision._fit import Fit
 from lightning_amp.precision._forward import ForwardContexts
+from lightning_amp.scaling import RecordLog
 from lightning_amp.skipped_steps import Place, matching_places
-
-if TYPE_CHECKING:
-    from lightning_amp.precision._amp import AmpPrecision
 
 
 @final
@@ -26,10 +26,11 @@ class Run:
     """One call of `fit`, `validate`, `test` or `predict`; never pickled.
 
     Args:
-        plugin: Whose settings hold.
+        plugin: That runs.
         module: The user's.
         training: The precision of training steps.
         evaluation: That of validation, test and prediction.
+        fp32_modules: Rules; see `AmpPrecision`.
         autocast_stays: Whether the plugin's forward context can be used again.
 
     Attributes:
@@ -40,77 +41,66 @@ class Run:
         named_buffers: What a skipped step puts back besides normalisation statistics.
 
     Raises:
-        ValueError: If a rule of `fp32_modules` matches nothing.
+        ValueError: If a rule matches nothing.
 
     """
 
     def __init__(
         self,
-        plugin: AmpPrecision,
+        plugin: MixedPrecision,
         module: LightningModule,
         training: Choice,
         evaluation: Choice,
+        fp32_modules: Sequence[Rule],
         *,
         autocast_stays: bool,
     ) -> None:
         self.module = module
-        self.fit: Fit | None = None
-        self._plugin = plugin
         self.fitting = module.trainer.state.fn == TrainerFn.FITTING
+        self.fit: Fit | None = None
         self.named_buffers: list[Place] = []
+        self._plugin = plugin
+        context: Callable[[], Any] = plugin.forward_context
         self.forward = ForwardContexts(
-            module,
-            plugin.device,
-            training,
-            evaluation,
-            plugin.fp32_modules,
-            plugin.forward_context,
-            autocast_stays=autocast_stays,
+            module, plugin.device, training, evaluation, fp32_modules, context, autocast_stays=autocast_stays
         )
 
-    def check(self, why: str, *, scaler_unused: bool) -> None:
-        """Refuse what cannot be trained, and say what is on.
-
-        Args:
-            why: The reason of `"auto"`; empty for a precision that was asked for.
-            scaler_unused: Whether a scaler was passed that the precision does not need.
+    def check(self, restore_buffers: Sequence[str]) -> None:
+        """Refuse a module that cannot be trained, and find its buffers. Later, since a strategy may wrap what it gets.
 
         Raises:
-            ValueError: With all that is wrong, or if a rule of `restore_buffers` matches nothing.
+            ValueError: With all that is wrong, or if a rule matches nothing.
 
         """
-        if self.fitting:  # here, since a strategy may wrap what it is given
+        if self.fitting:
             device = self.module.trainer.strategy.root_device
             _refusals.check(self.module, self.forward.training, device, self.forward.fp32_modules)
-            self.named_buffers = matching_places(self.module, self._plugin.restore_buffers)
-        _first_line.say(self, self._plugin.scaler, why, scaler_unused=scaler_unused)
+            self.named_buffers = matching_places(self.module, restore_buffers)
 
-    @property
-    def skips(self) -> bool:
-        """Return whether a step that is not finite is skipped."""
-        scaler = self._plugin.scaler
-        return self._plugin.skip_nonfinite or (scaler is not None and scaler.is_enabled())
-
-    def connect(self, optimizers: Sequence[Optimizer], *, own_norm: bool) -> None:
-        """Begin a fit, if this is one.
-
-        Args:
-            optimizers: The user's own, not wrapped.
-            own_norm: Whether the plugin is a subclass that clips by norm in its own way.
-
-        """
-        if not self.fitting:
-            return
+    def connect(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        scaler: torch.amp.GradScaler | None,
+        skip_nonfinite: bool,
+        log: RecordLog,
+        own_norm: bool,
+    ) -> None:
+        """Begin a fit, if this is one; see :class:`Fit` for the arguments."""
         if self.fit is not None:
             self.fit.detach()
-        self.fit = Fit(
-            self._plugin,
-            self.module,
-            optimizers,
-            mixed=self.forward.training.mixed,
-            named_buffers=self.named_buffers,
-            own_norm=own_norm,
-        )
+        if self.fitting:
+            self.fit = Fit(
+                self._plugin,
+                self.module,
+                optimizers,
+                scaler=scaler,
+                skip_nonfinite=skip_nonfinite,
+                log=log,
+                mixed=self.forward.training.mixed,
+                named_buffers=self.named_buffers,
+                own_norm=own_norm,
+            )
 
     def evaluation_step(self, module: Any, step: str | None) -> AbstractContextManager[None]:
         """Return what an evaluation step, or a hook around it, runs in; see `AmpPrecision.evaluation_context`."""
