@@ -1,7 +1,5 @@
 """What the guards find today and others are about to mend, by guard: to be emptied, and then deleted with its tests."""
 
-# ruff: noqa: E501
-
 from __future__ import annotations
 
 KNOWN: dict[str, set[str]] = {
