@@ -120,7 +120,8 @@ class OverflowLocator(Callback):
         self._counting: Subscription | None = None
         self._looking: Subscription | None = None
         self._window = BatchWindow()
-        self._fresh: list[StepRecord] = []
+        self._skipped: list[StepRecord] = []  # not looked into yet
+        self._num_attempted = 0
         self._steps_seen = 0
 
     @property
@@ -157,6 +158,7 @@ class OverflowLocator(Callback):
             _messages.info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
         elif self._num_located < self.max_reports:
             self._looking = plugin.records.subscribe(self._receive, at_once=True)
+            self._num_attempted = plugin.records.num_attempted
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -231,24 +233,26 @@ class OverflowLocator(Callback):
             self._looking.close()
             self._looking = None
         self._window.clear()
-        self._fresh.clear()
+        self._skipped.clear()
 
     def _count(self, records: list[StepRecord]) -> None:
         self._num_overflows += sum(record.skipped for record in records)
 
     def _receive(self, records: list[StepRecord]) -> None:
-        self._fresh += records
+        self._skipped += [record for record in records if record.skipped]
 
     def _explain(self, trainer: Trainer, module: LightningModule) -> None:
+        assert self._plugin is not None
         self._window.detect_edits()
-        fresh, self._fresh = self._fresh, []
-        skipped = [record for record in fresh if record.skipped]
+        skipped, self._skipped = self._skipped, []
         if skipped and self._window:
             finding: Finding | None = None
             for record in skipped[: self.max_reports - self._num_located]:
                 finding = finding or find(trainer, module, self._window, record.scale)
                 self._report(trainer, module, record, finding)
-        if fresh:  # a step was attempted: the next window begins
+        num_attempted = self._plugin.records.num_attempted
+        if num_attempted != self._num_attempted:  # the next window begins
+            self._num_attempted = num_attempted
             self._window.clear()
         if self._num_located >= self.max_reports:
             self._stop_looking()
@@ -325,4 +329,5 @@ class OverflowLocator(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle or a deep copy takes along: the settings and the reports, not the run."""
-        return {**vars(self), "_plugin": None, "_records": None, "_window": BatchWindow(), "_fresh": []}
+        of_the_run = {"_plugin": None, "_counting": None, "_looking": None, "_window": BatchWindow(), "_skipped": []}
+        return {**vars(self), **of_the_run}

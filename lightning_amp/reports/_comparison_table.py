@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import final, override
 
-from lightning_amp._arguments import is_count, require
+from lightning_amp._arguments import require_count
 from lightning_amp.reports._table import MAX_ROWS, SampledTable, aligned
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         from lightning_amp.reports._comparison_plot import plot_comparison
         from lightning_amp.reports._figures import saved
 
-        _check_max_rows(max_rows)
+        require_count("max_rows", max_rows, none="or `None` for all rows")
         groups: dict[str, dict[str, list[ComparisonRow]]] = {}
         for row in self:
             groups.setdefault(_without_loader(row.metric), {}).setdefault(row.metric, []).append(row)
@@ -121,7 +121,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
             max_rows: How many metrics to show. Of more, those are shown that exceed their tolerance or have the largest
                 relative difference, the worst first. `None`: all, in the order in which they were logged.
         """
-        _check_max_rows(max_rows)
+        require_count("max_rows", max_rows, none="or `None` for all rows")
         rows = shown = self.last
         if not rows:
             return "no comparison yet"
@@ -168,10 +168,6 @@ class ComparisonTable(SampledTable[ComparisonRow]):
             return tolerance is not None and row.exceeds(tolerance), size
 
         return sorted(self.last, key=badness, reverse=True)
-
-
-def _check_max_rows(value: int | None) -> None:
-    require(value is None or is_count(value), "max_rows", "an integer of at least 1", value, "`None` shows all.")
 
 
 def _without_loader(metric: str) -> str:

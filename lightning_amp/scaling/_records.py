@@ -137,8 +137,8 @@ class RecordLog:
 
         Args:
             listener: Gets a list of records, oldest first.
-            at_once: Read every batch back at its end, for those who must act on a skip at once: one wait for the device
-                per batch, as long as the subscription is open.
+            at_once: Hand over what there is at the end of a batch in which a step was skipped, for those who must act
+                on it at once: one wait for the device per batch, none where the host decides, as long as it is open.
 
         Returns:
             A handle, to be closed.
@@ -178,10 +178,25 @@ class RecordLog:
             return
         self._in_batch = False
         stuck = self.max_consecutive_skips is not None and self._known_streak >= self.max_consecutive_skips
-        if stuck or len(self._pending) >= self._block or any(s.at_once for s in self.subscriptions):
+        urgent = any(s.at_once for s in self.subscriptions)
+        if stuck or len(self._pending) >= self._block or (urgent and self._has_skip()):
             self.flush()
 
     # -- reading -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_attempted(self) -> int:
+        """Return how many steps there were, those that were not read back included. Reads nothing."""
+        return self.num_steps + self.num_skipped + len(self._pending) + len(self._open)
+
+    def _has_skip(self) -> bool:
+        """Return whether a step that is not handed over was skipped. Waits for the flags of the latest batch alone."""
+        unread = [i for i, (step, _) in enumerate(self._pending) if step.skip.known is None]
+        flags = _read([self._pending[i][0].skip.value for i in unread])
+        for i, flag in zip(unread, flags, strict=True):
+            step, next_scale = self._pending[i]
+            self._pending[i] = step._replace(skip=Skip.YES if flag else Skip.NO), next_scale
+        return any(step.skip.known for step, _ in self._pending)
 
     def flush(self) -> None:
         """Read everything back. Waits for the device.

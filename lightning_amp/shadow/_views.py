@@ -6,11 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
-from typing_extensions import final
+from typing_extensions import final, override
 
 
-@final
 class View:
     """Reads attributes of another object; what is set on the view stays on the view."""
 
@@ -37,23 +35,14 @@ class View:
 
 
 @final
-class SilentLogger:
+class SilentLogger(View):
     """Looks like a user's logger and writes nothing."""
 
-    def __init__(self, logger: Logger) -> None:
-        vars(self)["silenced"] = logger
-
+    @override
     def __getattr__(self, name: str) -> Any:
-        value = getattr(vars(self)["silenced"], name)
+        value = super().__getattr__(name)
         # The first two are what loggers call the handle of the service that they write to.
         return NOTHING if name in ("experiment", "run") or callable(value) else value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SilentLogger:
-        return self
-
-    @property
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return type(vars(self)["silenced"])
 
 
 @final

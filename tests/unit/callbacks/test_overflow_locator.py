@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -7,12 +8,15 @@ from typing import Any
 
 import lightning as L
 import pytest
-from support import Poison, Recorder, Toy, batches, fit, stock
+import torch
+from support import Poison, Recorder, Toy, batches, fit, flags_on_a_device, stock
 from support.overflows import BadRow, fp16, with_bad
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, StepRecord
 from lightning_amp.callbacks import _overflow_locator
+from lightning_amp.scaling import RecordLog, Subscription
 from lightning_amp.tracing import replay
 
 
@@ -178,3 +182,50 @@ def test_count_and_reports_continue_after_a_resume(tmp_path: Path) -> None:
     trainer = fit(BadRow, fp16(), with_bad(3), callbacks=[locator], max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
     assert trainer.callback_metrics["amp/overflows"] == 3
     assert [(r.epoch, r.batch_idx) for r in locator.reports] == [(0, 1), (0, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_host_waits_for_the_device_once_a_batch(
+    precision: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = [0]
+    to_list = torch.Tensor.tolist
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            reads[-1] += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    class Next(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            reads.append(0)
+
+    def counted(tensor: Tensor) -> Any:  # does not dispatch on the CPU
+        reads[-1] += 1
+        return to_list(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    plugin = fp16() if precision == "fp16" else AmpPrecision(precision)
+    module = Toy(lambda params: torch.optim.SGD(params, lr=0.05, fused=fused))
+    locator = OverflowLocator()
+    with flags_on_a_device(), Count():
+        fit(module, plugin, callbacks=[locator, Poison(gradient=[4]), Next()], log_every_n_steps=50)
+    assert [report.record.index for report in locator.reports] == [4]
+    assert [number for batch, number in enumerate(reads[1:8], start=1) if batch != 4] == [1] * 6
+
+
+def test_a_copy_in_the_middle_of_a_fit_takes_nothing_of_it() -> None:
+    copies: list[OverflowLocator] = []
+
+    class Copies(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            copies.append(copy.deepcopy(locator))
+
+    locator = OverflowLocator()
+    fit(BadRow, fp16(), with_bad(1), callbacks=[locator, Copies()])
+    assert [len(one.reports) for one in copies] == [0, *[1] * 7]
+    of_the_fit = (AmpPrecision, RecordLog, Subscription)
+    assert not any(isinstance(value, of_the_fit) for one in copies for value in vars(one).values())
+    fit(BadRow, fp16(), with_bad(2), callbacks=[copies[3]])
+    assert [report.batch_idx for report in copies[3].reports] == [2]

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp.scaling import RecordLog, Skip, StepRecord
+from lightning_amp.scaling import RecordLog, Skip, StepRecord, _records
 
 
 class CountReads(TorchDispatchMode):
@@ -44,6 +45,33 @@ def test_reads_back_in_blocks() -> None:
     assert [r.index for block in blocks for r in block] == list(range(9))
     assert blocks[0][2] == StepRecord(2, 0, 8.0, 4.0, True, "gradient")
     assert log.last == StepRecord(8, 0, 8.0, 4.0, False, "none")
+
+
+def test_who_must_act_at_once_hears_of_a_skip_in_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    original = _records._read
+
+    def counted(values: Sequence[torch.Tensor | bool | None]) -> list[float]:
+        read.append(sum(isinstance(value, torch.Tensor) for value in values))
+        return original(values)
+
+    monkeypatch.setattr(_records, "_read", counted)
+    log, blocks = RecordLog(block=8), list[list[StepRecord]]()
+    subscription = log.subscribe(blocks.append, at_once=True)
+    for i in range(6):
+        read.clear()
+        skip = Skip(scalar(float(i == 3))) if i % 2 else Skip.NO
+        log.append(0, scalar(8.0), skip, scalar(1.0))
+        log.close_batch(scalar(4.0))
+        if i != 3:
+            assert sum(read) == i % 2  # one flag, once; none that the host knows
+        assert log.num_attempted == i + 1
+        assert [len(block) for block in blocks] == ([4] if i >= 3 else [])
+    subscription.close()
+    assert blocks[0][3] == StepRecord(3, 0, 8.0, 4.0, True, "gradient")
+    assert log.num_steps + log.num_skipped == 4
+    log.flush()
+    assert (log.num_steps, log.num_skipped, log.num_attempted) == (5, 1, 6)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])

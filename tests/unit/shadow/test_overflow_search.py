@@ -41,6 +41,24 @@ def test_a_window_that_is_too_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> N
     assert locator.reports[0].window == (0, 3)
 
 
+def test_a_module_that_accumulates_by_itself_has_a_window_too() -> None:
+    class EverySecond(BadRow):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+            if batch_idx % 2:
+                super().optimizer_step(epoch, batch_idx, optimizer, closure)
+            else:
+                closure()
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            if batch_idx % 2 == 0:
+                super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+    locator = OverflowLocator()
+    fit(EverySecond, fp16(), with_bad(2), callbacks=[locator])
+    (report,) = locator.reports
+    assert (report.batch_idx, report.window, report.cause) == (2, (2, 3), "loss")
+
+
 def test_accumulation_divides_the_loss() -> None:
     """2 x 40,000 overflows in fp16, 40,000 does not: a replay without the division would find what was not there."""
 
