@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-from lightning_amp._numbers import literal
+from lightning_amp._text import literal
 
 
 def require(fine: bool, name: str, rule: str, value: object, next_step: str = "") -> None:

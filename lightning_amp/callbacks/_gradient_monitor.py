@@ -14,7 +14,7 @@ from typing_extensions import final, override
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp._numbers import exact, rounded
+from lightning_amp._text import exact, rounded
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import ExponentHistogram, fitting_scale
 from lightning_amp.reports import MAX_ROWS, TOTAL, GradientRow, GradientTable, Quantity

@@ -18,7 +18,7 @@ from lightning_amp import _messages
 from lightning_amp._arguments import require_count, require_number
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp._numbers import exact
+from lightning_amp._text import exact
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import ScaleHistory

@@ -14,6 +14,7 @@ from typing_extensions import final, override
 from lightning_amp._arguments import checked_rules
 from lightning_amp._compat import _modules
 from lightning_amp._containers import to_fp32
+from lightning_amp._text import listed
 from lightning_amp.casting._fp32_metrics import is_metric
 from lightning_amp.casting._method_override import MethodOverride
 from lightning_amp.numerics import HALF_DTYPES
@@ -82,9 +83,8 @@ def _nothing(rule: Rule, names: dict[str, nn.Module]) -> str:
         candidates = [f"`{name}`" for name in close or classes]
     if not candidates:
         return f"`fp32_modules` has the rule {what}: the module has no submodules. Remove the rule."
-    shown = ", ".join(candidates[:5])
-    more = f" and {len(candidates) - 5} more" if len(candidates) > 5 else ""
-    return f"`fp32_modules` has the rule {what}. {'Close to it' if close else 'There'} are: {shown}{more}."
+    where = "Close to it" if close else "There"
+    return f"`fp32_modules` has the rule {what}. {where} are: {listed(candidates, most=5)}."
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_amp import _messages
-from lightning_amp._numbers import exact
+from lightning_amp._text import counted, exact
 from lightning_amp.casting import Choice
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.scaling import DynamicLossScaler
@@ -49,10 +49,10 @@ def say(
     if forward.evaluation != forward.training:
         parts.append(f"evaluation in {forward.evaluation.name}")
     if forward.num_fp32_modules:
-        parts.append(f"{_counted(forward.num_fp32_modules, 'module')} in fp32")
+        parts.append(f"{counted(forward.num_fp32_modules, 'module')} in fp32")
     ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
     if num_restored_buffers and skips:
-        ending += f", which also puts back {_counted(num_restored_buffers, 'buffer')}"
+        ending += f", which also puts back {counted(num_restored_buffers, 'buffer')}"
     _messages.info(f"lightning_amp: {', '.join(parts)}; {ending}.")
 
 
@@ -68,7 +68,3 @@ def _scale(scaler: torch.amp.GradScaler, resumed: bool) -> str:
     if isinstance(scaler, DynamicLossScaler):
         kind = "static" if scaler.min_scale == scaler.max_scale else "dynamic"
     return f"loss scale {'from the checkpoint' if resumed else exact(scaler.get_scale())} ({kind})"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule
 from typing_extensions import final
 
 from lightning_amp import _messages
+from lightning_amp._text import counted, listed
 from lightning_amp.casting import Fp32Modules, Rule
 
 ENOUGH_STEPS = 100
@@ -47,7 +48,7 @@ class IdleRules:
         if self._done or self._steps == 0:
             return
         self._done = True
-        steps = f"{self._steps:,} training step{'' if self._steps == 1 else 's'}"
+        steps = counted(self._steps, "training step")
         rules, others = self._islands.idle()
         if rules:
             names = [name for found in rules.values() for name in found]
@@ -56,21 +57,16 @@ class IdleRules:
             said = ", ".join(_spelled(rule) for rule in rules)
             _messages.warn(
                 f"lightning_amp: `fp32_modules` has no effect so far where it says {said}: the `forward` of"
-                f" {_listed(names)} has not run in {steps}, and another method of a module, or its weight alone,"
+                f" {listed([f'`{name}`' for name in names])} has not run in {steps}, and another method of a module, or its weight alone,"
                 " computes as the rest does. Call the module itself, match a module inside or around it whose `forward`"
                 f" runs{child}, or put that code into `with lightning_amp.precision.fp32_region():`."
             )
         if others:
             _messages.info(
-                f"lightning_amp: `fp32_modules` also matches {_listed(others)}, whose `forward` has not run in {steps}:"
+                f"lightning_amp: `fp32_modules` also matches {listed([f'`{name}`' for name in others])}, whose `forward` has not run in {steps}:"
                 " what uses the weight itself, as `nn.MultiheadAttention` does, is in fp32 only if it is matched too."
             )
 
 
 def _spelled(rule: Rule) -> str:
     return repr(rule) if isinstance(rule, str) else rule.__name__
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(f"`{name}`" for name in names[:3]) + more

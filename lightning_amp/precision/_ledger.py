@@ -11,7 +11,7 @@ from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp._numbers import literal
+from lightning_amp._text import literal
 from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, RecordLog, Saved, check_scaler_state
 
 STOCK_KEY = "MixedPrecision"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from typing_extensions import final, override
 
-from lightning_amp._numbers import exact, rounded
+from lightning_amp._text import exact, listed, rounded
 from lightning_amp.numerics import fitting_scale
 from lightning_amp.scaling import StepRecord
 from lightning_amp.tracing import Diagnosis
@@ -94,9 +94,7 @@ class OverflowReport:
             f"  cause: {self._cause()}",
         ]
         if self.parameters:
-            names = ", ".join(f"`{name}`" for name in self.parameters[:3])
-            more = f" and {len(self.parameters) - 3} more" if len(self.parameters) > 3 else ""
-            lines.append(f"  non-finite gradients: {names}{more}")
+            lines.append(f"  non-finite gradients: {listed([f'`{name}`' for name in self.parameters])}")
         if self.note:
             lines.append(f"  note: {self.note}")
         if self._was_replayed:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from typing_extensions import final, override
 
-from lightning_amp._numbers import exact
+from lightning_amp._text import counted, exact
 from lightning_amp.reports._table import Table
 from lightning_amp.scaling import Reason, Saved, StepRecord
 
@@ -64,7 +64,7 @@ class ScaleHistory(Table[StepRecord]):
     def _row(self, index: int) -> StepRecord:
         count = len(self)
         if not -count <= index < count:
-            raise IndexError(f"`history[{index}]`: there are {_counted(count)}, one for each change.")
+            raise IndexError(f"`history[{index}]`: there are {counted(count, 'record')}, one for each change.")
         index %= count
         if self._last is not None and index == count - 1:
             return self._last
@@ -72,7 +72,7 @@ class ScaleHistory(Table[StepRecord]):
 
     @override
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({_counted(len(self))}: {self.summary()})"
+        return f"{type(self).__name__}({counted(len(self), 'record')}: {self.summary()})"
 
     @property
     def last(self) -> StepRecord | None:
@@ -231,10 +231,6 @@ class ScaleHistory(Table[StepRecord]):
 
 def _record(index: int, optimizer: int, scale: float, next_scale: float, skipped: int, reason: int) -> StepRecord:
     return StepRecord(index, optimizer, scale, next_scale, bool(skipped), _REASONS[reason])
-
-
-def _counted(records: int) -> str:
-    return f"{records:,} record{'' if records == 1 else 's'}"
 
 
 def _dtype(column: str) -> torch.dtype:

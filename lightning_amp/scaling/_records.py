@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import final
 
-from lightning_amp._numbers import exact
+from lightning_amp._text import exact
 from lightning_amp.scaling._skip import Skip
 
 Reason = Literal["none", "loss", "gradient"]

@@ -14,8 +14,8 @@ from typing_extensions import final, override
 
 from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._compat import _torch
-from lightning_amp._numbers import exact, literal
 from lightning_amp._terminal import own_lines
+from lightning_amp._text import exact, literal
 from lightning_amp.scaling._loss_probe import held_by, merge_losses
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._saved import check_scaler_state

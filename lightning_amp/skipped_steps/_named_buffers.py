@@ -11,6 +11,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import checked_rules
 from lightning_amp._compat import _modules
+from lightning_amp._text import listed
 
 
 @final
@@ -89,9 +90,7 @@ def _nothing(rule: str, root: nn.Module, names: list[str]) -> str:
     if not names:
         return f"{text}: the module has no buffers. Remove the rule, or `register_buffer` what it means."
     close = difflib.get_close_matches(rule, names, n=5, cutoff=0.5)
-    shown = ", ".join(map(repr, (close or names)[:5]))
-    more = f" and {len(names) - 5} more" if not close and len(names) > 5 else ""
-    return f"{text}. {'Close to it' if close else 'There'} are: {shown}{more}."
+    return f"{text}. {'Close to it' if close else 'There'} are: {listed([*map(repr, close or names)], most=5)}."
 
 
 def _plain_tensors(root: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ from support.source import PACKAGE, ROOT, TOP, Finding, Guard, Package, Source, 
 
 LAYERS = [
     ["_compat"],
-    [""],  # the helpers at the top: `_files.py`, `_numbers.py`, ...
+    [""],  # the helpers at the top: `_files.py`, `_text.py`, ...
     ["numerics"],
     ["scaling", "casting", "tracing"],
     ["reports", "skipped_steps"],

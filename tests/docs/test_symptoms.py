@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_amp._numbers import exact
+from lightning_amp._text import exact
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^<!-- ([\w-]+) -->\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)

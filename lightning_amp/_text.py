@@ -1,8 +1,9 @@
-"""How numbers are written wherever a person reads them: one spelling, so that two messages can be compared."""
+"""How numbers and names are written wherever a person reads them, so that two messages can be compared."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 _PLAIN = range(-3, 11)  # exponents of the powers of two that everybody knows by sight: 0.125 to 1024
 
@@ -29,6 +30,16 @@ def literal(value: object) -> str:
     """Write a setting as it stands in code: `2.0**16`, `0.5`, `2000`."""
     exponent = _exponent(value) if isinstance(value, float) else None
     return repr(value) if exponent is None or exponent in _PLAIN else f"2.0**{exponent}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Write a number of things: `1 record`, `2,000 records`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(items: Sequence[str], most: int = 3) -> str:
+    """Write the first of some items, and how many more there are: `a, b, c and 2 more`."""
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def _exponent(value: float) -> int | None:

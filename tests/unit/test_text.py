@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_amp._numbers import exact, literal, rounded
+from lightning_amp._text import exact, literal, rounded
 
 
 @pytest.mark.parametrize(
