@@ -42,6 +42,11 @@ def listed(items: Sequence[str], most: int = 3) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
+def named(names: Sequence[str]) -> str:
+    """Write the first of some names in code, and how many more there are."""
+    return listed([f"`{name}`" for name in names])
+
+
 def _exponent(value: float) -> int | None:
     """Return the exponent of a power of two; `None` for any other number."""
     if not (value > 0 and math.isfinite(value)):

@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_amp import _messages
 from lightning_amp._compat import _modules
-from lightning_amp._text import listed
+from lightning_amp._text import named
 from lightning_amp.casting import Choice, cpu_has_bf16
 from lightning_amp.numerics import HALF_DTYPES, nonfinite_gradients
 
@@ -56,7 +56,7 @@ def _report(title: str, findings: list[str]) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    return listed([f"`{_modules.plain_name(name)}`" for name in names])
+    return named([_modules.plain_name(name) for name in names])
 
 
 def _trained_in_half(module: nn.Module) -> dict[str, torch.dtype]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from typing_extensions import final, override
 
-from lightning_amp._text import exact, listed, rounded
+from lightning_amp._text import exact, named, rounded
 from lightning_amp.numerics import fitting_scale
 from lightning_amp.scaling import StepRecord
 from lightning_amp.tracing import Diagnosis
@@ -94,7 +94,7 @@ class OverflowReport:
             f"  cause: {self._cause()}",
         ]
         if self.parameters:
-            lines.append(f"  non-finite gradients: {listed([f'`{name}`' for name in self.parameters])}")
+            lines.append(f"  non-finite gradients: {named(self.parameters)}")
         if self.note:
             lines.append(f"  note: {self.note}")
         if self._was_replayed:

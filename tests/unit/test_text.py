@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_amp._text import exact, literal, rounded
+from lightning_amp._text import counted, exact, listed, literal, named, rounded
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,14 @@ def test_a_literal_is_the_value(value: object) -> None:
 
 def test_literals_are_short() -> None:
     assert [literal(v) for v in (2.0**24, 2.0**-14, 0.5, 2000)] == ["2.0**24", "2.0**-14", "0.5", "2000"]
+
+
+def test_a_few_names_and_how_many_more() -> None:
+    assert named(["a", "b", "c"]) == "`a`, `b`, `c`"
+    assert named(["a", "b", "c", "d"]) == "`a`, `b`, `c` and 1 more"
+    assert listed(["a", "b", "c"], most=1) == "a and 2 more"
+    assert (counted(1, "record"), counted(0, "record"), counted(2000, "record")) == (
+        "1 record",
+        "0 records",
+        "2,000 records",
+    )
