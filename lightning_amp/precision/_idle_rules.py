@@ -57,13 +57,13 @@ class IdleRules:
             said = ", ".join(_spelled(rule) for rule in rules)
             _messages.warn(
                 f"lightning_amp: `fp32_modules` has no effect so far where it says {said}: the `forward` of"
-                f" {listed([f'`{name}`' for name in names])} has not run in {steps}, and another method of a module, or its weight alone,"
+                f" {named(names)} has not run in {steps}, and another method of a module, or its weight alone,"
                 " computes as the rest does. Call the module itself, match a module inside or around it whose `forward`"
                 f" runs{child}, or put that code into `with lightning_amp.precision.fp32_region():`."
             )
         if others:
             _messages.info(
-                f"lightning_amp: `fp32_modules` also matches {listed([f'`{name}`' for name in others])}, whose `forward` has not run in {steps}:"
+                f"lightning_amp: `fp32_modules` also matches {named(others)}, whose `forward` has not run in {steps}:"
                 " what uses the weight itself, as `nn.MultiheadAttention` does, is in fp32 only if it is matched too."
             )
 
