@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule
 from typing_extensions import final
 
 from lightning_amp import _messages
-from lightning_amp._text import counted
+from lightning_amp._text import counted, named
 from lightning_amp.casting import Fp32Modules, Rule
 
 ENOUGH_STEPS = 100
