@@ -8,6 +8,8 @@ from typing import Any
 
 from typing_extensions import final, override
 
+from lightning_amp.precision import AmpPrecision
+
 
 class View:
     """Reads attributes of another object; what is set on the view stays on the view."""
@@ -86,6 +88,5 @@ class SilentProgressBar:
 
 def replaying(plugin: Any, **attributes: Any) -> Any:
     """Return a view of the precision plugin in which `scaled_grad` does not let its scale move."""
-    scaled_grad = getattr(plugin, "scaled_grad", None)
-    own = {} if scaled_grad is None else {"scaled_grad": partial(scaled_grad, learn=False)}
+    own = {"scaled_grad": partial(plugin.scaled_grad, learn=False)} if isinstance(plugin, AmpPrecision) else {}
     return View(plugin, **own, **attributes)
