@@ -136,15 +136,15 @@ class AmpPrecision(RunHooks):
     @override
     def precision(self) -> Canonical:  # type: ignore[override]
         """Return Lightning's name: `"16-mixed"`, `"bf16-mixed"` or `"32-true"`."""
-        return self.settled().canonical
+        return self._settled().canonical
 
     @property
     def dtype(self) -> torch.dtype:
         """Return what autocast computes in; `torch.float32` for `"fp32"`."""
-        return self.settled().dtype
+        return self._settled().dtype
 
     @override
-    def settled(self) -> Choice:
+    def _settled(self) -> Choice:
         # "auto" before a Trainer attached: what it would be on the device that Lightning chooses by default
         return self._choice or Choice.pick(torch.device(self.device))[0]
 
@@ -199,7 +199,7 @@ class AmpPrecision(RunHooks):
             One gradient per input, of its shape; `None` where `allow_unused`.
 
         """
-        with self.autocast_off():
+        with self._autocast_off():
             return self._ledger.derivatives.grad(self._active_scaler, outputs, inputs, **kwargs)
 
     @property
@@ -218,7 +218,7 @@ class AmpPrecision(RunHooks):
     def _attach(self, module: LightningModule) -> None:
         trainer = module.trainer
         _refusals.require_strategy(self, trainer.strategy)
-        self.detach_run()
+        self._detach_run()
         device = trainer.strategy.root_device
         self.device = device.type
         self._choice, evaluation, why = self._settings.choose(device)

@@ -113,7 +113,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
         if theirs.param_dtype in HALF_DTYPES:
             asks = {
                 "fp32_modules": bool(self.fp32_modules),
-                "precision": not self.settled().mixed,
+                "precision": not self._settled().mixed,
                 "eval_precision": not self._run.forward.evaluation.mixed,
             }
             for argument, fp32 in asks.items():

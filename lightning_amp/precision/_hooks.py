@@ -31,7 +31,7 @@ class RunHooks(MixedPrecision):
     _run: Run | None = None
 
     @abstractmethod
-    def settled(self) -> Choice:
+    def _settled(self) -> Choice:
         """Return the precision of training."""
 
     @abstractmethod
@@ -42,7 +42,7 @@ class RunHooks(MixedPrecision):
     def _fit(self) -> Fit | None:
         return None if self._run is None else self._run.fit
 
-    def autocast_off(self) -> contextlib.AbstractContextManager[Any]:
+    def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context without autocast."""
         return torch.autocast(self.device, enabled=False) if torch.is_autocast_enabled(self.device) else _NOTHING
 
@@ -63,7 +63,7 @@ class RunHooks(MixedPrecision):
 
     @override
     def autocast_context_manager(self) -> torch.autocast:
-        choice = self.settled() if self._run is None else self._run.forward.choice
+        choice = self._settled() if self._run is None else self._run.forward.choice
         dtype = choice.dtype if choice.mixed else torch.get_autocast_dtype(self.device)
         # no cache: it sums the gradients of all uses of a weight in half precision; see `casting/_reused_weights.py`
         return torch.autocast(self.device, dtype=dtype, enabled=choice.mixed, cache_enabled=False)
@@ -115,7 +115,7 @@ class RunHooks(MixedPrecision):
         if self._fit is None:  # somebody differentiates in an evaluation: nobody would divide by the scale
             _refusals.require_trainer(self, module)
             return super(MixedPrecision, self).pre_backward(tensor, module)
-        with self.autocast_off():
+        with self._autocast_off():
             return self._fit.scale(tensor)
 
     @override
@@ -123,14 +123,14 @@ class RunHooks(MixedPrecision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         assert self._run is not None
-        with self.autocast_off():
+        with self._autocast_off():
             self._run.backward(partial(super().backward, tensor, model, optimizer, *args), **kwargs)
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         assert self._run is not None
         if self._run.fit is None or self._run.fit.somebody_sees_backward:
-            with self.autocast_off():
+            with self._autocast_off():
                 super().post_backward(tensor, module)
         self._run.forward.weights_changed()
         return tensor.detach()
@@ -144,7 +144,7 @@ class RunHooks(MixedPrecision):
         run = self._run
         assert run is not None
         assert run.fit is not None
-        with self.autocast_off():
+        with self._autocast_off():
             output = run.fit.step(_lightning.unwrap_optimizer(optimizer), closure, self.forward_context, kwargs)
         run.forward.weights_changed()
         return output
@@ -185,10 +185,10 @@ class RunHooks(MixedPrecision):
                 if run is not None and not interrupted:
                     run.forward.finish()
         finally:
-            self.detach_run()
+            self._detach_run()
             super().teardown()
 
-    def detach_run(self) -> None:
+    def _detach_run(self) -> None:
         """End the run, and leave the user's objects as they were."""
         run, self._run = self._run, None
         if run is not None:
