@@ -55,6 +55,7 @@ class BatchAttempts:
 
     def __init__(self) -> None:
         self._counted: list[Attempt] = []  # for the end of the batch
+        self._handled: list[Attempt] = []  # have lowered it, unless the device knows that they were clean
         self._round: list[Attempt] = []  # since the scale was last looked at
         self._stepped: set[int] = set()  # optimizers, in this batch
         self._again: set[int] = set()  # those that stepped more than once
@@ -76,17 +77,23 @@ class BatchAttempts:
         self._round = []
         if not overflowed or lower_scale(scaler, [a for a in overflowed if a.had_gradients]):
             self._counted = [a for a in self._counted if a not in overflowed]
+            self._handled += [a for a in overflowed if a.had_gradients and a.overflow.known is None]
 
     def end_batch(self, scaler: torch.amp.GradScaler) -> bool:
         """Move the scale once, for all steps that have not moved it; returns whether there were any."""
-        counted = self._counted
+        counted, handled = self._counted, self._handled
         self.clear()
-        move_scale(scaler, [a for a in counted if a.had_gradients])
+        moving = [a for a in counted if a.had_gradients]
+        if moving or not handled or not isinstance(scaler, DynamicLossScaler):
+            move_scale(scaler, moving)
+        else:  # a clean batch, unless all of them overflowed
+            device = _torch.scale_tensor(scaler).device
+            scaler.advance(constant(0.0, device), torch.stack([a.overflow.flag(device) for a in handled]).amin())
         return bool(counted)
 
     def clear(self) -> None:
         """Forget them."""
-        self._counted, self._round = [], []
+        self._counted, self._handled, self._round = [], [], []
         self._stepped.clear()
         self._again.clear()
 

@@ -8,11 +8,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Toy, batches, fit, flags_on_a_device
+from support import CountReads, Toy, batches, fit, flags_on_a_device
 from support.promises import OPTIMIZERS, Plugins, fused_adamw, fused_sgd, plain_adamw
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.scaling import OptimizerSteps
@@ -194,16 +193,6 @@ def test_overridden_optimizer_step() -> None:
 
 
 # -- nothing waits for the device -----------------------------------------------------------------
-
-
-class CountReads(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def reads_per_step(plugin: AmpPrecision | None, module: Toy, **kwargs: Any) -> list[int]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 
@@ -18,6 +20,18 @@ def flags_on_a_device() -> Generator[None, None, None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_amp.scaling._skip.in_host_memory", lambda scalar: False)
         yield
+
+
+class CountReads(TorchDispatchMode):
+    """How often the host has read a scalar with `.item()`, which on a GPU is to wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 def run_scenarios(scenarios: dict[str, Callable[[], Any]], wanted: Sequence[str]) -> dict[str, Any]:

@@ -5,19 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from support import CountReads
 
 from lightning_amp.scaling import RecordLog, Skip, StepRecord, _records
-
-
-class CountReads(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def scalar(value: float) -> torch.Tensor:

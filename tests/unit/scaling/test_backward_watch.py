@@ -1,0 +1,100 @@
+"""Gradients of a scaled backward are told from those of the user's own, for optimizers that are known and others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.scaling import BackwardWatch
+
+SCALE = torch.tensor(1024.0)
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2))
+
+
+def sgd(*params: nn.Parameter) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def scaled(watch: BackwardWatch, loss: Tensor) -> None:
+    watch.begin(SCALE)
+    (loss * SCALE).backward()
+    watch.end()
+
+
+def num_hooks(*params: nn.Parameter) -> int:
+    return sum(len(p._post_accumulate_grad_hooks or ()) for p in params)
+
+
+def test_a_known_optimizer_came_plain_after_a_backward_of_the_users_own() -> None:
+    optimizer = sgd(p := parameter())
+    watch = BackwardWatch([optimizer], [])
+    assert not watch.came_plain(optimizer)  # there is nothing yet
+    scaled(watch, p.sum())
+    assert not watch.came_plain(optimizer)
+    p.sum().backward()
+    assert watch.came_plain(optimizer)
+    scaled(watch, p.sum())
+    assert not watch.came_plain(optimizer)
+    p.sum().backward()
+    optimizer.zero_grad()
+    assert not watch.came_plain(optimizer)
+
+
+def test_gradients_that_no_backward_made_came_with_the_scale() -> None:
+    """Written by hand, they are taken for what the plugin's own are."""
+    optimizer = sgd(p := parameter())
+    watch = BackwardWatch([optimizer], [])
+    p.grad = torch.ones(2)
+    assert not watch.came_plain(optimizer)
+
+
+def test_one_hook_speaks_for_a_known_optimizer() -> None:
+    frozen, first, second = parameter().requires_grad_(False), parameter(), parameter()
+    watch = BackwardWatch([sgd(frozen, first, second)], [frozen, first, second, other := parameter()])
+    assert [num_hooks(p) for p in (frozen, first, second, other)] == [0, 1, 0, 1]
+    watch.detach()
+    assert num_hooks(frozen, first, second, other) == 0
+
+
+def test_an_optimizer_that_is_not_known_has_the_scale_of_its_backward() -> None:
+    optimizer = sgd(p := parameter())
+    watch = BackwardWatch([], [p])
+    scaled(watch, p.sum())
+    assert watch.scale_of(optimizer, {}) is SCALE
+    optimizer.zero_grad()
+    assert watch.scale_of(optimizer, {}) is None
+    p.sum().backward()
+    assert watch.scale_of(optimizer, {}) is None
+
+
+def test_inside_of_a_backward_everything_has_its_scale() -> None:
+    """Parameters that are not watched too: some step in a hook on the gradient."""
+    optimizer = sgd(p := parameter())
+    watch = BackwardWatch([], [])
+    seen: list[Tensor | None] = []
+    p.register_post_accumulate_grad_hook(lambda _: seen.append(watch.scale_of(optimizer, {})))
+    scaled(watch, p.sum())
+    assert seen == [SCALE]
+
+
+def test_a_shared_parameter_has_the_scale_that_its_known_optimizer_has() -> None:
+    optimizer = sgd(alone := parameter(), shared := parameter())
+    watch = BackwardWatch([sgd(shared)], [])
+    scaled(watch, shared.sum())
+    assert watch.scale_of(optimizer, {id(shared): SCALE}) is SCALE
+    assert watch.scale_of(sgd(alone), {id(shared): SCALE}) is None
+
+
+def test_a_parameter_that_nobody_watched_is_watched_from_then_on() -> None:
+    optimizer = sgd(p := parameter())
+    watch = BackwardWatch([], [])
+    scaled(watch, p.sum())
+    assert watch.scale_of(optimizer, {}) is None  # too late for this one
+    scaled(watch, p.sum())
+    assert watch.scale_of(optimizer, {}) is SCALE
+    watch.detach()
+    assert num_hooks(p) == 0
+    assert watch.scale_of(sgd(p), {}) is None

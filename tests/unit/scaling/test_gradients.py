@@ -1,0 +1,140 @@
+"""Whatever gradients an optimizer has, they are seen as real, dense lists, and writing into those writes into them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.scaling import HalfGradientsError, has_gradients
+from lightning_amp.scaling._gradients import Gradients
+
+INF, NAN = float("inf"), float("nan")
+
+
+def optimizer(device: torch.device, **grads: Any) -> torch.optim.Optimizer:
+    """One parameter per gradient, of its shape and dtype; `None` has none."""
+    params: list[nn.Parameter] = []
+    for grad in grads.values():
+        value = torch.ones(2) if grad is None else torch.ones_like(grad.to_dense() if grad.is_sparse else grad)
+        params.append(nn.Parameter(value.to(device)))
+        params[-1].grad = None if grad is None else grad.to(device)
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def grads(of: torch.optim.Optimizer) -> list[Any]:
+    return [p.grad for group in of.param_groups for p in group["params"]]
+
+
+def sparse(dtype: torch.dtype = torch.float32, values: tuple[float, float] = (1.0, 2.0)) -> Tensor:
+    """Two entries for the same place."""
+    return torch.sparse_coo_tensor(
+        torch.tensor([[1, 1]]), torch.tensor(values, dtype=dtype), (3,), check_invariants=True
+    )
+
+
+def every_kind(bad: float = 1.0) -> dict[str, Tensor]:
+    return {
+        "plain": torch.tensor([1.0, 2.0, bad]),
+        "float64": torch.tensor([3.0, bad], dtype=torch.float64),
+        "complex": torch.complex(torch.tensor([1.0]), torch.tensor([bad])),
+        "conjugate": torch.complex(torch.tensor([1.0]), torch.tensor([bad])).conj(),
+        "sparse": sparse(values=(1.0, bad)),
+        "empty": torch.ones(0, 3),
+        "scalar": torch.tensor(bad),
+    }
+
+
+def flag(device: torch.device, value: float = 0.0) -> Tensor:
+    return torch.tensor(value, device=device)
+
+
+@pytest.mark.parametrize("kind", every_kind())
+def test_multiplying_the_views_multiplies_the_gradients(kind: str, device: torch.device) -> None:
+    of = optimizer(device, grad=every_kind()[kind])
+    expected = every_kind()[kind].to_dense() * 0.5
+    Gradients(of).multiply_(flag(device, 0.5))
+    (grad,) = grads(of)
+    torch.testing.assert_close(grad.to_dense().cpu(), expected, check_device=False)
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN, 1.0])
+@pytest.mark.parametrize("kind", [kind for kind in every_kind() if kind != "empty"])
+def test_a_value_that_is_not_finite_is_found(kind: str, value: float, device: torch.device) -> None:
+    of = optimizer(device, first=torch.ones(2), bad=every_kind(value)[kind], last=None)
+    expected = 0.0 if value == 1.0 else 1.0
+    assert Gradients(of).check(flag(device)).item() == expected
+    assert Gradients(of).unscale_(flag(device, 0.5), flag(device)).item() == expected
+
+
+@pytest.mark.parametrize("method", ["check", "unscale_"])
+def test_what_was_found_before_stays_found(method: str, device: torch.device) -> None:
+    gradients = Gradients(optimizer(device, one=torch.ones(2)))
+    arguments = [flag(device, 0.5)] if method == "unscale_" else []
+    assert getattr(gradients, method)(*arguments, flag(device, 1.0)).item() == 1.0
+
+
+def test_unscaling_divides_each_dtype(device: torch.device) -> None:
+    of = optimizer(device, a=torch.tensor([8.0]), b=torch.tensor([8.0], dtype=torch.float64), c=None)
+    assert Gradients(of).unscale_(flag(device, 0.25), flag(device)).item() == 0.0
+    assert [g if g is None else g.item() for g in grads(of)] == [2.0, 2.0, None]
+
+
+def test_a_gradient_that_cannot_be_written_into_is_checked(device: torch.device) -> None:
+    """One number seen as many, which an optimizer only reads."""
+    for value, expected in ((1.0, 0.0), (NAN, 1.0)):
+        expanded = torch.tensor([value], device=device).expand(4)
+        of = optimizer(device, plain=torch.ones(4))
+        next(iter(of.param_groups[0]["params"])).grad = expanded
+        assert Gradients(of).check(flag(device)).item() == expected
+
+
+def test_float16_duplicates_are_added_before_they_are_checked(device: torch.device) -> None:
+    """Each is finite, what the optimizer applies is not."""
+    of = optimizer(device, embedding=sparse(torch.float16, (6e4, 6e4)))
+    assert Gradients(of).check(flag(device)).item() == 1.0
+
+
+def test_plain_says_whether_a_fused_kernel_could_take_them(device: torch.device) -> None:
+    kinds = {name: Gradients(optimizer(device, grad=grad)).plain for name, grad in every_kind().items()}
+    assert {name for name, plain in kinds.items() if not plain} == {"complex", "conjugate", "sparse"}
+
+
+def test_the_norm_is_that_of_all(device: torch.device) -> None:
+    of = optimizer(device, a=torch.tensor([3.0]), b=torch.tensor([4.0], dtype=torch.float64), c=None)
+    norm = Gradients(of).norm()
+    assert (norm.dtype, norm.item()) == (torch.float32, 5.0)
+
+
+def test_what_is_left_out_is_left_alone(device: torch.device) -> None:
+    of = optimizer(device, a=torch.tensor([1.0]), b=torch.tensor([NAN]))
+    _, bad = of.param_groups[0]["params"]
+    gradients = Gradients(of, {id(bad)})
+    assert gradients.check(flag(device)).item() == 0.0
+    assert not Gradients(of, set(map(id, of.param_groups[0]["params"])))
+
+
+def test_half_gradients_are_refused_by_shape_and_dtype(device: torch.device) -> None:
+    of = optimizer(device, a=torch.ones(2), b=torch.ones(3, 4, dtype=torch.bfloat16))
+    with pytest.raises(HalfGradientsError, match=r"shape \[3, 4\] is bfloat16") as caught:
+        Gradients(of).require_full_precision(of)
+    assert caught.value.parameter is of.param_groups[0]["params"][1]
+    of.zero_grad()
+    Gradients(of).require_full_precision(of)  # nothing is divided where there is nothing
+
+
+def test_one_device_or_none(device: torch.device) -> None:
+    both = optimizer(device, a=torch.ones(1), b=torch.ones(1, dtype=torch.float64))
+    assert Gradients(both).device == grads(both)[0].device
+    assert Gradients(optimizer(device, a=None)).device is None
+    both.add_param_group({"params": [elsewhere := nn.Parameter(torch.ones(1, device="meta"))]})
+    elsewhere.grad = torch.ones(1, device="meta")
+    assert Gradients(both).device is None
+
+
+def test_whether_there_are_any(device: torch.device) -> None:
+    assert has_gradients(optimizer(device, a=None, b=torch.ones(1)))
+    assert not has_gradients(optimizer(device, a=None))
+    assert bool(Gradients(optimizer(device, a=None))) is False

@@ -1,0 +1,99 @@
+"""One value says whether a step was skipped, and only `wait` ever waits for the device that knows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from support import CountReads, flags_on_a_device
+from torch import Tensor
+
+from lightning_amp.scaling import Skip
+from lightning_amp.scaling._skip import constant
+
+CPU = torch.device("cpu")
+NAN, INF = float("nan"), float("inf")
+
+
+def flag(value: float) -> Tensor:
+    return torch.tensor(value)
+
+
+def skips() -> dict[str, tuple[Skip, bool]]:
+    """Every form that it has, with the truth."""
+    return {
+        "NO": (Skip.NO, False),
+        "YES": (Skip.YES, True),
+        "no, on a device": (Skip(flag(0.0)), False),
+        "yes, on a device": (Skip(flag(1.0)), True),
+    }
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_flag_in_host_memory_is_known_at_once_and_costs_nothing(value: float) -> None:
+    with CountReads() as reads:
+        skip = Skip.on_device(flag(value))
+    assert skip is (Skip.YES if value else Skip.NO)
+    assert reads.count == 0
+
+
+@pytest.mark.parametrize("name", skips())
+def test_only_wait_reads(name: str) -> None:
+    skip, truth = skips()[name]
+    with CountReads() as reads, flags_on_a_device():
+        assert Skip.on_device(flag(1.0)).known is None
+        assert Skip.if_nonfinite(flag(NAN)).known is None
+        known = skip.known
+        as_flag = skip.flag(CPU)
+        both = [skip | other for other, _ in skips().values()]
+        assert reads.count == 0
+        assert skip.wait() is truth
+        assert reads.count == (known is None)
+    assert known in (None, truth)
+    assert (as_flag.dtype, as_flag.shape, as_flag.item()) == (torch.float32, (), float(truth))
+    assert [b.wait() for b in both] == [truth or other for _, other in skips().values()]
+
+
+@pytest.mark.parametrize("pair", list(itertools.product(skips(), skips())), ids=" or ".join)
+def test_or_is_known_wherever_it_can_be(pair: tuple[str, str]) -> None:
+    (a, one), (b, other) = (skips()[name] for name in pair)
+    both = a | b
+    assert both.wait() is (one or other)
+    if a.known is None and b.known is None:
+        assert both.known is None
+    elif None in (a.known, b.known):
+        assert both.known is (True if Skip.YES in (a, b) else None)
+    else:
+        assert both is (Skip.YES if one or other else Skip.NO)
+
+
+@pytest.mark.parametrize("pair", [(False, False), (False, True), (True, False), (True, True)])
+def test_two_flags_are_read_with_one_transfer(pair: tuple[bool, bool]) -> None:
+    with CountReads() as reads:
+        found = Skip.wait_together(*(flag(float(value)) for value in pair))
+    assert tuple(skip.known for skip in found) == pair
+    assert reads.count == 1
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("value", [0.0, 3e38, INF, -INF, NAN])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_probe_asks_for_a_skip_if_it_is_not_finite(value: float, dtype: torch.dtype) -> None:
+    probe = torch.tensor(value, dtype=dtype)
+    assert Skip.if_nonfinite(probe).wait() is (not probe.isfinite().item())
+
+
+def test_no_probe_asks_for_none() -> None:
+    assert Skip.if_nonfinite(None) is Skip.NO
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.int32])
+def test_its_flag_is_float32_whatever_it_was(dtype: torch.dtype) -> None:
+    with flags_on_a_device():
+        found = Skip.on_device(torch.ones((), dtype=dtype)).flag(CPU)
+    assert (found.dtype, found.item()) == (torch.float32, 1.0)
+
+
+def test_known_flags_are_made_once() -> None:
+    assert Skip.NO.flag(CPU) is Skip.NO.flag(CPU) is constant(0.0, CPU)

@@ -1,0 +1,365 @@
+"""One attempt to step, whatever the optimizer does with its closure: never calls it, calls it again, takes none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import CountReads, flags_on_a_device
+from torch import Tensor, nn
+
+from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, Skip, StepPlan, StepResult
+from lightning_amp.scaling._step import snapshot
+
+INF, NAN = float("inf"), float("nan")
+SCALE = 8.0
+
+
+class Base(torch.optim.Optimizer):
+    """Plain gradient descent, and what it saw when it descended."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+        self.seen: list[list[float]] = []
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.seen.append(p.grad.tolist())
+            p.sub_(0.5 * p.grad)
+            self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+
+
+class Once(Base):
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            output = closure()
+        self.descend()
+        return output
+
+
+class Twice(Base):
+    """As sharpness-aware minimisation."""
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(2):
+            with torch.enable_grad():
+                output = closure()
+            self.descend()
+        return output
+
+
+class Never(Base):
+    def step(self, closure: Any = None) -> str:
+        self.descend()
+        return "own output"
+
+
+class TakesNone(Base):
+    def step(self, *, temperature: float = 1.0) -> str:
+        self.temperature = temperature
+        self.descend()
+        return "own output"
+
+
+class CatchesEverything(Base):
+    def step(self, closure: Any = None) -> Any:
+        try:
+            return closure()
+        except Exception:
+            return "caught"
+        finally:
+            self.descend()
+
+
+class Loop:
+    """Gradients are what the test says they are; `None` leaves those that are there."""
+
+    def __init__(
+        self, make: Callable[[Any], torch.optim.Optimizer], scaler: Any = SCALE, skip_nonfinite: bool = True
+    ) -> None:
+        self.param = nn.Parameter(torch.zeros(2))
+        self.optimizer = make([self.param])
+        self.scale = scaler or 1.0
+        scaler = DynamicLossScaler.static(scaler) if scaler else None
+        self.log = RecordLog(None)
+        self.steps = OptimizerSteps(scaler, skip_nonfinite, self.log, [self.optimizer])
+        self.looked = 0
+
+    def backward(self, *gradient: float) -> Tensor:
+        loss = self.param.sum()
+        self.optimizer.zero_grad()
+        self.steps.scale_loss(loss).backward()
+        self.param.grad.copy_(torch.tensor(gradient) * self.scale)
+        return loss
+
+    def look(self) -> None:
+        self.looked += 1
+        self.true = None if self.param.grad is None else self.param.grad.tolist()
+
+    def step(self, *gradients: tuple[float, float] | BaseException, **kwargs: Any) -> StepResult:
+        """With a closure that computes these gradients, one after the other."""
+        coming = iter(gradients)
+
+        def closure() -> Any:
+            gradient = next(coming, None)
+            if isinstance(gradient, BaseException):
+                raise gradient
+            return "nothing" if gradient is None else self.backward(*gradient)
+
+        plan = kwargs.pop("plan", StepPlan())
+        return self.steps.step(self.optimizer, closure, self.look, plan, **kwargs)
+
+    @property
+    def weights(self) -> list[float]:
+        return self.param.tolist()
+
+
+def fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.5, fused=True)
+
+
+# -- the closure -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_a_step_sees_true_gradients_and_so_does_who_looks() -> None:
+    loop = Loop(Once)
+    result = loop.step((1.0, 2.0))
+    assert (loop.optimizer.seen, loop.true, loop.weights) == ([[1.0, 2.0]], [1.0, 2.0], [-0.5, -1.0])
+    assert result.skip.known is False
+    assert (result.output.item(), result.bad_loss.wait()) == (0.0, False)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("scaler", [SCALE, None])
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_a_skipped_step_returns_what_the_closure_did(scaler: float | None, bad: float) -> None:
+    loop = Loop(Once, scaler)
+    result = loop.step((1.0, bad))
+    assert result.skip is Skip.YES
+    assert (result.output.item(), result.bad_loss.wait()) == (0.0, False)
+    assert (loop.optimizer.seen, loop.weights, loop.looked) == ([], [0.0, 0.0], 1)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_a_closure_that_is_called_twice_is_one_step() -> None:
+    loop = Loop(Twice)
+    loop.step((1.0, 2.0), (3.0, 4.0))
+    assert (loop.optimizer.seen, loop.weights) == ([[1.0, 2.0], [3.0, 4.0]], [-2.0, -3.0])
+    assert loop.looked == 2
+    assert loop.log.so_far(None)[:2] == (1, 0)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_overflow_in_the_second_call_takes_the_first_move_back(before: int) -> None:
+    loop = Loop(Twice)
+    for _ in range(before):
+        loop.step((1.0, 1.0), (1.0, 1.0))
+    weights, state = loop.weights, dict(loop.optimizer.state.get(loop.param, {}))
+    assert loop.step((1.0, 2.0), (INF, 4.0)).skip is Skip.YES
+    assert loop.weights == weights
+    assert dict(loop.optimizer.state.get(loop.param, {})) == state
+    assert loop.step((1.0, 2.0), (1.0, 2.0)).skip.known is False
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_a_closure_that_is_never_called_has_true_gradients_before() -> None:
+    """By hand: they are there when `step` is called. Nobody can stop such an optimizer, so it is not said to skip."""
+    loop = Loop(Never)
+    loop.backward(1.0, 2.0)
+    result = loop.step(closure_runs_backward=False)
+    assert (loop.optimizer.seen, result.output, result.skip) == ([[1.0, 2.0]], "own output", Skip.NO)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("scaler", [SCALE, None])
+def test_an_optimizer_that_takes_no_closure_gets_its_gradients_first(by_hand: bool, scaler: float | None) -> None:
+    loop = Loop(TakesNone, scaler)
+    if by_hand:
+        loop.backward(1.0, 2.0)
+        result = loop.step(closure_runs_backward=False, temperature=0.5)
+    else:
+        result = loop.step((1.0, 2.0), temperature=0.5)
+    assert (loop.optimizer.seen, loop.optimizer.temperature) == ([[1.0, 2.0]], 0.5)
+    assert (result.output, result.skip) == ("own output", Skip.NO)
+    result = loop.step((INF, 2.0))
+    assert result.skip is Skip.YES
+    assert not isinstance(result.output, str)
+    assert loop.weights == [-0.5, -1.0]
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("make", [Once, TakesNone, fused])
+def test_an_exception_in_the_closure_leaves_nothing_behind(make: Any) -> None:
+    loop = Loop(make)
+    with pytest.raises(MemoryError):
+        loop.step(MemoryError())
+    assert not loop.steps.stepping
+    assert not {"found_inf", "grad_scale"} & set(vars(loop.optimizer))
+    assert loop.log.so_far(None)[:2] == (0, 0)
+    loop.step((1.0, 2.0))
+    fresh = Loop(make)
+    fresh.step((1.0, 2.0))
+    assert loop.weights == fresh.weights
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_an_exception_of_the_optimizer_leaves_nothing_behind() -> None:
+    class Raises(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            raise KeyError("mine")
+
+    loop = Loop(lambda params: Raises(params, fused=True))
+    with pytest.raises(KeyError, match="mine"):
+        loop.step((1.0, 2.0), plan=StepPlan(fold=True))
+    assert not loop.steps.stepping
+    assert not {"found_inf", "grad_scale"} & set(vars(loop.optimizer))
+
+
+def test_user_code_cannot_catch_a_skip() -> None:
+    loop = Loop(CatchesEverything)
+    assert loop.step((INF, 1.0)).skip is Skip.YES
+    assert loop.step(ValueError()).output == "caught"
+
+
+def test_a_step_inside_of_a_closure_is_no_part_of_it() -> None:
+    """The inner one is skipped, the outer one is taken; a step past it in there can be told from both."""
+    stepping: list[bool] = []
+    loop, inner = Loop(Once), nn.Parameter(torch.zeros(2))
+    other = torch.optim.SGD([inner], lr=1.0)
+    steps = OptimizerSteps(None, True, RecordLog(None), [loop.optimizer, other])
+
+    def closure() -> None:
+        inner.grad = torch.tensor([NAN, 1.0])
+        stepping.append(steps.stepping)
+        assert steps.step(other, lambda: None, lambda: None, StepPlan()).skip is Skip.YES
+        stepping.append(steps.stepping)
+        loop.param.grad = torch.ones(2)
+
+    assert steps.step(loop.optimizer, closure, lambda: None, StepPlan()).skip is Skip.NO
+    assert stepping == [False, False]
+    assert (steps.stepping, inner.tolist(), loop.weights) == (False, [0.0, 0.0], [-0.5, -0.5])
+
+
+# -- who decides, and where --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_fused_optimizer_decides_on_the_device(bad: bool) -> None:
+    with flags_on_a_device():
+        loop = Loop(fused)
+        with CountReads() as reads:
+            result = loop.step((1.0, INF if bad else 1.0))
+        assert reads.count == 0
+        assert result.skip.known is None
+        assert result.skip.wait() is bad
+    assert (loop.weights == [0.0, 0.0]) is bad
+    assert not {"found_inf", "grad_scale"} & set(vars(loop.optimizer))
+
+
+PLANS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], StepPlan]] = {
+    "not fused": (Once, StepPlan()),
+    "somebody acts on it": (fused, StepPlan(host_must_know=True)),
+    "no momentum yet": (lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9, fused=True), StepPlan()),
+}
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("why", PLANS)
+def test_the_host_waits_where_it_must(why: str, bad: bool) -> None:
+    make, plan = PLANS[why]
+    with flags_on_a_device():
+        loop = Loop(make)
+        with CountReads() as reads:
+            assert loop.step((1.0, INF if bad else 1.0), plan=plan).skip.known is bad
+        assert reads.count == 1
+    assert (loop.weights == [0.0, 0.0]) is bad
+
+
+def test_a_hook_on_steps_must_not_see_one_that_is_not_taken() -> None:
+    seen: list[str] = []
+    with flags_on_a_device():
+        loop = Loop(fused)
+        loop.optimizer.register_step_post_hook(lambda *_: seen.append("stepped"))
+        assert loop.step((1.0, INF)).skip is Skip.YES
+    assert seen == []
+
+
+def test_a_loss_that_somebody_asks_for_is_read_with_the_gradients() -> None:
+    with flags_on_a_device():
+        loop = Loop(Once)
+        with CountReads() as reads:
+            result = loop.step((1.0, 1.0), plan=StepPlan(asks_for_loss=True))
+        assert reads.count == 1
+    assert result.bad_loss.known is False
+
+
+# -- who looks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_folded_step_needs_nobody_to_clip(max_norm: float | None) -> None:
+    loop, plain = Loop(fused), Loop(fused)
+    loop.step((3.0, 4.0), plan=StepPlan(fold=True, max_norm=max_norm))
+    assert loop.looked == 0
+    plain.steps.step(plain.optimizer, lambda: plain.backward(3.0, 4.0), plain.look, StepPlan())
+    assert plain.looked == 1
+    assert loop.weights == pytest.approx(plain.weights)  # Adam's first step is that of any multiple
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize(("max_norm", "looked"), [(None, 0), (0.1, 1)])
+def test_what_cannot_be_folded_is_clipped_by_who_looks(max_norm: float | None, looked: int) -> None:
+    loop = Loop(Once)
+    loop.step((3.0, 4.0), plan=StepPlan(fold=True, max_norm=max_norm))
+    assert loop.looked == looked
+    assert loop.optimizer.seen == [[3.0, 4.0]]
+
+
+def test_nothing_is_skipped_where_nobody_wants_it() -> None:
+    loop = Loop(Once, None, skip_nonfinite=False)
+    assert loop.step((1.0, NAN)).skip is Skip.NO
+    assert (loop.looked, loop.optimizer.seen[0][0]) == (1, 1.0)
+    assert loop.weights[1] != loop.weights[1]
+
+
+@pytest.mark.usefixtures("where_flags_live")
+def test_without_gradients_there_is_nothing_to_decide() -> None:
+    loop = Loop(fused)
+    result = loop.step()
+    assert (result.skip, result.loss_probe, result.bad_loss) == (Skip.NO, None, Skip.NO)
+
+
+def test_a_bad_loss_is_told_of_whatever_the_gradients_are() -> None:
+    loop = Loop(Once)
+
+    def closure() -> None:
+        loop.steps.scale_loss(loop.param.sum() + INF).backward()
+
+    result = loop.steps.step(loop.optimizer, closure, lambda: None, StepPlan())
+    assert (result.skip, result.bad_loss) == (Skip.NO, Skip.YES)
+
+
+# -- taking a step back ------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_puts_back_the_state_of_an_optimizer_inside_the_optimizer() -> None:
+    param = nn.Parameter(torch.ones(2))
+    outer = Once([param])
+    outer.base = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    param.grad = torch.ones(2)
+    outer.base.step()
+    restore = snapshot(outer)
+    before, momentum = param.tolist(), outer.base.state[param]["momentum_buffer"].tolist()
+    outer.descend()
+    outer.base.step()
+    restore()
+    assert (param.tolist(), outer.base.state[param]["momentum_buffer"].tolist()) == (before, momentum)
+    assert param not in outer.state
