@@ -5,17 +5,11 @@ from __future__ import annotations
 KNOWN: dict[str, set[str]] = {
     "without_mirror": {
         "precision/_amp.py: has no tests/unit/precision/test_amp.py",
-        "precision/_any_plugin.py: has no tests/unit/precision/test_any_plugin.py",
         "precision/_clipping.py: has no tests/unit/precision/test_clipping.py",
         "precision/_fit.py: has no tests/unit/precision/test_fit.py",
-        "precision/_fold_plan.py: has no tests/unit/precision/test_fold_plan.py",
-        "precision/_forward.py: has no tests/unit/precision/test_forward.py",
-        "precision/_fsdp.py: has no tests/unit/precision/test_fsdp.py",
         "precision/_hooks.py: has no tests/unit/precision/test_hooks.py",
-        "precision/_idle_rules.py: has no tests/unit/precision/test_idle_rules.py",
         "precision/_ledger.py: has no tests/unit/precision/test_ledger.py",
         "precision/_run.py: has no tests/unit/precision/test_run.py",
-        "precision/_settings.py: has no tests/unit/precision/test_settings.py",
         "scaling/_backward_watch.py: has no tests/unit/scaling/test_backward_watch.py",
         "scaling/_derivatives.py: has no tests/unit/scaling/test_derivatives.py",
         "scaling/_gradient_state.py: has no tests/unit/scaling/test_gradient_state.py",
