@@ -1,4 +1,4 @@
-"""Row 35: derivatives inside the loss at every loss scale, under any plugin."""
+"""Row 35: derivatives inside the loss at every loss scale."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ KNOWN: dict[str, set[str]] = {
         "precision/_clipping.py: has no tests/unit/precision/test_clipping.py",
         "precision/_fit.py: has no tests/unit/precision/test_fit.py",
         "precision/_hooks.py: has no tests/unit/precision/test_hooks.py",
-        "precision/_ledger.py: has no tests/unit/precision/test_ledger.py",
         "precision/_run.py: has no tests/unit/precision/test_run.py",
         "scaling/_backward_watch.py: has no tests/unit/scaling/test_backward_watch.py",
         "scaling/_derivatives.py: has no tests/unit/scaling/test_derivatives.py",
