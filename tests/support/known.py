@@ -4,7 +4,6 @@ from __future__ import annotations
 
 KNOWN: dict[str, set[str]] = {
     "without_mirror": {
-        "precision/_clipping.py: has no tests/unit/precision/test_clipping.py",
         "precision/_hooks.py: has no tests/unit/precision/test_hooks.py",
         "precision/_run.py: has no tests/unit/precision/test_run.py",
         "scaling/_backward_watch.py: has no tests/unit/scaling/test_backward_watch.py",
