@@ -6,24 +6,10 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from support import Toy, batches, fit, quiet_trainer
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
+from lightning_amp import AmpPrecision, ScaleMonitor
 from lightning_amp.casting import _choice
-
-
-@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", torch.bfloat16])
-@pytest.mark.parametrize("scaler", [DynamicLossScaler(), torch.amp.GradScaler("cpu"), 128.0])
-def test_a_scaler_where_none_is_used(precision: Any, scaler: Any) -> None:
-    with pytest.raises(ValueError, match=r"does not use a loss scaler.*leave `scaler` out"):
-        AmpPrecision(precision, scaler=scaler)
-
-
-@pytest.mark.parametrize("scaler", ["dynamic", -1.0, float("nan"), 0.0, object()])
-def test_not_a_scaler(scaler: Any) -> None:
-    with pytest.raises(ValueError, match=r"scale"):
-        AmpPrecision("fp16", scaler=scaler)
 
 
 def test_an_unknown_precision() -> None:

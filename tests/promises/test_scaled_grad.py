@@ -1,4 +1,4 @@
-"""Row 35: derivatives inside the loss at every loss scale, under any plugin."""
+"""Row 35: derivatives inside the loss at every loss scale."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Toy, WithoutAutocast, assert_same, batches, fit, scaled_fp32, stock
-from support.promises import OPTIMIZERS, plain_sgd
-from torch import Tensor, nn
+from support import Toy, assert_same, batches, fit, scaled_fp32
+from torch import Tensor
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, MetricComparison, OverflowLocator
-from lightning_amp.precision import scaled_grad, unscale_
+from lightning_amp.precision import scaled_grad
 
 SCALES = [1.0, 2.0**10, 2.0**16, 2.0**24]
 
@@ -152,93 +151,6 @@ def test_other_dtypes_and_arguments() -> None:
     assert seen["grads"][1] is None
     assert seen["grads"][0].dtype == torch.float64
     assert error(seen["grads"][0], seen["true"]) < 5e-3
-
-
-# -- the functions, under any plugin ------------------------------------------------------------
-
-
-class Plain(Penalty):
-    """What it has to be where nothing is scaled."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        batch = batch.clone().requires_grad_()
-        score = self.score(batch)
-        (gradient,) = torch.autograd.grad(score.sum(), batch, create_graph=True)
-        return score.float().mean() + 10 * (gradient.norm(dim=1) - 1).pow(2).mean()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: None,
-        lambda: stock("bf16"),
-        lambda: stock("fp16", init_scale=2.0**10),
-        lambda: AmpPrecision("bf16"),
-        lambda: AmpPrecision("fp32"),
-    ],
-    ids=["none", "stock bf16", "stock fp16", "ours bf16", "ours fp32"],
-)
-def test_without_our_loss_scaling_it_is_torchs(make: Any) -> None:
-    assert_same(fit(Penalty, make()), fit(Plain, make()))
-
-
-class LooksByHand(Toy):
-    """Clips by itself, with one line that depends on no plugin."""
-
-    def __init__(self, optimizer: Any, unscale: bool = True, skip_step: bool = False) -> None:
-        super().__init__(optimizer)
-        self.automatic_optimization = False
-        self.unscale, self.skip_step = unscale, skip_step
-        self.norms: list[Tensor] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        if self.unscale:
-            unscale_(self.trainer, optimizer)
-            unscale_(self.trainer, optimizer)  # idempotent
-        self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 0.2).detach())
-        if not (self.skip_step and batch_idx == 2):
-            optimizer.step()
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("plugin", ["none", "ours", "ours bf16", "stock", "stock bf16"])
-def test_unscale(plugin: str, optimizer: str) -> None:
-    from support import stock_fp32
-
-    plugins: dict[str, Any] = {
-        "none": lambda: None,
-        "ours": lambda: scaled_fp32(init_scale=2.0**10, growth_interval=3),
-        "ours bf16": lambda: WithoutAutocast("bf16"),
-        "stock": lambda: stock_fp32(init_scale=2.0**10, growth_interval=3),
-        "stock bf16": lambda: None,
-    }
-    make = lambda: LooksByHand(OPTIMIZERS[optimizer])  # noqa: E731
-    plugin_ = plugins[plugin]()
-    trainer, reference = fit(make, plugin_), fit(make)
-    assert_same(trainer.lightning_module.norms, reference.lightning_module.norms)
-    assert_same(trainer, reference)
-    if plugin == "stock":
-        assert plugin_.scaler.get_scale() == 2.0**12
-        assert "unscale_" not in vars(plugin_.scaler)
-
-
-def test_stock_without_it_clips_scaled_gradients() -> None:
-    from support import stock_fp32
-
-    make = lambda: LooksByHand(plain_sgd, unscale=False)  # noqa: E731
-    norms = fit(make, stock_fp32(init_scale=2.0**10)).lightning_module.norms
-    assert norms[0] > 100 * fit(make).lightning_module.norms[0]
-
-
-def test_stock_still_says_what_it_says_twice() -> None:
-    """A step that the user leaves out leaves Lightning's scaler as it would: the next `unscale_` is one too many."""
-    from support import stock_fp32
-
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
-        fit(lambda: LooksByHand(plain_sgd, skip_step=True), stock_fp32(init_scale=2.0**10))
 
 
 # -- nobody else notices ---------------------------------------------------------------------

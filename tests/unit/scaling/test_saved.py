@@ -89,8 +89,15 @@ def test_states_of_scalers_are_right(scaler: torch.amp.GradScaler) -> None:
 @pytest.mark.parametrize(
     ("key", "bad"),
     [
-        ("scale", 0.0), ("growth_factor", NAN), ("backoff_factor", -0.5), ("growth_interval", 0),
-        ("_growth_tracker", -1), ("min_scale", 0.0), ("max_scale", INF), ("hysteresis", 0), ("max_consecutive_skips", 1.5),
+        ("scale", 0.0),
+        ("growth_factor", NAN),
+        ("backoff_factor", -0.5),
+        ("growth_interval", 0),
+        ("_growth_tracker", -1),
+        ("min_scale", 0.0),
+        ("max_scale", INF),
+        ("hysteresis", 0),
+        ("max_consecutive_skips", 1.5),
         ("_hysteresis_tracker", "2"),
     ],
 )  # fmt: skip

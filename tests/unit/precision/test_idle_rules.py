@@ -1,0 +1,208 @@
+"""Row 37: rules of `fp32_modules` whose modules never run."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import FEATURES, Toy, batches, quiet_trainer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_amp import AmpPrecision
+from lightning_amp.precision import fp32_region
+
+
+class Coder(nn.Module):
+    """Used through `encode`, as every autoencoder is; its `forward` never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(FEATURES, 16)
+        self.dtypes: list[torch.dtype] = []
+
+    def encode(self, x: Tensor) -> Tensor:
+        out = self.encoder(x)
+        self.dtypes.append(out.dtype)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+
+class UsesParts(Toy):
+    """A tied weight, and a module that is used through another method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vae, self.head, self.late = Coder(), nn.Linear(16, 1), nn.Linear(FEATURES, FEATURES)
+        self.late_from, self.late_in = 10**9, "training"
+
+    def encode(self, batch: Tensor) -> Tensor:
+        return self.vae.encode(batch)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.global_step >= self.late_from and self.late_in == "training":
+            batch = self.late(batch)
+        out = nn.functional.linear(self.encode(batch), self.head.weight, self.head.bias)
+        return self.loss(batch) + out.float().square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.late_in == "validation":
+            self.late(batch)
+
+
+class Attention(Toy):
+    def __init__(self) -> None:
+        super().__init__(net=nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)))
+        self.attention = nn.MultiheadAttention(FEATURES, 2)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(self.attention(batch, batch, batch)[0].float())
+
+
+def idle(
+    module: Any, rules: list[Any], steps: int = 4, precision: str = "bf16", **kwargs: Any
+) -> tuple[list[str], L.Trainer]:
+    """The warnings of a run."""
+    trainer = quiet_trainer(plugins=[AmpPrecision(precision, fp32_modules=rules)], **kwargs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, batches(steps), batches(1))
+    return [str(w.message) for w in caught if "fp32_modules" in str(w.message)], trainer
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_module_that_never_runs_is_named(precision: str) -> None:
+    said, _ = idle(UsesParts(), ["vae", "head", "net"], precision=precision)
+    (text,) = said
+    assert "'vae', 'head'" in text
+    assert "`net`" not in text
+    assert "4 training steps" in text
+    assert "'vae.*'" in text  # what to write instead
+
+
+def test_what_it_says_helps() -> None:
+    class Calls(UsesParts):
+        def encode(self, batch: Tensor) -> Tensor:
+            return self.vae(batch)
+
+    class Region(UsesParts):
+        def encode(self, batch: Tensor) -> Tensor:
+            with fp32_region():
+                return self.vae.encode(batch)
+
+    for kind, rules in ((Calls, ["vae"]), (UsesParts, ["vae.*"]), (Region, [])):
+        said, trainer = idle(kind(), rules)
+        assert said == []
+        assert set(trainer.lightning_module.vae.dtypes) == {torch.float32}
+    assert set(idle(UsesParts(), ["vae"])[1].lightning_module.vae.dtypes) == {torch.bfloat16}
+
+
+def test_it_is_said_early_and_once() -> None:
+    class When(UsesParts):
+        said_at = -1
+
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            if self.said_at < 0 and any("fp32_modules" in str(w.message) for w in caught):
+                self.said_at = self.global_step
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = When()
+        trainer = quiet_trainer(plugins=[AmpPrecision("bf16", fp32_modules=["vae"])], max_epochs=2)
+        trainer.fit(module, batches(150), batches(1))
+    assert module.said_at == 101
+    assert sum("fp32_modules" in str(w.message) for w in caught) == 1
+
+
+@pytest.mark.parametrize(("late_in", "late_from"), [("validation", 0), ("training", 3), ("training", 90)])
+@pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
+def test_no_false_alarm(late_in: str, late_from: int, num_sanity_val_steps: int) -> None:
+    """A module that runs in some batches only, or only in validation, which may come late."""
+    module = UsesParts()
+    module.late_in, module.late_from = late_in, late_from
+    assert idle(module, ["late"], 110, num_sanity_val_steps=num_sanity_val_steps)[0] == []
+
+
+@pytest.mark.parametrize("rules", [["*"], ["vae*", "net"], ["attention*"]])
+def test_what_runs_inside_is_fine(rules: list[str]) -> None:
+    """A parent in fp32 covers what it uses; a child that runs stands for its parent."""
+
+    class Both(UsesParts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(FEATURES, 2)
+            del self.head, self.late
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.encode(batch)
+            return self.loss(self.attention(batch, batch, batch)[0].float())
+
+    assert idle(Both(), rules)[0] == []
+
+
+def test_a_rule_that_works_elsewhere_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """`nn.MultiheadAttention` uses the weight of its `out_proj`."""
+    with caplog.at_level("INFO"):
+        said, _ = idle(Attention(), [nn.Linear])
+    assert said == []
+    (line,) = [r.getMessage() for r in caplog.records if "forward" in r.getMessage()]
+    assert "`attention.out_proj`" in line
+    assert "net" not in line
+
+
+@pytest.mark.parametrize("rules", [["vae"], ["vae.*"], ["net"]])
+def test_nothing_is_said_where_nothing_is_known(rules: list[str]) -> None:
+    module = UsesParts()
+    trainer = quiet_trainer(plugins=[AmpPrecision("bf16", fp32_modules=rules)])
+    trainer.validate(module, batches(1), verbose=False)  # warnings are errors
+    assert idle(UsesParts(), rules, precision="fp32")[0] == []
+    with pytest.raises(KeyError), warnings.catch_warnings():
+        trainer = quiet_trainer(plugins=[AmpPrecision("bf16", fp32_modules=rules)], callbacks=[Crash()])
+        trainer.fit(UsesParts(), batches(3), batches(1))
+
+
+class Crash(L.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise KeyError
+
+
+def test_copies_that_run_count() -> None:
+    """A learner that is copied in each step, as in meta-learning."""
+
+    class Meta(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            learner = copy.deepcopy(self.net)
+            out = learner(batch).float().square().mean()
+            return out.detach() + nn.functional.linear(batch, self.net[0].weight).float().mean()
+
+    assert idle(Meta(), ["net.0"])[0] == []
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_modules_are_seen_to_run(checkpointed: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.runs, self.never = (nn.Linear(FEATURES, FEATURES) for _ in range(3))
+            self.last = nn.Linear(FEATURES, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            hidden = checkpoint(self.runs, hidden, use_reentrant=False) if checkpointed else self.runs(hidden)
+            return self.last(nn.functional.linear(hidden, self.never.weight))
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        module = Toy()
+        module.net = torch.compile(Net(), backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            (text,) = idle(module, ["net.runs", "net.never"])[0]
+        assert "'net.never'" in text
+        assert "runs'" not in text
