@@ -4,8 +4,6 @@ from __future__ import annotations
 
 KNOWN: dict[str, set[str]] = {
     "without_mirror": {
-        "precision/_hooks.py: has no tests/unit/precision/test_hooks.py",
-        "precision/_run.py: has no tests/unit/precision/test_run.py",
         "scaling/_backward_watch.py: has no tests/unit/scaling/test_backward_watch.py",
         "scaling/_derivatives.py: has no tests/unit/scaling/test_derivatives.py",
         "scaling/_gradient_state.py: has no tests/unit/scaling/test_gradient_state.py",
