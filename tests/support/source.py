@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import lightning_amp
-from support.known import KNOWN
 
 TOP = "lightning_amp"
 ROOT = Path(lightning_amp.__file__).parent
@@ -182,20 +181,9 @@ def named(node: ast.AST, *functions: str) -> tuple[ast.expr, str] | None:
 PACKAGE = Package.load()
 
 
-@functools.cache
-def keys(guard: Guard) -> set[str]:
-    """What a guard finds in the package, without lines."""
-    return {finding.key for finding in guard(PACKAGE)}
-
-
-def unknown(guard: Guard) -> list[str]:
-    """What a guard finds in the package, but for what is known."""
-    return [str(finding) for finding in guard(PACKAGE) if finding.key not in KNOWN.get(guard.__name__, ())]
-
-
-def outdated(guard: Guard) -> set[str]:
-    """What is known and not found any more."""
-    return KNOWN.get(guard.__name__, set()) - keys(guard)
+def found(guard: Guard) -> list[str]:
+    """What a guard finds in the package."""
+    return [str(finding) for finding in guard(PACKAGE)]
 
 
 def new_findings(guard: Guard, bad: Package) -> list[str]:

@@ -1,0 +1,123 @@
+"""Hooks that Lightning calls: with a run they hand over to it, without one there is autocast and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import Toy, assert_same, batches, fit, quiet_trainer, scaled_fp32
+from torch import Tensor
+
+from lightning_amp import AmpPrecision
+
+STEPS = ["train_step_context", "val_step_context", "test_step_context", "predict_step_context", "forward_context"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", None)])
+def test_without_a_run_a_step_is_in_plain_autocast(precision: str, dtype: torch.dtype | None, step: str) -> None:
+    context = getattr(AmpPrecision(precision, eval_precision="fp32"), step)()
+    assert type(context) is torch.autocast
+    with context:
+        assert torch.is_autocast_enabled("cpu") == (dtype is not None)
+        if dtype is not None:
+            assert torch.get_autocast_dtype("cpu") == dtype
+            assert not torch.is_autocast_cache_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_without_a_run_nothing_is_converted_unscaled_or_written() -> None:
+    plugin = AmpPrecision("fp16")
+    optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    parameter.grad = torch.full((2,), 3.0)
+    plugin.unscale_(optimizer)
+    assert_same(parameter.grad, torch.full((2,), 3.0))
+    batch = {"x": torch.ones(2, dtype=torch.float64)}
+    assert plugin.convert_input(batch) is batch
+    plugin.flush()
+    plugin.teardown()
+    assert plugin.num_steps == 0
+
+
+class Differentiates(Toy):
+    """Looks at gradients in an evaluation, as adversarial tests do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.gradients: list[Tensor] = []
+        self.autocast: list[bool] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        with torch.enable_grad():
+            batch = batch.clone().requires_grad_()
+            self.manual_backward(self.loss(batch))
+        assert batch.grad is not None
+        self.gradients.append(batch.grad)
+
+    test_step = validation_step
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.autocast.append(torch.is_autocast_enabled("cpu"))
+        super().backward(loss, *args, **kwargs)
+
+
+@pytest.mark.parametrize("run", ["validate", "test"])
+def test_a_backward_in_an_evaluation_is_not_scaled(run: str) -> None:
+    """Nobody would divide by the scale."""
+    modules: list[Differentiates] = []
+    for plugin in (scaled_fp32(init_scale=1024.0), None):
+        torch.manual_seed(0)
+        modules.append(Differentiates())
+        trainer = quiet_trainer(plugins=[] if plugin is None else [plugin], inference_mode=False)
+        getattr(trainer, run)(modules[-1], batches(2), verbose=False)
+    assert_same(modules[0].gradients, modules[1].gradients)
+    quiet_trainer(plugins=[AmpPrecision("bf16")], inference_mode=False).validate(
+        mixed := Differentiates(), batches(2), verbose=False
+    )
+    assert mixed.autocast == [False, False]  # the step is under autocast, its backward is not
+
+
+class Unscales(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.factors: list[list[float]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer, plugin = self.optimizers(), self.trainer.precision_plugin
+        optimizer.zero_grad()
+        self.manual_backward(self.net[2].bias.sum())
+        wrapped_and_raw = (optimizer, optimizer.optimizer, optimizer)
+        self.factors.append([float(self.net[2].bias.grad)])
+        for one in wrapped_and_raw:
+            plugin.unscale_(one)
+            self.factors[-1].append(float(self.net[2].bias.grad))
+        optimizer.step()
+
+
+def test_unscale_takes_lightnings_optimizer_and_the_users_own_once() -> None:
+    module = fit(Unscales, scaled_fp32(init_scale=64.0), batches(2)).lightning_module
+    assert module.factors == [[64.0, 1.0, 1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("by", ["norm", "value"])
+def test_clipping_by_hand_meets_true_gradients(by: str) -> None:
+    class Clips(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.clipped: list[float] = []
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            for limit in (2.0, 0.0, 0.25):  # more than there is; none; less
+                optimizer.zero_grad()
+                self.manual_backward(self.net[2].bias.sum())
+                self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=by)
+                self.clipped.append(float(self.net[2].bias.grad))
+            optimizer.step()
+
+    module = fit(Clips, scaled_fp32(init_scale=64.0), batches(1)).lightning_module
+    assert module.clipped == pytest.approx([1.0, 1.0, 0.25], rel=1e-5)

@@ -1,0 +1,125 @@
+"""What a plugin holds while a Trainer runs, and leaves behind: nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.optim.optimizer as torch_optimizers
+from lightning.pytorch.trainer.states import TrainerFn
+from support import Toy, attributes, batches, quiet_trainer
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_amp import AmpPrecision
+from lightning_amp.casting import Choice
+from lightning_amp.precision._run import Run
+from lightning_amp.scaling import RecordLog
+
+RUNS = ["fit", "validate", "test", "predict"]
+
+
+class Everything(Toy):
+    """Has all that a run puts something on: metrics, steps, epoch ends, statistics, a weight that is used again."""
+
+    def __init__(self) -> None:
+        super().__init__(net=nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+        self.mean = MeanMetric()
+        self.during: list[dict[str, set[str]]] = []
+
+    def step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.during.append(attributes(self))
+        self.mean.update(loss := self.loss(self.net[0](batch)))
+        return loss
+
+    training_step = validation_step = test_step = predict_step = step
+
+    def end(self) -> None: ...
+
+    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = end
+
+
+def hooks_of_torch() -> list[dict[int, Any]]:
+    return [
+        dict(torch_optimizers._global_optimizer_pre_hooks),
+        dict(torch_optimizers._global_optimizer_post_hooks),
+    ]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_is_left_on_the_module(name: str) -> None:
+    module, plugin = Everything(), AmpPrecision("fp16", fp32_modules=["net.2"], eval_precision="bf16")
+    before, hooks = attributes(module), hooks_of_torch()
+    trainer = quiet_trainer(plugins=[plugin])
+    getattr(trainer, name)(module, *[batches(2)] * (2 if name == "fit" else 1))
+    assert attributes(module) == before
+    assert hooks_of_torch() == hooks
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert module.during[-1] != before  # while it ran there was something
+
+
+def run(function: TrainerFn | None, module: L.LightningModule | None = None) -> Run:
+    module = Toy() if module is None else module
+    module.trainer = quiet_trainer()
+    module.trainer.state.fn = function
+    return Run(AmpPrecision("fp16"), module, Choice.of("fp16"), Choice.of("fp32"), ["net.2"], autocast_stays=True)
+
+
+def connect(run: Run) -> None:
+    optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    run.connect([optimizer], scaler=scaler, skip_nonfinite=True, log=RecordLog(), own_norm=False)
+
+
+@pytest.mark.parametrize("function", TrainerFn)
+def test_only_a_fit_has_backwards_and_steps(function: TrainerFn) -> None:
+    hooks = hooks_of_torch()
+    it = run(function)
+    assert it.fit is None  # there are no optimizers yet
+    connect(it)
+    assert it.fitting == (it.fit is not None) == (function == "fit")
+    it.detach()
+    assert hooks_of_torch() == hooks
+
+
+def test_a_second_connect_replaces_the_fit() -> None:
+    """As where optimizers are made anew during a fit."""
+    hooks = hooks_of_torch()
+    it = run(TrainerFn.FITTING)
+    connect(it)
+    first, watched = it.fit, len(hooks_of_torch()[0])
+    connect(it)
+    assert it.fit is not first
+    assert len(hooks_of_torch()[0]) == watched == len(hooks[0]) + 1
+    it.detach()
+    assert hooks_of_torch() == hooks
+
+
+def test_what_cannot_be_trained_may_be_evaluated() -> None:
+    module = Toy()
+    module.net[0].half()
+    run(TrainerFn.VALIDATING, module).check(["nothing*"])
+    with pytest.raises(ValueError, match="trainable parameters are float16"):
+        run(TrainerFn.FITTING, module).check([])
+    with pytest.raises(ValueError, match=r"nothing\*"):
+        run(TrainerFn.FITTING).check(["nothing*"])
+
+
+def test_a_detach_that_fails_still_detaches_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = run(TrainerFn.FITTING)
+    before = attributes(Toy())
+    connect(it)
+    assert it.fit is not None
+    detach = it.fit.detach
+
+    def fails() -> None:
+        detach()
+        raise KeyError("fails")
+
+    monkeypatch.setattr(it.fit, "detach", fails)
+    assert attributes(it.module) != before
+    with pytest.raises(KeyError, match="fails"):
+        it.detach()
+    assert attributes(it.module) == before
