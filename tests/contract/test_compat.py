@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from support.source import PACKAGE, Finding, Function, Guard, Package, Source, found, new_findings
+from support.source import PACKAGE, Finding, Function, Guard, Package, Source, findings, new_findings
 
 CAN_GO = re.compile(r"\bcan go (when|with `(\w+)`)", re.IGNORECASE)
 A_VERSION = re.compile(r"__version__|version_info|\bVersion\(|metadata\.version\(")
@@ -92,7 +92,7 @@ GUARDS: list[Guard] = [without_an_end, asks_for_a_version]
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_compat(guard: Guard) -> None:
-    assert found(guard) == []
+    assert findings(guard) == []
 
 
 def test_there_are_entries() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.source import PACKAGE, ROOT, TOP, Finding, Guard, Package, Source, found, new_findings
+from support.source import PACKAGE, ROOT, TOP, Finding, Guard, Package, Source, findings, new_findings
 
 LAYERS = [
     ["_compat"],
@@ -86,7 +86,7 @@ GUARDS: list[Guard] = [wrong_directions, forbidden_chains, other_package]
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_imports(guard: Guard) -> None:
-    assert found(guard) == []
+    assert findings(guard) == []
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from support.source import (
     Import,
     Package,
     Source,
-    found,
+    findings,
     is_private,
     named,
     new_findings,
@@ -136,7 +136,7 @@ GUARDS: list[Guard] = [of_others, of_other_rooms]
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_private_names(guard: Guard) -> None:
-    assert found(guard) == []
+    assert findings(guard) == []
 
 
 @pytest.mark.parametrize(

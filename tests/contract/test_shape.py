@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.source import PACKAGE, Finding, Function, Guard, Package, Source, found, named, new_findings
+from support.source import PACKAGE, Finding, Function, Guard, Package, Source, findings, named, new_findings
 
 LONGEST = 350
 NEEDS_MIRROR = 60
@@ -199,7 +199,7 @@ GUARDS: list[Guard] = [
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_the_shape(guard: Guard) -> None:
-    assert found(guard) == []
+    assert findings(guard) == []
 
 
 def test_a_long_file_is_found() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
-from support.source import PACKAGE, ROOT, Finding, Function, Package, Source, found, new_findings
+from support.source import PACKAGE, ROOT, Finding, Function, Package, Source, findings, new_findings
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -164,7 +164,7 @@ def does_not_say_what_is_done(package: Package) -> Iterator[Finding]:
 
 
 def test_docstrings_say_what_is_done() -> None:
-    assert found(does_not_say_what_is_done) == []
+    assert findings(does_not_say_what_is_done) == []
 
 
 @pytest.mark.parametrize(

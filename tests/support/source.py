@@ -181,11 +181,12 @@ def named(node: ast.AST, *functions: str) -> tuple[ast.expr, str] | None:
 PACKAGE = Package.load()
 
 
-def found(guard: Guard) -> list[str]:
+def findings(guard: Guard) -> list[str]:
     """What a guard finds in the package."""
     return [str(finding) for finding in guard(PACKAGE)]
 
 
 def new_findings(guard: Guard, bad: Package) -> list[str]:
     """What a guard finds in `bad` beyond the real package."""
-    return [str(finding) for finding in guard(bad) if finding.key not in keys(guard)]
+    known = {finding.key for finding in guard(PACKAGE)}
+    return [str(finding) for finding in guard(bad) if finding.key not in known]
