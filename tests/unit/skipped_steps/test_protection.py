@@ -1,0 +1,130 @@
+"""Schedules, averages and statistics are told of each step together, and left as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from support import Toy, quiet_trainer
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+from lightning_amp.scaling import Skip, StepResult
+from lightning_amp.skipped_steps import SkipProtection, matching_places
+
+
+class Net(Toy):
+    def __init__(self) -> None:
+        super().__init__(net=nn.Sequential(nn.BatchNorm1d(2, momentum=0.5)))
+        self.register_buffer("queue", torch.zeros(1))
+
+    @property
+    def mean(self) -> float:
+        return self.net[0].running_mean[0].item()
+
+
+class Fit:
+    """Everything that must not notice a skip, in one module."""
+
+    def __init__(self, module: Toy | None = None, *callbacks: L.Callback, schedule: bool = True) -> None:
+        self.module: Any = module or Net()
+        self.average = WeightAveraging()
+        trainer = quiet_trainer(callbacks=[self.average, *callbacks] if module is None else list(callbacks))
+        self.module.trainer = trainer
+        self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        trainer.strategy.optimizers = [self.optimizer]
+        self.scheduler = ExponentialLR(self.optimizer, 0.5)
+        self.optimizer.step()  # a schedule that moves before any step is warned of
+        if schedule:
+            trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(self.scheduler, interval="step")]
+        self.protection = SkipProtection(self.module, matching_places(self.module, ["queue"] * (module is None)))
+
+    def batch(self, skip: Skip, loss: float = 1.0, value: float = 4.0) -> tuple[float, float, float, bool]:
+        """The rate, the running mean and the queue afterwards, and whether the average wants the weights."""
+        self.protection.enter_step(manual=False)
+        self.module.net(torch.full((4, 2), value))
+        self.module.queue += value
+        self.protection.leave_step()
+        self.protection.note_backward()
+        self.protection.before_step(self.optimizer)
+        self.protection.observe(self.optimizer, StepResult(None, skip, torch.tensor(loss)))
+        self.scheduler.step()
+        averages = self.average.should_update(step_idx=0)
+        return self.scheduler.get_last_lr()[0], self.module.mean, self.module.queue.item(), averages
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_nobody_notices_a_skipped_step(on_device: bool) -> None:
+    no, yes = (Skip(torch.tensor(float(s))) if on_device else (Skip.NO, Skip.YES)[s] for s in (0, 1))
+    fit = Fit()
+    assert fit.batch(no) == (0.5, 2.0, 4.0, True)
+    assert fit.batch(yes) == (0.5, 2.0, 4.0, False)
+    assert fit.batch(no) == (0.25, 3.0, 8.0, True)
+
+
+def test_who_needs_to_know_at_once() -> None:
+    fit = Fit()
+    assert fit.protection.host_must_know(fit.optimizer)  # an average reads its counter on the host
+    assert fit.protection.asks_for_loss
+    plain = Fit(Toy())
+    assert not plain.protection.host_must_know(plain.optimizer)
+    assert not plain.protection.asks_for_loss
+
+
+def test_a_schedule_that_was_noted_is_decided_before_the_next_step() -> None:
+    fit = Fit(Toy())
+    fit.protection.observe(fit.optimizer, StepResult(None, Skip(torch.tensor(0.0)), None))
+    fit.scheduler.step()
+    assert fit.optimizer.param_groups[0]["lr"] == 1.0
+    fit.protection.before_step(fit.optimizer)
+    assert fit.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_schedules_that_come_during_a_fit_are_held_from_the_next_step_on() -> None:
+    fit = Fit(schedule=False)
+    fit.module.trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(fit.scheduler, interval="step")]
+    assert fit.batch(Skip.YES)[0] == 1.0
+
+
+@pytest.mark.parametrize(("manual", "expected"), [(True, 2.0), (False, 5.0)])
+def test_in_manual_optimization_a_forward_may_follow_a_step(manual: bool, expected: float) -> None:
+    """Then it is taken back for itself. In automatic optimization there is none, and nothing is kept for it."""
+    fit = Fit()
+    fit.protection.enter_step(manual)
+    fit.module.net(torch.full((4, 2), 4.0))
+    fit.protection.note_backward()
+    fit.protection.observe(fit.optimizer, StepResult(None, Skip.NO, None))
+    fit.module.net(torch.full((4, 2), 8.0))
+    fit.protection.note_backward()
+    fit.protection.observe(fit.optimizer, StepResult(None, Skip.YES, None))
+    assert fit.module.mean == expected
+
+
+def test_what_nobody_will_decide_is_settled_before_somebody_looks() -> None:
+    fit = Fit()
+    fit.protection.enter_step(manual=False)
+    fit.module.net(torch.full((4, 2), float("nan")))
+    fit.protection.leave_step()
+    fit.protection.settle()
+    assert fit.module.mean == 0.0
+
+
+def test_a_checkpoint_is_mended() -> None:
+    fit = Fit()
+    fit.protection.enter_step(manual=False)
+    fit.module.net(torch.full((4, 2), float("nan")))
+    fit.protection.note_backward()
+    state = dict(fit.module.state_dict())
+    fit.protection.mend(state)
+    assert state["net.0.running_mean"].tolist() == [0.0, 0.0]
+
+
+def test_afterwards_the_users_objects_are_as_they_were() -> None:
+    fit = Fit()
+    fit.protection.detach()
+    assert (type(fit.scheduler), type(fit.average)) == (ExponentialLR, WeightAveraging)
+    assert fit.average.should_update(step_idx=0)
