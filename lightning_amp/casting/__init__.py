@@ -1,10 +1,10 @@
 """What code computes in: the precision, modules and metrics in fp32, weights that are cast once. No Lightning."""
 
-from lightning_amp.casting._choice import Canonical, Choice, Precision, cpu_has_bf16, parse_precision
 from lightning_amp.casting._fp32_metrics import Fp32Metrics, fp32_region
 from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
 from lightning_amp.casting._method_override import MethodOverride
+from lightning_amp.casting._precision_choice import Canonical, Choice, Precision, cpu_has_bf16, parse_precision
 from lightning_amp.casting._reused_weights import ReusedWeights
 
 __all__ = [

@@ -20,7 +20,7 @@ from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._fold_plan import FoldPlan
 from lightning_amp.precision._unseen_steps import UnseenSteps
 from lightning_amp.scaling import BackwardWatch, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan
-from lightning_amp.skipped_steps import Place, SkipProtection
+from lightning_amp.skipped_steps import BufferPlace, SkipProtection
 
 
 @final
@@ -50,7 +50,7 @@ class Fit:
         skip_nonfinite: bool,
         log: RecordLog,
         mixed: bool,
-        named_buffers: Sequence[Place],
+        named_buffers: Sequence[BufferPlace],
         own_norm: bool,
     ) -> None:
         self._plugin, self._module = plugin, module

@@ -19,7 +19,7 @@ from typing_extensions import final
 from lightning_amp._containers import tensors_in, to_fp32
 from lightning_amp.casting import Choice, EpochEnd, Fp32Metrics, Fp32Modules, Fp32Outputs, ReusedWeights, Rule
 from lightning_amp.precision._fit import Fit
-from lightning_amp.precision._idle_rules import IdleRules
+from lightning_amp.precision._unused_rules import IdleRules
 
 _NOTHING = contextlib.nullcontext()
 _EPOCH_ENDS = {

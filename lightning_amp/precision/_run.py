@@ -18,7 +18,7 @@ from lightning_amp.precision import _refusals
 from lightning_amp.precision._fit import Fit
 from lightning_amp.precision._forward import ForwardContexts
 from lightning_amp.scaling import RecordLog
-from lightning_amp.skipped_steps import Place, matching_places
+from lightning_amp.skipped_steps import BufferPlace, matching_places
 
 
 @final
@@ -58,7 +58,7 @@ class Run:
         self.module = module
         self.fitting = module.trainer.state.fn == TrainerFn.FITTING
         self.fit: Fit | None = None
-        self.named_buffers: list[Place] = []
+        self.named_buffers: list[BufferPlace] = []
         self._plugin = plugin
         context: Callable[[], Any] = plugin.forward_context
         self.forward = ForwardContexts(

@@ -1,7 +1,7 @@
 """Loss scaling in plain torch: the scaler and its policy, one optimizer step, and the record of every step."""
 
 from lightning_amp.scaling._backward_watch import BackwardWatch
-from lightning_amp.scaling._derivatives import DerivativeScale
+from lightning_amp.scaling._derivative_scale import DerivativeScale
 from lightning_amp.scaling._gradient_state import Scaled, Unscaled
 from lightning_amp.scaling._gradients import HalfGradientsError, has_gradients, parameters
 from lightning_amp.scaling._records import Reason, RecordLog, StepRecord, Subscription

@@ -15,7 +15,7 @@ from lightning_amp._text import listed
 
 
 @final
-class Place:
+class BufferPlace:
     """Where a buffer lives: its module and its name there. What is in it may be replaced, or be `None`."""
 
     def __init__(self, owner: nn.Module, name: str, qualified: str) -> None:
@@ -44,13 +44,13 @@ def checked_buffer_rules(rules: Sequence[str]) -> tuple[str, ...]:
     return checked_rules("restore_buffers", rules, legal, "queue*")
 
 
-def norm_places(root: nn.Module) -> list[Place]:
+def norm_places(root: nn.Module) -> list[BufferPlace]:
     """Find all running statistics of normalisation layers."""
     norms = set(_modules.norm_modules(root))
     return [place for name, module in root.named_modules() if module in norms for place in _places(name, module)]
 
 
-def matching_places(root: nn.Module, rules: Sequence[str]) -> list[Place]:
+def matching_places(root: nn.Module, rules: Sequence[str]) -> list[BufferPlace]:
     """Find the buffers that the rules match, in the order of the modules, without statistics of normalisation layers.
 
     Raises:
@@ -74,8 +74,8 @@ def matching_places(root: nn.Module, rules: Sequence[str]) -> list[Place]:
     return list(found.values())
 
 
-def _places(prefix: str, module: nn.Module) -> list[Place]:
-    return [Place(module, name, f"{prefix}.{name}" if prefix else name) for name in _modules.buffer_names(module)]
+def _places(prefix: str, module: nn.Module) -> list[BufferPlace]:
+    return [BufferPlace(module, name, f"{prefix}.{name}" if prefix else name) for name in _modules.buffer_names(module)]
 
 
 def _nothing(rule: str, root: nn.Module, names: list[str]) -> str:

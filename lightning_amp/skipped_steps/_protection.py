@@ -11,9 +11,9 @@ from typing_extensions import final
 
 from lightning_amp.scaling import StepResult
 from lightning_amp.skipped_steps._averages import HeldAverages
-from lightning_amp.skipped_steps._named_buffers import Place
+from lightning_amp.skipped_steps._named_buffers import BufferPlace
+from lightning_amp.skipped_steps._norm_statistics import StatisticsRollback
 from lightning_amp.skipped_steps._schedules import HeldSchedules
-from lightning_amp.skipped_steps._statistics import StatisticsRollback
 
 
 @final
@@ -26,7 +26,7 @@ class SkipProtection:
 
     """
 
-    def __init__(self, module: LightningModule, named: Sequence[Place] = ()) -> None:
+    def __init__(self, module: LightningModule, named: Sequence[BufferPlace] = ()) -> None:
         self._inside_manual_step = False
         self._schedules = HeldSchedules(module)
         self._averages = HeldAverages(module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]

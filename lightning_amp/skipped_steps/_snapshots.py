@@ -12,7 +12,7 @@ from typing_extensions import final
 from lightning_amp._compat import _torch
 from lightning_amp.numerics import all_finite
 from lightning_amp.scaling import Skip
-from lightning_amp.skipped_steps._named_buffers import Place
+from lightning_amp.skipped_steps._named_buffers import BufferPlace
 
 Buffers = Sequence[Tensor | None]
 
@@ -56,7 +56,7 @@ class Snapshot:
         return bool(all_finite(group.flat for group in self._groups))
 
     @torch.no_grad()
-    def restore(self, places: Sequence[Place]) -> None:
+    def restore(self, places: Sequence[BufferPlace]) -> None:
         """Put the values back: into the tensor that is there, or, where it was replaced, with the tensor of then."""
         for group in self._groups:
             _torch.foreach_copy_(group.of(self._buffers), group.views)
@@ -65,7 +65,7 @@ class Snapshot:
                 place.write(buffer)
 
     @torch.no_grad()
-    def restore_where(self, places: Sequence[Place], skip: Skip, bad_loss: Skip = Skip.NO) -> None:
+    def restore_where(self, places: Sequence[BufferPlace], skip: Skip, bad_loss: Skip = Skip.NO) -> None:
         """Put the values back on the device if it says so. Waits for it only where a shape changed.
 
         Args:
@@ -95,7 +95,7 @@ class Snapshot:
                 places[i].write(old)
 
     @torch.no_grad()
-    def restore_unless_finite(self, places: Sequence[Place]) -> None:
+    def restore_unless_finite(self, places: Sequence[BufferPlace]) -> None:
         """Put the values back if they were all finite, and what is there now is not."""
         now = [b for place in places if (b := place.read()) is not None and b.is_floating_point()]
         before = [group.flat for group in self._groups if group.flat.is_floating_point()]
@@ -105,7 +105,7 @@ class Snapshot:
 
 @final
 class _Group:
-    """Place for the buffers of one device and dtype; the views of it are made once."""
+    """BufferPlace for the buffers of one device and dtype; the views of it are made once."""
 
     def __init__(self, buffers: Buffers, indices: list[int]) -> None:
         self.indices = indices

@@ -9,7 +9,7 @@ import pytest
 from support import Toy, batches, fit, quiet_trainer
 
 from lightning_amp import AmpPrecision, ScaleMonitor
-from lightning_amp.casting import _choice
+from lightning_amp.casting import _precision_choice
 
 
 def test_an_unknown_precision() -> None:
@@ -18,7 +18,7 @@ def test_an_unknown_precision() -> None:
 
 
 def test_a_precision_the_device_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_choice, "_autocast_runs", lambda device, dtype: False)
+    monkeypatch.setattr(_precision_choice, "_autocast_runs", lambda device, dtype: False)
     module = Toy()
     module.training_step = lambda *args: pytest.fail("reached the first batch")
     with pytest.raises(ValueError, match="cannot run precision 'fp16'. It can run: 'fp32'"):

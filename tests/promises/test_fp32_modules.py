@@ -182,7 +182,7 @@ def test_what_cannot_run_is_said_when_the_trainer_attaches(monkeypatch: pytest.M
         AmpPrecision("bf16", eval_precision="half")
     with pytest.raises(ValueError, match="`eval_precision='fp8'` is not available"):
         AmpPrecision("bf16", eval_precision="fp8")
-    monkeypatch.setattr("lightning_amp.casting._choice.runnable", lambda device: ["bf16", "fp32"])
+    monkeypatch.setattr("lightning_amp.casting._precision_choice.runnable", lambda device: ["bf16", "fp32"])
     with pytest.raises(ValueError, match="cannot run eval_precision 'fp16'. It can run: 'bf16', 'fp32'"):
         quiet_trainer(plugins=[AmpPrecision("bf16", eval_precision="fp16")]).validate(Evaluated(), batches(1))
 

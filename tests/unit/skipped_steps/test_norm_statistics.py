@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_amp.scaling import Skip, StepResult
 from lightning_amp.skipped_steps import matching_places
-from lightning_amp.skipped_steps._statistics import StatisticsRollback
+from lightning_amp.skipped_steps._norm_statistics import StatisticsRollback
 
 NAN = float("nan")
 

@@ -11,7 +11,7 @@ from typing_extensions import final
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import all_finite
 from lightning_amp.scaling import StepResult
-from lightning_amp.skipped_steps._named_buffers import Place, norm_places
+from lightning_amp.skipped_steps._named_buffers import BufferPlace, norm_places
 from lightning_amp.skipped_steps._snapshots import Buffers, Snapshot
 
 
@@ -29,7 +29,7 @@ class StatisticsRollback:
 
     """
 
-    def __init__(self, module: nn.Module, named: Sequence[Place] = ()) -> None:
+    def __init__(self, module: nn.Module, named: Sequence[BufferPlace] = ()) -> None:
         norms = norm_places(module)
         self._parts = [part for part in (_Part(norms, counted=True), _Part(named, counted=False)) if part]
 
@@ -87,7 +87,7 @@ class _Part:
 
     """
 
-    def __init__(self, places: Sequence[Place], *, counted: bool) -> None:
+    def __init__(self, places: Sequence[BufferPlace], *, counted: bool) -> None:
         self._places = places
         self._counted = counted
         self._snapshot: Snapshot | None = None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_amp.casting import Choice, _choice
+from lightning_amp.casting import Choice, _precision_choice
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,13 @@ from lightning_amp.casting import Choice, _choice
     ],
 )
 def test_spellings(spelling: Any, name: str, canonical: str, dtype: torch.dtype) -> None:
-    assert Choice.of(_choice.parse_precision(spelling)) == (name, canonical, dtype)
+    assert Choice.of(_precision_choice.parse_precision(spelling)) == (name, canonical, dtype)
 
 
 @pytest.mark.parametrize("bad", ["16-true", "half", 64, True, None, [], torch.float64, 16.5])
 def test_anything_else_lists_the_legal_values(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"`precision` must be one of 'auto', 'bf16', 'fp16', 'fp32'.*got") as caught:
-        _choice.parse_precision(bad)
+        _precision_choice.parse_precision(bad)
     groups = (
         r"bf16 is also 'bf16-mixed', .*torch.bfloat16; fp16: '16-mixed', .*16.*; fp32: '32-true', .*torch.float32\)"
     )
@@ -45,22 +45,22 @@ def test_anything_else_lists_the_legal_values(bad: Any) -> None:
 
 def test_fp8_says_that_it_is_not_there_yet() -> None:
     with pytest.raises(ValueError, match="not available in this version"):
-        _choice.parse_precision("fp8")
+        _precision_choice.parse_precision("fp8")
 
 
 def test_a_device_that_cannot_is_told_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_choice, "_autocast_runs", lambda device, dtype: dtype != torch.float16)
+    monkeypatch.setattr(_precision_choice, "_autocast_runs", lambda device, dtype: dtype != torch.float16)
     with pytest.raises(ValueError, match="cannot run precision 'fp16'. It can run: 'bf16', 'fp32'"):
         Choice.of("fp16").require(torch.device("cpu"))
 
 
 def test_the_cpu_runs_all() -> None:
-    assert _choice.runnable(torch.device("cpu")) == ["bf16", "fp16", "fp32"]
+    assert _precision_choice.runnable(torch.device("cpu")) == ["bf16", "fp16", "fp32"]
 
 
 @pytest.mark.parametrize(("has_bf16", "name"), [(True, "bf16"), (False, "fp32")])
 def test_auto_on_the_cpu(monkeypatch: pytest.MonkeyPatch, has_bf16: bool, name: str) -> None:
-    monkeypatch.setattr(_choice, "cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(_precision_choice, "cpu_has_bf16", lambda: has_bf16)
     picked, why = Choice.pick(torch.device("cpu"))
     assert picked.name == name
     assert "CPU" in why
