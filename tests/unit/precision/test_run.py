@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import lightning as L
@@ -24,13 +25,15 @@ RUNS = ["fit", "validate", "test", "predict"]
 class Everything(Toy):
     """Has all that a run puts something on: metrics, steps, epoch ends, statistics, a weight that is used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, crashes: bool) -> None:
         super().__init__(net=nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
-        self.mean = MeanMetric()
+        self.mean, self.crashes = MeanMetric(), crashes
         self.during: list[dict[str, set[str]]] = []
 
     def step(self, batch: Tensor, batch_idx: int) -> Any:
         self.during.append(attributes(self))
+        if self.crashes and batch_idx == 1:
+            raise KeyError("crash")
         self.mean.update(loss := self.loss(self.net[0](batch)))
         return loss
 
@@ -48,12 +51,14 @@ def hooks_of_torch() -> list[dict[int, Any]]:
     ]
 
 
+@pytest.mark.parametrize("crashes", [False, True])
 @pytest.mark.parametrize("name", RUNS)
-def test_nothing_is_left_on_the_module(name: str) -> None:
-    module, plugin = Everything(), AmpPrecision("fp16", fp32_modules=["net.2"], eval_precision="bf16")
+def test_nothing_is_left_on_the_module(name: str, crashes: bool) -> None:
+    module, plugin = Everything(crashes), AmpPrecision("fp16", fp32_modules=["net.2"], eval_precision="bf16")
     before, hooks = attributes(module), hooks_of_torch()
     trainer = quiet_trainer(plugins=[plugin])
-    getattr(trainer, name)(module, *[batches(2)] * (2 if name == "fit" else 1))
+    with pytest.raises(KeyError, match="crash") if crashes else contextlib.nullcontext():
+        getattr(trainer, name)(module, *[batches(2)] * (2 if name == "fit" else 1))
     assert attributes(module) == before
     assert hooks_of_torch() == hooks
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
