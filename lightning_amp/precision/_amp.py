@@ -286,9 +286,8 @@ class AmpPrecision(RunHooks):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._settings.reset(
-            self.scaler
-        )  # what it does not know starts afresh, also where an earlier fit left something
+        # what it does not know starts afresh, also where an earlier fit left something
+        self._settings.reset(self.scaler)
         self._ledger.clear()
         if self._fit is not None:
             self._fit.steps.restart_scale()

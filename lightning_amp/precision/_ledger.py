@@ -90,7 +90,7 @@ class Ledger:
             if not set(map(str, streak)) <= {"loss", "gradient"}:
                 raise saved.wrong("consecutive_skips", 'a list of "loss" and "gradient"')
             counters = (saved.count("num_steps"), saved.count("num_skipped"), streak, saved.record("last_step"))
-            if _DERIVATIVES in saved:
+            if _DERIVATIVES in saved:  # before the rest: it may be refused
                 self.derivatives.load(saved, _DERIVATIVES)
             self.log.restore(*counters)
         if scaler is not None and scaler_state:  # bf16 and fp32 have none; fp16 from a bf16 checkpoint starts afresh

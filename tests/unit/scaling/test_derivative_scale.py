@@ -25,6 +25,7 @@ def derivative(scale: DerivativeScale, factor: float, **kwargs: Any) -> Tensor:
     x = torch.ones(3, requires_grad=True)
     y = x.half()
     (gradient,) = scale.grad(kwargs.pop("scaler", scaler()), y.float().sum() * factor, y, **kwargs)
+    assert gradient is not None
     return gradient
 
 

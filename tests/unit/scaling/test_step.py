@@ -44,6 +44,7 @@ class Twice(Base):
     """As sharpness-aware minimisation."""
 
     def step(self, closure: Any = None) -> Any:
+        output = None
         for _ in range(2):
             with torch.enable_grad():
                 output = closure()

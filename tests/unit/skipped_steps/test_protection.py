@@ -54,7 +54,7 @@ class Fit:
         self.protection.observe(self.optimizer, StepResult(None, skip, torch.tensor(loss)))
         self.scheduler.step()
         averages = self.average.should_update(step_idx=0)
-        return self.scheduler.get_last_lr()[0], self.module.mean, self.module.queue.item(), averages
+        return float(self.scheduler.get_last_lr()[0]), self.module.mean, self.module.queue.item(), averages
 
 
 @pytest.mark.parametrize("on_device", [False, True])
