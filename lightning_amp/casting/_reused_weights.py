@@ -101,7 +101,8 @@ class ReusedWeights:
     def enter(self, stage: str | None) -> None:
         """Begin to share; see :meth:`inside`."""
         self._depth += 1
-        self._copies.pause_counting(stage is None)
+        if stage is None:
+            self._copies.pause_counting(1)
         if self._depth > 1 or self._module is None:
             return
         if stage is not None:
@@ -112,7 +113,8 @@ class ReusedWeights:
     def leave(self, stage: str | None) -> None:
         """Leave what was entered last."""
         self._depth -= 1
-        self._copies.pause_counting(-(stage is None))
+        if stage is None:
+            self._copies.pause_counting(-1)
         if self._depth == 0 and (self._reused or self._watched):
             self._release()
 

@@ -88,7 +88,7 @@ class Fit:
 
     def end_training_step(self) -> None:
         """End a training step; in automatic optimization its optimizer step is still to come."""
-        if self._protection is not None:
+        if self._protection is not None and self._protection.active:
             self._protection.leave_step()
         if not self._automatic:
             self.steps.finish_batch()
@@ -104,7 +104,7 @@ class Fit:
         """Show the true loss to hooks; returns it scaled, with gradients that are still there brought to its scale."""
         if self._fold_plan.current().somebody_sees_backward:
             _lightning.run_hook(self._module, "on_before_backward", loss)
-        if self._protection is not None:
+        if self._protection is not None and self._protection.active:
             self._protection.note_backward()
         scaled = self.steps.scale_loss(loss)
         if self.steps.scaler is not None and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
@@ -161,7 +161,7 @@ class Fit:
             )
         except HalfGradientsError as error:
             raise ValueError(f"lightning_amp: {_refusals.half_in_a_step(self._module) or error}.") from error
-        if self._protection is not None:
+        if self._protection is not None and self._protection.active:
             self._protection.observe(optimizer, result)
         if self._may_turn_half:
             self._may_turn_half = False
@@ -173,7 +173,7 @@ class Fit:
     def _plan(self, optimizer: Optimizer) -> StepPlan:
         fold, max_norm = self._fold_plan.current().fold()
         protection = self._protection
-        if protection is None:
+        if protection is None or not protection.active:  # who has nothing to protect is not asked in each step
             return StepPlan(fold, max_norm)
         return StepPlan(fold, max_norm, protection.host_must_know(optimizer), protection.asks_for_loss)
 
@@ -183,7 +183,7 @@ class Fit:
         else:
             with context():
                 output = closure()
-        if self._protection is not None:
+        if self._protection is not None and self._protection.active:
             self._protection.before_step(optimizer)
         return output
 

@@ -112,19 +112,26 @@ class RunHooks(MixedPrecision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        if self._fit is None:  # somebody differentiates in an evaluation: nobody would divide by the scale
+        fit = self._fit
+        if fit is None:  # somebody differentiates in an evaluation: nobody would divide by the scale
             _refusals.require_trainer(self, module)
             return super(MixedPrecision, self).pre_backward(tensor, module)
         with self._autocast_off():
-            return self._fit.scale(tensor)
+            return fit.scale(tensor)
 
     @override
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         assert self._run is not None
-        with self._autocast_off():
-            self._run.backward(partial(super().backward, tensor, model, optimizer, *args), **kwargs)
+        fit = self._run.fit
+        run = partial(super().backward, tensor, model, optimizer, *args)
+        # modules that activation checkpointing calls again share the casts of their weights
+        with self._autocast_off(), self._run.forward.sharing_copies():
+            if fit is None:
+                run(**kwargs)
+            else:
+                fit.backward(run, **kwargs)
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]

@@ -108,14 +108,6 @@ class Run:
             self.fit.settle()
         return self.forward.evaluation_step(module, step)
 
-    def backward(self, run: Callable[..., None], **kwargs: Any) -> None:
-        """Run a backward; modules that activation checkpointing calls again share the casts of their weights."""
-        with self.forward.sharing_copies():
-            if self.fit is None:
-                run(**kwargs)
-            else:
-                self.fit.backward(run, **kwargs)
-
     def detach(self) -> None:
         """Leave the user's objects as they were."""
         try:

@@ -167,9 +167,10 @@ class RecordLog:
 
     def complete(self, next_scale: Tensor | None) -> None:
         """Complete the records so far with the scale that follows, in the middle of a batch. Reads nothing back."""
-        self._in_batch |= bool(self._open)
-        self._pending += [(step, next_scale) for step in self._open]
-        self._open.clear()
+        if self._open:
+            self._in_batch = True
+            self._pending += [(step, next_scale) for step in self._open]
+            self._open.clear()
 
     def close_batch(self, next_scale: Tensor | None) -> None:
         """Complete this batch's records with the scale that follows; reads a full block back."""
@@ -178,8 +179,11 @@ class RecordLog:
             return
         self._in_batch = False
         stuck = self.max_consecutive_skips is not None and self._known_streak >= self.max_consecutive_skips
-        urgent = any(s.at_once for s in self.subscriptions)
-        if stuck or len(self._pending) >= self._block or (urgent and self._has_skip()):
+        if (
+            stuck
+            or len(self._pending) >= self._block
+            or (self.subscriptions and any(s.at_once for s in self.subscriptions) and self._has_skip())
+        ):
             self.flush()
 
     # -- reading -------------------------------------------------------------------------------------------------------

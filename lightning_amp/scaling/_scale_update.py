@@ -69,6 +69,8 @@ class BatchAttempts:
     def round_is_over(self, num_optimizers: int) -> bool:
         """Return whether the scale is due before another backward."""
         attempts = self._round
+        if not attempts:
+            return False
         return len(attempts) >= num_optimizers > 0 or any(a.optimizer_idx in self._again for a in attempts)
 
     def end_round(self, scaler: torch.amp.GradScaler) -> None:
@@ -94,8 +96,7 @@ class BatchAttempts:
     def clear(self) -> None:
         """Forget them."""
         self._counted, self._handled, self._round = [], [], []
-        self._stepped.clear()
-        self._again.clear()
+        self._stepped, self._again = set(), set()
 
 
 def move_scale(scaler: torch.amp.GradScaler, attempts: Sequence[Attempt]) -> None:
@@ -105,7 +106,9 @@ def move_scale(scaler: torch.amp.GradScaler, attempts: Sequence[Attempt]) -> Non
     scale = _torch.scale_tensor(scaler)
     ours = isinstance(scaler, DynamicLossScaler)
     uncertain = [a for a in attempts if a.overflow.known is not False]
-    if len(uncertain) == 1 and ours:  # the usual case, in as few launches as possible
+    if not uncertain and ours:
+        scaler.advance(constant(0.0, scale.device))
+    elif len(uncertain) == 1 and ours:  # in as few launches as possible
         found_inf = uncertain[0].overflow.flag(scale.device)
         probe = uncertain[0].loss_probe
         scaler.advance(found_inf, None if probe is None else held_by(probe, found_inf))

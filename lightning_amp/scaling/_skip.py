@@ -21,12 +21,14 @@ class Skip:
 
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("known", "value")
     NO: ClassVar[Skip]
     YES: ClassVar[Skip]
 
     def __init__(self, value: Tensor | bool) -> None:
         self.value = value
+        self.known: bool | None = None if isinstance(value, Tensor) else value
+        """Whether it was skipped; `None` if only the device knows."""
 
     @classmethod
     def on_device(cls, flag: Tensor) -> Skip:
@@ -49,11 +51,6 @@ class Skip:
         """Wait for two flags [] of 0.0 or 1.0 on one device with a single transfer."""
         both = (flag * 2 + other).item()
         return cls.YES if both >= 2 else cls.NO, cls.YES if both % 2 else cls.NO
-
-    @property
-    def known(self) -> bool | None:
-        """Return whether it was skipped; `None` if only the device knows. Never waits."""
-        return None if isinstance(self.value, Tensor) else self.value
 
     def wait(self) -> bool:
         """Return whether it was skipped. Waits for the device if need be."""

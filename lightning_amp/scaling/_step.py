@@ -77,13 +77,14 @@ class Step:
 
     Attributes:
         calls: How often the optimizer has called its closure.
+        in_closure: Whether that runs now.
         skip: What became of it.
 
     """
 
     __slots__ = (
         *("_before_update", "_closure", "_on_device", "_plan", "_result", "_state", "_steps", "_undo"),
-        *("calls", "skip"),
+        *("calls", "in_closure", "skip"),
     )
 
     def __init__(
@@ -95,6 +96,7 @@ class Step:
         plan: StepPlan,
     ) -> None:
         self.calls = 0
+        self.in_closure = False
         self.skip = Skip.NO
         self._steps, self._state, self._plan = steps, state, plan
         self._closure, self._before_update = closure, before_update
@@ -120,7 +122,7 @@ class Step:
 
     def _run_closure(self) -> Any:
         """Compute gradients, let everybody look at them, and end the step here if it is to be skipped."""
-        self._steps.enter_closure()
+        self.in_closure = True
         self._result = self._closure()
         self.calls += 1
         if not self._steps.skips:
@@ -129,7 +131,7 @@ class Step:
             self._prepare()
             if self._state.has_gradients:  # else there is nothing to do, on any rank
                 self._decide()
-        self._steps.leave_closure()
+        self.in_closure = False
         return self._result
 
     def _look(self) -> None:

@@ -56,8 +56,7 @@ class OptimizerSteps:
     ) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.skips = self.scaler is not None or skip_nonfinite
-        self.stepping = False
-        """Whether an optimizer is inside of :meth:`step`, and not inside of its closure."""
+        self._step: Step | None = None  # that runs
         self._log = log
         self._states = {id(optimizer): GradientState(optimizer, i) for i, optimizer in enumerate(optimizers)}
         self._watch = watch
@@ -107,12 +106,14 @@ class OptimizerSteps:
         return scaled
 
     def _carry(self, to: Scaled) -> None:
-        done: set[int] = set()
-        several = len(self._states) > 1
-        for state in sorted(self._states.values(), key=lambda s: isinstance(s.form, Scaled)):
+        states = [*self._states.values()]
+        if len(states) == 1:
+            states[0].carry(to, ())
+            return
+        done: set[int] = set()  # what two optimizers share is carried once
+        for state in sorted(states, key=lambda s: isinstance(s.form, Scaled)):
             state.carry(to, done)
-            if several:  # what two optimizers share is carried once
-                done.update(id(p) for p in parameters(state.optimizer))
+            done.update(id(p) for p in parameters(state.optimizer))
 
     def begin_backward(self) -> None:
         """Note that the backward of a loss from :meth:`scale_loss` begins."""
@@ -201,23 +202,20 @@ class OptimizerSteps:
         if not closure_runs_backward and not state.always_calls_closure:
             self.unscale(state)
         step = Step(self, state, closure, before_update, plan)
-        outer, self.stepping = self.stepping, True
+        outer, self._step = self._step, step
         try:
             output = step.run(kwargs)
         finally:
-            self.stepping = outer
+            self._step = outer
             if state.decides_on_device:
                 _torch.clear_amp_attributes(optimizer)
             state.note_closure_calls(step.calls)
         return self._record(state, output, step.skip)
 
-    def enter_closure(self) -> None:
-        """Note that the user's code runs inside of a step: optimizers that step in there are no part of it."""
-        self.stepping = False
-
-    def leave_closure(self) -> None:
-        """Note that it has ended."""
-        self.stepping = True
+    @property
+    def stepping(self) -> bool:
+        """Return whether an optimizer is inside of :meth:`step`; not inside of its closure, where others may step."""
+        return self._step is not None and not self._step.in_closure
 
     def unscale(self, state: GradientState) -> None:
         """Make gradients true ones and check them, unless they are."""
@@ -233,7 +231,8 @@ class OptimizerSteps:
             if self._true_elsewhere(state):
                 return False
             self._require_scaled(state)
-        return state.fold(max_norm, may_overflow=self._scale_may_be_below_one())
+        may_overflow = max_norm is None and isinstance(state.form, Scaled) and self._scale_may_be_below_one()
+        return state.fold(max_norm, may_overflow=may_overflow)
 
     def agree(self, state: GradientState) -> None:
         """Agree with all ranks on what is known of the gradients."""
@@ -242,10 +241,12 @@ class OptimizerSteps:
 
     def _record(self, state: GradientState, output: Any, skip: Skip) -> StepResult:
         result = StepResult(output, skip, state.loss_probe)
-        self._log.append(state.index, state.used_scale, skip, None if skip is Skip.NO else result.loss_probe)
+        scale = None
         if self.scaler is not None:
-            overflow = skip if state.overflow is None else skip | state.overflow
+            scale, before = state.used_scale, state.overflow
+            overflow = skip if before is None else skip | before
             self._attempts.add(Attempt(state.index, overflow, result.loss_probe, state.has_gradients))
+        self._log.append(state.index, scale, skip, None if skip is Skip.NO else result.loss_probe)
         state.finish()
         return result
 

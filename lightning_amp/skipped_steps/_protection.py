@@ -32,6 +32,8 @@ class SkipProtection:
         self._averages = HeldAverages(module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
         self._statistics = StatisticsRollback(module, named)
         self._schedules.attach()
+        self.active = bool(self._schedules or self._averages or self._statistics)
+        """Whether there is anybody to protect."""
 
     def host_must_know(self, optimizer: Optimizer) -> bool:
         """Return whether the host has to know of a skip right after the step of this optimizer."""
@@ -58,6 +60,7 @@ class SkipProtection:
         """Prepare for a training step."""
         self._inside_manual_step = manual
         self._schedules.attach()  # some come, or are replaced, during a fit
+        self.active = bool(self._schedules or self._averages or self._statistics)
         if self._statistics:
             self._statistics.enter_step()
 
