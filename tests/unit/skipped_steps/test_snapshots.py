@@ -1,4 +1,4 @@
-"""Copies of buffers, and the ways to put them back: into the tensor that is there, or with the tensor of then."""
+"""Buffers are put back in place, on the device if it says so; where one was replaced the old tensor comes back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support import CountReads, flags_on_a_device
 from torch import Tensor, nn
 
 from lightning_amp.scaling import Skip
-from lightning_amp.skipped_steps import BufferPlace
+from lightning_amp.skipped_steps import Place
 from lightning_amp.skipped_steps._snapshots import Snapshot
 
 INF, NAN = float("inf"), float("nan")
@@ -31,7 +31,7 @@ class Holder:
         }
         for name, value in values.items():
             self.module.register_buffer(name, value)
-        self.places = [BufferPlace(self.module, name, name) for name in values]
+        self.places = [Place(self.module, name, name) for name in values]
         self.first = self.read()
         self.snapshot = Snapshot(self.first)
         self.snapshot.take(0)
@@ -165,6 +165,6 @@ def test_it_knows_its_tensors() -> None:
 
 
 def test_whether_it_is_finite() -> None:
-    for make, finite in ((Holder, True), (lambda: Holder(bad=torch.tensor(INF)), False)):
+    for make, finite in ((Holder, True), (lambda: Holder(bad=torch.tensor(INF, dtype=torch.float64)), False)):
         kind: Callable[[], Holder] = make
         assert kind().snapshot.is_finite() is finite
