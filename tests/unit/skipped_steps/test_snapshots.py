@@ -11,7 +11,7 @@ from support import CountReads, flags_on_a_device
 from torch import Tensor, nn
 
 from lightning_amp.scaling import Skip
-from lightning_amp.skipped_steps import Place
+from lightning_amp.skipped_steps import BufferPlace
 from lightning_amp.skipped_steps._snapshots import Snapshot
 
 INF, NAN = float("inf"), float("nan")
@@ -31,7 +31,7 @@ class Holder:
         }
         for name, value in values.items():
             self.module.register_buffer(name, value)
-        self.places = [Place(self.module, name, name) for name in values]
+        self.places = [BufferPlace(self.module, name, name) for name in values]
         self.first = self.read()
         self.snapshot = Snapshot(self.first)
         self.snapshot.take(0)
