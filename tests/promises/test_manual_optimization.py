@@ -503,44 +503,6 @@ def test_an_exception_in_the_middle(plugins: Plugins, optimizer: str) -> None:
     copy.deepcopy(plugin)
 
 
-class StepsLate(L.LightningModule):
-    """The second optimizer steps at the start of the next batch, before its forward."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.first, self.second = nn.Linear(FEATURES, 4), nn.Linear(4, 1)
-        self.norm = nn.BatchNorm1d(4)
-        self.make_optimizer = optimizer
-
-    def configure_optimizers(self) -> Any:
-        return [self.make_optimizer(net.parameters()) for net in (self.first, self.second)]
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        first, second = self.optimizers()
-        if batch_idx:
-            second.step()
-        self.means = [*getattr(self, "means", []), self.norm.running_mean.clone()]
-        first.zero_grad()
-        second.zero_grad()
-        self.manual_backward(self.second(self.norm(self.first(batch))).float().pow(2).mean())
-        if batch_idx == 3:
-            self.second.weight.grad[0, 0] = torch.inf  # the first one's gradients are finite: it is applied
-        first.step()
-
-
-@pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_statistics_go_back_for_a_step_in_the_next_batch(optimizer: str) -> None:
-    plugin = WithoutAutocast("fp16")
-    trainer = fit(lambda: StepsLate(OPTIMIZERS[optimizer]), plugin)
-    means = trainer.lightning_module.means
-    assert plugin.num_skipped == 1
-    assert torch.equal(means[4], means[3])  # as before the bad batch
-    assert not torch.equal(means[3], means[2])
-    assert not torch.equal(means[5], means[4])
-
-
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plugin", [WithoutAutocast, lambda: AmpPrecision("fp32")], ids=["scaled", "fp32"])

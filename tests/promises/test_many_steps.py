@@ -137,6 +137,32 @@ def test_records_go_from_scale_to_scale() -> None:
     assert records[-1].next_scale == 128.0
 
 
+class StepsBefore(ManySteps):
+    """Each batch begins with the step that the batch before has left."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        if batch_idx:
+            optimizer.step()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if batch_idx in self.overflows:
+            next(self.parameters()).grad[0, 0] = torch.inf
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize(("overflows", "expected"), [([], 2.0**17), ([2], 2.0**15), ([2, 3], 2.0**13)])
+def test_a_loop_that_steps_before_its_backward_lets_the_scale_grow(overflows: list[int], expected: float) -> None:
+    """Seven steps: each doubles it or halves it, wherever it is known which."""
+    plugin = scaled_fp32(init_scale=1024.0, growth_interval=1)
+    fit(lambda: StepsBefore(1, overflows), plugin)
+    assert plugin.num_skipped == len(overflows)
+    assert plugin.scaler.get_scale() == expected
+
+
 @pytest.mark.usefixtures("where_flags_live")
 def test_torchs_scaler_forgets_no_overflow() -> None:
     plugin = WithoutAutocast("fp16", scaler=torch.amp.GradScaler(DEVICE, init_scale=1024.0))

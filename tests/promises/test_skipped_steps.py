@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from support import Poison, Toy, assert_same, fit, quiet_trainer, scaled_fp32, weights
 from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, plain_adamw, promise
@@ -159,46 +157,6 @@ def test_manual_schedules_per_batch(plugins: Plugins) -> None:
 def test_manual_schedules_per_epoch(plugins: Plugins) -> None:
     trainer = fit(lambda: ManualSchedule("epoch"), plugins.scaled(), data(4), callbacks=[Poison(gradient=[3])])
     assert rate(trainer) == [0.005]
-
-
-@pytest.mark.usefixtures("where_flags_live")
-def test_rates_that_somebody_watches_are_decided_at_once() -> None:
-    seen: list[float] = []
-
-    class Watch(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            seen.append(rate(trainer)[0])
-
-    module = functools.partial(Toy, fused_adamw, None, lambda o: lrs.ExponentialLR(o, 0.5))
-    fit(module, Plugins(True).scaled(), data(4), callbacks=[Poison(gradient=[1]), Watch()])
-    assert seen == pytest.approx([0.005, 0.005, 0.0025, 0.00125])
-
-
-@pytest.mark.usefixtures("where_flags_live")
-def test_gated_schedulers_copy_and_pickle_as_themselves() -> None:
-    class Copy(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            scheduler = trainer.lr_scheduler_configs[0].scheduler
-            self.copies = [copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler))]
-            assert isinstance(scheduler, lrs.ExponentialLR)
-
-    callback = Copy()
-    fit(functools.partial(Toy, plain_adamw, None, lambda o: lrs.ExponentialLR(o, 0.5)), Plugins(True).scaled(), data(2),
-        callbacks=[callback])  # fmt: skip
-    assert [type(c) for c in callback.copies] == [lrs.ExponentialLR] * 2
-    assert [c.last_epoch for c in callback.copies] == [2, 2]
-
-
-@pytest.mark.usefixtures("where_flags_live")
-def test_lr_monitor_shows_the_rate_that_is_used(tmp_path: Any) -> None:
-    from lightning.pytorch.loggers import CSVLogger
-
-    module = functools.partial(Toy, fused_adamw, None, lambda o: lrs.ExponentialLR(o, 0.5))
-    logger = CSVLogger(tmp_path)
-    fit(module, Plugins(True).scaled(), data(4), logger=logger, callbacks=[Poison(gradient=[1]), LearningRateMonitor()])
-    rates = [float(row["lr-AdamW"]) for row in logger.experiment.metrics if "lr-AdamW" in row]
-    assert not rates or rates == pytest.approx([0.01, 0.005, 0.005, 0.0025])
-    assert "lr-AdamW" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
 
 
 # -- averaged weights ---------------------------------------------------------------

@@ -126,6 +126,51 @@ def test_an_overflow_in_a_later_call_leaves_no_trace(module: type[Toy], optimize
     assert all(w.isfinite().all() for w in weights(trainer).values())
 
 
+class TakesNoClosure(torch.optim.Optimizer):
+    """SGD, as it is written by whoever never needed a closure."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, *, something: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.add_(p.grad, alpha=-0.05)
+
+
+class Manual(Toy):
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("module", [Toy, Manual])
+@promise(11, stock=None)
+def test_an_optimizer_that_takes_no_closure(plugins: Plugins, module: type[Toy]) -> None:
+    """Lightning keeps this one in fp16: it has run the closure before it steps."""
+    plugin, reference = plugins.scaled(), plugins.scaled()
+    trainer = fit(lambda: module(TakesNoClosure), plugin, callbacks=[Poison(gradient=[3])])
+    assert_same(trainer, fit(lambda: module(plain_sgd_without_momentum), reference, callbacks=[Poison(gradient=[3])]))
+    assert plugin.scaler.get_scale() == reference.scaler.get_scale() == 2.0**9
+
+
+@pytest.mark.parametrize("module", [Toy, Manual])
+@promise(11, stock="unexpected keyword argument 'closure'", raises=TypeError)
+def test_an_optimizer_that_takes_no_closure_in_bf16(plugins: Plugins, module: type[Toy]) -> None:
+    trainer = fit(lambda: module(TakesNoClosure), plugins.bf16())
+    assert_same(trainer, fit(lambda: module(plain_sgd_without_momentum), plugins.bf16()))
+
+
+def plain_sgd_without_momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05)
+
+
 # -- row 6: the scaler cannot destroy a model -----------------------------------------------------
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from support import assert_same
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from lightning_amp.precision import _clipping
 
@@ -94,3 +96,26 @@ def test_a_sharded_norm_is_gathered() -> None:
         _clipping.clip_by_norm(params, 1.0)
     total = (2 * 8.0**2) ** 0.5
     assert_same(grads(params), [g / total for g in before if g is not None], rtol=1e-5, atol=0.0)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """One rank, in this process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", CLIPPING)
+def test_sharded_gradients_beside_plain_ones_are_clipped_as_if_nothing_was_sharded(how: str, mesh: Any) -> None:
+    ours, theirs = CLIPPING[how]
+    params, expected = parameters(), parameters()
+    for i, placement in ((0, Shard(0)), (1, Partial())):  # the second is a sum that sequence parallelism has left
+        grad, params[i] = params[i].grad, nn.Parameter(DTensor.from_local(params[i].detach(), mesh, [Replicate()]))
+        params[i].grad = DTensor.from_local(grad, mesh, [placement])
+    ours(params, 0.5)
+    theirs(expected, 0.5)
+    clipped = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads(params)]
+    assert_same(clipped, grads(expected), rtol=1e-6, atol=0.0)

@@ -1,4 +1,4 @@
-"""One fit: optimizers whose step takes no closure, and what the output of a step is."""
+"""One fit: what a step hands to the optimizer and returns, and what closure and backward run in."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import Poison, Toy, assert_same, batches, fit
-from torch import Tensor
+from support import FEATURES, Poison, Toy, assert_same, batches, fit, scaled_fp32
+from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 
@@ -89,3 +89,60 @@ def test_a_skipped_step_returns_what_its_closure_did(precision: str) -> None:
     first, second = outputs.lightning_module.outputs
     assert first.isfinite()
     assert second.isfinite()
+
+
+class Closure(Toy):
+    """By hand; notes what its forward and its backward run in."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        self.automatic_optimization = False
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            self.seen.append(self.net(batch).dtype)
+            self.manual_backward(loss := self.loss(batch))
+            return loss
+
+        optimizer.step(closure=closure)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(torch.is_autocast_enabled("cpu"))
+        super().backward(loss, *args, **kwargs)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_the_users_closure_runs_under_autocast_and_its_backward_does_not(precision: str, dtype: torch.dtype) -> None:
+    module = fit(Closure, plugin(precision), batches(2)).lightning_module
+    assert module.seen == [dtype, False] * 2
+
+
+class OwnLoss(Toy):
+    """Beside the plugin's, a loss and an optimizer of its own, which no scale touches."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: sgd(self.net.parameters()))
+        self.automatic_optimization = False
+        self.extra = nn.Linear(FEATURES, 1)
+        self.own = [sgd(self.extra.parameters())]  # a list: Lightning does not see it
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        loss.register_hook(self.fail)
+        with pytest.raises(MemoryError):
+            self.manual_backward(loss)
+        self.own[0].zero_grad()
+        self.extra(batch).float().mean().backward()
+        self.own[0].step()
+
+    def fail(self, gradient: Tensor) -> None:
+        raise MemoryError
+
+
+def test_a_backward_that_fails_has_ended() -> None:
+    """Else all gradients to come were taken for those of a scaled loss, and a step on them refused."""
+    assert_same(fit(OwnLoss, scaled_fp32(init_scale=64.0), batches(2)), fit(OwnLoss, None, batches(2)))

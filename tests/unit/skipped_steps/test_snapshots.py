@@ -1,4 +1,4 @@
-"""Copies of buffers, and the ways to put them back: into the tensor that is there, or with the tensor of then."""
+"""Buffers are put back in place, on the device if it says so; where one was replaced the old tensor comes back."""
 
 from __future__ import annotations
 
@@ -165,6 +165,6 @@ def test_it_knows_its_tensors() -> None:
 
 
 def test_whether_it_is_finite() -> None:
-    for make, finite in ((Holder, True), (lambda: Holder(bad=torch.tensor(INF)), False)):
+    for make, finite in ((Holder, True), (lambda: Holder(bad=torch.tensor(INF, dtype=torch.float64)), False)):
         kind: Callable[[], Holder] = make
         assert kind().snapshot.is_finite() is finite
