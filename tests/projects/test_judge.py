@@ -144,10 +144,10 @@ def test_several_optimizers_are_counted_one_by_one() -> None:
             return torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD([self.scale], lr=0.1)
 
     class SkipsTheSecond(AmpPrecision):
-        def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if optimizer is self._module.trainer.optimizers[1] and self.precision == "bf16-mixed":
+        def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+            if optimizer is model.trainer.optimizers[1] and self.precision == "bf16-mixed":
                 return None
-            return super().optimizer_step(optimizer, *args, **kwargs)
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
 
     assert judged(lambda: Setup(Two(), vectors(24))).steps == 6
     result = judged(lambda: Setup(Two(), vectors(24)), plugin=SkipsTheSecond)
