@@ -105,7 +105,7 @@ class Snapshot:
 
 @final
 class _Group:
-    """BufferPlace for the buffers of one device and dtype; the views of it are made once."""
+    """Place for the buffers of one device and dtype; the views of it are made once."""
 
     def __init__(self, buffers: Buffers, indices: list[int]) -> None:
         self.indices = indices
