@@ -217,6 +217,14 @@ def uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def is_weight_averaging(callback: Any) -> bool:
+    """Return whether it is a `WeightAveraging`. Lightning 2.5 has none; can go when 2.6 is the oldest supported."""
+    from lightning.pytorch import callbacks
+
+    base: type | None = getattr(callbacks, "WeightAveraging", None)
+    return base is not None and isinstance(callback, base)
+
+
 # Can go when the counter is public.
 def logging_step(trainer: Any) -> int:
     """Return the step that Lightning itself logs training metrics at; its own callbacks read this counter, too."""

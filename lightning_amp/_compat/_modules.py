@@ -134,18 +134,19 @@ class CompiledBackwardWithoutAutocast:
     """Lets `torch.compile` trace backwards outside autocast, as eager runs them, for the length of a fit.
 
     By default the compiled backward runs under the forward's autocast, so gradients of fp32 regions are half precision
-    (pytorch/pytorch#153044). The switch is private; can go when its default changes.
+    (pytorch/pytorch#153044). The switch is private, and torch 2.8 has none; can go when its default changes.
     """
 
     def __init__(self) -> None:
         from torch._functorch import config
 
+        self.is_possible = hasattr(config, "backward_pass_autocast")
         self._patch = config.patch(backward_pass_autocast="off")
         self._on = False
 
     def start(self) -> None:
-        """Switch it on."""
-        if not self._on:
+        """Switch it on, where there is a switch."""
+        if self.is_possible and not self._on:
             self._patch.__enter__()
             self._on = True
 

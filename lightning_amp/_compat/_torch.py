@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -213,3 +215,49 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
             if not getattr(hook, "only_looks", False):
                 return True
     return False
+
+
+# --- torch: older versions -------------------------------------------------------------------------------------------
+
+
+def cpu_capabilities() -> Mapping[str, Any]:
+    """Return `torch.cpu.get_capabilities()`, and up to torch 2.10, which has none, what it says of bfloat16.
+
+    Can go when torch 2.11 is the oldest supported.
+    """
+    if hasattr(torch.cpu, "get_capabilities"):
+        return torch.cpu.get_capabilities()
+    if platform.machine().lower() in {"arm64", "aarch64"}:
+        return {"bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported()}
+    return {"amx_bf16": torch.cpu._is_amx_tile_supported(), "avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
+
+
+# Can go when torch 2.9, which has `fp32_precision`, is the oldest supported.
+def older_fp32_switches() -> tuple[Any, ...]:
+    """Return what stands for the switches `fp32_precision` up to torch 2.8, and nothing from torch 2.9 on."""
+    return () if hasattr(torch.backends, "fp32_precision") else (_OlderMatmul(), _OlderCudnn())
+
+
+class _OlderMatmul:
+    """`torch.set_float32_matmul_precision` as a switch: cuBLAS and, with "medium", oneDNN."""
+
+    @property
+    def fp32_precision(self) -> str:
+        precision = torch.get_float32_matmul_precision()
+        return "ieee" if precision == "highest" else precision
+
+    @fp32_precision.setter
+    def fp32_precision(self, precision: str) -> None:
+        torch.set_float32_matmul_precision("highest" if precision in {"ieee", "none"} else precision)
+
+
+class _OlderCudnn:
+    """`torch.backends.cudnn.allow_tf32`, for convolutions and recurrent layers, as a switch."""
+
+    @property
+    def fp32_precision(self) -> str:
+        return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+    @fp32_precision.setter
+    def fp32_precision(self, precision: str) -> None:
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"

@@ -7,6 +7,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from lightning_amp._compat import _torch
+
 Precision = Literal["auto", "bf16", "fp16", "fp8", "fp32"]
 Canonical = Literal["16-mixed", "bf16-mixed", "32-true"]
 
@@ -123,7 +125,7 @@ def runnable(device: torch.device) -> list[str]:
 
 def cpu_has_bf16() -> bool:
     """Return whether the CPU computes in bfloat16 (AMX or AVX512-BF16 on x86, BF16 on Arm) rather than emulating it."""
-    return any(bool(value) for name, value in torch.cpu.get_capabilities().items() if "bf16" in name)
+    return any(bool(value) for name, value in _torch.cpu_capabilities().items() if "bf16" in name)
 
 
 def _autocast_runs(device: torch.device, dtype: torch.dtype) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import WeightAveraging
 from typing_extensions import final
 
-from lightning_amp._compat import _modules
+from lightning_amp._compat import _lightning, _modules
 from lightning_amp.scaling import Skip
 
 
@@ -26,7 +25,7 @@ class HeldAverages:
 
     def __init__(self, callbacks: list[Callback]) -> None:
         self._applied = 0
-        self._gates = [(c, type(c)) for c in callbacks if isinstance(c, WeightAveraging)]
+        self._gates = [(c, type(c)) for c in callbacks if _lightning.is_weight_averaging(c)]
         for callback, base in self._gates:
             self._gate(callback, base)
 
@@ -37,7 +36,7 @@ class HeldAverages:
         """Count a step that was not skipped. The host knows, see `SkipProtection.host_must_know`."""
         self._applied += not skip.wait()
 
-    def _gate(self, callback: WeightAveraging, base: type[WeightAveraging]) -> None:
+    def _gate(self, callback: Callback, base: type[Any]) -> None:
         counted = self._applied
         gate = self
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import final
 
+from lightning_amp._compat import _torch
+
 
 @final
 class RandomState(NamedTuple):
@@ -87,7 +89,7 @@ def paired_random(device_type: str, start: RandomState | None = None) -> Generat
 
 def _reduced_precision_switches() -> tuple[Any, ...]:
     backends: Any = torch.backends
-    return (
+    return _torch.older_fp32_switches() or (
         backends.cuda.matmul,
         backends.cudnn.conv,
         backends.cudnn.rnn,

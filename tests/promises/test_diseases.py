@@ -20,8 +20,8 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from support import Toy, batches, fit
+from support.averages import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError, MetricCollection

@@ -8,8 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from support import FEATURES, Toy, assert_same, attributes, batches, fit, quiet_trainer, weights
+from support.averages import EMAWeightAveraging
 from support.promises import DIFFERS, Plugins, promise
 from torch import Tensor, nn
 from torch.utils.data import DataLoader

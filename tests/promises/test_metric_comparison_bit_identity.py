@@ -14,9 +14,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
+from support.averages import EMAWeightAveraging
 from support.comparison_models import Everything, Rows, everything_of, fit, loaders
 
 from lightning_amp import AmpPrecision

@@ -9,9 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from support import Poison, Toy, assert_same, fit, quiet_trainer, scaled_fp32, weights
+from support.averages import EMAWeightAveraging, needs_averages
 from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, plain_adamw, promise
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as lrs
@@ -162,6 +163,7 @@ def test_manual_schedules_per_epoch(plugins: Plugins) -> None:
 # -- averaged weights ---------------------------------------------------------------
 
 
+@needs_averages
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
 @promise(1, stock=DIFFERS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -22,6 +22,7 @@ from lightning_amp import (
     ScaleMonitor,
 )
 from support import FEATURES, Toy, batches, quiet_trainer
+from support.averages import WeightAveraging
 from support.promises import plain_adamw
 
 EPOCH = 16

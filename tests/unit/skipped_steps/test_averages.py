@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from support.averages import WeightAveraging, needs_averages
 
 from lightning_amp.scaling import Skip
 from lightning_amp.skipped_steps._averages import HeldAverages
+
+pytestmark = needs_averages
 
 
 class EveryEpochToo(WeightAveraging):

@@ -7,9 +7,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from support import Toy, quiet_trainer
+from support.averages import WeightAveraging, needs_averages
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -57,6 +57,7 @@ class Fit:
         return float(self.scheduler.get_last_lr()[0]), self.module.mean, self.module.queue.item(), averages
 
 
+@needs_averages
 @pytest.mark.parametrize("on_device", [False, True])
 def test_nobody_notices_a_skipped_step(on_device: bool) -> None:
     no, yes = (Skip(torch.tensor(float(s))) if on_device else (Skip.NO, Skip.YES)[s] for s in (0, 1))
@@ -66,6 +67,7 @@ def test_nobody_notices_a_skipped_step(on_device: bool) -> None:
     assert fit.batch(no) == (0.25, 3.0, 8.0, True)
 
 
+@needs_averages
 def test_who_needs_to_know_at_once() -> None:
     fit = Fit()
     assert fit.protection.host_must_know(fit.optimizer)  # an average reads its counter on the host
@@ -123,6 +125,7 @@ def test_a_checkpoint_is_mended() -> None:
     assert state["net.0.running_mean"].tolist() == [0.0, 0.0]
 
 
+@needs_averages
 def test_afterwards_the_users_objects_are_as_they_were() -> None:
     fit = Fit()
     fit.protection.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,29 @@ def test_random_generators_are_paired() -> None:
     assert draw() != first
 
 
+SINCE_29 = hasattr(torch.backends, "fp32_precision")
+"""Torch 2.9 has a switch per kernel and library; before there was one for all products and one for cuDNN."""
+TF32: dict[str, Callable[[Any], object]] = {
+    "default": lambda _: None,
+    "high": lambda _: torch.set_float32_matmul_precision("high"),
+    "medium": lambda _: torch.set_float32_matmul_precision("medium"),
+}
+if SINCE_29:
+    TF32["all tf32"] = lambda backends: setattr(backends, "fp32_precision", "tf32")
+    TF32["matmul tf32"] = lambda backends: setattr(backends.cuda.matmul, "fp32_precision", "tf32")
+else:
+    TF32["matmul tf32"] = lambda backends: setattr(backends.cuda.matmul, "allow_tf32", True)
+    TF32["no cudnn tf32"] = lambda backends: setattr(backends.cudnn, "allow_tf32", False)
+
+
 def precisions() -> dict[str, str]:
     backends: Any = torch.backends
+    if not SINCE_29:
+        return {
+            "matmul": torch.get_float32_matmul_precision().replace("highest", "ieee"),
+            "cublas": "tf32" if backends.cuda.matmul.allow_tf32 else "ieee",
+            "cudnn": "tf32" if backends.cudnn.allow_tf32 else "ieee",
+        }
     switches = {
         "all": backends, "cuda": backends.cudnn, "matmul": backends.cuda.matmul, "conv": backends.cudnn.conv,
         "rnn": backends.cudnn.rnn, "cpu matmul": backends.mkldnn.matmul, "cpu conv": backends.mkldnn.conv,
@@ -38,29 +60,32 @@ def precisions() -> dict[str, str]:
     return {name: switch.fp32_precision for name, switch in switches.items()}
 
 
-@pytest.mark.parametrize("setting", ["default", "high", "medium", "all tf32", "matmul tf32"])
+@pytest.fixture
+def default_switches() -> Iterator[None]:
+    yield
+    backends: Any = torch.backends
+    if SINCE_29:
+        backends.fp32_precision = "none"
+        backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "tf32"
+    else:
+        backends.cudnn.allow_tf32 = True
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("default_switches")
+@pytest.mark.parametrize("setting", TF32)
 def test_reduced_precision_is_off_and_restored(setting: str) -> None:
     backends: Any = torch.backends
-    if setting in ("high", "medium"):
-        torch.set_float32_matmul_precision(setting)
-    elif setting == "all tf32":
-        backends.fp32_precision = "tf32"
-    elif setting == "matmul tf32":
-        backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        found = precisions()
-        with torch.autocast("cpu", dtype=torch.bfloat16), full_precision("cpu"):
-            assert not torch.is_autocast_enabled("cpu")
-            leaves = {value for name, value in precisions().items() if name not in ("all", "cuda")}
-            assert leaves <= {"ieee", "none"}
-        assert precisions() == found
-        if setting == "all tf32":  # what was inherited still is
-            backends.fp32_precision = "ieee"
-            assert precisions()["matmul"] == "ieee"
-    finally:
-        backends.fp32_precision = "none"
-        torch.set_float32_matmul_precision("highest")
-        backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "tf32"
+    TF32[setting](backends)
+    found = precisions()
+    with torch.autocast("cpu", dtype=torch.bfloat16), full_precision("cpu"):
+        assert not torch.is_autocast_enabled("cpu")
+        leaves = {value for name, value in precisions().items() if name not in ("all", "cuda")}
+        assert leaves <= {"ieee", "none"}
+    assert precisions() == found
+    if setting == "all tf32":  # what was inherited still is
+        backends.fp32_precision = "ieee"
+        assert precisions()["matmul"] == "ieee"
 
 
 def test_a_packed_state_loads_without_code_and_draws_the_same(tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""Lightning's averaged weights, which came with 2.6; with 2.5 callbacks in their place that average nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import callbacks
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+elif hasattr(callbacks, "WeightAveraging"):
+    EMAWeightAveraging, WeightAveraging = callbacks.EMAWeightAveraging, callbacks.WeightAveraging
+else:
+
+    class WeightAveraging(L.Callback):
+        def __init__(self, **_: Any) -> None:
+            self._average_model = torch.nn.Identity()
+
+        def should_update(self, **_: Any) -> bool:
+            return True
+
+    EMAWeightAveraging = WeightAveraging
+
+needs_averages = pytest.mark.skipif(
+    not hasattr(callbacks, "WeightAveraging"), reason="Lightning 2.5 has no WeightAveraging"
+)
