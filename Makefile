@@ -1,4 +1,4 @@
-# make demo, make test, make lint, make bench, make faults, make projects, make clean. Everything lives in .venv; nothing is installed twice.
+# make demo, make test, make lint, make bench, make faults, make projects, make test-versions, make clean. Everything lives in .venv; nothing is installed twice.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,6 +7,8 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 WORKERS ?= 2
 FAULTS_ARGS ?=
+VERSIONS ?=
+VERSIONS_ARGS ?=
 PROJECTS_ARGS ?= --out docs/results/projects.md
 
 BIN := $(VENV)/bin
@@ -16,7 +18,7 @@ DEPENDS := pyproject.toml constraints.txt
 # Idle threads sleep instead of spinning. On a machine that is busy with other things that is several times as fast.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint bench faults projects clean
+.PHONY: demo test test-versions lint bench faults projects clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -24,6 +26,10 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.test
 	@$(BIN)/python -m pytest -n $(WORKERS) $(TEST_ARGS)
+
+# make test-versions VERSIONS="python==3.12,torch==2.11.0,lightning==2.6.1 lowest,python==3.10"; without VERSIONS all of the table.
+test-versions: $(VENV)/.versions
+	@PYTHONPATH=tests $(BIN)/python -m versions --workers $(WORKERS) $(VERSIONS_ARGS) $(VERSIONS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -42,7 +48,7 @@ projects: $(VENV)/.projects
 	@PYTHONPATH=tests $(BIN)/python -m projects $(PROJECTS_ARGS)
 
 clean:
-	rm -rf $(VENV) demo_results build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf $(VENV) .versions demo_results build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -70,4 +76,9 @@ $(VENV)/.lint: $(VENV)/.test
 $(VENV)/.projects: $(VENV)/.test
 	@echo "Installing other people's libraries into $(VENV), for the projects."
 	@$(PIP) -c constraints.txt --group projects
+	@touch $@
+
+$(VENV)/.versions: $(DEPENDS) | $(VENV)/bin/python
+	@$(PIP) 'pip>=25.1'
+	@$(PIP) -c constraints.txt --group versions
 	@touch $@

@@ -55,6 +55,12 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def weights_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every checkpoint is loaded with `weights_only=True`, for which Lightning 2.5 has no argument."""
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+
+
 @pytest.fixture(params=[False, True], ids=["flags on the host", "flags on a device"])
 def where_flags_live(request: pytest.FixtureRequest) -> Iterator[None]:
     """Both ways to decide about a step: at once, as on the CPU, and without ever asking, as on a GPU."""

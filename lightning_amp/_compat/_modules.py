@@ -75,23 +75,21 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 @final
 class Flag:
-    """Something that has happened or not, shared by copies of an object. Can go with `set_flag`."""
+    """Something that has happened or not, shared by copies of an object.
+
+    `set()` works also where `torch.compile` traces: it calls this then, and never again; nothing is in the graph. The
+    mark is what `torch.compiler.assume_constant_result` leaves; that one imports the whole compiler. Can go when it
+    does not.
+    """
 
     def __init__(self) -> None:
         self.is_set = False
 
+        def set_flag() -> None:  # a function of its own: torch 2.8 passes such a function constants only
+            self.is_set = True
 
-def set_flag(flag: Flag) -> None:
-    """Set a flag also where `torch.compile` traces: it calls this then, and never again; nothing is in the graph.
-
-    The mark is what `torch.compiler.assume_constant_result` leaves; that one imports the whole compiler. Can go when it
-    does not.
-    """
-    flag.is_set = True
-
-
-# Can go with `set_flag`.
-set_flag._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+        set_flag._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+        self.set = set_flag
 
 
 def buffer_names(module: torch.nn.Module) -> list[str]:
@@ -140,13 +138,19 @@ class CompiledBackwardWithoutAutocast:
     def __init__(self) -> None:
         from torch._functorch import config
 
-        self.is_possible = hasattr(config, "backward_pass_autocast")
         self._patch = config.patch(backward_pass_autocast="off")
         self._on = False
 
+    @staticmethod
+    def is_possible() -> bool:
+        """Return whether there is such a switch."""
+        from torch._functorch import config
+
+        return hasattr(config, "backward_pass_autocast")
+
     def start(self) -> None:
         """Switch it on, where there is a switch."""
-        if self.is_possible and not self._on:
+        if self.is_possible() and not self._on:
             self._patch.__enter__()
             self._on = True
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.optim.optimizer as _optimizer_module
 from torch import Tensor
+from typing_extensions import final
 
 # --- torch: foreach and amp kernels ----------------------------------------------------------------------------------
 # The multi-tensor kernels that `GradScaler` and `torch.optim` run on are private; their public wrappers
@@ -238,6 +239,7 @@ def older_fp32_switches() -> tuple[Any, ...]:
     return () if hasattr(torch.backends, "fp32_precision") else (_OlderMatmul(), _OlderCudnn())
 
 
+@final
 class _OlderMatmul:
     """`torch.set_float32_matmul_precision` as a switch: cuBLAS and, with "medium", oneDNN."""
 
@@ -251,6 +253,7 @@ class _OlderMatmul:
         torch.set_float32_matmul_precision("highest" if precision in {"ieee", "none"} else precision)
 
 
+@final
 class _OlderCudnn:
     """`torch.backends.cudnn.allow_tf32`, for convolutions and recurrent layers, as a switch."""
 

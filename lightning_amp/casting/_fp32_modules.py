@@ -110,7 +110,7 @@ class _Fp32Forward(MethodOverride):
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _modules.set_flag(self.ran)
+        self.ran.set()
         with torch.autocast(self.device_type, enabled=False):
             return self.inner(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
 

@@ -204,7 +204,7 @@ class _Reused(MethodOverride):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         copies = self._copies
         if torch.compiler.is_compiling():
-            _modules.set_flag(self._compiled)
+            self._compiled.set()
             return self.inner(*args, **kwargs)
         if (
             not torch.is_autocast_enabled(copies.device_type)

@@ -23,6 +23,7 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
 
     """
     groups = _by_mesh(parameters)
+    _add_up(groups)
     if len(groups) == 1:
         torch.nn.utils.clip_grad_norm_(groups[0], max_norm)
     elif groups:
@@ -40,9 +41,9 @@ def clip_by_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:
         max_value: Largest magnitude of an element.
 
     """
-    for group in _by_mesh(parameters):
-        for parameter in group:
-            parameter.grad = _added_up(parameter.grad)
+    groups = _by_mesh(parameters)
+    _add_up(groups)
+    for group in groups:
         torch.nn.utils.clip_grad_value_(group, max_value)
 
 
@@ -55,13 +56,20 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def _added_up(grad: Any) -> Any:
-    """Add up what sequence parallelism leaves as sums over the ranks, whose elements cannot be clipped."""
-    if not any(placement.is_partial() for placement in getattr(grad, "placements", ())):
-        return grad
-    from torch.distributed.tensor import Replicate
+def _add_up(groups: list[list[nn.Parameter]]) -> None:
+    """Add up what sequence parallelism leaves as sums over the ranks.
 
-    return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
+    Elements of a summand cannot be clipped by value. Gradients could by their norm, but up to torch 2.11 a `DTensor`
+    that is such a sum stays as it is when it is multiplied in place.
+    """
+    for parameter in (p for group in groups for p in group):
+        grad: Any = parameter.grad
+        if any(placement.is_partial() for placement in getattr(grad, "placements", ())):
+            from torch.distributed.tensor import Replicate
+
+            parameter.grad = grad.redistribute(
+                placements=[Replicate() if p.is_partial() else p for p in grad.placements]
+            )
 
 
 def _whole(norm: Tensor) -> Tensor:

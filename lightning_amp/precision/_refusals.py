@@ -46,7 +46,12 @@ def check(module: LightningModule, choice: Choice, device: torch.device, in_fp32
     errors = [*_half_parameters(module, choice)]
     if errors:
         raise ValueError(_report(f"precision {choice.name!r} cannot train this module", errors))
-    warnings = [*_own_scaling(module), *_unsafe_losses(module, device, in_fp32), *_slow(choice, device)]
+    warnings = [
+        *_own_scaling(module),
+        *_unsafe_losses(module, device, in_fp32),
+        *_slow(choice, device),
+        *_compiled_backward(module),
+    ]
     if warnings:
         _messages.warn(_report(f"precision {choice.name!r} found something to look at", warnings))
 
@@ -131,6 +136,16 @@ def _slow(choice: Choice, device: torch.device) -> list[str]:
         if emulated
         else []
     )
+
+
+def _compiled_backward(module: nn.Module) -> list[str]:
+    if _modules.CompiledBackwardWithoutAutocast.is_possible() or not any(map(_modules.is_compiled, module.modules())):
+        return []
+    return [
+        f"the module is compiled, and torch {torch.__version__} runs a compiled backward under autocast: gradients of"
+        " what computes in float32 (`fp32_modules`, losses) are rounded to half precision on their way. From torch 2.9 on"
+        " they are not; install that, or train without `torch.compile`"
+    ]
 
 
 def half_in_a_step(module: nn.Module) -> str:

@@ -33,6 +33,7 @@ from distributed.ddp_scenarios import (
 from lightning.pytorch.strategies import ModelParallelStrategy
 from support import quiet_trainer, run_scenarios
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -50,6 +51,12 @@ from lightning_amp import (
 
 BAD = (1, 2, 4, 6)
 FOLDER = Path(sys.argv[1])
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Shard, with a sum and a division: gloo of torch 2.8 takes an average for a sum."""
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    module.set_force_sum_reduction_for_comms(True)  # pyright: ignore[reportCallIssue]
 
 
 class Model(nn.Module):
@@ -96,11 +103,11 @@ class Regression(L.LightningModule):
             parallelize_module(self.model, tensor_mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         if "fsdp head" in self.layout:
             for module in (self.model.up, self.model.down, self.model.head):
-                fully_shard(module, mesh=data_mesh, mp_policy=self.policy)
+                shard(module, data_mesh, self.policy)
             self.data_group = data_mesh.get_group()
             self.model.gain.register_post_accumulate_grad_hook(self.average)
         elif "fsdp" in self.layout:
-            fully_shard(self.model, mesh=data_mesh, mp_policy=self.policy)
+            shard(self.model, data_mesh, self.policy)
 
     def average(self, parameter: nn.Parameter) -> None:
         """What nobody shards, the user reduces."""

@@ -198,7 +198,7 @@ def test_nothing_stays_after_an_exception(run: str) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("export", ["script", "export"])
 def test_a_model_that_is_used_many_times_can_be_exported_in_an_epoch_end_hook(export: str) -> None:
     x = torch.ones(2, FEATURES)

@@ -249,15 +249,14 @@ def test_the_skip_rate_is_that_of_both_parts(tmp_path: Path) -> None:
         train(plugin_for("fp32"), 130, callbacks=[ScaleMonitor(1)], ckpt_path=tmp_path / "step=120.ckpt", **kwargs)
 
 
+@pytest.mark.usefixtures("weights_only")
 def test_everything_of_ours_loads_with_weights_only(tmp_path: Path) -> None:
     train(plugin_for("fp16"), 20, gradient=GRADIENT, nan=NAN, callbacks=[Averaging(), *ours()], checkpoints=tmp_path)
     checkpoint = torch.load(tmp_path / "step=20.ckpt", weights_only=True)
     assert len(checkpoint["callbacks"]["OverflowLocator"]["reports"]) == 5
     assert {"AmpPrecision", "MixedPrecision"} < set(checkpoint)
-    trainer = train(
-        plugin_for("fp16"), 22, callbacks=[Averaging(), *ours()], checkpoints=tmp_path, weights_only=True,
-        ckpt_path=tmp_path / "step=20.ckpt",
-    )  # fmt: skip
+    saved, callbacks = tmp_path / "step=20.ckpt", [Averaging(), *ours()]
+    trainer = train(plugin_for("fp16"), 22, callbacks=callbacks, checkpoints=tmp_path, ckpt_path=saved)
     assert trainer.global_step == 22
 
 

@@ -39,6 +39,7 @@ def rate(trainer: L.Trainer) -> list[float]:
     return [group["lr"] for group in trainer.optimizers[0].param_groups]
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # up to torch 2.8 SequentialLR warns of itself
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("bad", [(0,), (3, 4)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -24,6 +25,7 @@ from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, fused_sg
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
+from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
 
 # -- row 11: optimizers that call their closure more than once ------------------------------------
 
@@ -85,6 +87,7 @@ class ManualClosure(Toy):
         optimizer.step(closure=closure)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # torch's own LBFGS, up to 2.8
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", CLOSURES)
 def test_closure_optimizers_by_hand(optimizer: str) -> None:
@@ -338,7 +341,8 @@ def test_gradients_that_cannot_be_written_into() -> None:
 
 class Float64(Toy):
     def loss(self, batch: Tensor) -> Tensor:
-        return super().loss(batch.double())
+        batch = batch.double()
+        return nn.functional.mse_loss(self.net(batch), batch.sum(1, keepdim=True))
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -440,11 +444,31 @@ class Compiled(Toy):
             self.net.compile(backend="aot_eager")
 
 
+needs_the_switch = pytest.mark.skipif(
+    not CompiledBackwardWithoutAutocast.is_possible(), reason="torch 2.8 runs compiled backwards under autocast"
+)
+
+
+@needs_the_switch
 @promise(19, stock=DIFFERS)
 def test_compiled_backward_equals_eager(plugins: Plugins) -> None:
     compiled = fit(lambda: Compiled(True), plugins.bf16(), batches(2))
     eager = fit(lambda: Compiled(False), plugins.bf16(), batches(2))
     assert_same(weights(compiled)["net.0.weight"], weights(eager)["net.0.weight"], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_torch_that_cannot_says_so(precision: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompiledBackwardWithoutAutocast, "is_possible", lambda: False)
+    module = Compiled(False)
+    if is_compiled:
+        module.net.compile(backend="eager")
+    rounds = pytest.warns(
+        UserWarning, match="runs a compiled backward under autocast: gradients of what computes in fl"
+    )
+    with rounds if is_compiled and precision == "bf16" else contextlib.nullcontext():
+        fit(lambda: module, AmpPrecision(precision), batches(1))
 
 
 # -- row 31: anomaly detection --------------------------------------------------------------------

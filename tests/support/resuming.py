@@ -133,7 +133,6 @@ def train(
     checkpoints: Path | None = None,
     every_n_steps: int = 20,
     ckpt_path: Any = None,
-    weights_only: bool | None = None,
     module: L.LightningModule | None = None,
     **kwargs: Any,
 ) -> L.Trainer:
@@ -147,7 +146,7 @@ def train(
         plugins=[] if plugin is None else [plugin], callbacks=callbacks, max_epochs=-1, max_steps=steps,
         enable_checkpointing=checkpoints is not None, num_sanity_val_steps=0, **kwargs,
     )  # fmt: skip
-    trainer.fit(module, Resumable(nan), batches(3, seed=7), ckpt_path=ckpt_path, weights_only=weights_only)
+    trainer.fit(module, Resumable(nan), batches(3, seed=7), ckpt_path=ckpt_path)
     return trainer
 
 

@@ -131,13 +131,13 @@ def callback_on_exception() -> Setup:
     )
 
 
-@callbacks(quick=True)
+@callbacks(quick=True, needs=["lightning.pytorch.callbacks.EMAWeightAveraging"])
 def callback_ema() -> Setup:
     """EMAWeightAveraging per step; the average is what is validated, and what the module has in the end."""
     return with_callbacks(cb.EMAWeightAveraging(decay=0.5), **EPOCHS)
 
 
-@callbacks()
+@callbacks(needs=["lightning.pytorch.callbacks.WeightAveraging"])
 def callback_weight_averaging() -> Setup:
     """WeightAveraging with an average of its own, from the second step on."""
 

@@ -313,13 +313,14 @@ def test_every_epoch_can_be_monitored(mode: str, tmp_path: Path) -> None:
     assert float(checkpoint.best_model_score or NAN) == pytest.approx(best)
 
 
+@pytest.mark.usefixtures("weights_only")
 def test_a_resumed_run_has_the_last_values_before_it_compares(tmp_path: Path) -> None:
     first = MetricComparison(every_n_epochs=3)
     fit(first, max_epochs=1).save_checkpoint(tmp_path / "first.ckpt")
     second = MetricComparison(every_n_epochs=3)
     checkpoint = ModelCheckpoint(tmp_path / "best", monitor="amp/diff/val_loss", save_top_k=-1)
     trainer = make_trainer(second, checkpoint, max_epochs=2, enable_checkpointing=True)
-    trainer.fit(Model(), data(), data(), ckpt_path=tmp_path / "first.ckpt", weights_only=True)
+    trainer.fit(Model(), data(), data(), ckpt_path=tmp_path / "first.ckpt")
     assert list(second.table) == list(first.table)
     (diff,) = values(second, "val_loss", "diff")
     assert float(trainer.callback_metrics["amp/diff/val_loss"]) == pytest.approx(diff)
@@ -356,13 +357,14 @@ def test_differences_can_be_monitored(tmp_path: Path) -> None:
     assert float(early.best_score) == pytest.approx(min(values(comparison, "val_loss", "fp32")))
 
 
+@pytest.mark.usefixtures("weights_only")
 def test_resume_continues_the_table(tmp_path: Path) -> None:
     first = MetricComparison(every_n_epochs=2)
     trainer = fit(first, max_epochs=3)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     second = MetricComparison(every_n_epochs=2, tolerance=100.0)
     resumed = make_trainer(second, max_epochs=6)
-    resumed.fit(Model(), data(), data(), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    resumed.fit(Model(), data(), data(), ckpt_path=tmp_path / "last.ckpt")
     assert list(second.table)[:6] == list(first.table)
     assert [row.epoch for row in second.table if row.metric == "val_loss"] == [0, 1, 3, 5]
 

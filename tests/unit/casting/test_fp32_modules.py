@@ -219,7 +219,7 @@ class TestCopies:
         ours.remove()
         assert vars(net[0])["forward"] is patched
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.trace.* is deprecated:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:`torch.jit")
     def test_state_dict_and_trace(self, x: Tensor) -> None:
         net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
         keys = list(net.state_dict())
@@ -233,6 +233,8 @@ class TestCopies:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at all inputs
 def test_compiled(x: Tensor, what: str, backend: str) -> None:
+    if backend == "aot_eager" and not CompiledBackwardWithoutAutocast.is_possible():
+        pytest.skip("torch 2.8 runs compiled backwards under autocast")
     torch._dynamo.reset()
     net = Net()
     reference = copy.deepcopy(net)

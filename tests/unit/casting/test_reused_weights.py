@@ -569,7 +569,7 @@ def test_torch_func() -> None:
         assert_same(ours, theirs)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_tracing_and_scripts() -> None:
     root = Root(net=nn.Linear(WIDTH, WIDTH), script=torch.jit.script(nn.Linear(WIDTH, WIDTH))).to(DEVICE)
     x = torch.randn(3, WIDTH, device=DEVICE)

@@ -26,7 +26,7 @@ def test_names_are_those_before_anything_was_wrapped() -> None:
     assert _modules.uncompiled_module(net) is None
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_each_way_of_compiling() -> None:
     class Compiled(nn.Module):
         @torch.compile(backend="eager")

@@ -40,7 +40,8 @@ def test_thresholds_are_where_a_conversion_changes(name: str) -> None:
     assert converted(beside(fits.rounds_to_normal, 0.0), fits) < fits.smallest_normal
     assert converted(beside(fits.overflows_from, 0.0), fits) == fits.largest
     if name == "e4m3":  # torch cuts, other libraries return NaN; without infinity there is nothing else
-        assert converted(fits.overflows_from, fits) in (448.0, math.nan)
+        assert not converted(fits.overflows_from, fits) < 448.0
+        assert not converted(fits.overflows_from, fits) > 448.0
     else:
         assert converted(fits.overflows_from, fits) == math.inf
     assert converted(1 + fits.epsilon, fits) == 1 + fits.epsilon

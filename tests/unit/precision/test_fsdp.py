@@ -32,7 +32,7 @@ def test_only_the_reduction_has_a_dtype(precision: str, dtype: torch.dtype) -> N
     assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (None, dtype, None)
     assert FSDPAmpPrecision(precision).mixed_precision_config.reduce_dtype == torch.float32
     stock = FSDPPrecision("bf16-mixed").mixed_precision_config
-    assert {stock.param_dtype, stock.reduce_dtype, stock.buffer_dtype} == {torch.bfloat16}
+    assert {stock.reduce_dtype, stock.buffer_dtype} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("value", [torch.float64, "bf16", None, 16])

@@ -18,7 +18,7 @@ from lightning_amp import AmpPrecision, GradientMonitor, OverflowLocator, ScaleM
 from lightning_amp.tracing import replay
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit:DeprecationWarning", "ignore:.*LeafSpec:FutureWarning", "ignore:.*skipping cudagraphs"
+    "ignore:.*torch.jit", "ignore:.*LeafSpec:FutureWarning", "ignore:.*skipping cudagraphs"
 )
 compiled: Any = functools.partial(torch.compile, backend="eager")
 

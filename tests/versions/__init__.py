@@ -1,0 +1,1 @@
+"""The whole suite with other versions of Python, torch and Lightning: `make test-versions`."""

@@ -1,0 +1,116 @@
+"""`make test-versions`: an environment per set of versions, the whole suite in each, and the table.
+
+The exit status is 1 if a test fails in one of them. An environment is kept; a second call starts at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+from versions.specs import DEFAULT, Spec
+from versions.table import Row, Table
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDS = [".[plot,cli,examples]"]
+ASK = """\
+import platform
+from importlib.metadata import version
+import torch
+print(platform.python_version(), torch.__version__, *map(version, ["lightning", "torchmetrics", "numpy"]))
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse the command line; build, run, and write row by row."""
+    args = parse(arguments)
+    table, commit, failed = Table.read(args.out), head(), False
+    for spec in args.specs or [Spec.parse(text) for text in DEFAULT]:
+        print(f"\n=== {spec}", flush=True)
+        python = build(spec, args.folder / spec.slug)
+        row = run(python, args.workers, args.pytest, commit)
+        failed |= row.has_failed
+        print(row.closing, flush=True)
+        if not args.pytest:
+            table = table.with_row(row)
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(table.page(), encoding="utf-8")
+    return int(failed)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make test-versions", description=__doc__)
+    parser.add_argument("specs", nargs="*", type=Spec.parse, help="such as python==3.12,torch==2.11.0,lightning==2.6.1")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".versions", help="where the environments are")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/versions.md", help="the table")
+    parser.add_argument("--workers", default="2", help="of pytest-xdist")
+    parser.add_argument("--pytest", default="", help="arguments for pytest; then no row is written")
+    return parser.parse_args(arguments)
+
+
+def head() -> str:
+    """Return the commit that is run, with `-dirty` if there is more."""
+    return output("git", "describe", "--always", "--dirty").strip()
+
+
+def output(*command: str) -> str:
+    """Run a command, and return what it prints; its errors are shown as they are."""
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if result.returncode:
+        sys.exit(f"`{' '.join(command)}` failed; above is what it says.")
+    return result.stdout
+
+
+def build(spec: Spec, folder: Path) -> Path:
+    """Make the environment; return its Python.
+
+    What is tested is installed first, by itself, as a user gets it. The tools of the suite come second, and may change
+    none of it.
+    """
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    if not python.exists():
+        uv("venv", "--python", spec.python, str(folder))
+    resolution = ["--resolution", "lowest-direct"] if spec.lowest else []
+    uv("pip", "install", "--python", str(python), *resolution, *spec.requirements, "-e", *NEEDS)
+    installed = uv("pip", "freeze", "--python", str(python), "--exclude-editable")
+    fixed = folder / "installed.txt"
+    fixed.write_text(installed, encoding="utf-8")
+    uv("pip", "install", "--python", str(python), "-c", str(fixed), "--group", "test")
+    return python
+
+
+def uv(*args: str) -> str:
+    """Call uv."""
+    return output(sys.executable, "-m", "uv", "--quiet", *args)
+
+
+def run(python: Path, workers: str, arguments: str, commit: str) -> Row:
+    """Run the suite, and read what it found."""
+    report = python.parents[1] / "report.xml"
+    report.unlink(missing_ok=True)
+    start = time.perf_counter()
+    command = [str(python), "-m", "pytest", "-n", workers, "-q", f"--junitxml={report}", *arguments.split()]
+    subprocess.run(command, cwd=ROOT, check=False)  # its report says what failed
+    if not report.exists():
+        sys.exit("pytest wrote no report; above is what it says.")
+    suites = list(ElementTree.parse(report).iter("testsuite"))
+    failed, skipped, total = (sum(int(s.get(key, 0)) for s in suites) for key in ("failures", "skipped", "tests"))
+    failed += sum(int(s.get("errors", 0)) for s in suites)
+    return Row(
+        *output(str(python), "-c", ASK).split(),
+        passed=str(total - failed - skipped),
+        skipped=str(skipped),
+        failed=str(failed),
+        minutes=f"{(time.perf_counter() - start) / 60:.0f}",
+        date=time.strftime("%Y-%m-%d"),
+        commit=commit,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""`docs/results/versions.md`: which versions the suite was run with, and what it found."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
+
+HEAD = """\
+# Versions
+
+The whole suite (`make test`), run with other versions. `make test-versions` makes an environment for each row, runs the
+suite in it, and writes this page; a row keeps the date and the commit of its run. The first row has the lower bounds of
+`pyproject.toml`. What an older version cannot do is in [the guide](../guide/versions.md).
+
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of the suite."""
+
+    python: str
+    torch: str
+    lightning: str
+    torchmetrics: str
+    numpy: str
+    passed: str
+    skipped: str
+    failed: str
+    minutes: str
+    date: str
+    commit: str
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """What a row is known by."""
+        return self.python, self.torch, self.lightning
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a test failed, or none ran."""
+        return self.failed != "0" or self.passed == "0"
+
+    @property
+    def closing(self) -> str:
+        """Say what was found, in a line."""
+        return (
+            f"Python {self.python}, torch {self.torch}, lightning {self.lightning}: {self.passed} passed,"
+            f" {self.skipped} skipped, {self.failed} failed in {self.minutes} minutes"
+        )
+
+
+NAMES = [field.name for field in fields(Row)]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows, oldest torch first."""
+
+    rows: tuple[Row, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> Table:
+        """Read the page, if there is one."""
+        if not path.exists():
+            return cls()
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+        return cls(tuple(Row(*row) for row in cells))
+
+    def with_row(self, row: Row) -> Table:
+        """Put a row in the place of the one with its versions, or between its neighbours."""
+        others = [other for other in self.rows if other.versions != row.versions]
+        return replace(self, rows=tuple(sorted([*others, row], key=_age)))
+
+    def page(self) -> str:
+        """Return the page, in Markdown."""
+        lines = [NAMES, ["---"] * len(NAMES), *(astuple(row) for row in self.rows)]
+        return HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _age(row: Row) -> list[list[int]]:
+    parts = (version.partition("+")[0].split(".") for version in (row.torch, row.lightning, row.python))
+    return [[int(part) for part in version if part.isdigit()] for version in parts]
