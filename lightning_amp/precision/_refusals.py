@@ -143,8 +143,8 @@ def _compiled_backward(module: nn.Module) -> list[str]:
         return []
     return [
         f"the module is compiled, and torch {torch.__version__} runs a compiled backward under autocast: gradients of"
-        " what computes in float32 (`fp32_modules`, losses) are rounded to half precision on their way. From torch 2.9 on"
-        " they are not; install that, or train without `torch.compile`"
+        " what computes in float32 (`fp32_modules`, losses) are rounded to half precision on their way. From torch 2.9"
+        " on they are not; install that, or train without `torch.compile`"
     ]
 
 
