@@ -29,6 +29,8 @@ test: $(VENV)/.test
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(if $(wildcard .github),$(BIN)/zizmor --offline --quiet .github)
+	$(BIN)/python tests/check_pins.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 build: $(VENV)/.build
@@ -70,7 +72,7 @@ $(VENV)/.test: $(DEPENDS) | $(VENV)/bin/python
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.lint: $(VENV)/.test
-	@echo "Installing ruff and pyright into $(VENV)."
+	@echo "Installing ruff, pyright, zizmor and pip-audit into $(VENV)."
 	@$(PIP) -c constraints.txt --group lint
 	@touch $@
 
