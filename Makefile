@@ -1,4 +1,5 @@
-# make demo, make test, make lint, make bench, make faults, make projects, make test-versions, make clean. Everything lives in .venv; nothing is installed twice.
+# make demo, make test, make test-versions, make lint, make build, make bench, make faults, make projects, make clean.
+# Everything lives in .venv; nothing is installed twice.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,7 +19,7 @@ DEPENDS := pyproject.toml constraints.txt
 # Idle threads sleep instead of spinning. On a machine that is busy with other things that is several times as fast.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-versions lint bench faults projects clean
+.PHONY: demo test test-versions lint build bench faults projects clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -34,7 +35,15 @@ test-versions: $(VENV)/.versions
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(if $(wildcard .github),$(BIN)/zizmor --offline --quiet .github)
+	$(BIN)/python tests/check_pins.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+build: $(VENV)/.build
+	rm -rf dist
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/check_dist.py
 
 bench: $(VENV)/.test
 	@set -e; files=$$(find tests/benchmarks -name '[!_]*.py' 2>/dev/null | sort); \
@@ -69,8 +78,14 @@ $(VENV)/.test: $(DEPENDS) | $(VENV)/bin/python
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.lint: $(VENV)/.test
-	@echo "Installing ruff and pyright into $(VENV)."
+	@echo "Installing ruff, pyright, zizmor and pip-audit into $(VENV)."
 	@$(PIP) -c constraints.txt --group lint
+	@touch $@
+
+$(VENV)/.build: $(DEPENDS) | $(VENV)/bin/python
+	@echo "Installing build and twine into $(VENV)."
+	@$(PIP) 'pip>=25.1'
+	@$(PIP) -c constraints.txt --group build
 	@touch $@
 
 $(VENV)/.projects: $(VENV)/.test

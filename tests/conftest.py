@@ -28,6 +28,12 @@ if torch.device(DEVICE).type not in {"cpu", "cuda"}:
 torch.set_num_threads(1)  # the models are tiny: a second thread only adds the cost of waking it
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Accept the option of pytest-timeout where it is not installed: `tests/gpu` needs nothing but pytest."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "Has no effect without pytest-timeout.")
+
+
 def pytest_runtest_setup() -> None:
     """Seed each test, so that its outcome does not depend on which ran before. (A hook, because hypothesis objects to
     function-scoped fixtures.)"""

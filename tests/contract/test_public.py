@@ -23,6 +23,11 @@ def test_every_public_name_works_and_nothing_else_is_public() -> None:
     assert all(getattr(lightning_amp, name).__doc__ for name in public)
 
 
+def test_the_citation_has_this_version() -> None:
+    citation = (ROOT.parent / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {lightning_amp.__version__}\n" in citation
+
+
 def test_import_is_light() -> None:
     """No plotting, no CLI, no distributed start-up on import; the cost in time is measured by tests/benchmarks."""
     heavy = ("matplotlib", "jsonargparse", "rich", "sklearn", "transformers", "torchao", "torch._dynamo.eval_frame")

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml")),
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
+    *(ROOT / name for name in ("Makefile", "pyproject.toml")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(path for folder in ("lightning_amp", "examples") for path in (ROOT / folder).rglob("*.py")),
 ]
