@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from versions.specs import DEFAULT, Spec
 from versions.table import Row, Table
 
@@ -74,8 +74,8 @@ ROW = Row("3.12.1", "2.11.0+cu130", "2.6.1", "1.9.0", "2.5.5", "4000", "80", "0"
 
 
 def test_a_row_takes_the_place_of_its_versions(tmp_path: Path) -> None:
-    older = Row(*["3.10.1", "2.8.0", "2.5.5", *list(vars(ROW).values())[3:]])
-    again = Row(*[*list(vars(ROW).values())[:-1], "def5678"])
+    older = replace(ROW, python="3.10.1", torch="2.8.0", lightning="2.5.5")
+    again = replace(ROW, commit="def5678")
     (tmp_path / "versions.md").write_text(Table().with_row(ROW).with_row(older).page(), encoding="utf-8")
     table = Table.read(tmp_path / "versions.md")
     assert table.rows == (older, ROW)
@@ -84,9 +84,7 @@ def test_a_row_takes_the_place_of_its_versions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("passed", "failed", "expected"), [("10", "0", False), ("10", "1", True), ("0", "0", True)])
 def test_no_test_is_a_failure_too(passed: str, failed: str, expected: bool) -> None:
-    assert (
-        Row(*[*list(vars(ROW).values())[:5], passed, "0", failed, *list(vars(ROW).values())[8:]]).has_failed is expected
-    )
+    assert replace(ROW, passed=passed, failed=failed).has_failed is expected
 
 
 @pytest.mark.parametrize(
