@@ -139,7 +139,8 @@ def _slow(choice: Choice, device: torch.device) -> list[str]:
 
 
 def _compiled_backward(module: nn.Module) -> list[str]:
-    if _modules.CompiledBackwardWithoutAutocast.is_possible() or not any(map(_modules.is_compiled, module.modules())):
+    compiled = (m for m in module.modules() if _modules.is_compiled(m) and not isinstance(m, torch.jit.ScriptModule))
+    if _modules.CompiledBackwardWithoutAutocast.is_possible() or not any(compiled):
         return []
     return [
         f"the module is compiled, and torch {torch.__version__} runs a compiled backward under autocast: gradients of"

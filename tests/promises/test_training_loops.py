@@ -87,7 +87,6 @@ class ManualClosure(Toy):
         optimizer.step(closure=closure)
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # torch's own LBFGS, up to 2.8
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", CLOSURES)
 def test_closure_optimizers_by_hand(optimizer: str) -> None:
@@ -460,13 +459,13 @@ def test_compiled_backward_equals_eager(plugins: Plugins) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_a_torch_that_cannot_says_so(precision: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CompiledBackwardWithoutAutocast, "is_possible", lambda: False)
+    monkeypatch.setattr(CompiledBackwardWithoutAutocast, "is_possible", staticmethod(lambda: False))
     module = Compiled(False)
     if is_compiled:
         module.net.compile(backend="eager")
     rounds = pytest.warns(UserWarning, match="runs a compiled backward under autocast: gradients of what computes")
     with rounds if is_compiled and precision == "bf16" else contextlib.nullcontext():
-        fit(lambda: module, AmpPrecision(precision), batches(1))
+        fit(module, AmpPrecision(precision), batches(1))
 
 
 # -- row 31: anomaly detection --------------------------------------------------------------------

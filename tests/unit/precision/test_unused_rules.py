@@ -203,6 +203,7 @@ def test_compiled_modules_are_seen_to_run(checkpointed: bool) -> None:
         module = Toy()
         module.net = torch.compile(Net(), backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
         with torch._dynamo.config.patch(error_on_recompile=True):
-            (text,) = idle(module, ["net.runs", "net.never"])[0]
+            texts = idle(module, ["net.runs", "net.never"])[0]
+        (text,) = [text for text in texts if "compiled backward" not in text]  # torch 2.8 has another
         assert "'net.never'" in text
         assert "runs'" not in text

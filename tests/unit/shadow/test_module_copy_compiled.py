@@ -18,8 +18,9 @@ from lightning_amp import AmpPrecision, GradientMonitor, OverflowLocator, ScaleM
 from lightning_amp.tracing import replay
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit", "ignore:.*LeafSpec:FutureWarning", "ignore:.*skipping cudagraphs"
-)
+    "ignore:.*torch.jit", "ignore:.*LeafSpec:FutureWarning", "ignore:.*skipping cudagraphs",
+    "ignore:(?s).*runs a compiled backward under autocast",  # with torch 2.8
+)  # fmt: skip
 compiled: Any = functools.partial(torch.compile, backend="eager")
 
 
