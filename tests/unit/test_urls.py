@@ -23,7 +23,19 @@ class Universal:
 
 @pytest.mark.parametrize(
     "path",
-    ["runs", "", "C:\\runs", "C:/runs", "C://runs", "runs/s3://x", "a::b", "name:/x", Path("runs"), Path("/s3://x")],
+    [
+        "runs",
+        "",
+        "C:\\runs",
+        "C:/runs",
+        "C://runs",
+        "runs/s3://x",
+        "./x::s3://b",
+        "a::b",
+        "runs::2",
+        "name:/x",
+        Path("/s3://x"),
+    ],
 )
 def test_a_path(path: Any) -> None:
     assert location(path) == Path(path)
