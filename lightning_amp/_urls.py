@@ -27,6 +27,11 @@ _FILLED_IN_PLACE = {"memory", "sftp", "ssh", "hdfs"}
 """Stores that show a file while it arrives, and whose `mv` replaces another file."""
 
 
+def is_url(path: object) -> bool:
+    """Return whether this is a URL, or an object whose `str` is one."""
+    return bool(_protocols(str(path)))
+
+
 def location(path: str | os.PathLike[str], name: str = "path") -> Path | str:
     """Return a path on this machine as a `Path`, and a URL as the string that it is.
 
@@ -98,13 +103,16 @@ def _protocols(text: str) -> list[str]:
     return _PROTOCOL.findall(text) if "://" in text and _PROTOCOL.match(text) else []
 
 
+def _is_known(protocol: str) -> bool:
+    return protocol in known_implementations or protocol in registry
+
+
 def _require_driver(protocol: str, name: str, url: str) -> None:
+    similar = difflib.get_close_matches(protocol.lower(), known_implementations, n=1, cutoff=0.5)
+    advice = f"Did you mean `{similar[0]}://`?" if similar else "`fsspec.available_protocols()` lists them."
+    require(_is_known(protocol), name, "a path, or a URL whose protocol fsspec knows", url, advice)
     try:
         get_filesystem_class(protocol)
-    except ValueError:
-        similar = difflib.get_close_matches(protocol.lower(), known_implementations, n=1, cutoff=0.5)
-        advice = f"Did you mean `{similar[0]}://`?" if similar else "`fsspec.available_protocols()` lists them."
-        require(False, name, "a path, or a URL whose protocol fsspec knows", url, advice)
     except ImportError as error:
         package = known_implementations[protocol]["class"].partition(".")[0]
         advice = "" if package == "fsspec" else f" Run `pip install {package}`."
@@ -114,6 +122,5 @@ def _require_driver(protocol: str, name: str, url: str) -> None:
 def _require_both_slashes(name: str, path: str | os.PathLike[str]) -> None:
     """Refuse `pathlib.Path("s3://bucket")`, which is `s3:/bucket`: it would be a folder of that name here."""
     lost = _ONE_SLASH.match(str(path))
-    known = lost is None or lost[1] in known_implementations or lost[1] in registry
     advice = "`pathlib.Path` keeps one slash of two: pass the URL as a string."
-    require(lost is None or not known, name, "a path, or a URL with both slashes", path, advice)
+    require(lost is None or not _is_known(lost[1]), name, "a path, or a URL with both slashes", path, advice)

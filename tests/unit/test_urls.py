@@ -11,7 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.stores import Bucket
 
-from lightning_amp._urls import child, location, open_to_read, upload
+from lightning_amp._urls import child, is_url, location, open_to_read, upload
 
 
 class Universal:
@@ -39,6 +39,7 @@ class Universal:
 )
 def test_a_path(path: Any) -> None:
     assert location(path) == Path(path)
+    assert not is_url(path)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,7 @@ def test_a_path(path: Any) -> None:
 )
 def test_a_url_is_left_alone(url: str) -> None:
     assert location(url) == url
+    assert is_url(url)
 
 
 def test_an_object_whose_text_is_a_url() -> None:

@@ -40,9 +40,10 @@ def test_a_figure_is_saved_in_the_format_of_its_name_and_returned(tmp_path: Path
     assert b"<svg" in (tmp_path / "a.svg").read_bytes()
 
 
-def test_a_figure_is_saved_at_a_url(folder_url: str) -> None:
+def test_a_figure_is_saved_at_a_url(tmp_path: Path, folder_url: str) -> None:
     figure = new_figure(2, 1)
     for name, beginning in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a", b"\x89PNG")):
-        assert saved(figure, f"{folder_url}/{name}") is figure
-        with fsspec.open(f"{folder_url}/{name}", "rb") as file:
-            assert file.read().startswith(beginning)
+        for url in (f"{folder_url}/{name}", f"file://{tmp_path}/{name}"):
+            assert saved(figure, url) is figure
+            with fsspec.open(url, "rb") as file:
+                assert file.read().startswith(beginning)
