@@ -19,7 +19,9 @@ os.environ.setdefault("KMP_BLOCKTIME", "0")
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from support import flags_on_a_device
+from support.stores import Bucket
 
 DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 if torch.device(DEVICE).type not in {"cpu", "cuda"}:
@@ -65,6 +67,29 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def weights_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every checkpoint is loaded with `weights_only=True`, for which Lightning 2.5 has no argument."""
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[str]:
+    """The URL of a folder that is filled in place, and that does not exist yet."""
+    yield "memory://runs/1"
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def bucket_folder() -> Iterator[str]:
+    """The URL of a folder in a bucket; `Bucket.failure` lets an upload fail."""
+    Bucket.failure = None
+    yield "test-bucket://bucket/run"
+    Bucket.objects.clear()
+    Bucket.failure = None
+
+
+@pytest.fixture(params=["memory_folder", "bucket_folder"])
+def folder_url(request: pytest.FixtureRequest) -> str:
+    """The URL of a folder, of both kinds."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(params=[False, True], ids=["flags on the host", "flags on a device"])

@@ -127,7 +127,7 @@ class GradientMonitor(Callback):
         """Draw a heat map over modules and steps.
 
         Args:
-            path: Where to save the picture too.
+            path: Where to save the picture too, also a URL.
             quantity: `"headroom_bits"` (blue: room, white: just fits, red: overflows), `"underflow_fraction"`,
                 `"subnormal_fraction"`, `"sqnr_db"` or `"cosine"`.
             max_rows: Draw only so many rows, the worst by their worst step. `None` draws all.

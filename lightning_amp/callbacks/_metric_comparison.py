@@ -126,7 +126,7 @@ class MetricComparison(Callback):
         return self._table
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write `.table` as CSV, with a header line. The file is replaced at once or not at all."""
+        """Write `.table` as CSV, with a header line, to a path or a URL. It is replaced at once or not at all."""
         self._table.to_csv(path)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from lightning_amp._compat import _modules
 from lightning_amp._files import write_atomically
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
+from lightning_amp._urls import child, location
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
@@ -77,13 +77,15 @@ class OverflowLocator(Callback):
     Args:
         max_reports: Stop looking after this many skipped steps, in this Trainer; from then on it only counts. A resumed
             run goes on counting, and has the reports of its checkpoint.
-        dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`. `None` writes none. If it cannot
-            be written, one warning says so and training goes on. A file appears whole or not at all.
+        dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`, or its URL (`"s3://bucket/run"`,
+            as Lightning's callbacks take it). `None` writes none. If it cannot be written, one warning says so and
+            training goes on. A file appears whole or not at all.
         save_bundles: Also saves `overflow_step00007_rank0.pt` there: weights, batch, random state and scale, for
             :func:`lightning_amp.tracing.replay`. As large as the model. Needs `dirpath`.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is out of its range, or fsspec does not know the protocol of `dirpath`.
+        ImportError: If the driver for `dirpath` is not installed.
 
     Cost: it needs to know of a skip at once, so that it reads the flag of each step: the host waits for the device once
     per batch; after the last report once per log point. Random states and a reference to the batch are kept: 0.1 to
@@ -103,7 +105,7 @@ class OverflowLocator(Callback):
         if save_bundles and dirpath is None:
             raise ValueError("`save_bundles=True` needs a folder to save them in: pass `dirpath`.")
         self.max_reports = max_reports
-        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.dirpath = None if dirpath is None else location(dirpath, "dirpath")
         self.save_bundles = bool(save_bundles)
         self._last_trainer = LastTrainer()
         self._forget()
@@ -301,7 +303,7 @@ class OverflowLocator(Callback):
             return
         try:
             for report in reports:
-                stem = self.dirpath / f"overflow_step{report.record.index:05d}_rank{report.rank}"
+                stem = child(self.dirpath, f"overflow_step{report.record.index:05d}_rank{report.rank}")
                 write_atomically(f"{stem}.json", lambda file, report=report: file.write(report.to_json()))
                 packed = bundles[report.rank] if bundles else None
                 if packed is not None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,7 @@ from lightning_amp._arguments import require_count, require_number
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import exact
+from lightning_amp._urls import child, location
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import ScaleHistory
@@ -65,12 +65,14 @@ class ScaleMonitor(Callback):
             make gradients smaller instead of larger.
         warn_skip_rate: Warns once when a larger share of the latest 100 steps was skipped, from 0 to 1. `None` never.
             In a healthy run some steps are skipped until the scale has settled, later one in thousands.
-        dirpath: Folder for `scale_history.csv`, written with every checkpoint and at the end of fit, all of it each
-            time, so that a resumed run continues it and a killed one has left what its last checkpoint knows. `None`
-            writes no file. If it cannot be written, one warning says so and training goes on.
+        dirpath: Folder for `scale_history.csv`, or its URL (`"s3://bucket/run"`, as Lightning's callbacks take it),
+            written with every checkpoint and at the end of fit, all of it each time, so that a resumed run continues it
+            and a killed one has left what its last checkpoint knows. `None` writes no file. If it cannot be written,
+            one warning says so and training goes on.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is out of its range, or fsspec does not know the protocol of `dirpath`.
+        ImportError: If the driver for `dirpath` is not installed.
 
     Cost: between two log points nothing waits for the device; a log point is one transfer. A million steps with a
     hundred changes is a hundred rows.
@@ -90,7 +92,7 @@ class ScaleMonitor(Callback):
         self.log_every_n_steps = log_every_n_steps
         self.warn_below = warn_below
         self.warn_skip_rate = warn_skip_rate
-        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.dirpath = None if dirpath is None else location(dirpath, "dirpath")
         self._last_trainer = LastTrainer()
         self._plugin: AmpPrecision | None = None
         self._subscription: Subscription | None = None
@@ -255,7 +257,7 @@ class ScaleMonitor(Callback):
         if self.dirpath is None or self._history.last is None or not _lightning.is_rank_zero():
             return  # a fit that failed before its first step has nothing to put in the place of an earlier file
         try:
-            self._history.to_csv(self.dirpath / FILE_NAME)
+            self._history.to_csv(child(self.dirpath, FILE_NAME))
         except OSError as error:
             if self._warned_of_folder:
                 return

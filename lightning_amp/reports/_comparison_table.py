@@ -95,7 +95,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         Several loaders are lines of one panel; a tolerance is a band. Needs matplotlib.
 
         Args:
-            path: Where to save the figure, in the format of the suffix. Default: do not save it.
+            path: Where to save the figure, also a URL, in the format of the suffix. Default: do not save it.
             max_rows: How many metrics to show; of more, the worst, as in `to_text`. `None`: all.
         """
         from lightning_amp.reports._comparison_plot import plot_comparison

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_amp._files import write_atomically
+from lightning_amp._urls import is_url
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +35,10 @@ def say_empty(axes: Any, text: str) -> None:
 
 
 def saved(figure: Figure, path: str | os.PathLike[str] | None, dpi: float | Literal["figure"] = 120) -> Figure:
-    """Save a figure in the format of the suffix, if there is a path; return it."""
-    if path is not None:
+    """Save a figure in the format of the suffix, if there is a path or a URL; return it."""
+    if path is not None and is_url(path):
+        suffix = PurePosixPath(str(path)).suffix[1:] or None
+        write_atomically(path, lambda file: figure.savefig(file, format=suffix, dpi=dpi), mode="binary")
+    elif path is not None:
         figure.savefig(path, dpi=dpi)
     return figure

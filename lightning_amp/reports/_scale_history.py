@@ -8,13 +8,13 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from typing_extensions import final, override
 
 from lightning_amp._text import counted, exact
+from lightning_amp._urls import open_to_read
 from lightning_amp.reports._table import Table
 from lightning_amp.scaling import Reason, Saved, StepRecord
 
@@ -146,13 +146,13 @@ class ScaleHistory(Table[StepRecord]):
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> ScaleHistory:
-        """Read what :meth:`to_csv` wrote.
+        """Read what :meth:`to_csv` wrote, from a path or a URL.
 
         Raises:
             ValueError: Naming file and line, if it is not such a file.
         """
         history = cls()
-        with Path(path).open(newline="", encoding="utf-8") as file:
+        with open_to_read(path, "text") as file:
             reader = csv.reader(file)
             try:
                 header, *rows = [(row, reader.line_num) for row in reader] or [([], 0)]
@@ -219,7 +219,7 @@ class ScaleHistory(Table[StepRecord]):
         """Draw log2 of the scale over steps; skips are marked, and growth if it is not more than 100 times.
 
         Args:
-            path: Where to save the picture too.
+            path: Where to save the picture too, also a URL.
 
         Raises:
             ModuleNotFoundError: Without matplotlib (`pip install matplotlib`).

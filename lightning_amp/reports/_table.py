@@ -45,7 +45,7 @@ class Table(Sequence[Row]):
         return f"{type(self).__name__}({len(self)} rows)"
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as CSV, with a header line. The file is replaced at once or not at all."""
+        """Write the rows as CSV, with a header line, to a path or a URL. The file is replaced at once or not at all."""
 
         def write(file: Any) -> None:
             writer = csv.writer(file)

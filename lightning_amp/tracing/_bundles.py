@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._containers import replace
+from lightning_amp._urls import open_to_read
 from lightning_amp.tracing._conditions import RandomState
 
 _NOT_A_BUNDLE = "This is not a bundle of `OverflowLocator`, or one of a later version"
@@ -62,7 +63,8 @@ def load_bundle(bundle: str | os.PathLike[str] | Mapping[str, Any], weights_only
 
 def _load(path: str | os.PathLike[str], weights_only: bool) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=weights_only)
+        with open_to_read(path, "binary", "bundle") as file:
+            return torch.load(file, map_location="cpu", weights_only=weights_only)
     except UnpicklingError as error:
         classes = _classes(path) if weights_only else []
         if not classes:
@@ -83,7 +85,8 @@ def _load(path: str | os.PathLike[str], weights_only: bool) -> Any:
 
 def _classes(path: str | os.PathLike[str]) -> list[str]:
     try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        with open_to_read(path, "binary") as file:
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except (ValueError, RuntimeError):  # not a file of `torch.save`
         return []
 

@@ -64,7 +64,7 @@ def replay(
         print(again.diagnosis.cause, again.headroom_bits)  # none -2.5: fp16 has room for it at a scale 2**3 times lower
 
     Args:
-        bundle: What `OverflowLocator(save_bundles=True)` saved: its path, or the loaded dictionary.
+        bundle: What `OverflowLocator(save_bundles=True)` saved: its path or URL, or the loaded dictionary.
         module_fn: Makes a module that the saved state fits; or such a module, which is copied.
         step: Gets the module and the batch, returns the loss, or a mapping with it under `"loss"`. `None` calls
             `module.training_step(batch, batch_idx)`; what that logs goes nowhere.

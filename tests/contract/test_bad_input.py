@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from support import Toy, batches, fit, quiet_trainer
 
-from lightning_amp import AmpPrecision, ScaleMonitor
+from lightning_amp import AmpPrecision, OverflowLocator, ScaleMonitor
 from lightning_amp.casting import _precision_choice
 
 
@@ -53,6 +55,18 @@ def test_the_other_package() -> None:
 def test_scale_monitor(kwargs: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(kwargs))):
         ScaleMonitor(**kwargs)
+
+
+@pytest.mark.parametrize("callback", [ScaleMonitor, OverflowLocator])
+def test_a_folder_that_nobody_could_write_to(callback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known before the first batch: the history of the run would be lost."""
+    with pytest.raises(ValueError, match=r"`dirpath` must be .* got 's4://bucket/run'. Did you mean `s3://`\?"):
+        callback(dirpath="s4://bucket/run")
+    with pytest.raises(ValueError, match=r"`dirpath` must be .* got .*s3:/bucket/run.*: pass the URL as a string"):
+        callback(dirpath=Path("s3://bucket/run"))
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ImportError, match=r"`dirpath` is 'gs://bucket/run', .* Run `pip install gcsfs`"):
+        callback(dirpath="gs://bucket/run")
 
 
 def test_skip_nonfinite_is_a_bool() -> None:

@@ -15,13 +15,14 @@ from typing import Any
 import lightning as L
 import pytest
 from support.resuming import assert_equal, everything, plugin_for, train
+from support.stores import Bucket
 
 from lightning_amp import OverflowLocator, ScaleMonitor
 from lightning_amp._files import LEFTOVER, write_atomically
 from lightning_amp.reports import ScaleHistory
 
 HERE = Path(__file__).parent
-CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
+CALLBACKS: dict[str, Callable[[Any], L.Callback]] = {
     "ScaleMonitor": lambda folder: ScaleMonitor(dirpath=folder),
     "OverflowLocator": lambda folder: OverflowLocator(dirpath=folder),
     "OverflowLocator, bundles": lambda folder: OverflowLocator(dirpath=folder, save_bundles=True),
@@ -62,6 +63,22 @@ def test_an_unwritable_folder(name: str, where: Callable[[Path], Path], tmp_path
     )
     assert texts[0].endswith("Training is not affected.")
     assert not list(tmp_path.rglob(f"*{LEFTOVER}"))
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_bucket_that_cannot_be_reached(name: str, tmp_path: Path, bucket_folder: str) -> None:
+    Bucket.failure = RuntimeError("no such host")
+    expected = everything(train(plugin_for("fp16"), 20, checkpoints=tmp_path / "a", **SETTINGS))
+    callback = CALLBACKS[name](bucket_folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = train(plugin_for("fp16"), 20, callbacks=[callback], checkpoints=tmp_path / "b", **SETTINGS)
+    found = everything(trainer)
+    assert_equal({name: found[name] for name in expected}, expected)
+    texts = [str(w.message) for w in caught if "could not write" in str(w.message)]
+    reason = "RuntimeError: no such host. Training is not affected."
+    assert texts == [f"`{type(callback).__name__}` could not write to `{bucket_folder}`: {reason}"]
+    assert not Bucket.objects
 
 
 class Remove(L.Callback):

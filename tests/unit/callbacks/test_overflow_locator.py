@@ -3,14 +3,17 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning as L
 import pytest
 import torch
 from support import Poison, Recorder, Toy, batches, fit, flags_on_a_device, stock
 from support.overflows import BadRow, fp16, with_bad
+from support.stores import Bucket
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -99,6 +102,29 @@ def test_bundle(tmp_path: Path) -> None:
     assert fp32.headroom_bits < 0
     lower = 2.0**24 * 2.0 ** int(fp32.headroom_bits - 4)
     assert replay(path, lambda: Toy(net=net()), precision="fp16", scale=lower).diagnosis.cause == "none"
+
+
+def test_reports_and_bundles_at_a_url(folder_url: str) -> None:
+    locator = OverflowLocator(dirpath=folder_url, save_bundles=True)
+    assert copy.deepcopy(locator).dirpath == pickle.loads(pickle.dumps(locator)).dirpath == folder_url
+    fit(BadRow, fp16(), with_bad(5), callbacks=[locator])
+    (report,) = locator.reports
+    with fsspec.open(f"{folder_url}/overflow_step00005_rank0.json", "r") as file:
+        assert file.read() == report.to_json()
+    again = replay(f"{folder_url}/overflow_step00005_rank0.pt", BadRow(), precision="fp16")
+    assert (again.diagnosis, again.parameters) == (report.diagnosis, report.parameters)
+
+
+def test_a_url_that_cannot_be_written_is_said_once(bucket_folder: str) -> None:
+    Bucket.failure = RuntimeError("no credentials")
+    locator = OverflowLocator(dirpath=bucket_folder, save_bundles=True)
+    with pytest.warns(UserWarning, match="could not write") as caught:
+        fit(BadRow, fp16(), with_bad(1, 2), callbacks=[locator])
+    assert [str(w.message) for w in caught if "could not write" in str(w.message)] == [
+        "`OverflowLocator` could not write to `test-bucket://bucket/run`: RuntimeError: no credentials."
+        " Training is not affected."
+    ]
+    assert len(locator.reports) == 2
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

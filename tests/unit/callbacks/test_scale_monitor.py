@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import copy
 import csv
+import pickle
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from support import Poison, Toy, batches, fit, stock
+from support.stores import Bucket
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
 from lightning_amp.callbacks import _scale_monitor
@@ -119,6 +123,46 @@ def test_writes_its_file_and_survives_when_it_cannot(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="could not write"):
         trainer = fit(Toy, fp16(), callbacks=[ScaleMonitor(dirpath=tmp_path / "file" / "out")])
     assert trainer.global_step == 8
+
+
+def test_writes_its_file_to_a_url(folder_url: str) -> None:
+    monitor = ScaleMonitor(dirpath=folder_url)
+    assert copy.deepcopy(monitor).dirpath == pickle.loads(pickle.dumps(monitor)).dirpath == folder_url
+    fit(Toy, fp16(), callbacks=[Poison(gradient=[1]), monitor])
+    assert list(ScaleHistory.from_csv(f"{folder_url}/scale_history.csv")) == list(monitor.history)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_goes_on_from_a_checkpoint_at_a_url(memory_folder: str) -> None:
+    """Beside Lightning's own callback, in one folder."""
+    for epochs, ckpt_path in ((1, None), (2, f"{memory_folder}/epoch=0-step=8.ckpt")):
+        callbacks = [ScaleMonitor(dirpath=memory_folder), ModelCheckpoint(memory_folder, save_top_k=-1)]
+        kwargs: dict[str, Any] = {"max_epochs": epochs, "enable_checkpointing": True, "callbacks": callbacks}
+        fit(Toy, fp16(), ckpt_path=ckpt_path, **kwargs)
+        assert ScaleHistory.from_csv(f"{memory_folder}/scale_history.csv").num_attempted == 8 * epochs
+
+
+def test_a_url_that_cannot_be_written_is_said_once(bucket_folder: str) -> None:
+    """Whatever the driver raises; and the history is all there as soon as the store is back."""
+    Bucket.failure = RuntimeError("no credentials")
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 6:
+                Bucket.failure = None
+            if trainer.global_step % 2 == 0:
+                monitor.on_save_checkpoint(trainer, trainer.lightning_module, {})
+                written.append(sorted(Bucket.objects))
+
+    monitor, written = ScaleMonitor(2, dirpath=bucket_folder), list[list[str]]()
+    with pytest.warns(UserWarning, match="could not write") as caught:
+        fit(Toy, fp16(), callbacks=[monitor, Save()])
+    assert [str(w.message) for w in caught if "could not write" in str(w.message)] == [
+        "`ScaleMonitor` could not write to `test-bucket://bucket/run`: RuntimeError: no credentials."
+        " Training is not affected."
+    ]
+    assert written == [[], [], *[["bucket/run/scale_history.csv"]] * 2]
+    assert list(ScaleHistory.from_csv(f"{bucket_folder}/scale_history.csv")) == list(monitor.history)
 
 
 def test_writes_its_file_when_the_run_crashes(tmp_path: Path) -> None:

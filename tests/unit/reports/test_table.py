@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import fsspec
 import pytest
 from support.tables import comparisons, gradient_row, scale_records
 
@@ -42,6 +43,15 @@ def test_a_table_is_a_sequence(make: object, tmp_path: Path) -> None:
         lines = list(csv.DictReader(file))
     assert len(lines) == len(rows)
     assert [float(line["scale"]) for line in lines if "scale" in line] == [r.scale for r in rows if hasattr(r, "scale")]
+
+
+@pytest.mark.parametrize("make", [history, gradients, comparisons])
+def test_a_table_at_a_url(make: object, tmp_path: Path, folder_url: str) -> None:
+    table = make()  # type: ignore[operator]
+    table.to_csv(tmp_path / "table.csv")
+    table.to_csv(f"{folder_url}/table.csv")
+    with fsspec.open(f"{folder_url}/table.csv", "rb") as file:
+        assert file.read() == (tmp_path / "table.csv").read_bytes()
 
 
 def test_rows_of_a_checkpoint_are_sampled_as_they_were() -> None:

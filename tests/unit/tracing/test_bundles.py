@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_amp._files import write_atomically
 from lightning_amp.tracing._bundles import copy_to, load_bundle
 
 
@@ -66,6 +67,19 @@ def test_a_batch_that_weights_only_refuses(kind: str, tmp_path: Path) -> None:
     loaded = load_bundle(tmp_path / "a.pt", weights_only=False)["batch"]
     assert type(loaded) is type(batch)
     assert torch.equal(loaded["x"], batch["x"])
+
+
+def test_a_bundle_at_a_url(tmp_path: Path, folder_url: str) -> None:
+    url = f"{folder_url}/a.pt"
+    write_atomically(url, lambda file: torch.save({"format": 1, "batch": torch.ones(3)}, file), mode="binary")
+    assert torch.equal(load_bundle(url, weights_only=True)["batch"], torch.ones(3))
+    write_atomically(url, lambda file: torch.save({"format": 1, "batch": Sample(torch.ones(3))}, file), mode="binary")
+    with pytest.raises(ValueError, match=rf"`{url}` holds more than tensors .*Sample.* pass `weights_only=False`"):
+        load_bundle(url, weights_only=True)
+    with pytest.raises(FileNotFoundError):
+        load_bundle(f"{folder_url}/missing.pt", weights_only=True)
+    with pytest.raises(ValueError, match="`bundle` must be a path, or a URL whose protocol fsspec knows"):
+        load_bundle("no-such://a.pt", weights_only=True)
 
 
 @pytest.mark.parametrize("make", [Sample, Moves, lambda x: Encoding({"x": x}), lambda x: defaultdict(list, {"x": x})])
