@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import NamedTuple
 
 import torch
@@ -23,10 +24,12 @@ class Failure(NamedTuple):
         """Describe an exception, and free the memory that it holds.
 
         Args:
-            error: Its traceback is gone afterwards: the frames would keep the memory that there may not be enough of.
+            error: Its traceback is gone afterwards, and what its frames held: there may not be enough memory for it.
             what: Ran a second time.
             where: In which run of it memory may have run out.
         """
+        for raised in filter(None, (error, error.__context__, error.__cause__)):
+            traceback.clear_frames(raised.__traceback__)  # up to Python 3.10 the interpreter holds them, too
         error.__traceback__ = error.__context__ = error.__cause__ = None
         if not is_out_of_memory(error):
             reason = in_one_line(error)

@@ -15,7 +15,7 @@ from support import batches, quiet_trainer
 from support.promises import fused_adamw
 from support.resuming import Averaging, Checkpoints, Net, Overflow, ours, plugin_for
 
-TIMEOUT_S = 30
+TIMEOUT_S = 120
 
 
 class Die(L.Callback):

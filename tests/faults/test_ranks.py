@@ -21,25 +21,20 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("victim", [1])
 def test_the_other_rank_stops(victim: int, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])}
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        command = [sys.executable, str(HERE / "rank_script.py"), str(victim), str(folder)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-        ended = time.time()
-        if (folder / "killed").exists():  # else the ranks did not meet: somebody else had taken the port
-            break
+    command = [sys.executable, str(HERE / "rank_script.py"), str(victim), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    ended = time.time()
     assert done.returncode != 0
     assert "Connection" in done.stderr or "connection" in done.stderr, done.stderr[-3000:]
-    assert (folder / "survivor").read_text() == f"{1 - victim} 14 Averaging"
-    assert ended - (folder / "killed").stat().st_mtime < 30  # the timeout of the process group
-    files = sorted((folder / "ours").iterdir())
+    assert (tmp_path / "survivor").read_text() == f"{1 - victim} 14 Averaging"
+    assert ended - (tmp_path / "killed").stat().st_mtime < 30  # of the 120 s after which the process group gives up
+    files = sorted((tmp_path / "ours").iterdir())
     assert not [p for p in files if p.name.endswith(LEFTOVER)]
     names = [f"overflow_step{step:05d}_rank0.json" for step in (3, 12)]  # no rank found a cause in its batch
     assert [p.name for p in files] == [*names, "scale_history.csv"]
-    assert [json.loads((folder / "ours" / name).read_text())["rank"] for name in names] == [0, 0]
-    checkpoint = torch.load(folder / "checkpoints" / "step=10.ckpt", weights_only=True)
-    history = ScaleHistory.from_csv(folder / "ours" / "scale_history.csv")
+    assert [json.loads((tmp_path / "ours" / name).read_text())["rank"] for name in names] == [0, 0]
+    checkpoint = torch.load(tmp_path / "checkpoints" / "step=10.ckpt", weights_only=True)
+    history = ScaleHistory.from_csv(tmp_path / "ours" / "scale_history.csv")
     assert [r.index for r in history if r.skipped] == [3, 12]
     assert history.num_attempted == 14
     assert len(checkpoint["callbacks"]["OverflowLocator"]["reports"]) == 1
