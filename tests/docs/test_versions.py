@@ -38,9 +38,10 @@ def test_the_first_row_is_the_lower_bounds() -> None:
     assert f'requires-python = ">={minor(first.python)}"' in PYPROJECT
 
 
-def test_python_versions_that_are_claimed_were_run() -> None:
-    claimed = set(re.findall(r"Programming Language :: Python :: (3\.\d+)", PYPROJECT))
-    assert claimed == {minor(row.python) for row in TABLE.rows}
+def test_python_versions_that_are_claimed_lie_between_those_that_were_run() -> None:
+    claimed = sorted(re.findall(r"Programming Language :: Python :: (3\.\d+)", PYPROJECT), key=_numbers)
+    run = sorted((minor(row.python) for row in TABLE.rows), key=_numbers)
+    assert (claimed[0], claimed[-1]) == (run[0], run[-1])
 
 
 def test_the_guide_names_the_same() -> None:

@@ -9,7 +9,6 @@ DEFAULT = (
     "lowest,python==3.10",
     "python==3.12,torch==2.11.0,lightning==2.6.1",
     "python==3.11,torch==2.13.0,lightning==2.6.6",
-    "python==3.13,torch==2.14.1,lightning==2.6.6",
     "python==3.14,torch==2.15.0,lightning==2.6.6",
 )
 
