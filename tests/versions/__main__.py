@@ -30,7 +30,7 @@ print(platform.python_version(), torch.__version__, *map(version, ["lightning", 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line; build, run, and write row by row."""
     args = parse(arguments)
-    table, commit, failed = Table.read(args.out), head(), False
+    table, commit, failed = Table.read(args.out), head(args.out), False
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(table.page(), encoding="utf-8")  # the suite looks for the page
     for spec in args.specs or [Spec.parse(text) for text in DEFAULT]:
@@ -55,9 +55,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def head() -> str:
-    """Return the commit that is run, with `-dirty` if there is more."""
-    return output("git", "describe", "--always", "--dirty").strip()
+def head(out: Path) -> str:
+    """Return the commit that is run, with `-dirty` if more than the table is changed."""
+    changed = output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", f":!{out.resolve()}")
+    return output("git", "rev-parse", "--short", "HEAD").strip() + ("-dirty" if changed else "")
 
 
 def output(*command: str) -> str:
