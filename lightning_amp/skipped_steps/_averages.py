@@ -36,7 +36,7 @@ class HeldAverages:
         """Count a step that was not skipped. The host knows, see `SkipProtection.host_must_know`."""
         self._applied += not skip.wait()
 
-    def _gate(self, callback: Callback, base: type[Any]) -> None:
+    def _gate(self, callback: Any, base: type[Any]) -> None:
         counted = self._applied
         gate = self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -244,6 +245,15 @@ def test_hysteresis_in_the_trainer(hysteresis: int, optimizer: str) -> None:
     assert plugin.scaler.get_scale() == (256.0 if hysteresis == 1 else 512.0)
 
 
+@pytest.fixture
+def filled_memory() -> Iterator[None]:
+    """What is not initialised is NaN, and not whatever happens to be there."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("filled_memory")
 @promise(6, stock=DIFFERS)
 def test_torchs_fused_sgd_bug(plugins: Plugins) -> None:
     """A fused SGD with momentum whose first step is skipped keeps an uninitialised buffer (torch 2.13)."""

@@ -9,6 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 
+__all__ = ["EMAWeightAveraging", "WeightAveraging", "needs_averages"]
+
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 elif hasattr(callbacks, "WeightAveraging"):
