@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
     pytest.mark.filterwarnings("ignore:The default behavior for interval-based checkpointing"),
     pytest.mark.filterwarnings("ignore:The PyTorch ?Profiler"),
-    pytest.mark.filterwarnings("ignore:Warning. Profiler clears events"),
 ]
 
 SCENARIOS: dict[str, dict[str, Any]] = {
