@@ -57,7 +57,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def head(out: Path) -> str:
     """Return the commit that is run, with `-dirty` if more than the table is changed."""
-    changed = output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", f":!{out.resolve()}")
+    table = [f":!{out.resolve().relative_to(ROOT)}"] if out.resolve().is_relative_to(ROOT) else []
+    changed = output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", *table)
     return output("git", "rev-parse", "--short", "HEAD").strip() + ("-dirty" if changed else "")
 
 
