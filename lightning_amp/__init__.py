@@ -1,8 +1,16 @@
 """Mixed precision for PyTorch Lightning that changes rounding, speed and memory, and nothing else."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
 from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
 from lightning_amp.scaling import DynamicLossScaler, StepRecord
+
+if TYPE_CHECKING:
+    from lightning_amp.comparison import PrecisionReport, compare_precisions
 
 __version__ = "0.1.0"
 
@@ -13,7 +21,22 @@ __all__ = [
     "GradientMonitor",
     "MetricComparison",
     "OverflowLocator",
+    "PrecisionReport",
     "ScaleMonitor",
     "StepRecord",
     "__version__",
+    "compare_precisions",
 ]
+
+_WHOLE_RUNS = {"PrecisionReport": "comparison", "compare_precisions": "comparison"}
+"""Tools for whole runs, and the room of each: imported when they are asked for, since training needs none of them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHOLE_RUNS:
+        return getattr(importlib.import_module(f"lightning_amp.{_WHOLE_RUNS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHOLE_RUNS})

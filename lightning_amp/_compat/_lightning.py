@@ -248,3 +248,17 @@ def optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
         "_lightning_optimizers": [stand_in(optimizer) for optimizer in wrapped],
         "optimizers": [stand_in(optimizer) for optimizer in trainer.strategy.optimizers],
     }
+
+
+# Can go with `own_results`.
+def metric_directions(trainer: Any) -> dict[str, str]:
+    """Return which way each torchmetrics metric of the current evaluation is better: `"min"` or `"max"`."""
+    from torchmetrics import Metric
+
+    results = trainer._results
+    found: dict[str, str] = {}
+    for item in () if results is None else results.values():
+        higher = item.value.higher_is_better if isinstance(item.value, Metric) else None
+        if higher is not None and item.meta.on_epoch:
+            found.update(dict.fromkeys(results._forked_name(item, on_step=False), "max" if higher else "min"))
+    return found

@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint as _checkpoint_module
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue, reportMissingModuleSource]
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from typing_extensions import final
 
 # --- torch: modules and tensors --------------------------------------------------------------------------------------
@@ -207,3 +207,7 @@ def uncompiled_module(module: Any) -> Any:
     from torch._dynamo import OptimizedModule
 
     return module._orig_mod if isinstance(module, OptimizedModule) else None
+
+
+DispatchMode = TorchDispatchMode
+"""Base of what sees every operation; its module has a private name. Can go when torch exports it elsewhere."""

@@ -264,3 +264,15 @@ class _OlderCudnn:
     @fp32_precision.setter
     def fp32_precision(self, precision: str) -> None:
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
+# Can go when a profile has a public list of allocations; `export_memory_timeline` is deprecated and writes a file.
+def peak_of_allocations(profile: Any) -> int:
+    """Return the most bytes that were allocated on the CPU at once in a profile with `profile_memory=True`."""
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    cpu = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
+    held = peak = 0
+    for event in sorted(cpu, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -3,6 +3,7 @@
 from lightning_amp.casting._fp32_metrics import Fp32Metrics, fp32_region
 from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
+from lightning_amp.casting._matmul_flops import MatmulFlops
 from lightning_amp.casting._method_override import MethodOverride
 from lightning_amp.casting._precision_choice import Canonical, Choice, Precision, cpu_has_bf16, parse_precision
 from lightning_amp.casting._reused_weights import ReusedWeights
@@ -14,6 +15,7 @@ __all__ = [
     "Fp32Metrics",
     "Fp32Modules",
     "Fp32Outputs",
+    "MatmulFlops",
     "MethodOverride",
     "Precision",
     "ReusedWeights",

@@ -3,6 +3,7 @@
 from lightning_amp.shadow._evaluation_pass import Stage
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._gradient_sample import take_sample
+from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._overflow_search import BatchWindow, Finding, find, packed_step, unpacked_step
 from lightning_amp.shadow._paired_evaluation import PairedEvaluation
 from lightning_amp.shadow._ranks import gather, gather_on_zero
@@ -16,6 +17,7 @@ __all__ = [
     "find",
     "gather",
     "gather_on_zero",
+    "matmul_flops",
     "packed_step",
     "take_sample",
     "unpacked_step",

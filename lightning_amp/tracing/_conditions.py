@@ -99,6 +99,14 @@ def _reduced_precision_switches() -> tuple[Any, ...]:
     )
 
 
+def reduces_fp32(device_type: str) -> bool:
+    """Return whether fp32 matrix products on this type of device may be computed in TF32 or bf16 now."""
+    switches = _torch.older_fp32_switches()
+    backends: Any = torch.backends
+    switch = switches[0] if switches else (backends.mkldnn if device_type == "cpu" else backends.cuda).matmul
+    return switch.fp32_precision not in ("ieee", "none")
+
+
 @contextmanager
 def full_precision(device_type: str) -> Generator[None]:
     """Compute in true fp32: no autocast, TF32, or bf16 inside fp32 matmuls (`set_float32_matmul_precision("medium")`).

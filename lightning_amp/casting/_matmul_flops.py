@@ -1,0 +1,48 @@
+"""How much of the work is done in which dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from typing_extensions import final, override
+
+from lightning_amp._compat._modules import DispatchMode
+
+
+@final
+class MatmulFlops(DispatchMode):
+    """Counts the FLOPs of matrix products, convolutions and attention by the dtype of what they multiply.
+
+    .. code-block:: python
+
+        with MatmulFlops() as flops:
+            loss = model.training_step(batch, 0)
+            loss.backward()
+        print(flops.by_dtype)  # Counter({'bfloat16': 1966080, 'float32': 4096})
+
+    With the formulas of `torch.utils.flop_counter`, which also knows backward passes and products in fp8.
+
+    Attributes:
+        by_dtype: FLOPs by the name of the dtype.
+
+    Cost: some microseconds per operation, and no fusion of operations: it is not for a step whose time counts.
+
+    """
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry
+
+        super().__init__()
+        self._formulas = flop_registry
+        self.by_dtype = Counter[str]()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(getattr(func, "overloadpacket", func))
+        if formula is not None:
+            dtype = next((a.dtype for a in args if isinstance(a, torch.Tensor)), torch.float32)
+            self.by_dtype[str(dtype).removeprefix("torch.")] += formula(*args, **(kwargs or {}), out_val=out)
+        return out

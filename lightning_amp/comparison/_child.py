@@ -1,0 +1,18 @@
+"""The script that the process of an arm runs: `python _child.py HEADER`.
+
+It has only the standard library until the paths are set, and is run by its path, so that this package need not be installed where the caller found it.
+"""
+
+import json
+import sys
+import time
+
+if __name__ == "__main__":
+    started = time.time()
+    with open(sys.argv[1], encoding="utf-8") as file:
+        header = json.load(file)
+    sys.path[:] = header["path"]
+
+    from lightning_amp.comparison._arm_process import main
+
+    main(header, started)

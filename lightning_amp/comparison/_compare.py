@@ -1,0 +1,185 @@
+"""`compare_precisions`: train the same module in several precisions, fairly, and judge."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from lightning_amp.comparison._arm_process import Task
+from lightning_amp.comparison._arm_run import ArmRun
+from lightning_amp.comparison._checks import (
+    check_margins,
+    check_place,
+    check_seeds,
+    check_trainer_kwargs,
+    parse_margins,
+)
+from lightning_amp.comparison._describe import describe, short
+from lightning_amp.comparison._factories import check_factory, factory_name
+from lightning_amp.comparison._plan import CONTROL, Plan
+from lightning_amp.comparison._process import run_in_process
+from lightning_amp.comparison._progress import progress
+from lightning_amp.comparison._report import PrecisionReport
+from lightning_amp.comparison._specs import ArmSpec, parse_arms
+from lightning_amp.comparison._statistics import scipy_special
+from lightning_amp.comparison._store import Store, file_name
+
+
+def compare_precisions(
+    make_module: Callable[[], LightningModule],
+    make_data: Callable[[], LightningDataModule],
+    precisions: Sequence[Any] | Mapping[str, Any] = ("fp32", "bf16", "fp16"),
+    *,
+    trainer_kwargs: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    num_seeds: int = 1,
+    margins: Mapping[str, Any] | None = None,
+    control: bool | None = None,
+    dirpath: str | os.PathLike[str] | None = None,
+) -> PrecisionReport:
+    """Train the same module in several precisions, and judge whether a precision is worse, and what it gains.
+
+    .. code-block:: python
+
+        from models import Classifier, Images  # in a file that another process can import
+
+        if __name__ == "__main__":
+            report = compare_precisions(
+                Classifier,
+                Images,
+                precisions=["fp32", "bf16", "fp16"],
+                trainer_kwargs=dict(max_epochs=10),
+                num_seeds=5,
+                margins={"val_acc": 0.002},
+                dirpath="comparison",
+            )
+            print(report)
+            report.to_html("comparison.html")
+
+    Each run is what one would do by hand: `seed_everything(seed)`, `make_module()`, `make_data()`,
+    `Trainer(**trainer_kwargs, plugins=[...]).fit`, in a process of its own, and has the values of that run, bit for
+    bit. All arms of one seed share initial weights, data order and random draws, and run one after the other (fp32 with
+    the first seed, bf16 with the first seed, ..., fp32 with the second), so that what changes on the machine meets all.
+
+    A verdict compares the final values of a metric, paired by seed, with a margin: "not worse" where the one-sided
+    95 % bound of the mean cost is within it, "worse" where the bound is beyond, else "undecided"; corrected for the
+    number of metrics and arms. Fewer than three seeds never decide. The control, the reference with weights moved in
+    their last bit, shows how far the reference is from itself.
+
+    Args:
+        make_module: Returns a new LightningModule: its class, or a function without arguments. Another process has to
+            import it: a function at the top level of a file, a script's own too if it has a `__main__` guard.
+        make_data: Likewise for a LightningDataModule.
+        precisions: Names, or a mapping from labels to names, plugins, or arguments of :class:`AmpPrecision`:
+            `{"fp32": "fp32", "fp16, head in fp32": dict(precision="fp16", fp32_modules=["head"])}`. The first is the
+            reference.
+        trainer_kwargs: Arguments of the Trainer, without `precision` and `plugins`. What a run writes (logs,
+            checkpoints) goes into `dirpath`, or nowhere, unless `default_root_dir` says where.
+        seed: The first seed.
+        num_seeds: How many; `seed`, `seed + 1`, and so on.
+        margins: What a precision may cost, by metric and in its own unit: `{"val_acc": 0.002}`. Which way is better is
+            known from torchmetrics or from the name; else write `{"val_thing": ("min", 0.1)}`.
+        control: Whether to run the control; `None`: with more than one seed.
+        dirpath: Folder, or its URL, in which finished runs are kept: a second call with the same arguments, or with
+            more seeds, runs only what is missing. `None` keeps nothing.
+
+    Returns:
+        What was found. A run that failed is in it, with its error.
+
+    Raises:
+        ValueError: If an argument is wrong, before anything runs where that can be known; if a margin is for a metric
+            that the first finished run did not log; if `dirpath` has another comparison.
+        RuntimeError: If it is called on several ranks, or by a file that is imported in the process of an arm.
+        OSError: If `dirpath` cannot be written.
+        ModuleNotFoundError: Without scipy (`pip install scipy`).
+        KeyboardInterrupt: If it is interrupted; what finished stays in `dirpath`.
+
+    Cost: all runs, one after the other, and some seconds to start each. In each, `MetricComparison` evaluates every
+    validation a second time, and the peak of memory is measured; neither counts as time of training.
+
+    """
+    check_place()
+    check_factory("make_module", make_module, LightningModule)
+    check_factory("make_data", make_data, LightningDataModule)
+    kwargs = check_trainer_kwargs(trainer_kwargs)
+    arms = parse_arms(precisions, kwargs.get("strategy", "auto"))
+    check_seeds(seed, num_seeds, control)
+    parsed_margins = parse_margins(margins)
+    scipy_special()
+    plan = Plan(
+        make_module=factory_name(make_module),
+        make_data=factory_name(make_data),
+        arms={label: arm.description for label, arm in arms.items()},
+        trainer_kwargs={name: short(describe(value)) for name, value in kwargs.items()},
+        seed=seed,
+        num_seeds=num_seeds,
+        control=num_seeds > 1 if control is None else control,
+        margins=parsed_margins,
+    )
+    store = None if dirpath is None else Store(dirpath, _identity(plan, kwargs))
+    with tempfile.TemporaryDirectory(prefix="lightning-amp-", ignore_cleanup_errors=True) as folder:
+        runner = _Runner(plan, arms, (make_module, make_data), kwargs, store, Path(folder))
+        return PrecisionReport(plan, runner.run_all())
+
+
+def _identity(plan: Plan, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what makes it this comparison: seeds and margins may be others the next time."""
+    return {
+        "make_module": plan.make_module,
+        "make_data": plan.make_data,
+        "precisions": dict(plan.arms),
+        "trainer_kwargs": {name: describe(kwargs[name]) for name in sorted(kwargs)},
+    }
+
+
+class _Runner:
+    def __init__(
+        self,
+        plan: Plan,
+        arms: Mapping[str, ArmSpec],
+        factories: tuple[Any, Any],
+        kwargs: Mapping[str, Any],
+        store: Store | None,
+        folder: Path,
+    ) -> None:
+        self._plan, self._arms, self._factories, self._kwargs = plan, arms, factories, kwargs
+        self._store, self._folder = store, folder
+        self._margins_checked = False
+
+    def run_all(self) -> list[ArmRun]:
+        plan, runs = self._plan, list[ArmRun]()
+        with progress(len(plan.labels) * plan.num_seeds) as shown:
+            for label, seed in plan.runs():
+                shown.begin(label, seed)
+                kept = None if self._store is None else self._store.load(label, seed)
+                run = kept or run_in_process(self._task(label, seed), shown.move)
+                if self._store is not None and kept is None:
+                    self._store.save(run)
+                shown.end(run, kept=kept is not None)
+                runs.append(run)
+                self._check(run)
+        return runs
+
+    def _task(self, label: str, seed: int) -> Task:
+        is_control = label == CONTROL and label not in self._arms
+        kept = None if self._store is None else self._store.work_folder(label, seed)
+        return Task(
+            label=label,
+            seed=seed,
+            arm=self._arms[self._plan.reference if is_control else label],
+            moved=is_control,
+            make_module=self._factories[0],
+            make_data=self._factories[1],
+            trainer_kwargs=self._kwargs,
+            work_folder=str((kept or self._folder / file_name(label, seed)).absolute()),
+        )
+
+    def _check(self, run: ArmRun) -> None:
+        if run.finished and not self._margins_checked:
+            self._margins_checked = True
+            check_margins(self._plan.margins, run)

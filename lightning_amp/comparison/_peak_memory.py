@@ -1,0 +1,111 @@
+"""The most memory that training holds at once: by the device's own count, or of tensors on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import final, override
+
+from lightning_amp._compat import _torch
+
+WATCHED_STEPS = 3
+"""Optimizer steps that are watched on the CPU: from the second on gradients and optimizer state are all there."""
+
+
+class PeakMemory:
+    """Watches training, not validation, where :class:`MetricComparison` holds a copy of the module."""
+
+    memory_of: str
+
+    @staticmethod
+    def on(device: torch.device, module: nn.Module) -> PeakMemory:
+        """Return what watches this device, before its first training step."""
+        counts = device.type != "cpu" and hasattr(torch.get_device_module(device.type), "max_memory_allocated")
+        return DevicePeak(device) if counts else TensorPeak(module)
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on after a pause."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Look away: what follows is no training."""
+
+    @abstractmethod
+    def close(self) -> int | None:
+        """Return the peak in bytes; `None` if it could not be measured."""
+
+
+@final
+class DevicePeak(PeakMemory):
+    """What the allocator of the device counts itself (`max_memory_allocated`)."""
+
+    memory_of = "device"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._backend: Any = torch.get_device_module(device.type)
+        self._peak = 0
+        self._watching = False
+
+    @override
+    def resume(self) -> None:
+        self._backend.reset_peak_memory_stats(self._device)
+        self._watching = True
+
+    @override
+    def pause(self) -> None:
+        if self._watching:
+            self._peak = max(self._peak, self._backend.max_memory_allocated(self._device))
+        self._watching = False
+
+    @override
+    def close(self) -> int | None:
+        self.pause()
+        return self._peak or None
+
+
+@final
+class TensorPeak(PeakMemory):
+    """What tensors hold on the CPU: weights and buffers, and what the CPU allocator of torch gives out beside them.
+
+    By torch's profiler, which changes no value; memory that others take (data loading, Python) is not in it. Stopped
+    after some steps, since a profile grows with each. `None` if another profiler is at work.
+    """
+
+    memory_of = "tensors"
+
+    def __init__(self, module: nn.Module) -> None:
+        tensors = [*module.parameters(), *module.buffers()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
+        self._held = sum(storages.values())
+        self._profile: Any = None
+        self._peak: int | None = None
+        self._started = False
+
+    @override
+    def resume(self) -> None:
+        if self._started:
+            return
+        self._started = True
+        with contextlib.suppress(Exception):  # another profiler is on
+            profile: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+            profile.__enter__()
+            self._profile = profile
+
+    @override
+    def pause(self) -> None:
+        """Do nothing: what is watched are the first steps, before any validation."""
+
+    @override
+    def close(self) -> int | None:
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            with contextlib.suppress(Exception):
+                profile.__exit__(None, None, None)
+                self._peak = self._held + _torch.peak_of_allocations(profile)
+        return self._peak

@@ -1,0 +1,67 @@
+"""The control: the reference with initial weights moved in their last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from typing_extensions import final, override
+
+
+@final
+class LastBitMover(Callback):
+    """Moves the initial weights at the last moment: after whatever made, loaded or compiled the module.
+
+    Args:
+        seed: See :func:`move_last_bits`.
+
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not move_last_bits(pl_module, self._seed):
+            raise ValueError("The control has no weights to move: the module has no trainable floating parameters.")
+
+
+@torch.no_grad()
+def move_last_bits(module: nn.Module, seed: int) -> int:
+    """Move each value of each trainable parameter to the next larger or smaller number, at random.
+
+    Training is chaotic: after enough steps such a run is as far from the other as a run in another precision is. The
+    random numbers are its own, so that those of the run stay as they are. A value of 0 becomes the smallest number
+    there is. Parameters whose format knows no next number (float16) stay.
+
+    Args:
+        module: Its parameters are changed in place.
+        seed: Decides who moves up.
+
+    Returns:
+        How many values were moved.
+
+    """
+    generator = torch.Generator().manual_seed(seed)
+    count = 0
+    for parameter in module.parameters():
+        values = _local(parameter)
+        if (
+            parameter.requires_grad
+            and not values.is_meta
+            and values.dtype in (torch.float32, torch.float64, torch.bfloat16)
+        ):
+            up = torch.randint(0, 2, values.shape, generator=generator).to(values.device).bool()
+            infinity = torch.full((), torch.inf, dtype=values.dtype, device=values.device)
+            values.copy_(torch.nextafter(values, torch.where(up, infinity, -infinity)))
+            count += values.numel()
+    return count
+
+
+def _local(parameter: Any) -> Tensor:
+    """Return the values that lie on this rank, as real numbers."""
+    values = parameter.detach()
+    values = values.to_local() if hasattr(values, "to_local") else values
+    return torch.view_as_real(values) if values.is_complex() else values

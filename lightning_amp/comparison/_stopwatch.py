@@ -1,0 +1,103 @@
+"""How long training steps take."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+import torch
+from typing_extensions import final
+
+_FIRST = 10
+"""Steps that are not steady: memory is allocated, kernels are chosen, code is compiled. In short runs a fifth."""
+
+
+@final
+class Stopwatch:
+    """Takes the time from the end of one training batch to the end of the next, data loading included.
+
+    On CUDA by events in the stream, so that no step waits for the device; :meth:`pause` does.
+
+    Args:
+        device: Where training runs.
+
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._previous: Any = None  # a time, or an event on the stream
+        self._open: list[tuple[Any, Any]] = []
+        self._seconds = array("d")
+        self._samples = array("q")
+        self._resumed = True
+        self._uneven: set[int] = set()
+        self._watched: set[int] = set()
+
+    @property
+    def num_laps(self) -> int:
+        """Return how many steps have ended."""
+        return len(self._samples)
+
+    def resume(self) -> None:
+        """Begin, or go on after a pause."""
+        self._previous, self._resumed = self._now(), True
+
+    def pause(self) -> None:
+        """Stop until :meth:`resume`. Waits for the device."""
+        self._previous = None
+        if self._open:
+            self._open[-1][1].synchronize()
+            self._seconds.extend(start.elapsed_time(end) / 1e3 for start, end in self._open)
+            self._open.clear()
+
+    def lap(self, num_samples: int | None, *, watched: bool = False) -> None:
+        """End a training step.
+
+        Args:
+            num_samples: Size of its batch; `None` if unknown.
+            watched: Whether something was measured beside it, which takes time.
+
+        """
+        now, previous = self._now(), self._previous
+        assert previous is not None
+        if isinstance(now, float):
+            self._seconds.append(now - previous)
+        else:
+            self._open.append((previous, now))
+        if watched:
+            self._watched.add(self.num_laps)
+        if self._resumed or watched:
+            self._uneven.add(self.num_laps)
+        self._samples.append(-1 if num_samples is None else num_samples)
+        self._previous, self._resumed = now, False
+
+    def steady(self) -> list[int]:
+        """Return which steps are steady: not the first ones, none after a pause, none that was watched."""
+        first = min(_FIRST, self.num_laps // 5)
+        return [lap for lap in range(first, len(self._seconds)) if lap not in self._uneven]
+
+    def step_s(self) -> list[float]:
+        """Return the seconds of each steady step. Call it after :meth:`pause`."""
+        return [self._seconds[lap] for lap in self.steady()]
+
+    def samples_per_s(self) -> list[float]:
+        """Return the samples per second of each steady step whose batch size is known."""
+        known = [lap for lap in self.steady() if self._samples[lap] >= 0 and self._seconds[lap] > 0]
+        return [self._samples[lap] / self._seconds[lap] for lap in known]
+
+    def elapsed_s(self) -> list[float]:
+        """Return the seconds of training after so many steps, from 0 on; a watched step counts as a usual one."""
+        times = self.step_s() or [s for lap, s in enumerate(self._seconds) if lap not in self._watched]
+        usual = median(times) if times else 0.0
+        laps = (min(s, usual) if lap in self._watched else s for lap, s in enumerate(self._seconds))
+        return [0.0, *accumulate(laps)]
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -1,0 +1,158 @@
+"""A report as text: Markdown that a terminal and a pull request show alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from lightning_amp._text import counted, exact, rounded
+from lightning_amp.comparison._arm import Arm, ArmMetric, mean
+
+if TYPE_CHECKING:
+    from lightning_amp.comparison._report import PrecisionReport
+
+NONE = "-"
+
+
+def to_markdown(report: PrecisionReport) -> str:
+    """Write what :meth:`PrecisionReport.to_markdown` returns."""
+    arms = list(report.arms.values())
+    parts = [report.recommendation]
+    names = list(dict.fromkeys(name for arm in arms for name in arm.metrics))
+    if names:
+        rows = [metric_row(arm, arm.metrics[name]) for name in names for arm in arms if name in arm.metrics]
+        parts.append(_table(METRIC_COLUMNS, rows))
+    parts.append(_table(ARM_COLUMNS, [arm_row(arm) for arm in arms]))
+    errors = [f"- {cell(arm.label)}, seed {seed}: {cell(text)}" for arm in arms for seed, text in arm.errors.items()]
+    if errors:
+        parts.append("\n".join(["Failed:", "", *errors]))
+    parts.append(notes(report))
+    return "\n\n".join(parts) + "\n"
+
+
+METRIC_COLUMNS = [
+    "metric",
+    "arm",
+    "final",
+    "best",
+    "difference",
+    "90 % interval",
+    "verdict",
+    "same weights, minus fp32",
+]
+
+
+def metric_row(arm: Arm, metric: ArmMetric) -> list[str]:
+    """Write the cells of one metric of one arm, for `METRIC_COLUMNS`."""
+    difference = metric.difference
+    interval = NONE
+    if difference is not None and difference.low is not None and difference.high is not None:
+        interval = f"{signed(difference.low)} to {signed(difference.high)}"
+    return [
+        metric.name,
+        arm.label,
+        figure(metric.final),
+        figure(metric.best) if metric.bests else NONE,
+        NONE if difference is None or difference.mean is None else signed(difference.mean),
+        interval,
+        metric.verdict,
+        signed(mean(metric.evaluation_diff.values())) if metric.evaluation_diff else NONE,
+    ]
+
+
+ARM_COLUMNS = [
+    "arm",
+    "ran as",
+    "samples/s",
+    "ms per step",
+    "speed",
+    "peak memory",
+    "steps",
+    "skipped",
+    "loss scale",
+    "products in",
+]
+
+
+def arm_row(arm: Arm) -> list[str]:
+    """Write the cells of one arm, for `ARM_COLUMNS`."""
+    times, speeds = arm.step_s, arm.samples_per_s
+    return [
+        arm.label,
+        next((run.precision for run in arm.finished), NONE),
+        NONE if speeds is None else f"{speeds.median:,.0f}" if speeds.median >= 100 else rounded(speeds.median),
+        NONE
+        if times is None
+        else f"{rounded(1e3 * times.median)} ({rounded(1e3 * times.q25)} to {rounded(1e3 * times.q75)})",
+        arm.speed_in_short or NONE,
+        memory(arm.peak_memory_bytes),
+        f"{arm.num_steps:,}",
+        f"{arm.num_skipped:,}",
+        ", ".join(dict.fromkeys(exact(scale) for scale in arm.final_scales)) or NONE,
+        products(arm),
+    ]
+
+
+def notes(report: PrecisionReport) -> str:
+    """Say how the figures were obtained, in sentences."""
+    plan = report.plan
+    arms = list(report.arms.values())
+    runs = [run for arm in arms for run in arm.finished]
+    seeds = f"seed {plan.seed}" if plan.num_seeds == 1 else f"seeds {plan.seeds[0]} to {plan.seeds[-1]}"
+    lines = [f"{counted(len(plan.arms), 'arm')}, {seeds}, `{plan.make_module}` on `{plan.make_data}`."]
+    if plan.control:
+        lines.append(
+            "The control is the reference with initial weights moved in their last bit: as far as it is from the"
+            " reference, the reference is from itself."
+        )
+    elif plan.num_seeds == 1:
+        lines.append("One seed never decides: training is chaotic, and two runs of one precision differ as well.")
+    if any(arm.step_s is not None for arm in arms):
+        lines.append(
+            "Times are of steady training steps, with their middle half: without the first steps, the compilation, and"
+            " the validation."
+        )
+    memory_of = {arm.memory_of for arm in arms} - {None}
+    if memory_of:
+        whose = "the device's own count" if memory_of == {"device"} else "what tensors held on the CPU"
+        lines.append(f"Peak memory is {whose}, in training.")
+    if runs:
+        tf32 = "allowed" if any(run.tf32 for run in runs) else "off"
+        versions = ", ".join(f"{name} {version}" for name, version in runs[0].versions.items())
+        lines.append(f"Ran on {runs[0].device}, TF32 {tf32}; {versions}.")
+    return " ".join(lines)
+
+
+def figure(value: float) -> str:
+    """Write a metric to five digits."""
+    return f"{value:.5g}"
+
+
+def signed(value: float) -> str:
+    """Write a difference with its sign, to three digits; `0` if there is none."""
+    return "0" if value == 0 else f"{value:+.3g}"
+
+
+def memory(value: int | None) -> str:
+    """Write bytes in MiB or GiB."""
+    if value is None:
+        return NONE
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if value >= size:
+            return f"{rounded(value / size)} {unit}"
+    return f"{rounded(value / 2**10)} KiB"
+
+
+def products(arm: Arm) -> str:
+    """Write the shares of matrix products by dtype: `98 % float16, 2 % float32`."""
+    return ", ".join(f"{100 * share:.0f} % {name}" for name, share in arm.matmul_flops.items()) or NONE
+
+
+def cell(text: str) -> str:
+    """Write a text as one line that does not end a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines)
