@@ -1,6 +1,6 @@
 """The script that the process of an arm runs: `python _child.py HEADER`.
 
-It has only the standard library until the paths are set, and is run by its path, so that this package need not be installed where the caller found it.
+It has only the standard library until the paths are set, and is run by its path: so this package need not be installed.
 """
 
 import json
