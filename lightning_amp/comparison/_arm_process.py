@@ -31,6 +31,7 @@ from lightning_amp.comparison._arm_run import ArmRun, Point
 from lightning_amp.comparison._factories import can_be_found
 from lightning_amp.comparison._observer import Observer
 from lightning_amp.comparison._perturbation import LastBitMover
+from lightning_amp.comparison._process_settings import apply_settings
 from lightning_amp.comparison._specs import ArmSpec
 from lightning_amp.tracing import reduces_fp32
 
@@ -64,6 +65,7 @@ def main(header: Mapping[str, Any], started: float) -> None:
 
     """
     folder = Path(header["folder"])
+    apply_settings(header["settings"])
     try:
         task = _unpickle((folder / "task.pickle").read_bytes(), header)
     except BaseException as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
+from typing_extensions import final
 
 from lightning_amp.comparison._arm_process import Task
 from lightning_amp.comparison._arm_run import ArmRun
@@ -137,7 +138,10 @@ def _identity(plan: Plan, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@final
 class _Runner:
+    """Runs what is not done yet, in order."""
+
     def __init__(
         self,
         plan: Plan,

@@ -19,6 +19,7 @@ from lightning_amp.comparison._arm_process import CANNOT_IMPORT, PROGRESS, RESUL
 from lightning_amp.comparison._arm_run import ArmRun
 from lightning_amp.comparison._checks import IN_AN_ARM
 from lightning_amp.comparison._factories import main_module, source_files
+from lightning_amp.comparison._process_settings import process_settings
 
 _LOG_LINES = 30
 _RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -27,7 +28,8 @@ _RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 def run_in_process(task: Task, on_progress: Callable[[float | None, str], None]) -> ArmRun:
     """Run a task, and return what it left, or a run with the error that ended it.
 
-    The process is new and inherits no state but the environment, the current folder and `sys.path`. Its output goes to
+    The process is new and inherits no state but the environment, the current folder, `sys.path`, and torch's settings
+    (threads, TF32). Its output goes to
     `output.log` in the task's folder. It is ended when this call is interrupted, and ends by itself when this process
     is gone.
 
@@ -47,6 +49,7 @@ def run_in_process(task: Task, on_progress: Callable[[float | None, str], None])
             "path": [entry or os.getcwd() for entry in sys.path],
             "main": main_module(),
             "files": source_files(task.make_module, task.make_data),
+            "settings": process_settings(),
         }
         (folder / "task.pickle").write_bytes(pickle.dumps(task))
         (folder / "header.json").write_text(json.dumps(header), encoding="utf-8")
@@ -114,8 +117,8 @@ def _outcome(task: Task, folder: Path, log: Path, code: int) -> ArmRun:
 def _cannot_import(text: str) -> str:
     return (
         f"The process of an arm could not import `make_module`, `make_data` or `trainer_kwargs`: {text}. They have to"
-        " be in a file that Python finds from here, and importing it must not fail or start a comparison (put that under"
-        ' `if __name__ == "__main__":`).'
+        " be in a file that Python finds from here, and importing it must not fail or start a comparison (put that"
+        ' under `if __name__ == "__main__":`).'
     )
 
 

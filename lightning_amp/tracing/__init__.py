@@ -1,7 +1,7 @@
 """Where a step went wrong: the first non-finite value of a forward and backward, and its replay. Plain torch."""
 
 from lightning_amp.tracing._bundles import make_bundle
-from lightning_amp.tracing._conditions import RandomState, full_precision, paired_random, reduces_fp32
+from lightning_amp.tracing._conditions import RandomState, fp32_switches, full_precision, paired_random, reduces_fp32
 from lightning_amp.tracing._diagnosis import Diagnosis, diagnose, nonfinite_entries
 from lightning_amp.tracing._replay import replay
 from lightning_amp.tracing._trace import Place, Trace
@@ -12,6 +12,7 @@ __all__ = [
     "RandomState",
     "Trace",
     "diagnose",
+    "fp32_switches",
     "full_precision",
     "make_bundle",
     "nonfinite_entries",

@@ -87,7 +87,8 @@ def paired_random(device_type: str, start: RandomState | None = None) -> Generat
         found.restore(device_type)
 
 
-def _reduced_precision_switches() -> tuple[Any, ...]:
+def fp32_switches() -> tuple[Any, ...]:
+    """Return what has an `fp32_precision`: matrix products, convolutions and recurrent layers, by library."""
     backends: Any = torch.backends
     return _torch.older_fp32_switches() or (
         backends.cuda.matmul,
@@ -115,7 +116,7 @@ def full_precision(device_type: str) -> Generator[None]:
     """
     found: list[tuple[Any, str]] = []
     try:
-        for switch in _reduced_precision_switches():
+        for switch in fp32_switches():
             precision = switch.fp32_precision
             if precision not in ("ieee", "none"):
                 found.append((switch, precision))
