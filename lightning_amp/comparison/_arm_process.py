@@ -23,7 +23,6 @@ from lightning import __version__ as lightning_version
 from lightning.pytorch import Callback
 from typing_extensions import final
 
-import lightning_amp
 from lightning_amp._compat import _lightning
 from lightning_amp._files import write_atomically
 from lightning_amp.callbacks import MetricComparison, ScaleMonitor
@@ -33,6 +32,7 @@ from lightning_amp.comparison._observer import Observer
 from lightning_amp.comparison._perturbation import LastBitMover
 from lightning_amp.comparison._process_settings import apply_settings
 from lightning_amp.comparison._specs import ArmSpec
+from lightning_amp.precision import AmpPrecision
 from lightning_amp.tracing import reduces_fp32
 
 RESULT = "result.json"
@@ -142,7 +142,7 @@ def _summed_up(task: Task, observer: Observer, trainer: Trainer | None, error: s
         device=_device_name(observer.device, trainer),
         tf32=reduces_fp32(observer.device.type),
         versions={
-            "lightning_amp": lightning_amp.__version__,
+            "lightning_amp": sys.modules["lightning_amp"].__version__,
             "torch": str(torch.__version__),
             "lightning": lightning_version,
             "Python": platform.python_version(),
@@ -179,7 +179,7 @@ def _precision(plugin: Any) -> str:
     """Return our name of it, or Lightning's for somebody else's plugin."""
     if plugin is None:
         return ""
-    if isinstance(plugin, lightning_amp.AmpPrecision):
+    if isinstance(plugin, AmpPrecision):
         return {"32-true": "fp32", "16-mixed": "fp16", "bf16-mixed": "bf16"}[plugin.precision]
     return f"{plugin.precision} ({type(plugin).__name__})"
 

@@ -47,20 +47,20 @@ class DevicePeak(PeakMemory):
     memory_of = "device"
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._where = device
         self._backend: Any = torch.get_device_module(device.type)
         self._peak = 0
         self._watching = False
 
     @override
     def resume(self) -> None:
-        self._backend.reset_peak_memory_stats(self._device)
+        self._backend.reset_peak_memory_stats(self._where)
         self._watching = True
 
     @override
     def pause(self) -> None:
         if self._watching:
-            self._peak = max(self._peak, self._backend.max_memory_allocated(self._device))
+            self._peak = max(self._peak, self._backend.max_memory_allocated(self._where))
         self._watching = False
 
     @override

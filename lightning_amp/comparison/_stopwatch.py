@@ -27,7 +27,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._where = device
         self._previous: Any = None  # a time, or an event on the stream
         self._open: list[tuple[Any, Any]] = []
         self._seconds = array("d")
@@ -96,8 +96,8 @@ class Stopwatch:
         return [0.0, *accumulate(laps)]
 
     def _now(self) -> Any:
-        if self._device.type != "cuda":
+        if self._where.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self._where))
         return event

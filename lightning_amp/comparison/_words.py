@@ -117,9 +117,9 @@ def notes(report: PrecisionReport) -> str:
         whose = "the device's own count" if memory_of == {"device"} else "what tensors held on the CPU"
         lines.append(f"Peak memory is {whose}, in training.")
     if runs:
-        tf32 = "allowed" if any(run.tf32 for run in runs) else "off"
+        tf32 = "TF32 was allowed in fp32" if any(run.tf32 for run in runs) else "TF32 was off"
         versions = ", ".join(f"{name} {version}" for name, version in runs[0].versions.items())
-        lines.append(f"Ran on {runs[0].device}, TF32 {tf32}; {versions}.")
+        lines.append(f"Ran on {runs[0].device}; {tf32}; {versions}.")
     return " ".join(lines)
 
 

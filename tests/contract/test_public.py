@@ -14,7 +14,7 @@ import lightning_amp
 def test_every_public_name_works_and_nothing_else_is_public() -> None:
     contract = {
         "AmpPrecision", "FSDPAmpPrecision", "DynamicLossScaler", "StepRecord", "ScaleMonitor", "MetricComparison",
-        "OverflowLocator", "GradientMonitor", "compare_precisions", "__version__",
+        "OverflowLocator", "GradientMonitor", "compare_precisions", "PrecisionReport", "__version__",
     }  # fmt: skip
     public = set(lightning_amp.__all__)
     assert public <= contract
