@@ -21,6 +21,7 @@ import torch
 from lightning import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning import __version__ as lightning_version
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final
 
 from lightning_amp._compat import _lightning
@@ -85,7 +86,7 @@ def run_arm(task: Task, folder: Path, started: float) -> ArmRun:
         seed_everything(task.seed, verbose=False)
         module = _made(task.make_module, "make_module", LightningModule)
         data = _made(task.make_data, "make_data", LightningDataModule)
-        trainer = _trainer(task, observer)
+        trainer = _trainer(task, module, observer)
         trainer.fit(module, datamodule=data)
         if trainer.interrupted or not trainer.state.finished:
             error = "the run was interrupted"
@@ -104,11 +105,12 @@ def _made(factory: Any, argument: str, kind: type) -> Any:
     return made
 
 
-def _trainer(task: Task, observer: Observer) -> Trainer:
+def _trainer(task: Task, module: LightningModule, observer: Observer) -> Trainer:
     kwargs = dict(task.trainer_kwargs)
     given = kwargs.pop("callbacks", None) or []
     callbacks = [given] if isinstance(given, Callback) else list(given)
-    for kind in (ScaleMonitor, MetricComparison):
+    compares = is_overridden("validation_step", module)
+    for kind in (ScaleMonitor, MetricComparison) if compares else (ScaleMonitor,):
         if not any(isinstance(callback, kind) for callback in callbacks):
             callbacks.append(kind())
     callbacks.append(observer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import importlib.machinery
 import inspect
 import pickle
 import sys
@@ -117,9 +118,11 @@ def _module_name(factory: Any) -> str:
 
 
 def can_be_found(name: str, file: str) -> bool:
-    """Return whether importing a module by its name finds this file."""
+    """Return whether importing a module by its name, in a process that has not done so yet, finds this file."""
+    parent, _, _ = name.rpartition(".")
     try:
-        spec = importlib.util.find_spec(name)
+        paths = list(importlib.import_module(parent).__path__) if parent else None
+        spec = importlib.machinery.PathFinder.find_spec(name, paths)
     except (ImportError, ValueError, AttributeError):
         return False
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file)

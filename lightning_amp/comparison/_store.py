@@ -77,10 +77,9 @@ class Store:
 
     def _refuse_another(self, dirpath: Any) -> None:
         data = self._read(PLAN)
-        if data is None or data.get("key") == self._key:
+        theirs = None if data is None else data.get("comparison")
+        if data is None or not isinstance(theirs, dict) or data.get("key") == self._key:
             return
-        theirs = data.get("comparison")
-        theirs = theirs if isinstance(theirs, dict) else {}
         differ = [part for part, text in self._identity.items() if theirs.get(part) != text]
         parts = "; ".join(
             f"its `{part}`: {_shown(theirs.get(part))}, not {_shown(self._identity[part])}" for part in differ

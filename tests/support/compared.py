@@ -1,0 +1,162 @@
+"""What the tests of whole runs train: factories that another process can import, and arms in this process."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.regression import MeanAbsoluteError
+from typing_extensions import override
+
+from lightning_amp import AmpPrecision
+from lightning_amp.comparison._arm_process import Task, run_arm
+from lightning_amp.comparison._arm_run import ArmRun
+from lightning_amp.comparison._specs import ArmSpec
+
+TRAINER: dict[str, Any] = {
+    "accelerator": "cpu",
+    "max_epochs": 2,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+}
+
+
+class Waves(L.LightningModule):
+    """A regression with dropout, noise of its own, and metrics of both kinds."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, 1))
+        self.mae = MeanAbsoluteError()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        x = x + 0.01 * torch.randn_like(x) + 0.001 * random.random()
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, y = batch
+        predicted = self.net(x)
+        self.mae(predicted, y)
+        self.log("distance", self.mae)
+        self.log("val_loss", nn.functional.mse_loss(predicted, y))
+        self.log("thing", predicted.float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Sea(L.LightningDataModule):
+    """128 rows in batches of 8; the last fourth is for validation."""
+
+    def setup(self, stage: str) -> None:
+        generator = torch.Generator().manual_seed(7)
+        x = torch.randn(128, 8, generator=generator)
+        self.data = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.utils.data.Subset(self.data, range(96)), batch_size=8, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(torch.utils.data.Subset(self.data, range(96, 128)), batch_size=16)
+
+
+class NoisyPrecision(MixedPrecision):
+    """Worse on purpose: after each step the weights are a little off."""
+
+    def __init__(self, noise: float = 0.3) -> None:
+        super().__init__("bf16-mixed", "cpu")
+        self.noise = noise
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().optimizer_step(*args, **kwargs)
+        with torch.no_grad():
+            for p in kwargs["model"].parameters():
+                p.add_(self.noise * torch.ones_like(p))
+        return out
+
+
+class FailsInFp16(Waves):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.precision_plugin.precision == "16-mixed":
+            raise ArithmeticError("no fp16 here | really\nnot")
+
+
+def dies() -> L.LightningModule:
+    sys.stdout.write("a line of the user's own\n")
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def sleeps() -> L.LightningModule:
+    """Says who it is, and hangs."""
+    Path(os.environ["SLEEPER"]).write_text(str(os.getpid()))
+    time.sleep(120)
+    raise AssertionError
+
+
+class Endless(Waves):
+    """Says who it is, and trains for two minutes."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        Path(os.environ["SLEEPER"]).write_text(str(os.getpid()))
+        time.sleep(0.5 if batch_idx < 200 else 0)
+
+
+def raises() -> L.LightningModule:
+    raise RuntimeError("no module today")
+
+
+def not_a_module() -> int:
+    return 1
+
+
+def here(task: Task, on_progress: Callable[..., None] = lambda *_: None) -> ArmRun:
+    """Run an arm in this process, in the place of `run_in_process`: the same, without the seconds of imports."""
+    folder = Path(task.work_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return run_arm(task, folder, time.time())
+
+
+def task(
+    folder: Path, source: Any = "fp32", module: Any = Waves, data: Any = Sea, moved: bool = False, **changes: Any
+) -> Task:
+    """One arm with one seed."""
+    arm = ArmSpec("arm", {"precision": source} if isinstance(source, str) else source)
+    kwargs = {**TRAINER, **changes}
+    return Task("arm", 3, arm, moved, module, data, kwargs, str(folder))
+
+
+def by_hand(plugin: Any, module: Any = Waves, data: Any = Sea, seed: int = 3, **changes: Any) -> L.Trainer:
+    """What a user would write, with a notebook of all validation metrics."""
+
+    class Notes(L.Callback):
+        def __init__(self) -> None:
+            self.seen: dict[str, list[float]] = {}
+
+        def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if not trainer.sanity_checking:
+                for name, value in trainer.callback_metrics.items():
+                    self.seen.setdefault(name, []).append(float(value))
+
+    L.seed_everything(seed, verbose=False)
+    model, datamodule, notes = module(), data(), Notes()
+    kwargs = {**TRAINER, "enable_progress_bar": False, **changes}
+    trainer = L.Trainer(**kwargs, callbacks=[notes], plugins=[plugin or AmpPrecision("fp32")])
+    trainer.fit(model, datamodule=datamodule)
+    trainer.notes = notes.seen
+    return trainer
