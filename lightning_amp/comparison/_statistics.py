@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Literal, NamedTuple, TypeVar
 
@@ -59,12 +60,12 @@ class Difference:
         """Return how many of the values are infinite or NaN."""
         return sum(not math.isfinite(value) for value in self.values)
 
-    @property
+    @cached_property
     def mean(self) -> float | None:
         """Return the mean, correctly rounded; `None` without a pair."""
         return statistics.mean(map(float, self.values)) if self.values else None
 
-    @property
+    @cached_property
     def sd(self) -> float | None:
         """Return the standard deviation (n - 1 in the denominator); `None` with fewer than two pairs."""
         mean = self.mean
@@ -72,8 +73,8 @@ class Difference:
             return None
         if not math.isfinite(mean):
             return math.nan
-        # `hypot` neither over- nor underflows where the squares would.
-        return math.hypot(*sorted(abs(value - mean) for value in self.values)) / math.sqrt(len(self.values) - 1)
+        # `hypot` neither over- nor underflows where the squares would, and the order of its arguments does not matter.
+        return math.hypot(*(value - mean for value in self.values)) / math.sqrt(len(self.values) - 1)
 
     @property
     def low(self) -> float | None:

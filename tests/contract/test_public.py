@@ -27,7 +27,9 @@ def test_every_public_name_works_and_nothing_else_is_public() -> None:
 
 def test_what_is_imported_when_it_is_asked_for_is_there_before() -> None:
     code = "import lightning_amp as a, sys; assert 'lightning_amp.comparison' not in sys.modules; print(dir(a))"
-    names = ast.literal_eval(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+    names = ast.literal_eval(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    )
     assert set(lightning_amp.__all__) <= set(names)
 
 
