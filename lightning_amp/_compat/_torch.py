@@ -276,3 +276,9 @@ def peak_of_allocations(profile: Any) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+# Can go when there is a public question.
+def is_profiling() -> bool:
+    """Return whether a profiler of torch is on in this thread: a second one would end it."""
+    return bool(torch.autograd._profiler_enabled())

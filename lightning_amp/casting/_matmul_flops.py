@@ -17,9 +17,11 @@ class MatmulFlops(DispatchMode):
 
     .. code-block:: python
 
-        with MatmulFlops() as flops:
-            loss = model.training_step(batch, 0)
-            loss.backward()
+        from lightning_amp.casting import MatmulFlops
+
+        batch = next(iter(data.train_dataloader()))
+        with MatmulFlops() as flops, torch.autocast("cpu", torch.bfloat16):
+            model.loss(batch).backward()
         print(flops.by_dtype)  # Counter({'bfloat16': 1966080, 'float32': 4096})
 
     With the formulas of `torch.utils.flop_counter`, which also knows backward passes and products in fp8.

@@ -47,16 +47,16 @@ def compare_precisions(
 
     .. code-block:: python
 
-        from models import Classifier, Images  # in a file that another process can import
+        from models import Model, Data  # in a file that another process can import
 
         if __name__ == "__main__":
             report = compare_precisions(
-                Classifier,
-                Images,
+                Model,
+                Data,
                 precisions=["fp32", "bf16", "fp16"],
                 trainer_kwargs=dict(max_epochs=10),
-                num_seeds=5,
-                margins={"val_acc": 0.002},
+                num_seeds=3,
+                margins={"val_loss": 0.01},
                 dirpath="comparison",
             )
             print(report)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import final, override
 
@@ -57,7 +58,8 @@ class Observer(Callback):
         self.device = trainer.strategy.root_device
         self.first_batch_s = time.time()
         self._steps_at_start = trainer.global_step
-        self._memory = PeakMemory.on(self.device, pl_module)
+        profiled = isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
+        self._memory = PeakMemory.on(self.device, pl_module, profiled=profiled)
         self._memory.resume()
         self._watch = Stopwatch(self.device)
         self._watch.resume()

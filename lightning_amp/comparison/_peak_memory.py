@@ -22,10 +22,17 @@ class PeakMemory:
     memory_of: str
 
     @staticmethod
-    def on(device: torch.device, module: nn.Module) -> PeakMemory:
-        """Return what watches this device, before its first training step."""
+    def on(device: torch.device, module: nn.Module, *, profiled: bool = False) -> PeakMemory:
+        """Return what watches this device, before its first training step.
+
+        Args:
+            device: Where training runs.
+            module: What is trained.
+            profiled: Whether the user's own torch profiler is going to watch: of two, the second one fails.
+
+        """
         counts = device.type != "cpu" and hasattr(torch.get_device_module(device.type), "max_memory_allocated")
-        return DevicePeak(device) if counts else TensorPeak(module)
+        return DevicePeak(device) if counts else TensorPeak(module, profiled=profiled)
 
     @abstractmethod
     def resume(self) -> None:
@@ -79,20 +86,22 @@ class TensorPeak(PeakMemory):
 
     memory_of = "tensors"
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, profiled: bool = False) -> None:
         tensors = [*module.parameters(), *module.buffers()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
         self._held = sum(storages.values())
         self._profile: Any = None
         self._peak: int | None = None
-        self._started = False
+        self._started = profiled
 
     @override
     def resume(self) -> None:
         if self._started:
             return
         self._started = True
-        with contextlib.suppress(Exception):  # another profiler is on
+        if _torch.is_profiling():
+            return
+        with contextlib.suppress(Exception):
             profile: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
             profile.__enter__()
             self._profile = profile

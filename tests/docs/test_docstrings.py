@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,15 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
+from support.compared import here
 from support.source import PACKAGE, ROOT, Finding, Function, Package, Source, findings, new_findings
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_amp
 from lightning_amp import AmpPrecision
+from lightning_amp.comparison._arm_run import ArmRun, Point
+from lightning_amp.comparison._plan import Plan
 
 IN_HAND = {"fp32_region", "scaled_grad", "unscale_", "replay"} | {
     "ScaleHistory", "ComparisonTable", "GradientTable", "OverflowReport",
@@ -112,7 +116,19 @@ def run_example(example: Example) -> dict[str, Any]:
     return namespace
 
 
-@pytest.mark.usefixtures("in_tmp_path")
+@pytest.fixture
+def whole_runs(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file `models`, arms in this process, and the report of a comparison."""
+    import lightning_amp.comparison._compare as compare
+
+    monkeypatch.setattr(compare, "run_in_process", here)
+    monkeypatch.setitem(sys.modules, "models", sys.modules[__name__])
+    runs = [ArmRun(label, 0, curves={"val_loss": (Point(8, 1.0, 0.5),)}) for label in ("fp32", "fp16")]
+    plan = Plan("models.Model", "models.Data", {"fp32": "AmpPrecision('fp32')", "fp16": "AmpPrecision('fp16')"})
+    lightning_amp.PrecisionReport(plan, runs).to_json("report.json")
+
+
+@pytest.mark.usefixtures("whole_runs")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.owner)
 def test_the_example_runs(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # a Trainer that is told nothing would take all

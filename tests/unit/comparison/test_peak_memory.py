@@ -1,0 +1,76 @@
+"""The most memory that training holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_amp.comparison._peak_memory import DevicePeak, PeakMemory, TensorPeak
+
+MIB = 2**20
+
+
+def test_weights_count_and_what_is_allocated_beside_them() -> None:
+    module = nn.Linear(1024, 1024, bias=False)  # 4 MiB
+    watch = PeakMemory.on(torch.device("cpu"), module)
+    assert isinstance(watch, TensorPeak)
+    watch.resume()
+    two = torch.ones(2, MIB)  # 8 MiB, dropped before the next 4
+    del two
+    kept = torch.ones(MIB)
+    watch.pause()
+    watch.resume()
+    assert watch.close() == pytest.approx(12 * MIB, rel=0.01)
+    del kept
+    assert watch.close() == pytest.approx(12 * MIB, rel=0.01)
+
+
+def test_shared_weights_count_once() -> None:
+    module = nn.ModuleDict({"a": nn.Linear(512, 512, bias=False)})
+    module["b"] = nn.Linear(512, 512, bias=False)
+    module["b"].weight = module["a"].weight
+    watch = TensorPeak(module)
+    watch.resume()
+    assert watch.close() == pytest.approx(MIB, rel=0.01)
+
+
+def test_beside_another_profiler_nothing_is_known() -> None:
+    watch = TensorPeak(nn.Linear(2, 2))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as other:
+        watch.resume()
+        torch.ones(3)
+        assert watch.close() is None
+    assert other.events()
+
+
+def test_a_watch_that_never_began() -> None:
+    assert TensorPeak(nn.Linear(2, 2)).close() is None
+
+
+class Backend:
+    """Stands in for `torch.cuda`."""
+
+    peak = 0
+
+    @classmethod
+    def reset_peak_memory_stats(cls, device: torch.device) -> None:
+        cls.peak = 0
+
+    @classmethod
+    def max_memory_allocated(cls, device: torch.device) -> int:
+        return cls.peak
+
+
+def test_a_device_counts_itself_and_validation_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Backend)
+    watch = PeakMemory.on(torch.device("cuda"), nn.Linear(2, 2))
+    assert isinstance(watch, DevicePeak)
+    assert watch.memory_of == "device"
+    watch.resume()
+    Backend.peak = 100
+    watch.pause()
+    Backend.peak = 900  # the copy of `MetricComparison`
+    watch.resume()
+    Backend.peak = 150
+    assert watch.close() == 150
