@@ -255,9 +255,10 @@ def metric_directions(trainer: Any) -> dict[str, str]:
     """Return which way each torchmetrics metric of the current evaluation is better: `"min"` or `"max"`."""
     from torchmetrics import Metric
 
-    results = trainer._results
-    found: dict[str, str] = {}
-    for item in () if results is None else results.values():
+    results, found = trainer._results, dict[str, str]()
+    if results is None:
+        return found
+    for item in results.values():
         higher = item.value.higher_is_better if isinstance(item.value, Metric) else None
         if higher is not None and item.meta.on_epoch:
             found.update(dict.fromkeys(results._forked_name(item, on_step=False), "max" if higher else "min"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -97,7 +98,7 @@ def compare_precisions(
             that the first finished run did not log; if `dirpath` has another comparison.
         RuntimeError: If it is called on several ranks, or by a file that is imported in the process of an arm.
         OSError: If `dirpath` cannot be written.
-        ModuleNotFoundError: Without scipy (`pip install scipy`).
+        ModuleNotFoundError: With more than one seed and without scipy (`pip install scipy`).
         KeyboardInterrupt: If it is interrupted; what finished stays in `dirpath`.
 
     Cost: all runs, one after the other, and some seconds to start each. In each, `MetricComparison` evaluates every
@@ -111,7 +112,8 @@ def compare_precisions(
     arms = parse_arms(precisions, kwargs.get("strategy", "auto"))
     check_seeds(seed, num_seeds, control)
     parsed_margins = parse_margins(margins)
-    scipy_special()
+    if num_seeds > 1:
+        scipy_special()
     plan = Plan(
         make_module=factory_name(make_module),
         make_data=factory_name(make_data),
@@ -161,13 +163,19 @@ class _Runner:
             for label, seed in plan.runs():
                 shown.begin(label, seed)
                 kept = None if self._store is None else self._store.load(label, seed)
-                run = kept or run_in_process(self._task(label, seed), shown.move)
+                run = kept or self._run(label, seed, shown.move)
                 if self._store is not None and kept is None:
                     self._store.save(run)
                 shown.end(run, kept=kept is not None)
                 runs.append(run)
                 self._check(run)
         return runs
+
+    def _run(self, label: str, seed: int, on_progress: Callable[[float | None, str], None]) -> ArmRun:
+        try:
+            return run_in_process(self._task(label, seed), on_progress)
+        finally:  # checkpoints of all runs together may be more than there is room for
+            shutil.rmtree(self._folder / file_name(label, seed), ignore_errors=True)
 
     def _task(self, label: str, seed: int) -> Task:
         is_control = label == CONTROL and label not in self._arms

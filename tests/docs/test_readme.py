@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+from support.compared import here
+
+from lightning_amp.comparison import _compare
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -21,9 +25,18 @@ def blocks_of(document: Path) -> list[tuple[int, str]]:
 EXECUTABLE = [document for document in DOCUMENTS if blocks_of(document)]
 
 
+FILE = re.compile(r"# (\w+\.py)\n")
+"""How a block begins that is a file: it is written into the current folder, and run where it has a `__main__` guard."""
+
+
 def run_blocks(document: Path) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     for line, code in blocks_of(document):
+        if (name := FILE.match(code)) is not None:
+            Path(name[1]).write_text(code, encoding="utf-8")
+            if '__name__ == "__main__"' in code:
+                runpy.run_path(name[1], run_name="__main__")
+            continue
         # The padding makes a traceback name the line in the document.
         exec(compile("\n" * line + code, document, "exec"), namespace)
 
@@ -40,7 +53,14 @@ def test_no_block_is_overlooked() -> None:
         assert len(fences) == len(blocks_of(document)), document
 
 
-@pytest.mark.usefixtures("in_tmp_path")
+@pytest.fixture
+def arms_in_this_process(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compare_precisions` imports from the current folder and starts no processes, each of which takes seconds."""
+    monkeypatch.syspath_prepend(in_tmp_path)
+    monkeypatch.setattr(_compare, "run_in_process", here)
+
+
+@pytest.mark.usefixtures("arms_in_this_process")
 @pytest.mark.parametrize("document", EXECUTABLE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_blocks_run(document: Path) -> None:
     run_blocks(document)

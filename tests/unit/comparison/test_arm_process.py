@@ -67,6 +67,7 @@ def test_what_is_measured(tmp_path: Path) -> None:
     assert all(8 / s == pytest.approx(v) for s, v in zip(run.step_s, run.samples_per_s, strict=True))
     weights = sum(p.numel() for p in Waves().parameters()) * 4
     assert run.memory_of == "tensors"
+    assert run.peak_memory_bytes is not None
     assert 4 * weights < run.peak_memory_bytes < 40 * weights  # weights, gradients, two moments, and what a batch needs
     assert run.matmul_flops == {"float16": 1.0}
     amp, fp32 = run.same_weights["val_loss"]
@@ -126,7 +127,7 @@ def test_a_run_that_exits_has_not_finished(tmp_path: Path) -> None:
 
 
 class Silent(Waves):
-    validation_step = L.LightningModule.validation_step
+    validation_step = L.LightningModule.validation_step  # pyright: ignore[reportAssignmentType]
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")

@@ -65,4 +65,4 @@ def test_inside_of_an_arm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "scipy", None)
     with pytest.raises(ModuleNotFoundError, match="pip install scipy"):
-        compare_precisions(Waves, Sea)
+        compare_precisions(Waves, Sea, num_seeds=2)

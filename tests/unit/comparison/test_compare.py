@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_amp.comparison._arm_run import ArmRun
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ran, in this process."""
     names: list[str] = []
 
@@ -195,3 +195,10 @@ def test_a_folder_that_cannot_be_made(ran: list[str], tmp_path: Path) -> None:
 def test_nothing_is_left_in_the_current_folder(ran: list[str], in_tmp_path: Path) -> None:
     compare(trainer_kwargs={"accelerator": "cpu", "max_epochs": 1, "enable_model_summary": False})
     assert list(in_tmp_path.iterdir()) == []
+
+
+def test_one_seed_needs_no_scipy(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    report = compare(margins={"val_loss": 0.1})
+    assert report.verdict("bf16", "val_loss").startswith("undecided: one seed never decides")
+    assert "one seed never decides" in str(report)
