@@ -211,3 +211,21 @@ def uncompiled_module(module: Any) -> Any:
 
 DispatchMode = TorchDispatchMode
 """Base of what sees every operation; its module has a private name. Can go when torch exports it elsewhere."""
+
+SAME_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Attention on the CPU, and what `flop_registry` has of the same arguments. Can go when it has these itself."""
+
+RECURRENT = {
+    torch.ops.aten._cudnn_rnn: 1,
+    torch.ops.aten._cudnn_rnn_backward: 2,
+    torch.ops.aten.miopen_rnn: 1,
+    torch.ops.aten.miopen_rnn_backward: 2,
+    torch.ops.aten.mkldnn_rnn_layer: 1,
+    torch.ops.aten.mkldnn_rnn_layer_backward: 2,
+}
+"""Whole LSTMs and GRUs, and how many products each has by each weight. Can go when `flop_registry` has them."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from typing_extensions import final, override
 
-from lightning_amp._compat._modules import DispatchMode
+from lightning_amp._compat._modules import RECURRENT, SAME_FLOPS, DispatchMode
 
 
 @final
@@ -24,7 +26,8 @@ class MatmulFlops(DispatchMode):
             model.loss(batch).backward()
         print(flops.by_dtype)  # Counter({'bfloat16': 1966080, 'float32': 4096})
 
-    With the formulas of `torch.utils.flop_counter`, which also knows backward passes and products in fp8.
+    With the formulas of `torch.utils.flop_counter`, which also knows backward passes and products in fp8; and with our
+    own for what it does not know: attention on the CPU, and LSTMs and GRUs that are one operation.
 
     Attributes:
         by_dtype: FLOPs by the name of the dtype.
@@ -37,7 +40,11 @@ class MatmulFlops(DispatchMode):
         from torch.utils.flop_counter import flop_registry
 
         super().__init__()
-        self._formulas = flop_registry
+        self._formulas: dict[Any, Callable[..., int]] = {
+            **flop_registry,
+            **{operation: flop_registry[known] for operation, known in SAME_FLOPS.items()},
+            **{operation: partial(_recurrent, times) for operation, times in RECURRENT.items()},
+        }
         self.by_dtype = Counter[str]()
 
     @override
@@ -48,3 +55,10 @@ class MatmulFlops(DispatchMode):
             dtype = next((a.dtype for a in args if isinstance(a, torch.Tensor)), torch.float32)
             self.by_dtype[str(dtype).removeprefix("torch.")] += formula(*args, **(kwargs or {}), out_val=out)
         return out
+
+
+def _recurrent(times: int, steps: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    """Return the FLOPs of an LSTM or GRU: each row of each time step is multiplied by each of its weights."""
+    weights = args[0] if isinstance(args[0], (list, tuple)) else args[:4]
+    num_rows = steps.numel() // max(1, steps.shape[-1])
+    return 2 * times * num_rows * sum(weight.numel() for weight in weights if weight.dim() == 2)

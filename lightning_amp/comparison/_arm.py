@@ -148,7 +148,7 @@ class Arm:
 
 
 def _quartiles(values: Iterable[float]) -> Quartiles | None:
-    found = [value for value in values if value > 0]
+    found = [value for value in values if 0 < value < math.inf]
     return Quartiles.of(found) if found else None
 
 

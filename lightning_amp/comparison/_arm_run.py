@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from typing_extensions import final
 
+from lightning_amp.comparison import _fields
 from lightning_amp.scaling import StepRecord
 
 
@@ -90,9 +90,9 @@ class ArmRun:
 
     def to_data(self) -> dict[str, Any]:
         """Return what :func:`json.dumps` takes; NaN and infinities as text, since JSON has none."""
-        data = {name: getattr(self, name) for name in _NAMES}
+        data = {name: getattr(self, name) for name in _READERS}
         data["scale"] = [asdict(record) for record in self.scale]
-        return plain(data)
+        return _fields.plain(data)
 
     @classmethod
     def from_data(cls, data: object) -> ArmRun:
@@ -102,45 +102,49 @@ class ArmRun:
             ValueError: If it is something else.
 
         """
-        if not isinstance(data, Mapping) or not set(_NAMES) <= data.keys():
-            raise ValueError(f"A run has the keys {list(_NAMES)}; got {type(data).__name__} {str(data)[:80]!r}.")
-        found = dict(data)
-        try:
-            return cls(
-                **{name: found[name] for name in _AS_THEY_ARE},
-                curves={name: _points(points) for name, points in found["curves"].items()},
-                loss=_points(found["loss"]),
-                same_weights={n: (number(amp), number(fp32)) for n, (amp, fp32) in found["same_weights"].items()},
-                step_s=tuple(map(number, found["step_s"])),
-                samples_per_s=tuple(map(number, found["samples_per_s"])),
-                scale=tuple(StepRecord(**record) for record in found["scale"]),
-            )
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"This is not a run of a comparison: {error}.") from error
+        return cls(**_fields.read("a run of a comparison", _READERS, data))
 
 
-_NAMES = tuple(f.name for f in fields(ArmRun))
-_CONVERTED = {"curves", "loss", "same_weights", "step_s", "samples_per_s", "scale"}
-_AS_THEY_ARE = tuple(name for name in _NAMES if name not in _CONVERTED)
+def _point(data: object) -> Point:
+    return Point(*_POINT(data))
 
 
-def _points(rows: Sequence[Any]) -> tuple[Point, ...]:
-    return tuple(Point(int(step), number(train_s), number(value)) for step, train_s, value in rows)
+def _step_record(data: object) -> StepRecord:
+    return StepRecord(**_fields.read("a step", _STEP_RECORD, data))
 
 
-def number(value: Any) -> float:
-    """Read a number that :func:`plain` wrote: `"nan"`, `"inf"`, `"-inf"` are text in JSON."""
-    if isinstance(value, str) and value not in {"nan", "inf", "-inf"}:
-        raise ValueError(f"{value!r} is no number")
-    return float(value)
-
-
-def plain(value: Any) -> Any:
-    """Return plain data of JSON, in which a number that is not finite is a text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value
+_POINT = _fields.row(_fields.count, _fields.number, _fields.number)
+_STEP_RECORD: dict[str, _fields.Reader[Any]] = {
+    "index": _fields.count,
+    "optimizer_idx": _fields.count,
+    "scale": _fields.number,
+    "next_scale": _fields.number,
+    "skipped": _fields.boolean,
+    "reason": _fields.choice("none", "loss", "gradient"),
+}
+_READERS: dict[str, _fields.Reader[Any]] = {
+    "label": _fields.text,
+    "seed": _fields.count,
+    "error": _fields.optional(_fields.text),
+    "precision": _fields.text,
+    "device": _fields.text,
+    "tf32": _fields.boolean,
+    "versions": _fields.by_name(_fields.text),
+    "curves": _fields.by_name(_fields.several(_point)),
+    "directions": _fields.by_name(_fields.choice("min", "max")),
+    "loss": _fields.several(_point),
+    "same_weights": _fields.by_name(_fields.row(_fields.number, _fields.number)),
+    "step_s": _fields.several(_fields.number),
+    "samples_per_s": _fields.several(_fields.number),
+    "num_unsteady": _fields.count,
+    "train_s": _fields.number,
+    "startup_s": _fields.number,
+    "total_s": _fields.number,
+    "peak_memory_bytes": _fields.optional(_fields.count),
+    "memory_of": _fields.optional(_fields.choice("device", "tensors")),
+    "num_steps": _fields.count,
+    "num_skipped": _fields.count,
+    "scale": _fields.several(_step_record),
+    "matmul_flops": _fields.by_name(_fields.number),
+    "log": _fields.text,
+}

@@ -25,7 +25,8 @@ class LastBitMover(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not move_last_bits(pl_module, self._seed):
-            raise ValueError("The control has no weights to move: the module has no trainable floating parameters.")
+            rule = "The control needs trainable parameters in float32, float64 or bfloat16; the module has none."
+            raise ValueError(f"{rule} Pass `control=False`.")
 
 
 @torch.no_grad()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from typing_extensions import final
 
-from lightning_amp.comparison._arm_run import number, plain
+from lightning_amp.comparison import _fields
 
 CONTROL = "control"
 """The label of the arm that is the reference with initial weights moved in their last bit."""
@@ -70,7 +71,7 @@ class Plan:
 
     def to_data(self) -> dict[str, Any]:
         """Return what :func:`json.dumps` takes."""
-        return plain(asdict(self))
+        return _fields.plain(asdict(self))
 
     @classmethod
     def from_data(cls, data: object) -> Plan:
@@ -80,12 +81,37 @@ class Plan:
             ValueError: If it is something else.
 
         """
-        names = [f.name for f in fields(cls)]
-        if not isinstance(data, Mapping) or not set(names) <= data.keys():
-            raise ValueError(f"A plan has the keys {names}; got {type(data).__name__} {str(data)[:80]!r}.")
-        found: dict[str, Any] = {name: data[name] for name in names}
-        try:
-            margins = {name: Margin(number(value), direction) for name, (value, direction) in found["margins"].items()}
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"This is not the plan of a comparison: {error}.") from error
-        return cls(**{name: value for name, value in found.items() if name != "margins"}, margins=margins)
+        return cls(**_fields.read("the plan of a comparison", _READERS, data))
+
+
+def _arms(data: Any) -> dict[str, str]:
+    found = _fields.by_name(_fields.text)(data)
+    if not found or CONTROL in found:
+        raise ValueError(f"{list(found)} are no labels of arms: one at least, and none is {CONTROL!r}")
+    return found
+
+
+def _num_seeds(data: Any) -> int:
+    if _fields.count(data) < 1:
+        raise ValueError(f"{data} is less than 1")
+    return data
+
+
+def _margin(data: Any) -> Margin:
+    value, direction = _MARGIN(data)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{value} is not a finite number of 0 or more")
+    return Margin(value, direction)
+
+
+_MARGIN = _fields.row(_fields.number, _fields.optional(_fields.choice("min", "max")))
+_READERS: dict[str, _fields.Reader[Any]] = {
+    "make_module": _fields.text,
+    "make_data": _fields.text,
+    "arms": _arms,
+    "trainer_kwargs": _fields.by_name(_fields.text),
+    "seed": _fields.count,
+    "num_seeds": _num_seeds,
+    "control": _fields.boolean,
+    "margins": _fields.by_name(_margin),
+}

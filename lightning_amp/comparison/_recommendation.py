@@ -1,17 +1,25 @@
-"""Which arm to use, why, and what would change that: one sentence."""
+"""Which arm to use, why, and what would change that: one sentence or two."""
 
 from __future__ import annotations
 
+import math
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from typing_extensions import final
 
-from lightning_amp._text import listed, rounded
+from lightning_amp._text import rounded
 from lightning_amp.comparison._arm import Arm, ArmMetric
+from lightning_amp.comparison._statistics import LEAST_PAIRS
+from lightning_amp.comparison._words import code
 
 _SMALLER = 0.95
 """From here on a peak of memory is called smaller: allocators round, and batches differ."""
+
+_TAKES = re.compile(r"it takes (.*?) seeds")
+"""How a verdict says how many seeds would decide."""
 
 
 @final
@@ -26,34 +34,23 @@ def recommend(arms: Mapping[str, Arm]) -> Recommendation:
     """Recommend the fastest arm that was shown to be not worse in all metrics that have a margin."""
     reference = next(arm for arm in arms.values() if arm.is_reference)
     others = [arm for arm in arms.values() if not (arm.is_reference or arm.is_control)]
-    if not reference.finished:
-        why = next(iter(reference.errors.values()), "it did not run")
-        return Recommendation(None, f"No recommendation: the reference, `{reference.label}`, failed: {_line(why)}.")
-    if not any(metric.margin is not None for arm in arms.values() for metric in arm.metrics.values()):
-        text = "No recommendation: no margin says what a precision may cost. Pass `margins`, for example"
-        name = next((n for n, m in reference.metrics.items() if m.direction), "val_loss")
-        return Recommendation(None, f"{text} `margins={{{name!r}: 0.01}}`, and at least three seeds.{_gains(others)}")
-    fine = [arm for arm in others if not arm.errors and _all(arm, "not worse")]
-    faster = sorted((arm for arm in fine if speedup(arm, reference) > 1), key=lambda arm: -speedup(arm, reference))
-    smaller = [arm for arm in fine if _memory_ratio(arm, reference) < _SMALLER and speedup(arm, reference) >= 1]
-    open_arms = [arm for arm in others if arm not in fine and not _any(arm, "worse") and arm.finished]
-    better = [arm for arm in open_arms if speedup(arm, reference) > (speedup(faster[0], reference) if faster else 1)]
-    if faster or smaller:
-        arm = (faster or smaller)[0]
-        gain = f"it is {arm.speed} as" if faster else f"it needs {_saved(arm, reference)} less memory than"
-        names = listed([f"`{m.name}`" for m in arm.metrics.values() if m.margin is not None])
-        text = f"Use `{arm.label}`: {gain} `{reference.label}`, and not worse in {names} within the margins"
-        return Recommendation(arm.label, f"{text}. {_what_would_change(arm, better)}")
-    if open_arms:
-        text = "; ".join(f"`{arm.label}` is undecided in {_undecided(arm)}" for arm in open_arms)
-        return Recommendation(None, f"No recommendation yet: {text}.{_gains(open_arms)}")
-    if fine:
-        text = f"{_labels(fine)} {'is' if len(fine) == 1 else 'are'} not worse, but neither faster nor smaller"
-        advice = "A larger model, or a device that computes in half precision, would change that."
-        return Recommendation(reference.label, f"Stay with `{reference.label}`: {text} here. {advice}")
-    reasons = "; ".join(f"`{arm.label}` {_reason(arm)}" for arm in others)
-    text = f"Stay with `{reference.label}`: {reasons}."
-    return Recommendation(reference.label, f"{text} Larger margins would change that, or a remedy in the guides.")
+    obstacle = _obstacle(reference, others)
+    if obstacle:
+        return Recommendation(None, f"No recommendation: {obstacle}")
+    fine = [arm for arm in others if _is_fine(arm)]
+    gaining = [arm for arm in fine if _gains(arm, reference)]
+    undecided = [arm for arm in others if arm.finished and arm not in fine and not _worse_in(arm)]
+    if gaining:
+        arm = max(gaining, key=lambda arm: (speedup(arm, reference), -_memory_ratio(arm, reference)))
+        faster = [other for other in undecided if speedup(other, reference) > speedup(arm, reference)]
+        faster = [other for other in faster if not other.errors and not _not_finite_in(other)]
+        reasons = _listed([*_gains(arm, reference), f"is not worse in {_names(_judged(arm))} within {_margin(arm)}"])
+        return Recommendation(arm.label, f"Use {code(arm.label)}: it {reasons}. {_what_would_change(arm, faster)}")
+    if undecided:
+        reasons = "; ".join(_why_undecided(arm) for arm in undecided)
+        return Recommendation(None, f"No recommendation yet: {reasons}.{_how_to_decide(undecided)}{_speeds(undecided)}")
+    reasons = "; ".join(_why_not(arm, reference) for arm in others)
+    return Recommendation(reference.label, f"Stay with {code(reference.label)}: {reasons}. {_remedy(fine, others)}")
 
 
 def speedup(arm: Arm, reference: Arm) -> float:
@@ -64,59 +61,154 @@ def speedup(arm: Arm, reference: Arm) -> float:
     return theirs.median / own.median
 
 
-def _memory_ratio(arm: Arm, reference: Arm) -> float:
-    own, theirs = arm.peak_memory_bytes, reference.peak_memory_bytes
-    return own / theirs if own and theirs else 1.0
+def _obstacle(reference: Arm, others: Sequence[Arm]) -> str:
+    """Say why nothing can be recommended, whatever the other arms did; empty if that is not so."""
+    name = code(reference.label)
+    if not others:
+        return f"{name} is the only arm. Add a precision to compare it with."
+    if not reference.finished:
+        return f"the reference, {name}, {_failure(reference)}."
+    if not reference.metrics:
+        return f"the reference, {name}, logged no metric in validation, by which precisions could be compared."
+    if not any(_judged(arm) for arm in (reference, *others)):
+        few = ", and at least three seeds" if len(reference.runs) < LEAST_PAIRS else ""
+        example = f"for example `margins={{{_example(reference)}}}`"
+        return f"no margin says what a precision may cost. Pass `margins`, {example}{few}.{_speeds(others)}"
+    lost = _not_finite_in(reference)
+    return f"{_names(lost)} of the reference, {name}, is not finite." if lost else ""
 
 
-def _saved(arm: Arm, reference: Arm) -> str:
-    return f"{1 - _memory_ratio(arm, reference):.0%}"
+def _example(reference: Arm) -> str:
+    known = [name for name, metric in reference.metrics.items() if metric.direction is not None]
+    return f"{known[0]!r}: 0.01" if known else f"{next(iter(reference.metrics))!r}: ('min', 0.01)"
+
+
+# -- what an arm is ----------------------------------------------------------------------------------------------------
 
 
 def _judged(arm: Arm) -> list[ArmMetric]:
     return [metric for metric in arm.metrics.values() if metric.margin is not None]
 
 
-def _all(arm: Arm, verdict: str) -> bool:
-    return bool(_judged(arm)) and all(metric.verdict.startswith(verdict) for metric in _judged(arm))
+def _is_fine(arm: Arm) -> bool:
+    judged = _judged(arm)
+    return bool(judged) and not arm.errors and all(metric.verdict.startswith("not worse") for metric in judged)
 
 
-def _any(arm: Arm, verdict: str) -> bool:
-    return any(metric.verdict.startswith(verdict) for metric in _judged(arm))
+def _worse_in(arm: Arm) -> list[ArmMetric]:
+    return [metric for metric in _judged(arm) if metric.verdict.startswith("worse")]
 
 
-def _undecided(arm: Arm) -> str:
-    return listed([f"`{m.name}` ({_line(m.verdict)})" for m in _judged(arm) if m.verdict.startswith("undecided")])
+def _undecided_in(arm: Arm) -> list[ArmMetric]:
+    return [metric for metric in _judged(arm) if not metric.verdict.startswith("not worse")]
 
 
-def _reason(arm: Arm) -> str:
-    if not arm.finished:
-        return f"failed ({_line(next(iter(arm.errors.values()), 'it did not run'))})"
-    return f"is worse in {listed([f'`{m.name}`' for m in _judged(arm) if m.verdict.startswith('worse')])}"
+def _not_finite_in(arm: Arm) -> list[ArmMetric]:
+    return [metric for metric in _judged(arm) if not all(map(math.isfinite, metric.finals.values()))]
 
 
-def _what_would_change(arm: Arm, better: Sequence[Arm]) -> str:
-    """Name the margin at which the verdict would fall, and faster arms that are undecided."""
+def _memory_ratio(arm: Arm, reference: Arm) -> float:
+    own, theirs = arm.peak_memory_bytes, reference.peak_memory_bytes
+    return own / theirs if own and theirs else 1.0
+
+
+def _gains(arm: Arm, reference: Arm) -> list[str]:
+    """Say what an arm gains, and what that costs in memory; nothing if it is slower, or neither faster nor smaller."""
+    ratio, theirs = _memory_ratio(arm, reference), code(reference.label)
+    if speedup(arm, reference) > 1:
+        more = [] if ratio < 1 / _SMALLER else [f"needs {100 * (ratio - 1):.0f} % more memory"]
+        less = [] if ratio > _SMALLER else [f"needs {100 * (1 - ratio):.0f} % less memory"]
+        return [f"is {arm.speed_in_short} as {theirs}", *more, *less]
+    if speedup(arm, reference) == 1 and ratio < _SMALLER:
+        as_fast = ["is as fast within noise"] if arm.speed else []
+        return [f"needs {100 * (1 - ratio):.0f} % less memory than {theirs}", *as_fast]
+    return []
+
+
+# -- sentences ---------------------------------------------------------------------------------------------------------
+
+
+def _what_would_change(arm: Arm, faster: Sequence[Arm]) -> str:
+    """Name the margins at which the verdict would fall, and arms that are faster and undecided."""
+    limits = [(metric, metric.highest_cost or 0.0) for metric in _judged(arm)]
+    bounds = [f"{rounded(bound)} in {code(metric.name)}" for metric, bound in limits if bound > 0]
     parts: list[str] = []
-    for metric in _judged(arm):
-        bound = metric.highest_cost
-        if bound is not None and bound > 0:
-            parts.append(f"a margin of `{metric.name}` below about {rounded(bound)}")
-    if better:
-        parts.append(f"more seeds, since {_labels(better)} would be faster and is undecided")
-    if not parts:
-        return "A run with other data or a longer one could change that."
-    return f"{' or '.join(parts)} would change that."[0].upper() + f"{' or '.join(parts)} would change that."[1:]
+    if bounds:
+        parts.append(
+            f"{'A margin' if len(bounds) == 1 else 'Margins'} below about {_listed(bounds, 'or')} would change that"
+        )
+    if faster:
+        are = "is faster" if len(faster) == 1 else "are faster"
+        more = "more seeds could, too" if parts else "More seeds could change that"
+        parts.append(f"{more}: {_listed([code(other.label) for other in faster])} {are}, but undecided")
+    return f"{'; '.join(parts)}." if parts else "Other data or longer training could change that."
 
 
-def _gains(arms: Sequence[Arm]) -> str:
-    known = [f"`{arm.label}` is {arm.speed_in_short}" for arm in arms if arm.speed]
-    return f" In speed, {listed(known)}." if known else ""
+def _why_undecided(arm: Arm) -> str:
+    name = code(arm.label)
+    if arm.errors:
+        seeds = list(arm.errors)
+        return f"{name} failed with {'seed' if len(seeds) == 1 else 'seeds'} {_listed([str(seed) for seed in seeds])}"
+    if _not_finite_in(arm):
+        return f"{name} is not finite in {_names(_not_finite_in(arm))}"
+    return f"{name} is undecided in {_names(_undecided_in(arm))}"
 
 
-def _labels(arms: Sequence[Arm]) -> str:
-    return listed([f"`{arm.label}`" for arm in arms])
+def _how_to_decide(undecided: Sequence[Arm]) -> str:
+    """Say what would decide about arms that are not decided: as many seeds as their verdicts say, or a repair."""
+    whole = [arm for arm in undecided if not arm.errors]
+    metrics = [metric for arm in whole if not _not_finite_in(arm) for metric in _undecided_in(arm)]
+    if not metrics:
+        return " `OverflowLocator` shows where." if whole else " What failed has to be run again."
+    if any(metric.difference is None or len(metric.difference.values) < LEAST_PAIRS for metric in metrics):
+        return " It takes at least three seeds to decide."
+    found = [match[1] for metric in metrics if (match := _TAKES.search(metric.verdict))]
+    most = max(found, key=lambda words: int(re.sub(r"\D", "", words)), default="more")
+    return f" It takes {most} seeds to decide, or larger margins."
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split()).rstrip(".")
+def _speeds(arms: Sequence[Arm]) -> str:
+    known = [f"{code(arm.label)} is {arm.speed_in_short}" for arm in arms if arm.speed]
+    return f" In speed, {_listed(known)}." if known else ""
+
+
+def _why_not(arm: Arm, reference: Arm) -> str:
+    name = code(arm.label)
+    if not arm.finished:
+        return f"{name} {_failure(arm)}"
+    if _worse_in(arm):
+        return f"{name} is worse in {_names(_worse_in(arm))}"
+    ratio = _memory_ratio(arm, reference)
+    if speedup(arm, reference) == 1:
+        return f"{name} is not worse, but neither faster nor smaller"
+    smaller = f", though it needs {100 * (1 - ratio):.0f} % less memory" if ratio < _SMALLER else ""
+    return f"{name} is not worse, but {arm.speed_in_short}{smaller}"
+
+
+def _remedy(fine: Sequence[Arm], others: Sequence[Arm]) -> str:
+    if fine:
+        return "A larger model, or a device that computes in half precision, could change that."
+    if any(arm.finished for arm in others):
+        return "Larger margins could change that, or an arm with `fp32_modules`."
+    return "What failed has to be run again to be judged."
+
+
+def _failure(arm: Arm) -> str:
+    text = next(iter(arm.errors.values()), None)
+    if text is None:
+        return "did not run"
+    return f"failed ({code(textwrap.shorten(text, 120, placeholder=' ...'))})"
+
+
+def _margin(arm: Arm) -> str:
+    return "the margin" if len(_judged(arm)) == 1 else "the margins"
+
+
+def _names(metrics: Sequence[ArmMetric]) -> str:
+    return _listed([code(metric.name) for metric in metrics])
+
+
+def _listed(items: Sequence[str], word: str = "and", most: int = 3) -> str:
+    """Write `a`, `a and b`, `a, b and c`, `a, b, c and 2 more`."""
+    shown = [*items[:most], f"{len(items) - most} more"] if len(items) > most else list(items)
+    return f" {word} ".join([part for part in (", ".join(shown[:-1]), *shown[-1:]) if part])

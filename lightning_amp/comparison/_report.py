@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ from typing_extensions import final, override
 
 from lightning_amp._files import write_atomically
 from lightning_amp._urls import open_to_read
-from lightning_amp.comparison import _words
+from lightning_amp.comparison import _fields, _words
 from lightning_amp.comparison._arm import Arm
 from lightning_amp.comparison._arm_run import ArmRun
 from lightning_amp.comparison._plan import Plan
@@ -47,10 +48,14 @@ class PrecisionReport:
 
     def __init__(self, plan: Plan, runs: Iterable[ArmRun]) -> None:
         self.plan = plan
-        order = {key: position for position, key in enumerate(plan.runs())}
-        self._runs = tuple(
-            sorted((run for run in runs if (run.label, run.seed) in order), key=lambda r: order[r.label, r.seed])
-        )
+        position = {label: index for index, label in enumerate(plan.labels)}
+        known = [run for run in runs if run.label in position and run.seed in plan.seeds]
+        self._runs = tuple(sorted(known, key=lambda run: (run.seed, position[run.label])))
+        for run, following in pairwise(self._runs):
+            if (run.label, run.seed) == (following.label, following.seed):
+                raise ValueError(
+                    f"`runs` must hold one run of each arm and seed, got two of {run.label!r}, {run.seed}."
+                )
 
     @cached_property
     def arms(self) -> Mapping[str, Arm]:
@@ -68,7 +73,7 @@ class PrecisionReport:
 
     @property
     def recommendation(self) -> str:
-        """Return one sentence: which arm to use, why, and what would change that."""
+        """Return a sentence or two: which arm to use, why, and what would change that."""
         return self._recommendation.sentence
 
     def verdict(self, label: str, metric: str) -> str:
@@ -79,7 +84,7 @@ class PrecisionReport:
             not compared with itself, has `"no margin"`.
 
         Raises:
-            KeyError: If there is no such arm, or no run of it logged such a metric.
+            KeyError: If there is no such arm, or no run of it logged such a metric; one with a margin is judged anyway.
 
         """
         if label not in self.arms:
@@ -88,6 +93,10 @@ class PrecisionReport:
         if metric not in metrics:
             raise KeyError(f"There is no metric {metric!r} of the arm {label!r}; there are {list(metrics)}.")
         return metrics[metric].verdict
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.plan, self._runs)
 
     @override
     def __repr__(self) -> str:
@@ -126,8 +135,8 @@ class PrecisionReport:
                 data: Any = json.load(file)
             if not isinstance(data, dict) or data.get("format") != _FORMAT:
                 raise ValueError("its `format` is not 1")
-            return cls(Plan.from_data(data.get("plan")), [ArmRun.from_data(run) for run in data.get("runs", ())])
-        except (ValueError, TypeError) as error:  # `json.JSONDecodeError` is a `ValueError`
+            return cls(Plan.from_data(data.get("plan")), _fields.several(ArmRun.from_data)(data.get("runs")))
+        except (ValueError, RecursionError) as error:  # `json.JSONDecodeError` is a `ValueError`
             raise ValueError(f"`{path}` is not what `PrecisionReport.to_json` writes: {error}") from error
 
     def to_html(self, path: str | os.PathLike[str]) -> None:

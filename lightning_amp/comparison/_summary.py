@@ -16,15 +16,15 @@ from lightning_amp.comparison._statistics import Difference, Direction, Hypothes
 def summarize(plan: Plan, runs: Sequence[ArmRun]) -> dict[str, Arm]:
     """Return the arms by label, in order."""
     of: dict[str, list[ArmRun]] = {label: [run for run in runs if run.label == label] for label in plan.labels}
-    reference = of[plan.reference]
     names = dict.fromkeys(name for run in runs for name in run.curves)
-    judged = _judge(plan, of, list(names))
+    ways: dict[str, Direction | None] = {name: direction(plan, name, runs) for name in names}
+    judged = _judge(plan, of, ways)
     arms: dict[str, Arm] = {}
     for label, own in of.items():
         metrics = {
-            name: _metric(plan, name, label, own, reference, judged)
-            for name in names
-            if any(name in run.curves for run in own)
+            name: _metric(plan, name, way, label, of, judged)
+            for name, way in ways.items()
+            if (label, name) in judged or any(name in run.curves for run in own)
         }
         arms[label] = Arm(
             label=label,
@@ -52,15 +52,15 @@ def _description(plan: Plan, label: str) -> str:
     return f"{plan.arms[plan.reference]}, initial weights moved in their last bit"
 
 
-def _judge(plan: Plan, of: Mapping[str, list[ArmRun]], names: Sequence[str]) -> dict[tuple[str, str], str]:
+def _judge(
+    plan: Plan, of: Mapping[str, list[ArmRun]], ways: Mapping[str, Direction | None]
+) -> dict[tuple[str, str], str]:
     """Judge all arms in all metrics with a margin together, and the control apart: it is not what is asked about."""
     found: dict[tuple[str, str], str] = {}
-    everything = [run for own in of.values() for run in own]
     for labels in ([label for label in plan.arms if label != plan.reference], [CONTROL] if plan.control else []):
         hypotheses: dict[tuple[str, str], Hypothesis] = {}
         for label in labels:
-            for name in names:
-                way = direction(plan, name, everything)
+            for name, way in ways.items():
                 if name in plan.margins and way is not None:
                     difference, num_failed = _difference(name, of[label], of[plan.reference])
                     margin = plan.margins[name].value
@@ -70,23 +70,23 @@ def _judge(plan: Plan, of: Mapping[str, list[ArmRun]], names: Sequence[str]) -> 
 
 
 def _difference(name: str, own: Sequence[ArmRun], reference: Sequence[ArmRun]) -> tuple[Difference, int]:
-    """Return the differences paired by seed, and the number of pairs that are lost because the arm failed."""
+    """Return the differences paired by seed, and how many pairs are lost: the arm failed there, or did not log it."""
     theirs = {run.seed: run.curves[name][-1].value for run in reference if run.finished and run.curves.get(name)}
     ours = {run.seed: run.curves[name][-1].value for run in own if run.finished and run.curves.get(name)}
-    failed = sum(not run.finished and run.seed in theirs for run in own)
-    return Difference.of((ours[seed], theirs[seed]) for seed in theirs if seed in ours), failed
+    lost = sum(run.seed in theirs and run.seed not in ours for run in own)
+    return Difference.of((ours[seed], theirs[seed]) for seed in theirs if seed in ours), lost
 
 
 def _metric(
     plan: Plan,
     name: str,
+    way: Direction | None,
     label: str,
-    own: Sequence[ArmRun],
-    reference: Sequence[ArmRun],
+    of: Mapping[str, list[ArmRun]],
     judged: Mapping[tuple[str, str], str],
 ) -> ArmMetric:
+    own, reference = of[label], of[plan.reference]
     is_reference = label == plan.reference
-    way = direction(plan, name, [*reference, *own])
     logged = {run.seed: run for run in own if run.finished and run.curves.get(name)}
     targets = {run.seed: run.curves[name][-1].value for run in reference if run.finished and run.curves.get(name)}
     verdict = "no margin: it is what the others are compared with" if is_reference else "no margin"

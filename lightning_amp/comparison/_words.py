@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,9 @@ if TYPE_CHECKING:
     from lightning_amp.comparison._report import PrecisionReport
 
 NONE = "-"
+_PIPE = re.compile(r"(\\*)(\|)")  # behind an even number of backslashes a pipe ends the cell
+_TAG = re.compile(r"(\\*)(<(?=[A-Za-z/!?]))")
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # colours of a terminal, halves of characters
 
 
 def to_markdown(report: PrecisionReport) -> str:
@@ -23,11 +28,11 @@ def to_markdown(report: PrecisionReport) -> str:
         rows = [metric_row(arm, arm.metrics[name]) for name in names for arm in arms if name in arm.metrics]
         parts.append(_table(METRIC_COLUMNS, rows))
     parts.append(_table(ARM_COLUMNS, [arm_row(arm) for arm in arms]))
-    errors = [f"- {cell(arm.label)}, seed {seed}: {cell(text)}" for arm in arms for seed, text in arm.errors.items()]
+    errors = [f"- {code(arm.label)}, seed {seed}: {line(text)}" for arm in arms for seed, text in arm.errors.items()]
     if errors:
         parts.append("\n".join(["Failed:", "", *errors]))
-    parts.append(notes(report))
-    return "\n\n".join(parts) + "\n"
+    parts.append(line(notes(report)))
+    return _CONTROL.sub("\ufffd", "\n\n".join(parts) + "\n")
 
 
 METRIC_COLUMNS = [
@@ -46,12 +51,13 @@ def metric_row(arm: Arm, metric: ArmMetric) -> list[str]:
     """Write the cells of one metric of one arm, for `METRIC_COLUMNS`."""
     difference = metric.difference
     interval = NONE
-    if difference is not None and difference.low is not None and difference.high is not None:
-        interval = f"{signed(difference.low)} to {signed(difference.high)}"
+    low, high = (None, None) if difference is None else difference.bounds()
+    if low is not None and high is not None and math.isfinite(low) and math.isfinite(high):
+        interval = f"{signed(low)} to {signed(high)}"
     return [
         metric.name,
         arm.label,
-        figure(metric.final),
+        figure(metric.final) if metric.finals else NONE,
         figure(metric.best) if metric.bests else NONE,
         NONE if difference is None or difference.mean is None else signed(difference.mean),
         interval,
@@ -99,7 +105,7 @@ def notes(report: PrecisionReport) -> str:
     arms = list(report.arms.values())
     runs = [run for arm in arms for run in arm.finished]
     seeds = f"seed {plan.seed}" if plan.num_seeds == 1 else f"seeds {plan.seeds[0]} to {plan.seeds[-1]}"
-    lines = [f"{counted(len(plan.arms), 'arm')}, {seeds}, `{plan.make_module}` on `{plan.make_data}`."]
+    lines = [f"{counted(len(plan.arms), 'arm')}, {seeds}, {code(plan.make_module)} on {code(plan.make_data)}."]
     if plan.control:
         lines.append(
             "The control is the reference with initial weights moved in their last bit: as far as it is from the"
@@ -118,8 +124,9 @@ def notes(report: PrecisionReport) -> str:
         lines.append(f"Peak memory is {whose}, in training.")
     if runs:
         tf32 = "TF32 was allowed in fp32" if any(run.tf32 for run in runs) else "TF32 was off"
-        versions = ", ".join(f"{name} {version}" for name, version in runs[0].versions.items())
-        lines.append(f"Ran on {runs[0].device}; {tf32}; {versions}.")
+        found = dict.fromkeys(f"{name} {version}" for run in runs for name, version in run.versions.items())
+        devices = dict.fromkeys(run.device for run in runs)
+        lines.append(f"Ran on {' and '.join(devices)}; {tf32}; {', '.join(found)}.")
     return " ".join(lines)
 
 
@@ -130,7 +137,7 @@ def figure(value: float) -> str:
 
 def signed(value: float) -> str:
     """Write a difference with its sign, to three digits; `0` if there is none."""
-    return "0" if value == 0 else f"{value:+.3g}"
+    return "0" if value == 0 else "nan" if math.isnan(value) else f"{value:+.3g}"
 
 
 def memory(value: int | None) -> str:
@@ -148,11 +155,22 @@ def products(arm: Arm) -> str:
     return ", ".join(f"{100 * share:.0f} % {name}" for name, share in arm.matmul_flops.items()) or NONE
 
 
+def code(text: str) -> str:
+    """Write a name of the user's as code, on one line."""
+    on_one_line = " ".join(text.split()).replace("`", "'")
+    return f"`{on_one_line}`"
+
+
+def line(text: str) -> str:
+    """Write a text on one line, in which nothing is taken for HTML."""
+    return _TAG.sub(r"\1\1\\\2", " ".join(text.split()))
+
+
 def cell(text: str) -> str:
     """Write a text as one line that does not end a cell of a table."""
-    return " ".join(text.split()).replace("|", "\\|")
+    return _PIPE.sub(r"\1\1\\\2", line(text))
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(cell, cells))} |" for cells in lines)

@@ -23,5 +23,4 @@ def matmul_flops(trainer: Trainer, module: LightningModule, batch: Any, batch_id
     finally:
         again.close()
     total = sum(flops.by_dtype.values())
-    largest_first = sorted(flops.by_dtype.items(), key=lambda item: -item[1])
-    return {name: count / total for name, count in largest_first}
+    return {name: count / total for name, count in flops.by_dtype.most_common() if count}

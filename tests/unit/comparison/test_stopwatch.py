@@ -1,0 +1,165 @@
+"""Times of training steps, by a clock that the test moves."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_amp.comparison._stopwatch import Stopwatch
+
+
+class Clock:
+    """Moves only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def run(watch: Stopwatch, clock: Any, *seconds: float, num_samples: int | None = 8, watched: bool = False) -> None:
+    for duration in seconds:
+        clock.now += duration
+        watch.lap(num_samples, watched=watched)
+
+
+def started(clock: Clock) -> Stopwatch:
+    watch = Stopwatch(torch.device("cpu"))
+    clock.now += 50.0  # before training
+    watch.resume()
+    return watch
+
+
+def test_from_the_end_of_a_batch_to_the_end_of_the_next(clock: Clock) -> None:
+    """Loading the data counts: it is a part of what a step costs."""
+    watch = started(clock)
+    run(watch, clock, 5.0, 1.0, 2.0, 3.0)
+    watch.pause()
+    assert watch.num_laps == 4
+    assert watch.steady() == [1, 2, 3]
+    assert watch.step_s() == [1.0, 2.0, 3.0]
+    assert watch.samples_per_s() == [8.0, 4.0, pytest.approx(8 / 3)]
+    assert watch.elapsed_s() == [0.0, 5.0, 6.0, 8.0, 11.0]
+
+
+@pytest.mark.parametrize(("num_steps", "num_first"), [(4, 1), (5, 1), (12, 2), (49, 9), (50, 10), (500, 10)])
+def test_the_first_steps_are_not_steady(clock: Clock, num_steps: int, num_first: int) -> None:
+    watch = started(clock)
+    run(watch, clock, *[1.0] * num_steps)
+    watch.pause()
+    assert watch.steady() == list(range(num_first, num_steps))
+
+
+def test_neither_is_the_first_one_after_a_pause(clock: Clock) -> None:
+    watch = started(clock)
+    run(watch, clock, 1.0, 1.0, 1.0)
+    watch.pause()
+    clock.now += 1000.0  # a validation
+    watch.resume()
+    run(watch, clock, 9.0, 1.0)
+    watch.pause()
+    assert watch.steady() == [1, 2, 4]
+    assert watch.step_s() == [1.0] * 3
+    assert watch.elapsed_s() == [0.0, 1.0, 2.0, 3.0, 12.0, 13.0]
+
+
+def test_what_is_measured_beside_it_does_not_count(clock: Clock) -> None:
+    """A watched step is not steady, and adds to the time of training what a usual one takes."""
+    watch = started(clock)
+    run(watch, clock, 3.0)
+    run(watch, clock, 70.0, 80.0, watched=True)
+    run(watch, clock, 2.0, 2.0, 4.0)
+    run(watch, clock, 0.5, watched=True)  # less than usual
+    watch.pause()
+    assert watch.steady() == [3, 4, 5]
+    assert watch.elapsed_s() == [0.0, 3.0, 5.0, 7.0, 9.0, 11.0, 15.0, 15.5]
+
+
+def test_only_watched_steps(clock: Clock) -> None:
+    watch = started(clock)
+    run(watch, clock, 7.0, 8.0, watched=True)
+    watch.pause()
+    assert (watch.step_s(), watch.samples_per_s(), watch.elapsed_s()) == ([], [], [0.0, 0.0, 0.0])
+
+
+def test_no_step_is_steady_and_one_is_watched(clock: Clock) -> None:
+    """In a very short run the usual time is that of the steps that were not watched."""
+    watch = started(clock)
+    run(watch, clock, 3.0)
+    run(watch, clock, 100.0, watched=True)
+    watch.pause()
+    assert watch.steady() == []
+    assert watch.elapsed_s() == [0.0, 3.0, 6.0]
+
+
+def test_batches_whose_size_is_unknown(clock: Clock) -> None:
+    watch = started(clock)
+    run(watch, clock, 1.0, 2.0)
+    run(watch, clock, 4.0, num_samples=None)
+    run(watch, clock, 0.0)  # a clock that stands still
+    run(watch, clock, 2.0, num_samples=0)
+    watch.pause()
+    assert watch.step_s() == [2.0, 4.0, 0.0, 2.0]
+    assert watch.samples_per_s() == [4.0, 0.0]
+
+
+def test_before_anything_has_run() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    watch.pause()
+    assert (watch.num_laps, watch.steady(), watch.step_s(), watch.elapsed_s()) == (0, [], [], [0.0])
+
+
+class Event:
+    """An event of CUDA: the time at which the stream came by, known only once the device has been waited for."""
+
+    waits: int = 0
+    clock: Clock
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at: float | None = None
+
+    def record(self, stream: str) -> None:
+        assert stream == "stream of cuda:1"
+        self.at = self.clock.now
+
+    def synchronize(self) -> None:
+        type(self).waits += 1
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.waits > 0, "asked for a time without having waited"
+        assert self.at is not None
+        assert end.at is not None
+        return 1e3 * (end.at - self.at)
+
+
+def test_on_cuda_only_a_pause_waits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("Event", (Event,), {"clock": clock, "waits": 0})
+    monkeypatch.setattr(torch.cuda, "Event", kind)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    watch = Stopwatch(torch.device("cuda", 1))
+    watch.resume()
+    run(watch, clock, 5.0, 1.0, 2.0)
+    assert (watch.num_laps, kind.waits) == (3, 0)
+    watch.pause()
+    assert kind.waits == 1
+    clock.now += 1000.0
+    watch.resume()
+    run(watch, clock, 9.0, 4.0)
+    watch.pause()
+    watch.pause()
+    assert kind.waits == 2
+    assert watch.steady() == [1, 2, 4]
+    assert watch.step_s() == pytest.approx([1.0, 2.0, 4.0])
+    assert watch.elapsed_s() == pytest.approx([0.0, 5.0, 6.0, 8.0, 17.0, 21.0])
