@@ -18,7 +18,8 @@ LAYERS = [
     ["callbacks", "tuning"],
     ["comparison"],
     ["__init__"],
-    ["cli", "__main__"],
+    ["cli"],
+    ["__main__"],
 ]
 """A room imports from itself and from the lines above its own."""
 
@@ -115,6 +116,7 @@ def test_a_wrong_direction_is_found(path: str, text: str) -> None:
         ("scaling/_good.py", "from lightning_amp._compat import _torch\nfrom lightning_amp._files import LEFTOVER"),
         ("scaling/_good.py", "from lightning_amp.scaling._records import StepRecord"),
         ("cli/_good.py", "from lightning_amp import AmpPrecision"),
+        ("__main__.py", "from lightning_amp.cli import main"),
     ],
 )
 def test_a_right_direction_is_not(path: str, text: str) -> None:
