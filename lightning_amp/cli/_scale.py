@@ -190,7 +190,7 @@ def _replay_row(label: str, replay: PolicyReplay) -> list[str]:
     where = span([f"{step:,}" for step in stops])
     return [
         label,
-        span([f"{number:,}" for number in replay.num_skipped]),
+        span([f"{number:,}" for number in sorted(replay.num_skipped)]),
         f"{replay.recorded.num_skipped:,}",
         span([percent(fraction) for fraction in sorted(replay.decided_fraction)]),
         span([exact(scale) for scale in lasts]),

@@ -78,9 +78,8 @@ class _Columns:
 
     def of(self, first: int, last: int) -> range:
         """Return the columns of some steps in a row, at least one."""
-        begin = (first - self._first) * self.number // self._steps
-        end = (last + 1 - self._first) * self.number // self._steps
-        return range(begin, max(end, begin + 1))
+        begin, of_last, end = ((s - self._first) * self.number // self._steps for s in (first, last, last + 1))
+        return range(begin, max(end, of_last + 1))
 
 
 def _by_column(stretches: Sequence[_Stretch], columns: _Columns) -> list[list[float]]:
