@@ -3,12 +3,11 @@
 import importlib as _importlib
 import typing as _typing
 
-from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
-from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
-from lightning_amp.scaling import DynamicLossScaler, StepRecord
-
 if _typing.TYPE_CHECKING:
+    from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
     from lightning_amp.comparison import PrecisionReport, compare_precisions
+    from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
+    from lightning_amp.scaling import DynamicLossScaler, StepRecord
 
 __version__ = "0.1.0"
 
@@ -26,16 +25,25 @@ __all__ = [
     "compare_precisions",
 ]
 
-_WHOLE_RUNS = {"PrecisionReport": "comparison", "compare_precisions": "comparison"}
-"""Tools for whole runs, and the room of each: imported when they are asked for, since training needs none of them."""
+_PUBLIC = {
+    "callbacks": ("GradientMonitor", "MetricComparison", "OverflowLocator", "ScaleMonitor"),
+    "comparison": ("PrecisionReport", "compare_precisions"),
+    "precision": ("AmpPrecision", "FSDPAmpPrecision"),
+    "scaling": ("DynamicLossScaler", "StepRecord"),
+}
+_ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
+_ROOMS = ("casting", "cli", "numerics", "reports", "shadow", "skipped_steps", "tracing", *_PUBLIC)
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name not in _WHOLE_RUNS:
+    """Import a public name, or a room, when it is asked for: Lightning takes seconds, which not everything needs."""
+    if name in _ROOMS:
+        return _importlib.import_module(f"{__name__}.{name}")
+    if name not in _ROOM_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{_WHOLE_RUNS[name]}"), name)
+    value = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHOLE_RUNS})
+    return sorted({*globals(), *_ROOM_OF})

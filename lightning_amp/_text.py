@@ -47,6 +47,18 @@ def named(names: Sequence[str]) -> str:
     return listed([f"`{name}`" for name in names])
 
 
+def percent(fraction: float) -> str:
+    """Write a share to three digits, 0 % and 100 % only if it is nothing or all: `12.5 %`, `99.9 %`, `100 %`."""
+    if fraction in (0, 1):
+        return f"{100 * fraction:.0f} %"
+    return f"{min(max(100 * fraction, 0.001), 99.9):.3g} %"
+
+
+def span(texts: Sequence[str]) -> str:
+    """Write from where to where something reaches, and one text if both are the same: `12 to 40`, `12`."""
+    return " to ".join(dict.fromkeys(texts))
+
+
 def _exponent(value: float) -> int | None:
     """Return the exponent of a power of two; `None` for any other number."""
     if not (value > 0 and math.isfinite(value)):

@@ -21,7 +21,7 @@ from lightning_amp._text import exact
 from lightning_amp._urls import child, location
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.reports import ScaleHistory
+from lightning_amp.reports import SCALE_HISTORY_FILE, ScaleHistory
 from lightning_amp.scaling import Saved, StepRecord, Subscription
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ LOSS_SCALE = "amp/loss_scale"
 SKIPPED_STEPS = "amp/skipped_steps"
 SKIP_RATE = "amp/skip_rate"
 RECENT_STEPS = 100
-FILE_NAME = "scale_history.csv"
 
 
 @final
@@ -257,7 +256,7 @@ class ScaleMonitor(Callback):
         if self.dirpath is None or self._history.last is None or not _lightning.is_rank_zero():
             return  # a fit that failed before its first step has nothing to put in the place of an earlier file
         try:
-            self._history.to_csv(child(self.dirpath, FILE_NAME))
+            self._history.to_csv(child(self.dirpath, SCALE_HISTORY_FILE))
         except OSError as error:
             if self._warned_of_folder:
                 return

@@ -4,18 +4,25 @@ from lightning_amp.reports._comparison_table import LOADER_SUFFIX, ComparisonRow
 from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import TOTAL, GradientRow, GradientTable
 from lightning_amp.reports._overflow_report import OverflowReport
-from lightning_amp.reports._scale_history import ScaleHistory
+from lightning_amp.reports._scale_chart import scale_chart
+from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory
+from lightning_amp.reports._scale_plot import plot_histories
+from lightning_amp.reports._scale_replay import PolicyReplay
 from lightning_amp.reports._table import MAX_ROWS
 
 __all__ = [
     "LOADER_SUFFIX",
     "MAX_ROWS",
+    "SCALE_HISTORY_FILE",
     "TOTAL",
     "ComparisonRow",
     "ComparisonTable",
     "GradientRow",
     "GradientTable",
     "OverflowReport",
+    "PolicyReplay",
     "Quantity",
     "ScaleHistory",
+    "plot_histories",
+    "scale_chart",
 ]

@@ -21,6 +21,11 @@ from lightning_amp.scaling import Reason, Saved, StepRecord
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from lightning_amp.reports._scale_replay import PolicyReplay
+
+SCALE_HISTORY_FILE = "scale_history.csv"
+"""What :class:`~lightning_amp.ScaleMonitor` calls it in its folder."""
+
 _REASONS: tuple[Reason, ...] = get_args(Reason)
 _COLUMNS = {"index": "q", "optimizer_idx": "q", "scale": "d", "next_scale": "d", "skipped": "b", "reason": "b"}
 
@@ -212,6 +217,38 @@ class ScaleHistory(Table[StepRecord]):
             raise saved.wrong("reason", f"a number from 0 to {len(_REASONS) - 1} for each step")
         last = saved.record("last")
         self._columns, self._last = columns, last
+
+    # -- another policy ------------------------------------------------------------------------------------------------
+
+    def replay(self, **policy: float) -> PolicyReplay:
+        """Run another scale policy over the recorded overflows; say what it would have skipped, as far as is known.
+
+        .. code-block:: python
+
+            monitor = ScaleMonitor(dirpath="logs")
+            L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[monitor], max_epochs=1).fit(model, data)
+            replay = ScaleHistory.from_csv("logs/scale_history.csv").replay(growth_interval=4)
+            print(replay.num_skipped, replay.decided_fraction)
+
+        Each step of the replay takes the rule of :class:`~lightning_amp.DynamicLossScaler` itself. The policy that
+        recorded the run gives the recorded scales again, unless something set the scale from outside: a resumed run
+        with other settings, a float16 loss, which lowers `max_scale` (pass `max_scale=2**15`).
+
+        Args:
+            policy: Arguments of :class:`~lightning_amp.DynamicLossScaler`, such as `growth_interval=500`. Those that
+                are not given have their defaults there, except for `init_scale`, which is the first recorded scale.
+
+        Raises:
+            ValueError: If an argument is no part of a policy or out of its range; if there are no steps, or none with a
+                loss scale; if several optimizers did not step once each in every batch, which the records must show
+                since the scale moves once per batch. (A single optimizer that steps several times in a batch is not
+                noticed: each of its steps counts as a batch.)
+
+        Cost: some 50 microseconds for each step that overflows or after which the scale grows.
+        """
+        from lightning_amp.reports._scale_replay import replay_history
+
+        return replay_history(self, policy)
 
     # -- picture -------------------------------------------------------------------------------------------------------
 

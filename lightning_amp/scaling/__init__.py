@@ -4,14 +4,16 @@ from lightning_amp.scaling._backward_watch import BackwardWatch
 from lightning_amp.scaling._derivative_scale import DerivativeScale
 from lightning_amp.scaling._gradient_state import Scaled, Unscaled
 from lightning_amp.scaling._gradients import HalfGradientsError, has_gradients, parameters
+from lightning_amp.scaling._policy_replay import ReplayedRun, replay_policy, scaler_of_policy
 from lightning_amp.scaling._records import Reason, RecordLog, StepRecord, Subscription
 from lightning_amp.scaling._saved import Saved, check_scaler_state
-from lightning_amp.scaling._scaler import DynamicLossScaler
+from lightning_amp.scaling._scaler import POLICY_SETTINGS, DynamicLossScaler
 from lightning_amp.scaling._skip import Skip
 from lightning_amp.scaling._step import StepPlan, StepResult
 from lightning_amp.scaling._steps import OptimizerSteps
 
 __all__ = [
+    "POLICY_SETTINGS",
     "BackwardWatch",
     "DerivativeScale",
     "DynamicLossScaler",
@@ -19,6 +21,7 @@ __all__ = [
     "OptimizerSteps",
     "Reason",
     "RecordLog",
+    "ReplayedRun",
     "Saved",
     "Scaled",
     "Skip",
@@ -30,4 +33,6 @@ __all__ = [
     "check_scaler_state",
     "has_gradients",
     "parameters",
+    "replay_policy",
+    "scaler_of_policy",
 ]

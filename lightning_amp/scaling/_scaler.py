@@ -26,6 +26,8 @@ HALF_LOSS_CEILING = 2.0**15
 
 _POLICY = ("growth_factor", "backoff_factor", "growth_interval")
 _LIMITS = ("hysteresis", "min_scale", "max_scale", "max_consecutive_skips")
+POLICY_SETTINGS = ("init_scale", *_POLICY, *_LIMITS)
+"""What decides about the scale: the arguments of :class:`DynamicLossScaler` without `device` and `enabled`."""
 
 
 def _remembers_its_arguments(init: Callable[..., None]) -> Callable[..., None]:

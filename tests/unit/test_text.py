@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_amp._text import counted, exact, listed, literal, named, rounded
+from lightning_amp._text import counted, exact, listed, literal, named, percent, rounded, span
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,25 @@ def test_a_few_names_and_how_many_more() -> None:
         "0 records",
         "2,000 records",
     )
+
+
+@pytest.mark.parametrize(
+    ("fraction", "text"),
+    [
+        (0, "0 %"),
+        (1, "100 %"),
+        (1.0, "100 %"),
+        (0.5, "50 %"),
+        (0.12345, "12.3 %"),
+        (0.99999, "99.9 %"),
+        (1e-9, "0.001 %"),
+    ],
+)
+def test_percent(fraction: float, text: str) -> None:
+    assert percent(fraction) == text
+
+
+def test_span() -> None:
+    assert span(["12", "40"]) == "12 to 40"
+    assert span(["12", "12"]) == "12"
+    assert span([]) == ""

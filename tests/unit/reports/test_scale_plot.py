@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.tables import scale_records
 
-from lightning_amp.reports import ScaleHistory
+from lightning_amp.reports import ScaleHistory, plot_histories
 from lightning_amp.scaling import StepRecord
 
 
@@ -61,3 +61,55 @@ def test_plot_of_thousands_of_skips_keeps_the_line_in_sight() -> None:
     assert [line.get_label() for line in marks] == ["skipped: gradients overflowed (2,000)"]
     assert marks[0].get_markersize() <= 2
     assert all(len(line) <= 90 for line in figure.axes[0].get_title().splitlines())
+
+
+def history_of(overflows: dict[int, str], steps: int) -> ScaleHistory:
+    history = ScaleHistory()
+    history.extend(scale_records(overflows, steps))
+    return history
+
+
+def labels(figure: Any) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_several_are_one_picture(tmp_path: Path) -> None:
+    runs = {"a": history_of({3: "gradient", 5: "loss"}, 50), "b": history_of({7: "gradient"}, 80), "c": ScaleHistory()}
+    figure: Any = plot_histories(runs, tmp_path / "all.png")
+    assert (tmp_path / "all.png").stat().st_size > 5000
+    assert labels(figure) == [
+        "a: 2 of 50 steps skipped",
+        "b: 1 of 80 steps skipped",
+        "c: no optimizer step was taken",
+        "skipped: overflow",
+        "skipped: loss not finite",
+    ]
+    curves = [line for line in figure.axes[0].lines if line.get_label()[:2] in ("a:", "b:")]
+    colors = [line.get_color() for line in curves]
+    assert len(set(colors)) == 2
+    marks = {(line.get_color(), line.get_marker(), len(line.get_xdata())) for line in figure.axes[0].lines}
+    assert {(colors[0], "v", 1), (colors[0], "x", 1), (colors[1], "v", 1)} <= marks
+    assert list(curves[0].get_xdata())[-1] == 50
+
+
+def test_a_replay_is_broken_and_dotted_in_the_colour_of_its_run() -> None:
+    run = history_of({3: "gradient"}, 50)
+    replay = run.replay(init_scale=64.0, growth_interval=5)
+    figure: Any = plot_histories({"a": run}, replays={"a": replay})
+    assert labels(figure)[-2:] == ["replayed: no undecided step overflows", "replayed: all of them do"]
+    by_style = {line.get_linestyle(): line for line in figure.axes[0].lines if line.get_color() == "#0072b2"}
+    assert max(by_style["--"].get_ydata()) == max(record.next_scale for record in replay.optimistic)
+    assert max(by_style[":"].get_ydata()) == max(record.next_scale for record in replay.pessimistic)
+
+
+def test_many_runs_repeat_colours_and_long_names_take_a_line_each() -> None:
+    figure: Any = plot_histories({f"a long folder/with a long name/version_{i}": history_of({}, 5) for i in range(9)})
+    assert len(labels(figure)) == 9
+    figure.canvas.draw()
+    width = figure.bbox.width
+    assert all(text.get_window_extent().x1 <= width for text in figure.legends[0].get_texts())
+
+
+def test_no_run_with_a_step() -> None:
+    axes: Any = plot_histories({"a": ScaleHistory()}).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["no optimizer step was taken"]

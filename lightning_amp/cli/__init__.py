@@ -1,0 +1,5 @@
+"""The command `lightning-amp`: what to do with saved records, and which precision to use, without writing Python."""
+
+from lightning_amp.cli._main import main
+
+__all__ = ["main"]

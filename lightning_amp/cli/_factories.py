@@ -1,0 +1,116 @@
+"""What a command line describes, on its way into another process: made there, as a `LightningCLI` would make it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from typing_extensions import final, override
+
+Plain = Mapping[str, Any]
+"""A class as `{"class_path": ..., "init_args": {...}}`, arbitrarily nested, with values as jsonargparse parsed them."""
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Factory:
+    """Makes a module or a data module. Two with the same text make the same.
+
+    Attributes:
+        key: What it makes: `"model"` or `"data"`.
+        config: The sections of a `LightningCLI` that it takes: `model`, perhaps with `optimizer` and `lr_scheduler`,
+            or `data`.
+        import_from: Folders in which another process finds the classes, put before its own.
+
+    """
+
+    key: Literal["model", "data"]
+    config: Plain
+    import_from: tuple[str, ...] = field(default=(), compare=False)
+
+    def __call__(self) -> Any:
+        _import_from(self.import_from)
+        made = _Made(args=dict(self.config), save_config_callback=None, run=False, seed_everything_default=False)
+        return made.model if self.key == "model" else made.datamodule
+
+    def __repr__(self) -> str:
+        """Write it as code."""
+        extra = [f"{name}: {describe(value)}" for name, value in self.config.items() if name != self.key]
+        return ", ".join([describe(self.config[self.key]), *extra])
+
+
+@final
+class TrainerArgument:
+    """A callback, a logger, a strategy, ...: pickled as a description, and unpickled as the object itself.
+
+    So each process gets one of its own, and nothing has to be pickled that cannot be.
+
+    """
+
+    def __init__(self, name: str, value: Any, import_from: tuple[str, ...] = ()) -> None:
+        self._arguments = name, value, import_from
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make_trainer_argument, self._arguments
+
+    def __repr__(self) -> str:
+        """Write it as code."""
+        _, value, _ = self._arguments
+        return describe(value[0] if isinstance(value, list) else value)
+
+
+def make_trainer_argument(name: str, value: Any, import_from: Sequence[str] = ()) -> Any:
+    """Make the object that an argument of the Trainer describes; of a list, which has one item, that item."""
+    _import_from(import_from)
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_lightning_class_args(Trainer, "trainer")
+    made = parser.instantiate_classes(parser.parse_object({"trainer": {name: value}}))
+    found = made["trainer"][name]
+    return found[0] if isinstance(value, list) else found
+
+
+def describe(value: Any) -> str:
+    """Write a class and its arguments as code: `models.Net(width=64)`."""
+    if isinstance(value, Mapping) and "class_path" in value:
+        arguments = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
+        inside = ", ".join(f"{name}={describe(argument)}" for name, argument in arguments.items())
+        return f"{value['class_path']}({inside})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name!r}: {describe(inner)}' for name, inner in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(describe, value))}]"
+    return repr(value)
+
+
+def _import_from(folders: Sequence[str]) -> None:
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+
+
+@final
+class _Made(LightningCLI):
+    """A `LightningCLI` that makes a model or a data module and no Trainer; so they are what they are in the user's own.
+
+    That is: the optimizer of the YAML is the model's, and `save_hyperparameters` saves what was written.
+
+    """
+
+    @override
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True, required=False)
+        parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        return super().init_parser(**kwargs, exit_on_error=False)
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_object(args)
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        return None

@@ -1,0 +1,98 @@
+"""`lightning-amp`: finds the command, and turns all that can go wrong into an exit status and one line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from lightning_amp.cli._exits import CRASHED, FINE, INTERRUPTED, PIPE_CLOSED, TO_DO, WRONG_USE, Interrupted, UsageError
+from lightning_amp.cli._output import write
+from lightning_amp.cli._parser import HelpShown, Parser
+
+NAME = "lightning-amp"
+DEBUG = "LIGHTNING_AMP_DEBUG"
+
+COMMANDS = {
+    "compare": "train a module in several precisions, and say which one to use",
+    "scale": "show saved scale histories, and replay other scale policies",
+}
+"""What each command does. It is `run` of the module in this room that is named after it, imported when it is wanted."""
+
+_EXIT_STATUS = f"""\
+exit status: {FINE} fine; {TO_DO} something to do (a verdict "worse", an arm that
+failed); {WRONG_USE} wrong use, with one line on stderr; {CRASHED} an error inside of
+{NAME}; {INTERRUPTED} interrupted. `--debug`, or the environment variable
+{DEBUG}=1, shows the traceback of an error."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; `None` takes that of the process.
+
+    Returns:
+        The exit status. No exception comes out.
+
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given or bool(os.environ.get(DEBUG))
+    given = [argument for argument in given if argument != "--debug"]
+    name = f"{NAME} {given[0]}" if given and given[0] in COMMANDS else NAME
+    try:
+        try:
+            status = _run(given)
+        except HelpShown:
+            status = FINE
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_stdout()
+        return PIPE_CLOSED
+    except (Interrupted, KeyboardInterrupt) as error:
+        return _say(name, str(error) or "interrupted", INTERRUPTED, debug=debug)
+    except UsageError as error:
+        return _say(name, str(error), WRONG_USE, debug=debug)
+    except Exception as error:
+        advice = "" if debug else f" Please report it, with what the same command prints with `--debug` ({DEBUG}=1)."
+        text = f"this is an error of {NAME} itself: {type(error).__name__}: {error}."
+        return _say(name, f"{text}{advice}", CRASHED, debug=debug)
+    return status
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in COMMANDS:
+        command = importlib.import_module(f"lightning_amp.cli._{arguments[0]}")
+        return command.run(arguments[1:])
+    listed = "\n".join(f"  {command:9} {what}" for command, what in COMMANDS.items())
+    parser = Parser(
+        NAME,
+        f"Which precision to use, and what it did.\n\ncommands:\n{listed}",
+        _EXIT_STATUS,
+        usage=f"{NAME} COMMAND ...   ({NAME} COMMAND --help says more)",
+    )
+    parser.add_argument("--version", action="store_true", help="show the version, and exit")
+    options, others = parser.parse_known_args(arguments)
+    if options.version:
+        from lightning_amp import __version__
+
+        write(f"{__version__}\n")
+        return FINE
+    what = f"{others[0]!r} is no command" if others else "a command is missing"
+    raise UsageError(f"{what}; there are {', '.join(COMMANDS)} (`{NAME} --help` says what they do)")
+
+
+def _say(name: str, text: str, status: int, *, debug: bool) -> int:
+    """Write one line to stderr, whatever became of stderr; returns the status."""
+    with contextlib.suppress(OSError):
+        if debug:
+            traceback.print_exc()
+        sys.stderr.write(f"{name}: {' '.join(text.split())}\n")
+        sys.stderr.flush()
+    return status
+
+
+def _forget_stdout() -> None:
+    """Keep the interpreter from flushing, at its end, what nobody reads any more."""
+    with contextlib.suppress(OSError):  # it may be no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

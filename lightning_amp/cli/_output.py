@@ -1,0 +1,183 @@
+"""What the commands print and save."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_amp._files import write_atomically
+from lightning_amp._urls import is_url, location
+from lightning_amp.cli._exits import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+
+WIDEST = 100
+"""Characters in a line of text, or of a chart: where a terminal is wider they are not easier to read."""
+
+GAP = 2
+"""Characters between two columns of a table."""
+
+
+def require_extra(*modules: str) -> None:
+    """Refuse to go on without the libraries of the extra `cli`.
+
+    Raises:
+        UsageError: Saying how to install them.
+
+    """
+    for module in modules:
+        try:
+            __import__(module)
+        except ImportError as error:
+            advice = "run `pip install 'jsonargparse[signatures]' rich`, which is the extra `cli`"
+            raise UsageError(f"this needs {module}, which cannot be imported ({error}); {advice}") from error
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def show(parts: Iterable[RenderableType]) -> None:
+    """Print to stdout, as wide as the terminal; 80 characters where it is none, and then without colour.
+
+    Rich looks at `NO_COLOR`, `FORCE_COLOR`, `COLUMNS` and `TERM`. It does not print by itself, since it ends the
+    process with status 1 where nobody reads the output.
+
+    """
+    from rich.console import Console
+
+    real, text = _console(), io.StringIO()
+    console = Console(
+        file=text, width=real.width, force_terminal=real.is_terminal, highlight=False, markup=False, emoji=False
+    )
+    for part in parts:
+        console.print(part)
+    write("".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
+
+
+def write(text: str) -> None:
+    """Write a text to stdout as it is; what its encoding does not have becomes a question mark.
+
+    Raises:
+        BrokenPipeError: If nobody reads it any more.
+        UsageError: If it cannot be written for another reason: a full disk.
+
+    """
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"the output cannot be written: {error}") from error
+
+
+def note(text: str) -> None:
+    """Write a line to stderr."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def output_width() -> int:
+    """Return how many characters fit into a line."""
+    return _console().width
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def is_terminal() -> bool:
+    """Return whether a person reads stdout."""
+    return sys.stdout.isatty()
+
+
+def paragraph(text: str | RenderableType) -> RenderableType:
+    """Return a text in lines that are not too long to read."""
+    from rich.constrain import Constrain
+    from rich.text import Text
+
+    return Constrain(Text(text) if isinstance(text, str) else text, WIDEST)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], justify: Literal["left", "right"] = "right") -> Table:
+    """Return a table without lines, whose cells are wrapped where it is too wide; the first column is on the left."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    for number, name in enumerate(header):
+        made.add_column(name, justify=justify if number else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def check_output(option: str, path: str | None) -> None:
+    """Refuse, before any work is done, what cannot become a file.
+
+    Raises:
+        UsageError: If it is a folder, or a URL that fsspec cannot write.
+
+    """
+    if path is None:
+        return
+    try:
+        place = location(path, option)
+    except (ValueError, ImportError) as error:
+        raise UsageError(str(error)) from error
+    if path in ("", "-") or (isinstance(place, Path) and place.is_dir()):
+        raise UsageError(f"{option} must be a file, got {path!r}; to print it, write `{option} /dev/stdout`")
+
+
+def save(option: str, path: str, write: Callable[[str], object]) -> None:
+    """Let `write` make a file at `path`, also where that is no file but a pipe or `/dev/stdout`.
+
+    Raises:
+        UsageError: If it cannot be written.
+
+    """
+    try:
+        place = None if is_url(path) else Path(path)
+        if place is None or not (place.is_symlink() or (place.exists() and not place.is_file())):
+            write(path)
+            return
+        with tempfile.TemporaryDirectory() as folder:  # what takes the place of a file must not do so here
+            write(str(Path(folder) / f"output{place.suffix}"))
+            (made,) = Path(folder).iterdir()  # matplotlib adds a suffix where there is none
+            with made.open("rb") as source, place.open("wb") as target:
+                shutil.copyfileobj(source, target)
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(f"{option} {path} cannot be written: {error}") from error
+
+
+def save_json(option: str, path: str, data: Any) -> None:
+    """Write JSON in which NaN and infinities, which it does not have, are null."""
+    text = json.dumps(_plain(data), indent=1, allow_nan=False)
+    save(option, path, lambda place: write_atomically(place, lambda file: file.write(f"{text}\n")))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

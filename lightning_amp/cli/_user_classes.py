@@ -1,0 +1,188 @@
+"""The user's module, data and Trainer settings from a command line and YAML files, checked before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+from typing_extensions import final
+
+from lightning_amp.cli._exits import UsageError
+from lightning_amp.cli._factories import Factory, TrainerArgument
+from lightning_amp.cli._lightning_config import COMPARED, SECTIONS
+
+_NOISE = re.compile(
+    r"does not validate against any|subtypes:|errors:|expected a <class 'nonetype'>|expected a (?:config )?path but|"
+    r"given value type:|given value: (?:namespace|nestedarg)|given value: none|$",
+    re.IGNORECASE,
+)
+"""Lines of an error of jsonargparse that say nothing to a user; what they say differs from version to version."""
+
+
+@final
+class UserClasses(NamedTuple):
+    """What a command line describes.
+
+    Attributes:
+        make_module: Makes the LightningModule, in any process.
+        make_data: Makes the LightningDataModule, likewise.
+        trainer_kwargs: What was given of the Trainer's arguments; objects among them are made in the other process.
+
+    """
+
+    make_module: Factory
+    make_data: Factory
+    trainer_kwargs: dict[str, Any]
+
+
+def import_from_here() -> tuple[str, ...]:
+    """Make the current directory importable, as `python -m` does; returns what another process has to do likewise."""
+    if getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+        return ()
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return (here,)
+
+
+def parse_user_classes(configs: Sequence[Mapping[str, Any]], arguments: Sequence[str]) -> UserClasses:
+    """Parse and check what a `LightningCLI` would take; nothing is made.
+
+    Args:
+        configs: Sections of YAML files; later ones win, and `arguments` over all of them.
+        arguments: `--model pkg.Class --model.width 64 --data pkg.Class --trainer.max_epochs 2 ...`.
+
+    Raises:
+        UsageError: If a class cannot be imported, or does not take an argument or its value.
+
+    """
+    from jsonargparse import ActionConfigFile
+
+    folders = import_from_here()
+    for key, what in (("model", "LightningModule"), ("data", "LightningDataModule")):
+        _import(key, what, _class_paths(key, configs, arguments))
+    parser = LightningArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action=ActionConfigFile)
+    parser.add_lightning_class_args(Trainer, "trainer")
+    parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
+    parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
+    parser.add_optimizer_args()
+    parser.add_lr_scheduler_args()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of jsonargparse, about how Lightning calls it
+            texts = [f"--config={json.dumps(config, default=str)}" for config in configs]
+            parsed = parser.parse_args([*texts, *arguments], defaults=False).as_dict()
+    except Exception as error:
+        raise UsageError(_one_line(error, configs, arguments)) from error
+    own = {key: parsed[key] for key in ("model", "optimizer", "lr_scheduler") if parsed.get(key)}
+    return UserClasses(
+        make_module=Factory("model", own, folders),
+        make_data=Factory("data", {"data": parsed["data"]}, folders),
+        trainer_kwargs=dict(_trainer_kwargs(parsed.get("trainer") or {}, folders)),
+    )
+
+
+def _class_paths(key: str, configs: Sequence[Mapping[str, Any]], arguments: Sequence[str]) -> list[str]:
+    """Return how a class was named, the name that wins last."""
+    written = [config[key]["class_path"] for config in configs if key in config]
+    return written + [value for option, value in pairwise(arguments) if option == f"--{key}"]
+
+
+def _import(key: str, what: str, class_paths: Sequence[str]) -> None:
+    """Import the module of a class, whose errors are the user's own; jsonargparse would not say that they are."""
+    if not class_paths:
+        advice = f"name a {what}: `--{key} package.module.Class`, or a `{key}` in the YAML of --config"
+        raise UsageError(f"--{key} is missing; {advice}")
+    module = class_paths[-1].rpartition(".")[0]
+    try:
+        if module and not os.path.exists(class_paths[-1]):
+            importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            return  # there is no such module: that much jsonargparse says
+        text = f"--{key} {class_paths[-1]}: importing `{module}` raised {type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            text += "; only what stands below `if __name__ == '__main__':` may do so"
+        raise UsageError(text) from error
+
+
+def _trainer_kwargs(given: Mapping[str, Any], folders: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Leave out what is the Trainer's default anyway: a saved YAML has all of its arguments."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
+    for name, value in given.items():
+        if name in COMPARED:
+            raise UsageError(f"--trainer.{name} is what is compared: pass `--precisions fp32 bf16 fp16`")
+        if value == defaults.get(name, inspect.Parameter.empty):
+            continue
+        if isinstance(value, list):
+            yield name, [TrainerArgument(name, [item], folders) if _is_class(item) else item for item in value]
+        else:
+            yield name, TrainerArgument(name, value, folders) if _is_class(value) else value
+
+
+def _is_class(value: object) -> bool:
+    return isinstance(value, Mapping) and "class_path" in value
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def _one_line(error: Exception, configs: Sequence[Mapping[str, Any]], arguments: Sequence[str]) -> str:
+    """Put what jsonargparse says over many lines into one, and say what is legal."""
+    lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
+    lines = [line for line in lines if not _NOISE.match(line)] or [f"{type(error).__name__}: {error}"]
+    if any("class_path" in line for line in lines):  # of a list of classes, or one
+        lines = [line for line in lines if line != "Expected a <class 'list'>"]
+    text = "; ".join(lines).replace(":; ", ": ")
+    text = re.sub(r"^Parser key \"([\w.]+)\":", r"--\1:", text)
+    text = re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1", text)
+    return f"{text}{_legal(text, configs, arguments)}"
+
+
+def _legal(text: str, configs: Sequence[Mapping[str, Any]], arguments: Sequence[str]) -> str:
+    if "nrecognized arguments" in text:
+        unknown = re.search(r"--trainer\.(\w+)", text)
+        return f"; {_other_options() if unknown is None else _trainer_names(unknown[1])}"
+    unknown = re.search(r"'trainer' does not accept \w[\w ]* '(\w+)'", text)  # of a YAML
+    if unknown is not None:
+        return f"; {_trainer_names(unknown[1])}"
+    for key in ("model", "data"):
+        if text.startswith(f"--{key}: Problem with"):
+            return _class_names(_class_paths(key, configs, arguments)[-1])
+    return ""
+
+
+def _other_options() -> str:
+    sections = ", ".join(f"--{section}.*" for section in SECTIONS)
+    return f"there are {sections}, and those that `lightning-amp compare --help` lists"
+
+
+def _trainer_names(name: str) -> str:
+    names = list(inspect.signature(Trainer).parameters)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean --trainer.{near[0]}?" if near else f"the Trainer takes {', '.join(names)}"
+
+
+def _class_names(class_path: str) -> str:
+    """Say what a class takes, if it can be found at all."""
+    from jsonargparse import ArgumentParser
+
+    try:
+        module, _, name = class_path.rpartition(".")
+        found = getattr(importlib.import_module(module), name)
+        names = ArgumentParser(exit_on_error=False).add_class_arguments(found, "x", fail_untyped=False)
+    except Exception:
+        return ""
+    return f"; {class_path} takes {', '.join(name.removeprefix('x.') for name in names) or 'no arguments'}"
