@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("demo_results"), help="folder for the page and the runs")
     args = parser.parse_args()
     report = compare_precisions(
-        partial(DigitTransformer, 16 if args.fast else args.width),
+        partial(DigitTransformer, 64 if args.fast else args.width, 1 if args.fast else 2),
         Digits,
         precisions=["fp32", "bf16"] if args.fast else ["fp32", "bf16", "fp16"],
         trainer_kwargs={"max_epochs": 1 if args.fast else 4, "accelerator": "cpu", "logger": False},
