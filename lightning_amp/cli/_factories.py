@@ -34,7 +34,7 @@ class Factory:
 
     def __call__(self) -> Any:
         _import_from(self.import_from)
-        made = _Made(args=dict(self.config), save_config_callback=None, run=False, seed_everything_default=False)
+        made = _CommandLine(args=dict(self.config), save_config_callback=None, run=False, seed_everything_default=False)
         return made.model if self.key == "model" else made.datamodule
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ def _import_from(folders: Sequence[str]) -> None:
 
 
 @final
-class _Made(LightningCLI):
+class _CommandLine(LightningCLI):
     """A `LightningCLI` that makes a model or a data module and no Trainer; so they are what they are in the user's own.
 
     That is: the optimizer of the YAML is the model's, and `save_hyperparameters` saves what was written.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lightning_amp.cli._output import GAP, output_width, paragraph, table
+from lightning_amp.cli._output import paragraph, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -15,11 +15,7 @@ _CELL_END = re.compile(r"(?<!\\)\|")
 
 
 def markdown(text: str) -> Iterator[RenderableType]:
-    """Yield what to show of a Markdown text.
-
-    A table that is too wide is turned, so that its rows are columns, if it fits then; else its cells are wrapped.
-
-    """
+    """Yield what to show of a Markdown text."""
     from rich.markdown import Markdown
 
     for number, block in enumerate(re.split(r"\n{2,}", text.strip())):
@@ -29,17 +25,8 @@ def markdown(text: str) -> Iterator[RenderableType]:
             yield paragraph(Markdown(block))
             continue
         header, _, *rows = ([cell.replace("\\|", "|").strip() for cell in _cells(line)] for line in block.splitlines())
-        lines = [header, *rows]
-        turned = [list(column) for column in zip(*lines, strict=True)]
-        if _width(lines) > output_width() >= _width(turned):
-            lines = turned
-        yield table(lines[0], lines[1:], justify="left")
+        yield table(header, rows, justify="left")
 
 
 def _cells(line: str) -> list[str]:
     return _CELL_END.split(line.strip())[1:-1]
-
-
-def _width(lines: list[list[str]]) -> int:
-    """Return how wide a table is whose cells are not wrapped."""
-    return sum(max(map(len, column)) + GAP for column in zip(*lines, strict=True)) - GAP

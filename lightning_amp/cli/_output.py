@@ -113,15 +113,28 @@ def paragraph(text: str | RenderableType) -> RenderableType:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], justify: Literal["left", "right"] = "right") -> Table:
-    """Return a table without lines, whose cells are wrapped where it is too wide; the first column is on the left."""
+    """Return a table without lines, whose first column is on the left.
+
+    One that is too wide is turned, so that its rows are columns, if it fits then; else its cells are wrapped.
+
+    """
     from rich.table import Table
 
+    lines: Sequence[Sequence[str]] = [header, *rows]
+    turned = list(zip(*lines, strict=True))
+    if _width(lines) > output_width() >= _width(turned):
+        lines = turned
     made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-    for number, name in enumerate(header):
+    for number, name in enumerate(lines[0]):
         made.add_column(name, justify=justify if number else "left", overflow="fold")
-    for row in rows:
+    for row in lines[1:]:
         made.add_row(*row)
     return made
+
+
+def _width(lines: Sequence[Sequence[str]]) -> int:
+    """Return how wide a table is whose cells are not wrapped."""
+    return sum(max(map(len, column)) + GAP for column in zip(*lines, strict=True)) - GAP
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

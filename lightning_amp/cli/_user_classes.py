@@ -96,8 +96,12 @@ def parse_user_classes(configs: Sequence[Mapping[str, Any]], arguments: Sequence
 
 def _class_paths(key: str, configs: Sequence[Mapping[str, Any]], arguments: Sequence[str]) -> list[str]:
     """Return how a class was named, the name that wins last."""
-    written = [config[key]["class_path"] for config in configs if key in config]
-    return written + [value for option, value in pairwise(arguments) if option == f"--{key}"]
+    written: list[str] = [config[key]["class_path"] for config in configs if key in config]
+    for argument, following in pairwise([*arguments, ""]):
+        option, equals, value = argument.partition("=")
+        if option == f"--{key}":
+            written.append(value if equals else following)
+    return written
 
 
 def _import(key: str, what: str, class_paths: Sequence[str]) -> None:

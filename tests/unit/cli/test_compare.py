@@ -1,0 +1,248 @@
+"""`lightning-amp compare`: from a command line to `compare_precisions`, and from its report to an exit status.
+
+`compare_precisions` itself is a stand-in: it is tested where it lives.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.cli_classes import Net, Rows
+
+import lightning_amp
+from lightning_amp.cli import main
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jsonargparse, about how Lightning calls it
+    pytest.mark.usefixtures("in_tmp_path"),
+]
+
+BOTH = ["--model", "support.cli_classes.Net", "--model.width", "3", "--data", "support.cli_classes.Rows"]
+MARKDOWN = "Use `fp16`.\n\n| arm | speed |\n| --- | --- |\n| fp16 | 1.8x as fast |\n"
+
+
+class Report:
+    """As much of a `PrecisionReport` as the command looks at."""
+
+    def __init__(self, verdict: str = "not worse: ...", error: str | None = None) -> None:
+        self.said, metrics = verdict, {"val_loss": None}
+        self.arms = {
+            "fp32": SimpleNamespace(errors={}, metrics=metrics),
+            "fp16": SimpleNamespace(errors={} if error is None else {0: error}, metrics={} if error else metrics),
+        }
+
+    def verdict(self, label: str, metric: str) -> str:
+        assert metric in self.arms[label].metrics
+        return "no margin" if label == "fp32" else self.said
+
+    def to_markdown(self) -> str:
+        return MARKDOWN
+
+    def to_json(self, path: str) -> None:
+        Path(path).write_text("{}")
+
+    def to_html(self, path: str) -> None:
+        Path(path).write_text("<html>")
+
+
+class Compared:
+    """Stands in for `compare_precisions`; sends to another process what it is given, as that one does."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.outcome: Any = Report()
+
+    def __call__(self, make_module: Any, make_data: Any, precisions: Any = (), **kwargs: Any) -> Any:
+        call = {"make_module": make_module, "make_data": make_data, "precisions": precisions, **kwargs}
+        self.calls.append(pickle.loads(pickle.dumps(call)))
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
+    compared = Compared()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(lightning_amp, "compare_precisions", compared, raising=False)
+    return compared
+
+
+@pytest.fixture
+def command(compared: Compared, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(["compare", *arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+# -- what is asked for -------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults(command: Any, compared: Compared) -> None:
+    assert command(*BOTH) == (0, MARKDOWN, "")
+    (call,) = compared.calls
+    assert type(call.pop("make_module")()) is Net
+    assert type(call.pop("make_data")()) is Rows
+    assert call == {
+        "precisions": ("fp32", "bf16", "fp16"),
+        "trainer_kwargs": {},
+        "seed": 0,
+        "num_seeds": 1,
+        "margins": None,
+        "control": None,
+        "dirpath": None,
+    }
+
+
+def test_everything(command: Any, compared: Compared) -> None:
+    options = ["--precisions", "fp32", "fp8", "--seeds", "3", "--seed", "5", "--control", "false", "--dirpath", "kept"]
+    margins = ["--margins.val_acc", "0.001", "--margins.val/x=max:0.1", "--margins.y.z", '["min", 2]']
+    assert command(*options, *BOTH, "--trainer.max_epochs=2", *margins, "--model.lr", "0.5")[0] == 0
+    (call,) = compared.calls
+    assert call.pop("make_module")().hparams["lr"] == 0.5
+    del call["make_data"]
+    assert call == {
+        "precisions": ("fp32", "fp8"),
+        "trainer_kwargs": {"max_epochs": 2},
+        "seed": 5,
+        "num_seeds": 3,
+        "margins": {"val_acc": 0.001, "val/x": ("max", 0.1), "y.z": ("min", 2.0)},
+        "control": False,
+        "dirpath": "kept",
+    }
+
+
+YAML = """\
+fit:
+  seed_everything: 7
+  trainer: {precision: 16-mixed, max_epochs: 2, plugins: [{class_path: lightning_amp.AmpPrecision}]}
+  model: {width: 4}
+  data: {class_path: support.cli_classes.Rows}
+"""
+
+
+@pytest.mark.parametrize(("arguments", "seed"), [([], 7), (["--seed", "1"], 1)])
+def test_a_yaml(arguments: list[str], seed: int, command: Any, compared: Compared) -> None:
+    Path("config.yaml").write_text(YAML)
+    status, _, err = command("--config", "config.yaml", "--model", "support.cli_classes.Net", *arguments)
+    assert status == 0
+    assert err == (
+        "lightning-amp compare: of --config config.yaml, trainer.precision, trainer.plugins is left out: precisions are"
+        " what is compared\n"
+    )
+    (call,) = compared.calls
+    assert call["make_module"]().hparams["width"] == 4
+    assert (call["trainer_kwargs"], call["seed"]) == ({"max_epochs": 2}, seed)
+
+
+def test_the_command_line_wins_over_the_yaml(command: Any, compared: Compared) -> None:
+    Path("config.yaml").write_text(YAML)
+    command("--model", "support.cli_classes.Net", "--model.width", "9", "--config", "config.yaml")
+    assert compared.calls[0]["make_module"]().hparams["width"] == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "--model is missing; name a LightningModule: `--model package.module.Class`, or a `model` in the YAML"),
+        ([*BOTH, "--seeds", "x"], "argument --seeds: invalid int value: 'x'"),
+        ([*BOTH, "--control", "maybe"], "argument --control: invalid choice: 'maybe' (choose from"),
+        ([*BOTH, "--precisions"], "argument --precisions: expected at least one argument"),
+        ([*BOTH, "--margins.a"], "--margins.a must be a number such as 0.001, or, with what is better, max:0.1 or mi"),
+        ([*BOTH, "--margins.a", "up:1"], "--margins.a must be a number such as 0.001"),
+        ([*BOTH, "--margins.a", "max:x"], "--margins.a must be a number such as 0.001"),
+        ([*BOTH, "--margins.a", '["max"]'], "--margins.a must be a number such as 0.001"),
+        ([*BOTH, "--json", "."], "--json must be a file, got '.'"),
+        ([*BOTH, "--html", "."], "--html must be a file, got '.'"),
+        ([*BOTH, "--config", "nope.yaml"], "there is no file `nope.yaml`"),
+        ([*BOTH, "--nope", "3"], "nrecognized arguments: --nope 3; there are --trainer.*, --model.*"),
+        ([*BOTH, "--model.nope", "3"], "--model: Problem with given class_path 'support.cli_classes.Net': "),
+    ],
+)
+def test_wrong_use_is_one_line_before_anything_runs(
+    arguments: list[str], line: str, command: Any, compared: Compared
+) -> None:
+    status, out, err = command(*arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.removeprefix("lightning-amp compare: ").lstrip("uU").startswith(line)
+    assert compared.calls == []
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("report", "status"),
+    [
+        (Report("not worse: ..."), 0),
+        (Report("undecided, about 7 seeds"), 0),
+        (Report("no margin"), 0),
+        (Report("worse: by 0.3"), 1),
+        (Report(error="out of memory"), 1),
+    ],
+)
+def test_the_exit_status(report: Report, status: int, command: Any, compared: Compared) -> None:
+    compared.outcome = report
+    assert command(*BOTH) == (status, MARKDOWN, "")
+
+
+def test_files(command: Any) -> None:
+    assert command(*BOTH, "--json", "x.json", "--html", "x.html")[0] == 0
+    assert json.loads(Path("x.json").read_text()) == {}
+    assert Path("x.html").read_text() == "<html>"
+
+
+def test_files_are_written_before_anybody_stops_reading(
+    command: Any, compared: Compared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(text: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("lightning_amp.cli._compare.write", closed)
+    assert command(*BOTH, "--json", "x.json")[0] == 141
+    assert Path("x.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ValueError("`precisions` must be\n one of [...]"), 2, "`precisions` must be one of [...]"),
+        (ModuleNotFoundError("it needs scipy"), 2, "it needs scipy"),
+        (PermissionError(13, "Permission denied", "kept"), 2, "[Errno 13] Permission denied: 'kept'"),
+        (RuntimeError("broken"), 70, "this is an error of lightning-amp itself: RuntimeError: broken."),
+    ],
+)
+def test_errors(error: Exception, status: int, line: str, command: Any, compared: Compared) -> None:
+    compared.outcome = error
+    found, out, err = command(*BOTH)
+    assert (found, out, err.count("\n")) == (status, "", 1)
+    assert err.startswith(f"lightning-amp compare: {line}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--dirpath", "kept"], "interrupted; what finished is in `kept`, and the same command goes on from there"),
+        ([], "interrupted; with `--dirpath DIR` the same command goes on where it was stopped"),
+    ],
+)
+def test_ctrl_c(arguments: list[str], line: str, command: Any, compared: Compared) -> None:
+    compared.outcome = KeyboardInterrupt()
+    assert command(*BOTH, *arguments) == (130, "", f"lightning-amp compare: {line}\n")
+
+
+def test_on_a_terminal_it_is_laid_out(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr("lightning_amp.cli._compare.is_terminal", lambda: True)
+    _, out, _ = command(*BOTH)
+    assert out.splitlines() == ["Use fp16.", "", "arm   speed", "fp16  1.8x as fast"]

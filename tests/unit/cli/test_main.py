@@ -1,0 +1,130 @@
+"""The exit status and the one line of all that can happen."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import lightning_amp
+from lightning_amp.cli import main
+from lightning_amp.cli._exits import Interrupted, UsageError
+from lightning_amp.cli._main import COMMANDS
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Have `scale` return something, or raise it."""
+
+    def becomes(outcome: Any) -> None:
+        def run(arguments: list[str]) -> int:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(run=run))
+
+    return becomes
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "line"),
+    [
+        (0, 0, ""),
+        (1, 1, ""),
+        (UsageError("`x` must be\n  less\n"), 2, "lightning-amp scale: `x` must be less\n"),
+        (KeyboardInterrupt(), 130, "lightning-amp scale: interrupted\n"),
+        (Interrupted("interrupted; go on"), 130, "lightning-amp scale: interrupted; go on\n"),
+    ],
+)
+def test_statuses(
+    outcome: Any, status: int, line: str, command: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(outcome)
+    assert main(["scale"]) == status
+    assert capsys.readouterr() == ("", line)
+
+
+def test_a_crash_is_nothing_to_do_and_no_traceback(
+    command: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(RuntimeError("two\nlines"))
+    assert main(["scale", "x"]) == 70
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("lightning-amp scale: this is an error of lightning-amp itself: RuntimeError: two lines.")
+    assert "--debug" in err
+
+
+@pytest.mark.parametrize("way", ["option", "environment"])
+@pytest.mark.parametrize(("outcome", "status"), [(RuntimeError("broken"), 70), (UsageError("wrong"), 2)])
+def test_a_traceback_if_it_is_wanted(
+    way: str,
+    outcome: Exception,
+    status: int,
+    command: Callable[[Any], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command(outcome)
+    if way == "environment":
+        monkeypatch.setenv("LIGHTNING_AMP_DEBUG", "1")
+    assert main(["scale", *(["--debug"] if way == "option" else [])]) == status
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback")
+    assert str(outcome) in err.splitlines()[-1]
+
+
+def test_a_closed_pipe(command: Callable[[Any], None], capfd: pytest.CaptureFixture[str]) -> None:
+    command(BrokenPipeError())
+    assert main(["scale"]) == 141
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ([], "a command is missing"),
+        (["scael"], "'scael' is no command"),
+        (["doctor"], "'doctor' is no command"),
+        (["--foo"], "'--foo' is no command"),
+        (["--debug"], "a command is missing"),
+    ],
+)
+def test_no_such_command(arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err == f"lightning-amp: {what}; there are compare, scale (`lightning-amp --help` says what they do)"
+
+
+def test_the_help_has_every_command_and_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in COMMANDS)
+    assert "2 wrong use" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_every_command_fits_into_80_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: lightning-amp {name} ")
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{lightning_amp.__version__}\n"
+
+
+def test_the_arguments_of_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-amp", "--version"])
+    assert main() == 0
+    assert os.linesep.join(capsys.readouterr().out.split()) == lightning_amp.__version__
