@@ -5,9 +5,10 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
-    from lightning_amp.comparison import PrecisionReport, compare_precisions
+    from lightning_amp.comparison import compare_precisions
     from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
     from lightning_amp.scaling import DynamicLossScaler, StepRecord
+    from lightning_amp.verdicts import PrecisionReport
 
 __version__ = "0.1.0"
 
@@ -27,9 +28,10 @@ __all__ = [
 
 _PUBLIC = {
     "callbacks": ("GradientMonitor", "MetricComparison", "OverflowLocator", "ScaleMonitor"),
-    "comparison": ("PrecisionReport", "compare_precisions"),
+    "comparison": ("compare_precisions",),
     "precision": ("AmpPrecision", "FSDPAmpPrecision"),
     "scaling": ("DynamicLossScaler", "StepRecord"),
+    "verdicts": ("PrecisionReport",),
 }
 _ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
 _ROOMS = ("casting", "cli", "numerics", "reports", "shadow", "skipped_steps", "tracing", *_PUBLIC)

@@ -27,7 +27,6 @@ from typing_extensions import final
 from lightning_amp._compat import _lightning
 from lightning_amp._files import write_atomically
 from lightning_amp.callbacks import MetricComparison, ScaleMonitor
-from lightning_amp.comparison._arm_run import ArmRun, Point
 from lightning_amp.comparison._factories import can_be_found
 from lightning_amp.comparison._observer import Observer
 from lightning_amp.comparison._perturbation import LastBitMover
@@ -35,6 +34,7 @@ from lightning_amp.comparison._process_settings import apply_settings
 from lightning_amp.comparison._specs import ArmSpec
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.tracing import reduces_fp32
+from lightning_amp.verdicts import ArmRun, Point
 
 RESULT = "result.json"
 PROGRESS = "progress.json"

@@ -13,9 +13,7 @@ from lightning.pytorch import Trainer
 
 from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._text import named
-from lightning_amp.comparison._arm_run import ArmRun
-from lightning_amp.comparison._directions import direction_of
-from lightning_amp.comparison._plan import Margin
+from lightning_amp.verdicts import ArmRun, Margin, direction_of
 
 IN_AN_ARM = "LIGHTNING_AMP_ARM"
 """Set in the process of an arm."""

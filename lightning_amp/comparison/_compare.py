@@ -13,7 +13,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from typing_extensions import final
 
 from lightning_amp.comparison._arm_process import Task
-from lightning_amp.comparison._arm_run import ArmRun
 from lightning_amp.comparison._checks import (
     check_margins,
     check_place,
@@ -23,13 +22,11 @@ from lightning_amp.comparison._checks import (
 )
 from lightning_amp.comparison._describe import describe, short
 from lightning_amp.comparison._factories import check_factory, factory_name
-from lightning_amp.comparison._plan import CONTROL, Plan
 from lightning_amp.comparison._process import run_in_process
 from lightning_amp.comparison._progress import progress
-from lightning_amp.comparison._report import PrecisionReport
 from lightning_amp.comparison._specs import ArmSpec, parse_arms
-from lightning_amp.comparison._statistics import scipy_special
 from lightning_amp.comparison._store import Store, file_name
+from lightning_amp.verdicts import CONTROL, ArmRun, Plan, PrecisionReport, scipy_special
 
 
 def compare_precisions(

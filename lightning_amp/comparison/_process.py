@@ -16,10 +16,10 @@ from typing import Any
 
 from lightning_amp.comparison import _child
 from lightning_amp.comparison._arm_process import CANNOT_IMPORT, PROGRESS, RESULT, Task
-from lightning_amp.comparison._arm_run import ArmRun
 from lightning_amp.comparison._checks import IN_AN_ARM
 from lightning_amp.comparison._factories import main_module, source_files
 from lightning_amp.comparison._process_settings import process_settings
+from lightning_amp.verdicts import ArmRun
 
 _LOG_LINES = 30
 _RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")

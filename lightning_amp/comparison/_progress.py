@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import final
 
-from lightning_amp.comparison._arm_run import ArmRun
+from lightning_amp.verdicts import ArmRun
 
 
 @final

@@ -15,8 +15,8 @@ from typing_extensions import final
 from lightning_amp._arguments import require
 from lightning_amp.casting import parse_precision
 from lightning_amp.comparison._describe import describe
-from lightning_amp.comparison._plan import CONTROL
 from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
+from lightning_amp.verdicts import CONTROL
 
 
 @final

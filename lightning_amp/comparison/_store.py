@@ -15,7 +15,7 @@ from typing_extensions import final
 from lightning_amp import _messages
 from lightning_amp._files import write_atomically
 from lightning_amp._urls import child, location, open_to_read
-from lightning_amp.comparison._arm_run import ArmRun
+from lightning_amp.verdicts import ArmRun
 
 PLAN = "comparison.json"
 _FORMAT = 1

@@ -12,7 +12,7 @@ LAYERS = [
     [""],  # the helpers at the top: `_files.py`, `_text.py`, ...
     ["numerics"],
     ["scaling", "casting", "tracing"],
-    ["reports", "skipped_steps"],
+    ["reports", "verdicts", "skipped_steps"],
     ["precision"],
     ["shadow"],
     ["callbacks", "tuning"],
@@ -26,7 +26,7 @@ LAYERS = [
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
-WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in ("numerics", "scaling", "tracing", "reports")} | {
+WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in ("numerics", "scaling", "tracing", "reports", "verdicts")} | {
     "casting": LIGHTNING,
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},
     "_compat/_modules.py": {*LIGHTNING, "torchmetrics"},

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 import lightning_amp
 from lightning_amp import AmpPrecision
-from lightning_amp.comparison._arm_run import ArmRun, Point
-from lightning_amp.comparison._plan import Plan
+from lightning_amp.verdicts._arm_run import ArmRun, Point
+from lightning_amp.verdicts._plan import Plan
 
 IN_HAND = {"fp32_region", "scaled_grad", "unscale_", "replay"} | {
     "ScaleHistory", "ComparisonTable", "GradientTable", "OverflowReport",

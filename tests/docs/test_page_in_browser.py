@@ -9,7 +9,7 @@ import pytest
 from support.browser import Browser, View
 from support.reports import REPORTS
 
-from lightning_amp.comparison._page import render
+from lightning_amp.verdicts._page import render
 
 PHONE, DESK = 360, 1280
 VIEWS = [

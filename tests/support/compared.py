@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from lightning_amp import AmpPrecision
 from lightning_amp.comparison._arm_process import Task, run_arm
-from lightning_amp.comparison._arm_run import ArmRun
 from lightning_amp.comparison._specs import ArmSpec
+from lightning_amp.verdicts._arm_run import ArmRun
 
 TRAINER: dict[str, Any] = {
     "accelerator": "cpu",

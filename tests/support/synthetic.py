@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_amp.comparison._arm_run import ArmRun, Point
-from lightning_amp.comparison._plan import CONTROL, Margin, Plan
-from lightning_amp.comparison._report import PrecisionReport
+from lightning_amp.verdicts._arm_run import ArmRun, Point
+from lightning_amp.verdicts._plan import CONTROL, Margin, Plan
+from lightning_amp.verdicts._report import PrecisionReport
 
 
 def curve(*values: float) -> tuple[Point, ...]:

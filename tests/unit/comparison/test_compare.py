@@ -13,7 +13,7 @@ from support.compared import TRAINER, FailsInFp16, NoisyPrecision, Sea, Waves, h
 import lightning_amp
 from lightning_amp.comparison import _compare
 from lightning_amp.comparison._arm_process import Task
-from lightning_amp.comparison._arm_run import ArmRun
+from lightning_amp.verdicts._arm_run import ArmRun
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from lightning_amp.comparison._arm_run import ArmRun
 from lightning_amp.comparison._progress import progress
+from lightning_amp.verdicts._arm_run import ArmRun
 
 
 def test_a_line_for_each_run_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_amp.comparison._arm_run import ArmRun
 from lightning_amp.comparison._store import Store, file_name
+from lightning_amp.verdicts._arm_run import ArmRun
 
 IDENTITY = {"make_module": "models.Net", "precisions": {"fp32": "AmpPrecision('fp32')"}}
 LABELS = [

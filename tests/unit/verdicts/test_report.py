@@ -13,10 +13,10 @@ import pytest
 from support.reports import REPORTS, make_report
 from support.synthetic import compared, make_plan, make_run
 
-from lightning_amp.comparison import _report
-from lightning_amp.comparison._arm_run import ArmRun
-from lightning_amp.comparison._plan import CONTROL
-from lightning_amp.comparison._report import PrecisionReport
+from lightning_amp.verdicts import _report
+from lightning_amp.verdicts._arm_run import ArmRun
+from lightning_amp.verdicts._plan import CONTROL
+from lightning_amp.verdicts._report import PrecisionReport
 
 
 def refuse(constant: str) -> NoReturn:

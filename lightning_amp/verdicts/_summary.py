@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lightning_amp.comparison._arm import Arm, ArmMetric, best, time_to
-from lightning_amp.comparison._arm_run import ArmRun
-from lightning_amp.comparison._directions import direction_of
-from lightning_amp.comparison._plan import CONTROL, Plan
-from lightning_amp.comparison._statistics import Difference, Direction, Hypothesis, speed_in_words, verdicts
+from lightning_amp.verdicts._arm import Arm, ArmMetric, best, time_to
+from lightning_amp.verdicts._arm_run import ArmRun
+from lightning_amp.verdicts._directions import direction_of
+from lightning_amp.verdicts._plan import CONTROL, Plan
+from lightning_amp.verdicts._statistics import Difference, Direction, Hypothesis, speed_in_words, verdicts
 
 
 def summarize(plan: Plan, runs: Sequence[ArmRun]) -> dict[str, Arm]:

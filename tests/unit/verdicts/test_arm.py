@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from support.synthetic import curve, failed, make_run
 
-from lightning_amp.comparison._arm import Arm, ArmMetric, best, mean, time_to
-from lightning_amp.comparison._arm_run import ArmRun, Point
-from lightning_amp.comparison._statistics import Difference, Quartiles
 from lightning_amp.scaling import StepRecord
+from lightning_amp.verdicts._arm import Arm, ArmMetric, best, mean, time_to
+from lightning_amp.verdicts._arm_run import ArmRun, Point
+from lightning_amp.verdicts._statistics import Difference, Quartiles
 
 
 def arm(*runs: ArmRun, speed: str = "") -> Arm:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.comparison import _fields
+from lightning_amp.verdicts import _fields
 
 GOOD: list[tuple[Callable[[Any], Any], list[Any]]] = [
     (_fields.text, ["", "a\udcff"]),

@@ -10,9 +10,9 @@ import pytest
 from support.reports import REPORTS
 from support.synthetic import compared, curve, failed, make_plan, make_run
 
-from lightning_amp.comparison._plan import CONTROL, Margin
-from lightning_amp.comparison._recommendation import speedup
-from lightning_amp.comparison._report import PrecisionReport
+from lightning_amp.verdicts._plan import CONTROL, Margin
+from lightning_amp.verdicts._recommendation import speedup
+from lightning_amp.verdicts._report import PrecisionReport
 
 SAME = [1.0, 1.1, 1.2]
 BIT_WORSE = [1.02, 1.13, 1.21]

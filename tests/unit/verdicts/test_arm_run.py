@@ -9,8 +9,8 @@ import pytest
 from support.reports import make_report
 from support.synthetic import failed
 
-from lightning_amp.comparison._arm_run import ArmRun, Point
 from lightning_amp.scaling import StepRecord
+from lightning_amp.verdicts._arm_run import ArmRun, Point
 
 FULL = ArmRun(
     "fp16, head | in <fp32>",

@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from support.reports import SCRIPT
 
-from lightning_amp.comparison._axes import Axis, axis_from_zero, axis_of
-from lightning_amp.comparison._charts import CONTROL_STYLE, WIDTH, Interval, forest, line_chart, swatch
-from lightning_amp.comparison._curves import XY, Line
+from lightning_amp.verdicts._axes import Axis, axis_from_zero, axis_of
+from lightning_amp.verdicts._charts import CONTROL_STYLE, WIDTH, Interval, forest, line_chart, swatch
+from lightning_amp.verdicts._curves import XY, Line
 
 X, Y = axis_from_zero([10.0]), axis_of([0.0, 1.0])
 

@@ -14,12 +14,12 @@ from typing_extensions import final, override
 
 from lightning_amp._files import write_atomically
 from lightning_amp._urls import open_to_read
-from lightning_amp.comparison import _fields, _words
-from lightning_amp.comparison._arm import Arm
-from lightning_amp.comparison._arm_run import ArmRun
-from lightning_amp.comparison._plan import Plan
-from lightning_amp.comparison._recommendation import Recommendation, recommend
-from lightning_amp.comparison._summary import summarize
+from lightning_amp.verdicts import _fields, _words
+from lightning_amp.verdicts._arm import Arm
+from lightning_amp.verdicts._arm_run import ArmRun
+from lightning_amp.verdicts._plan import Plan
+from lightning_amp.verdicts._recommendation import Recommendation, recommend
+from lightning_amp.verdicts._summary import summarize
 
 _FORMAT = 1
 
@@ -149,7 +149,7 @@ class PrecisionReport:
             ModuleNotFoundError: Without Jinja2, which torch brings.
 
         """
-        from lightning_amp.comparison._page import render
+        from lightning_amp.verdicts._page import render
 
         page = render(self)
         write_atomically(path, lambda file: file.write(page))

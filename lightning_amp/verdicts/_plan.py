@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import final
 
-from lightning_amp.comparison import _fields
+from lightning_amp.verdicts import _fields
 
 CONTROL = "control"
 """The label of the arm that is the reference with initial weights moved in their last bit."""

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_amp._text import counted
-from lightning_amp.comparison._arm import ArmMetric
-from lightning_amp.comparison._arm_run import ArmRun, Point
-from lightning_amp.comparison._axes import axis_from_zero, axis_of, axis_of_exponents
-from lightning_amp.comparison._charts import CONTROL_STYLE, Interval, forest, line_chart
-from lightning_amp.comparison._curves import line_of, scale_line, unit_of_time
-from lightning_amp.comparison._words import NONE, signed
+from lightning_amp.verdicts._arm import ArmMetric
+from lightning_amp.verdicts._arm_run import ArmRun, Point
+from lightning_amp.verdicts._axes import axis_from_zero, axis_of, axis_of_exponents
+from lightning_amp.verdicts._charts import CONTROL_STYLE, Interval, forest, line_chart
+from lightning_amp.verdicts._curves import line_of, scale_line, unit_of_time
+from lightning_amp.verdicts._words import NONE, signed
 
 if TYPE_CHECKING:
-    from lightning_amp.comparison._report import PrecisionReport
+    from lightning_amp.verdicts._report import PrecisionReport
 
 _NUM_STYLES = 7  # of arms other than the reference, in the style sheet; further ones begin again
 _MOST_POINTS = 55_000  # of all charts together: each takes about 11 bytes

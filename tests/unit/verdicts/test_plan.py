@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.synthetic import make_plan
 
-from lightning_amp.comparison._plan import CONTROL, Margin, Plan
+from lightning_amp.verdicts._plan import CONTROL, Margin, Plan
 
 FULL = Plan(
     make_module="project.Net",

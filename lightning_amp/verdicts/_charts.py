@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from lightning_amp.comparison._axes import Axis, axis_around_zero, can_be_drawn
-from lightning_amp.comparison._curves import XY, Line
+from lightning_amp.verdicts._axes import Axis, axis_around_zero, can_be_drawn
+from lightning_amp.verdicts._curves import XY, Line
 
 WIDTH = 420
 """Of every chart, in units of the SVG; the page scales it."""

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.synthetic import compared, curve, failed, make_plan, make_run
 
-from lightning_amp.comparison._arm_run import ArmRun
-from lightning_amp.comparison._plan import CONTROL, Margin, Plan
-from lightning_amp.comparison._summary import direction, summarize
+from lightning_amp.verdicts._arm_run import ArmRun
+from lightning_amp.verdicts._plan import CONTROL, Margin, Plan
+from lightning_amp.verdicts._summary import direction, summarize
 
 
 def runs_of(label: str, finals: dict[int, float], name: str = "val_loss", **fields: Any) -> list[ArmRun]:

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from typing_extensions import final
 
 from lightning_amp._text import counted, rounded
-from lightning_amp.comparison import _pictures, _words
-from lightning_amp.comparison._arm import Arm, ArmMetric, mean
-from lightning_amp.comparison._arm_run import ArmRun
-from lightning_amp.comparison._charts import swatch
-from lightning_amp.comparison._words import NONE, figure, signed
+from lightning_amp.verdicts import _pictures, _words
+from lightning_amp.verdicts._arm import Arm, ArmMetric, mean
+from lightning_amp.verdicts._arm_run import ArmRun
+from lightning_amp.verdicts._charts import swatch
+from lightning_amp.verdicts._words import NONE, figure, signed
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-    from lightning_amp.comparison._report import PrecisionReport
+    from lightning_amp.verdicts._report import PrecisionReport
 
 _MARKS = {
     "not worse": ("\N{CHECK MARK}", "good"),
@@ -76,7 +76,7 @@ def render(report: PrecisionReport) -> str:
 
 
 def _resource(name: str) -> str:
-    return resources.files("lightning_amp.comparison").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("lightning_amp.verdicts").joinpath(name).read_text(encoding="utf-8")
 
 
 def _code(text: str) -> Markup:

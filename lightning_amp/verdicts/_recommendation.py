@@ -11,9 +11,9 @@ from typing import NamedTuple
 from typing_extensions import final
 
 from lightning_amp._text import rounded
-from lightning_amp.comparison._arm import Arm, ArmMetric
-from lightning_amp.comparison._statistics import LEAST_PAIRS
-from lightning_amp.comparison._words import code
+from lightning_amp.verdicts._arm import Arm, ArmMetric
+from lightning_amp.verdicts._statistics import LEAST_PAIRS
+from lightning_amp.verdicts._words import code
 
 _SMALLER = 0.95
 """From here on a peak of memory is called smaller: allocators round, and batches differ."""

@@ -14,8 +14,8 @@ import pytest
 from support.reports import HOSTILE, REPORTS, SCRIPT, make_report
 from typing_extensions import override
 
-from lightning_amp.comparison._page import render
-from lightning_amp.comparison._report import PrecisionReport
+from lightning_amp.verdicts._page import render
+from lightning_amp.verdicts._report import PrecisionReport
 
 VOID = {"meta", "input", "br"}
 SELF_CLOSING = {"path", "rect", "circle"}

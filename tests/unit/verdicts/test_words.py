@@ -10,12 +10,12 @@ import pytest
 from support.reports import HOSTILE, REPORTS, make_report
 from support.synthetic import compared, curve, failed, make_plan, make_run
 
-from lightning_amp.comparison import _words
-from lightning_amp.comparison._arm import Arm
-from lightning_amp.comparison._plan import CONTROL
-from lightning_amp.comparison._report import PrecisionReport
-from lightning_amp.comparison._words import ARM_COLUMNS, METRIC_COLUMNS, arm_row, cell, code, line, metric_row, notes
 from lightning_amp.scaling import StepRecord
+from lightning_amp.verdicts import _words
+from lightning_amp.verdicts._arm import Arm
+from lightning_amp.verdicts._plan import CONTROL
+from lightning_amp.verdicts._report import PrecisionReport
+from lightning_amp.verdicts._words import ARM_COLUMNS, METRIC_COLUMNS, arm_row, cell, code, line, metric_row, notes
 
 
 def cells(row: str) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_amp.comparison._axes import (
+from lightning_amp.verdicts._axes import (
     Axis,
     axis_around_zero,
     axis_from_zero,

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from typing_extensions import final
 
-from lightning_amp.comparison import _fields
 from lightning_amp.scaling import StepRecord
+from lightning_amp.verdicts import _fields
 
 
 @final

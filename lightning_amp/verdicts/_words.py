@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_amp._text import counted, exact, rounded
-from lightning_amp.comparison._arm import Arm, ArmMetric, mean
+from lightning_amp.verdicts._arm import Arm, ArmMetric, mean
 
 if TYPE_CHECKING:
-    from lightning_amp.comparison._report import PrecisionReport
+    from lightning_amp.verdicts._report import PrecisionReport
 
 NONE = "-"
 _PIPE = re.compile(r"(\\*)(\|)")  # behind an even number of backslashes a pipe ends the cell

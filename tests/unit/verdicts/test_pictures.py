@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.reports import ARMS, REPORTS, make_report
 
-from lightning_amp.comparison._charts import CONTROL_STYLE
-from lightning_amp.comparison._pictures import (
+from lightning_amp.verdicts._charts import CONTROL_STYLE
+from lightning_amp.verdicts._pictures import (
     curve_charts,
     describe,
     difference_charts,
@@ -21,9 +21,9 @@ from lightning_amp.comparison._pictures import (
     scale_charts,
     styles,
 )
-from lightning_amp.comparison._plan import Margin
-from lightning_amp.comparison._report import PrecisionReport
-from lightning_amp.comparison._statistics import Difference
+from lightning_amp.verdicts._plan import Margin
+from lightning_amp.verdicts._report import PrecisionReport
+from lightning_amp.verdicts._statistics import Difference
 
 
 def ticks(picture: str) -> list[str]:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from lightning_amp.comparison import _statistics
-from lightning_amp.comparison._statistics import (
+from lightning_amp.verdicts import _statistics
+from lightning_amp.verdicts._statistics import (
     Difference,
     Direction,
     Hypothesis,
