@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from statistics import median
@@ -281,9 +281,6 @@ def _facts(report: PrecisionReport) -> list[Fact]:
         Fact("Arms", [f"`{arm.label}`: {_description(arm)}" for arm in arms]),
         Fact("Trainer", [", ".join(f"`{name}={value}`" for name, value in plan.trainer_kwargs.items()) or "defaults"]),
     ]
-    devices = _distinct(run.device for run in runs)
-    versions = _distinct(", ".join(f"{name} {version}" for name, version in run.versions.items()) for run in runs)
-    found += [Fact(name, lines) for name, lines in (("Devices", devices), ("Versions", versions)) if len(lines) > 1]
     if runs:
         training, total = sum(run.train_s for run in runs), sum(run.total_s for run in runs)
         text = f"{len(runs):,}, each in a fresh process: {_duration(training)} of training, {_duration(total)} in all"
@@ -294,10 +291,6 @@ def _facts(report: PrecisionReport) -> list[Fact]:
 def _description(arm: Arm) -> str:
     ran_as = next((run.precision for run in arm.finished), "")
     return f"{arm.description}, ran as {ran_as}" if ran_as else arm.description
-
-
-def _distinct(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(text for text in texts if text))
 
 
 def _duration(seconds: float) -> str:

@@ -117,7 +117,7 @@ def test_each_sentence_of_the_report_is_in_it(name: str) -> None:
         if label not in HOSTILE:
             assert label in text
         for metric in arm.metrics.values():
-            if not (arm.is_reference or arm.is_control or label in HOSTILE):
+            if not (arm.is_reference or arm.is_control or label in HOSTILE) and arm.finished:
                 assert f"{label} {metric.verdict}" in text
 
 
@@ -270,10 +270,9 @@ def test_an_earlier_validation_is_not_taken_for_the_last() -> None:
 def test_several_devices_and_versions_are_told() -> None:
     report = make_report(2, 1)
     (first,), (second,) = report.arms["fp32"].runs, report.arms["bf16"].runs
-    assert "<dt>Devices</dt>" not in render(report)
     other = replace(second, device="cpu", versions={"torch": "2.8"})
     text = Reader(render(PrecisionReport(report.plan, [first, other]))).text
-    assert "Devices cuda: NVIDIA H200 cpu Versions torch 2.13.0" in text
+    assert "NVIDIA H200 and cpu; " in text
     assert text.count("torch 2.8") == 1
 
 
