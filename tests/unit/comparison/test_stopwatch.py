@@ -77,13 +77,13 @@ def test_neither_is_the_first_one_after_a_pause(clock: Clock) -> None:
 def test_what_is_measured_beside_it_does_not_count(clock: Clock) -> None:
     """A watched step is not steady, and adds to the time of training what a usual one takes."""
     watch = started(clock)
-    run(watch, clock, 3.0)
+    run(watch, clock, 9.0)
     run(watch, clock, 70.0, 80.0, watched=True)
-    run(watch, clock, 2.0, 2.0, 4.0)
+    run(watch, clock, 2.0, 4.0)
     run(watch, clock, 0.5, watched=True)  # less than usual
     watch.pause()
-    assert watch.steady() == [3, 4, 5]
-    assert watch.elapsed_s() == [0.0, 3.0, 5.0, 7.0, 9.0, 11.0, 15.0, 15.5]
+    assert watch.steady() == [3, 4]
+    assert watch.elapsed_s() == [0.0, 9.0, 12.0, 15.0, 17.0, 21.0, 21.5]
 
 
 def test_only_watched_steps(clock: Clock) -> None:
@@ -112,6 +112,20 @@ def test_batches_whose_size_is_unknown(clock: Clock) -> None:
     watch.pause()
     assert watch.step_s() == [2.0, 4.0, 0.0, 2.0]
     assert watch.samples_per_s() == [4.0, 0.0]
+
+
+def test_it_stands_still_until_it_is_told_to_go_on(clock: Clock) -> None:
+    watch = started(clock)
+    run(watch, clock, 1.0)
+    watch.pause()
+    with pytest.raises(AssertionError):
+        watch.lap(8)
+    watch.resume()
+    clock.now += 1000.0
+    watch.resume()  # nothing was measured since
+    run(watch, clock, 2.0)
+    watch.pause()
+    assert watch.elapsed_s() == [0.0, 1.0, 3.0]
 
 
 def test_before_anything_has_run() -> None:
