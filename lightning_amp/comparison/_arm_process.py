@@ -21,7 +21,6 @@ import torch
 from lightning import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning import __version__ as lightning_version
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final
 
 from lightning_amp._compat import _lightning
@@ -86,14 +85,17 @@ def run_arm(task: Task, folder: Path, started: float) -> ArmRun:
         seed_everything(task.seed, verbose=False)
         module = _made(task.make_module, "make_module", LightningModule)
         data = _made(task.make_data, "make_data", LightningDataModule)
-        trainer = _trainer(task, module, observer)
+        trainer = _trainer(task, observer)
         trainer.fit(module, datamodule=data)
         if trainer.interrupted or not trainer.state.finished:
             error = "the run was interrupted"
+        elif observer.curves and _callback(trainer, MetricComparison) is None:
+            _compare_in_fp32(trainer, module, data)
     except SystemExit as exit_:  # Lightning leaves by it after an interrupt
         error = f"the run ended by `sys.exit({exit_.code!r})`"
     except Exception as caught:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the disk is full
+            traceback.print_exc()
         error = f"{type(caught).__name__}: {caught}"
     return _summed_up(task, observer, trainer, error, started)
 
@@ -105,14 +107,12 @@ def _made(factory: Any, argument: str, kind: type) -> Any:
     return made
 
 
-def _trainer(task: Task, module: LightningModule, observer: Observer) -> Trainer:
+def _trainer(task: Task, observer: Observer) -> Trainer:
     kwargs = dict(task.trainer_kwargs)
     given = kwargs.pop("callbacks", None) or []
     callbacks = [given] if isinstance(given, Callback) else list(given)
-    compares = is_overridden("validation_step", module)
-    for kind in (ScaleMonitor, MetricComparison) if compares else (ScaleMonitor,):
-        if not any(isinstance(callback, kind) for callback in callbacks):
-            callbacks.append(kind())
+    if not any(isinstance(callback, ScaleMonitor) for callback in callbacks):
+        callbacks.append(ScaleMonitor())
     callbacks.append(observer)
     if task.moved:
         callbacks.append(LastBitMover(task.seed))
@@ -120,6 +120,20 @@ def _trainer(task: Task, module: LightningModule, observer: Observer) -> Trainer
     kwargs.setdefault("enable_progress_bar", False)
     plugin = task.arm.plugin(kwargs.get("strategy", "auto"))
     return Trainer(**kwargs, callbacks=callbacks, plugins=[plugin])
+
+
+def _compare_in_fp32(trainer: Trainer, module: LightningModule, data: LightningDataModule) -> None:
+    """Validate the final weights once more, beside fp32.
+
+    After the fit: its values are those of a run by hand, also where user code counts validations outside of the module.
+
+    """
+    trainer.callbacks.append(MetricComparison())  # type: ignore[attr-defined]
+    try:
+        trainer.validate(module, datamodule=data, verbose=False)
+    except Exception:  # a figure less
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
 
 
 def _summed_up(task: Task, observer: Observer, trainer: Trainer | None, error: str | None, started: float) -> ArmRun:
@@ -150,6 +164,7 @@ def _summed_up(task: Task, observer: Observer, trainer: Trainer | None, error: s
             "Python": platform.python_version(),
         },
         curves={name: points(values) for name, values in observer.curves.items()},
+        last_validation=observer.last_validation,
         directions=observer.directions,
         loss=points(observer.losses()),
         same_weights={row.metric: (row.amp, row.fp32) for row in rows},
@@ -211,6 +226,15 @@ def _thinned(values: list[float], most: int = 1000) -> tuple[float, ...]:
 
 
 def _unpickle(data: bytes, header: Mapping[str, Any]) -> Task:
+    """Return the task; while files are imported, `sys.argv` is that of the script, which may look at it."""
+    own, sys.argv = sys.argv, header["argv"]
+    try:
+        return _imported(data, header)
+    finally:
+        sys.argv = own  # with which ranks are started
+
+
+def _imported(data: bytes, header: Mapping[str, Any]) -> Task:
     for name, file in header["files"].items():
         if name not in sys.modules and not can_be_found(name, file):
             _load(name, file)

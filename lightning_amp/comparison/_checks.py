@@ -6,6 +6,7 @@ import difflib
 import inspect
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,6 +62,12 @@ def check_trainer_kwargs(trainer_kwargs: object) -> dict[str, Any]:
             close = difflib.get_close_matches(name, known, n=1)
             advice = f"Did you mean {close[0]!r}?" if close else f"It knows {known}."
             raise ValueError(f"`trainer_kwargs` must hold arguments of the Trainer, got {name!r}. {advice}")
+    strategy = found.get("strategy")
+    if isinstance(strategy, str) and re.search("_(spawn|fork|notebook)", strategy):
+        raise ValueError(
+            f"`trainer_kwargs['strategy']` must not be {strategy!r}, whose ranks keep what an arm finds to themselves."
+            " Each arm has a process of its own already: use 'ddp'."
+        )
     if found.get("fast_dev_run"):
         raise ValueError("`trainer_kwargs` must not have 'fast_dev_run': it logs nothing that could be compared. Use"
                          " 'max_steps', 'limit_train_batches' and 'limit_val_batches'.")  # fmt: skip

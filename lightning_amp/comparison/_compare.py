@@ -132,7 +132,7 @@ def _identity(plan: Plan, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "make_module": plan.make_module,
         "make_data": plan.make_data,
-        "precisions": dict(plan.arms),
+        "precisions": [f"{label}: {description}" for label, description in plan.arms.items()],
         "trainer_kwargs": {name: describe(kwargs[name]) for name in sorted(kwargs)},
     }
 

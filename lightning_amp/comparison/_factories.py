@@ -75,7 +75,8 @@ def _check_signature(argument: str, factory: Callable[..., Any]) -> None:
 def factory_name(factory: Any) -> str:
     """Write which factory it is, the same in every process."""
     function = _function(factory)
-    if function is factory and hasattr(factory, "__qualname__"):
+    owner = getattr(factory, "__self__", None)
+    if function is factory and hasattr(factory, "__qualname__") and (owner is None or isinstance(owner, type)):
         module = factory.__module__
         main = _main_path()
         return f"{Path(main).stem if module == '__main__' and main else module}.{factory.__qualname__}"

@@ -43,7 +43,9 @@ class Observer(Callback):
         self._stride = 1
         self._batch: tuple[Any, int] | None = None
         self._steps_at_start = 0
+        self._over = False
         self.curves: dict[str, list[tuple[int, float]]] = {}
+        self.last_validation = 0
         self.directions: dict[str, str] = {}
         self.first_batch_s: float | None = None
         self.device = torch.device("cpu")
@@ -108,7 +110,7 @@ class Observer(Callback):
         if self._batch is not None:
             with contextlib.suppress(Exception):  # a figure less
                 self.matmul_flops = matmul_flops(trainer, pl_module, *self._batch)
-        self._batch = None
+        self._batch, self._over = None, True
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -125,9 +127,9 @@ class Observer(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking:
+        if trainer.sanity_checking or self._over:
             return
-        step = 0 if self._watch is None else self._watch.num_laps
+        step = self.last_validation = 0 if self._watch is None else self._watch.num_laps
         for name, value in _lightning.evaluation_metrics(trainer).items():
             if not name.startswith("amp/") and name not in ("step", "epoch") and value.numel() == 1:
                 self.curves.setdefault(name, []).append((step, float(value)))

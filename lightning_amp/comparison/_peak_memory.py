@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from typing_extensions import final, override
 
 from lightning_amp._compat import _torch
@@ -88,7 +89,8 @@ class TensorPeak(PeakMemory):
 
     def __init__(self, module: nn.Module, *, profiled: bool = False) -> None:
         tensors = [*module.parameters(), *module.buffers()]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
+        made = [t.untyped_storage() for t in tensors if not (t.is_meta or is_lazy(t))]
+        storages = {storage.data_ptr(): storage.nbytes() for storage in made}
         self._held = sum(storages.values())
         self._profile: Any = None
         self._peak: int | None = None
@@ -113,7 +115,7 @@ class TensorPeak(PeakMemory):
     @override
     def close(self) -> int | None:
         profile, self._profile = self._profile, None
-        if profile is not None:
+        if profile is not None and _torch.is_profiling():  # else somebody's own profiler ended this one
             with contextlib.suppress(Exception):
                 profile.__exit__(None, None, None)
                 self._peak = self._held + _torch.peak_of_allocations(profile)

@@ -21,7 +21,7 @@ from lightning_amp.comparison._factories import main_module, source_files
 from lightning_amp.comparison._process_settings import process_settings
 from lightning_amp.verdicts import ArmRun
 
-_LOG_LINES = 30
+_LOG_LINES = 60
 _RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -49,6 +49,7 @@ def run_in_process(task: Task, on_progress: Callable[[float | None, str], None])
             "path": [entry or os.getcwd() for entry in sys.path],
             "main": main_module(),
             "files": source_files(task.make_module, task.make_data),
+            "argv": sys.argv,
             "settings": process_settings(),
         }
         (folder / "task.pickle").write_bytes(pickle.dumps(task))
@@ -109,9 +110,10 @@ def _outcome(task: Task, folder: Path, log: Path, code: int) -> ArmRun:
         run = ArmRun.from_data(data["run"])
         if run.finished and code == 0:
             return run
-        changes: dict[str, Any] = {"error": run.error or f"its process {_ending(code)} after training"}
+        changes: dict[str, Any] = {"error": run.error or f"after training, its process {_ending(code)}"}
         return ArmRun.from_data({**run.to_data(), **changes, "log": _tail(log)})
-    return ArmRun(task.label, task.seed, error=f"its process {_ending(code)}", log=_tail(log))
+    left = " and left no result" if code >= 0 else ""
+    return ArmRun(task.label, task.seed, error=f"its process {_ending(code)}{left}", log=_tail(log))
 
 
 def _cannot_import(text: str) -> str:
@@ -124,7 +126,7 @@ def _cannot_import(text: str) -> str:
 
 def _ending(code: int) -> str:
     if code >= 0:
-        return f"ended with exit status {code} and left no result"
+        return f"ended with exit status {code}"
     try:
         name = signal.Signals(-code).name
     except ValueError:

@@ -53,6 +53,8 @@ def parse_arms(precisions: object, strategy: Any = "auto") -> dict[str, ArmSpec]
     """
     rule = "a sequence of precisions, or a mapping from labels to them"
     is_one = isinstance(precisions, (str, bytes, Precision)) or not isinstance(precisions, Iterable)
+    ordered = not isinstance(precisions, (set, frozenset))
+    require(ordered, "precisions", rule, precisions, "A set has no first one, which is the reference.")
     require(not is_one, "precisions", rule, precisions, f"Write `precisions=[{precisions!r}]`." if is_one else "")
     if isinstance(precisions, Mapping):
         named = list(precisions.items())

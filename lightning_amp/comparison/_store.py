@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from fsspec.core import url_to_fs
 from typing_extensions import final
 
 from lightning_amp import _messages
+from lightning_amp._arguments import require
 from lightning_amp._files import write_atomically
 from lightning_amp._urls import child, location, open_to_read
 from lightning_amp.verdicts import ArmRun
@@ -36,6 +38,8 @@ class Store:
     """
 
     def __init__(self, dirpath: Any, identity: Mapping[str, Any]) -> None:
+        fine = isinstance(dirpath, (str, os.PathLike)) and bool(str(dirpath))
+        require(fine, "dirpath", "a folder, its URL, or `None`", dirpath)
         self._folder = location(dirpath, "dirpath")
         self._identity = json.loads(json.dumps(identity))
         self._key = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -81,9 +85,8 @@ class Store:
         if data is None or not isinstance(theirs, dict) or data.get("key") == self._key:
             return
         differ = [part for part, text in self._identity.items() if theirs.get(part) != text]
-        parts = "; ".join(
-            f"its `{part}`: {_shown(theirs.get(part))}, not {_shown(self._identity[part])}" for part in differ
-        )
+        shown = {part: _where_they_differ(str(theirs.get(part)), str(self._identity[part])) for part in differ}
+        parts = "; ".join(f"its `{part}`: {his}, not {mine}" for part, (his, mine) in shown.items())
         raise ValueError(
             f"`dirpath` must be a folder of this comparison, or a new one; {str(dirpath)!r} has another comparison"
             f" ({parts or 'of another version'}). Use another folder, or remove that one."
@@ -118,6 +121,12 @@ def file_name(label: str, seed: int) -> str:
     return f"{simple}-seed{seed}"
 
 
-def _shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+def _where_they_differ(one: str, other: str, most: int = 200) -> tuple[str, str]:
+    """Return the part of two long texts in which they differ."""
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, same - 60) if max(len(one), len(other)) > most else 0
+    parts = [
+        f"{'...' * (start > 0)}{text[start : start + most]}{'...' * (len(text) > start + most)}"
+        for text in (one, other)
+    ]
+    return parts[0], parts[1]

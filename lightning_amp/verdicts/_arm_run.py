@@ -38,7 +38,8 @@ class ArmRun:
         device: Where it ran: `"cpu: AMD EPYC"`.
         tf32: Whether fp32 matrix products were allowed to use TF32.
         versions: Of torch, lightning, lightning_amp, Python.
-        curves: Each validation metric, a point for each validation; the sanity check is none.
+        curves: Each validation metric, a point for each validation that logged it; the sanity check is none.
+        last_validation: The step of the last validation, as in `Point`.
         directions: `"min"` or `"max"`, where a torchmetrics metric says which is better.
         loss: Of training; at most some hundreds of points.
         same_weights: Each metric of the last compared validation, as (mixed precision, fp32).
@@ -66,6 +67,7 @@ class ArmRun:
     tf32: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     curves: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
+    last_validation: int = 0
     directions: Mapping[str, str] = field(default_factory=dict)
     loss: tuple[Point, ...] = ()
     same_weights: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -131,6 +133,7 @@ _READERS: dict[str, _fields.Reader[Any]] = {
     "tf32": _fields.boolean,
     "versions": _fields.by_name(_fields.text),
     "curves": _fields.by_name(_fields.several(_point)),
+    "last_validation": _fields.count,
     "directions": _fields.by_name(_fields.choice("min", "max")),
     "loss": _fields.several(_point),
     "same_weights": _fields.by_name(_fields.row(_fields.number, _fields.number)),

@@ -10,7 +10,7 @@ from lightning_amp.verdicts._arm import Arm, ArmMetric, best, time_to
 from lightning_amp.verdicts._arm_run import ArmRun
 from lightning_amp.verdicts._directions import direction_of
 from lightning_amp.verdicts._plan import CONTROL, Plan
-from lightning_amp.verdicts._statistics import Difference, Direction, Hypothesis, speed_in_words, verdicts
+from lightning_amp.verdicts._statistics import Difference, Direction, Hypothesis, Quartiles, speed_in_words, verdicts
 
 
 def summarize(plan: Plan, runs: Sequence[ArmRun]) -> dict[str, Arm]:
@@ -57,7 +57,7 @@ def _judge(
 ) -> dict[tuple[str, str], str]:
     """Judge all arms in all metrics with a margin together, and the control apart: it is not what is asked about."""
     found: dict[tuple[str, str], str] = {}
-    for labels in ([label for label in plan.arms if label != plan.reference], [CONTROL] if plan.control else []):
+    for labels in (_compared(plan), [CONTROL] if plan.control else []):
         hypotheses: dict[tuple[str, str], Hypothesis] = {}
         for label in labels:
             for name, way in ways.items():
@@ -66,13 +66,52 @@ def _judge(
                     margin = plan.margins[name].value
                     hypotheses[label, name] = Hypothesis(difference, way, margin, num_failed)
         found.update(verdicts(hypotheses))
+    same = _seeds_of_one_run(of[plan.reference])
+    if same:
+        text = f"undecided: the reference is the same run with seeds {same}, so that they are no independent pairs"
+        found = {key: verdict if verdict.startswith("undecided") else text for key, verdict in found.items()}
     return found
+
+
+def _compared(plan: Plan) -> list[str]:
+    return [label for label in plan.arms if label != plan.reference]
+
+
+def _seeds_of_one_run(reference: Sequence[ArmRun]) -> str:
+    """Name two seeds that gave the same run, in every loss and metric: nothing in it depends on the seed."""
+    seen: dict[object, int] = {}
+    for run in reference:
+        if run.finished and run.loss:
+            values = tuple((name, tuple(p.value for p in points)) for name, points in run.curves.items())
+            key = (values, tuple(p.value for p in run.loss))
+            if key in seen:
+                return f"{seen[key]} and {run.seed}"
+            seen[key] = run.seed
+    return ""
+
+
+def _finals(name: str, own: Sequence[ArmRun], reference: Sequence[ArmRun]) -> dict[int, float]:
+    """Return the value of the last validation, by seed.
+
+    It is NaN where the last validation did not log the metric, and that of the reference did: a module that leaves out
+    what is not finite must not be judged by what it logged before.
+
+    """
+    always = {run.seed for run in reference if run.finished and name in run.curves and _is_last(run, name)}
+    return {
+        run.seed: run.curves[name][-1].value if _is_last(run, name) or run.seed not in always else math.nan
+        for run in own
+        if run.finished and run.curves.get(name)
+    }
+
+
+def _is_last(run: ArmRun, name: str) -> bool:
+    return bool(run.curves[name]) and run.curves[name][-1].step >= run.last_validation
 
 
 def _difference(name: str, own: Sequence[ArmRun], reference: Sequence[ArmRun]) -> tuple[Difference, int]:
     """Return the differences paired by seed, and how many pairs are lost: the arm failed there, or did not log it."""
-    theirs = {run.seed: run.curves[name][-1].value for run in reference if run.finished and run.curves.get(name)}
-    ours = {run.seed: run.curves[name][-1].value for run in own if run.finished and run.curves.get(name)}
+    theirs, ours = _finals(name, reference, reference), _finals(name, own, reference)
     lost = sum(run.seed in theirs and run.seed not in ours for run in own)
     return Difference.of((ours[seed], theirs[seed]) for seed in theirs if seed in ours), lost
 
@@ -88,12 +127,12 @@ def _metric(
     own, reference = of[label], of[plan.reference]
     is_reference = label == plan.reference
     logged = {run.seed: run for run in own if run.finished and run.curves.get(name)}
-    targets = {run.seed: run.curves[name][-1].value for run in reference if run.finished and run.curves.get(name)}
+    targets = _finals(name, reference, reference)
     verdict = "no margin: it is what the others are compared with" if is_reference else "no margin"
     return ArmMetric(
         name=name,
         direction=way,
-        finals={seed: run.curves[name][-1].value for seed, run in logged.items()},
+        finals=_finals(name, own, reference),
         bests={} if way is None else {seed: best(run.curves[name], way) for seed, run in logged.items()},
         difference=None if is_reference else _difference(name, own, reference)[0],
         margin=plan.margins[name].value if name in plan.margins else None,
@@ -108,6 +147,7 @@ def _metric(
             for seed, run in logged.items()
             if seed in targets and not math.isnan(targets[seed])
         },
+        num_hypotheses=max(1, sum(key[0] in _compared(plan) for key in judged)),
     )
 
 
@@ -116,8 +156,41 @@ def _minus(amp: float, fp32: float) -> float:
 
 
 def _speed(arms: Mapping[str, Arm], label: str, plan: Plan) -> str:
+    """Say how fast an arm is: of all seeds together, unless each seed by itself says the same more clearly."""
     own, theirs = arms[label].step_s, arms[plan.reference].step_s
     if label == plan.reference or own is None or theirs is None:
         return ""
+    if min(_num_steps(arms[label]), _num_steps(arms[plan.reference])) < _LEAST_STEPS:
+        return f"within noise: fewer than {_LEAST_STEPS} steady steps say nothing"
     control = arms[CONTROL].step_s if plan.control and label != CONTROL else None
-    return speed_in_words(own, theirs, control)
+    pooled = speed_in_words(own, theirs, control)
+    if not pooled.startswith("within noise") or not _is_clear(arms, label, plan):
+        return pooled
+    return speed_in_words(*(Quartiles(q.median, q.median, q.median) for q in (own, theirs)))
+
+
+_LEAST_STEPS = 10
+
+
+def _num_steps(arm: Arm) -> int:
+    return sum(len(run.step_s) for run in arm.finished)
+
+
+def _is_clear(arms: Mapping[str, Arm], label: str, plan: Plan) -> bool:
+    """Return whether the middle halves lie apart with each seed, on one side, and farther than those of the control.
+
+    A machine that is busy for a while spreads the times of all seeds, though not those of one.
+
+    """
+    own, theirs = _by_seed(arms[label]), _by_seed(arms[plan.reference])
+    pairs = [(own[seed], theirs[seed]) for seed in own.keys() & theirs.keys()]
+    if len(pairs) < 2 or not (all(a.q75 < b.q25 for a, b in pairs) or all(a.q25 > b.q75 for a, b in pairs)):
+        return False
+    control = _by_seed(arms[CONTROL]) if plan.control and label != CONTROL else {}
+    noise = [abs(math.log(control[seed].median / theirs[seed].median)) for seed in control.keys() & theirs.keys()]
+    return min(abs(math.log(a.median / b.median)) for a, b in pairs) > max(noise, default=0.0)
+
+
+def _by_seed(arm: Arm) -> dict[int, Quartiles]:
+    times = {run.seed: [time for time in run.step_s if 0 < time < math.inf] for run in arm.finished}
+    return {seed: Quartiles.of(found) for seed, found in times.items() if found}
