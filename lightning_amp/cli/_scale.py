@@ -163,7 +163,7 @@ def _text(histories: Mapping[str, ScaleHistory]) -> Iterator[RenderableType]:
 def _row(label: str, history: ScaleHistory) -> list[str]:
     figures = _figures(history)
     counts = [figures[name] for name in ("steps", "skipped", "skipped_gradient", "skipped_loss")]
-    scales = [figures[f"{which}_scale"] for which in ("first", "last", "lowest", "highest")]
+    scales = [figures[name] for name in ("first_scale", "last_scale", "lowest_scale", "highest_scale")]
     return [label, *(f"{count:,}" for count in counts), *("-" if scale is None else exact(scale) for scale in scales)]
 
 

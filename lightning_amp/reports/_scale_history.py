@@ -225,6 +225,8 @@ class ScaleHistory(Table[StepRecord]):
 
         .. code-block:: python
 
+            from lightning_amp.reports import ScaleHistory
+
             monitor = ScaleMonitor(dirpath="logs")
             L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[monitor], max_epochs=1).fit(model, data)
             replay = ScaleHistory.from_csv("logs/scale_history.csv").replay(growth_interval=4)

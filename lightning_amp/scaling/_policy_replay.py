@@ -126,10 +126,9 @@ def _batches(records: Sequence[StepRecord]) -> Iterator[_Batch]:
     for number, group in groupby(records, key=lambda record: (record.index - first) // size):
         known = {record.index: record for record in group}
         some = next(iter(known.values()))
-        moved = any(record.next_scale != record.scale for record in known.values())
         start = first + number * size
         steps = [_step(known, some, start + i, order[i]) for i in range(size) if start + i <= last]
-        if len({(step.scale, step.next_scale) for step in steps}) > 1 or (moved and len(known) < len(steps)):
+        if len({(step.scale, step.next_scale) for step in steps}) > 1:  # in a batch that moved it, all are stored
             raise _irregular(some, size)
         quiet = replace(some, next_scale=some.scale, skipped=False, reason="none")
         if number > done:
@@ -177,7 +176,7 @@ class _Replay:
         self.num_decided = 0
         self.stopped_at: int | None = None
         self._scaler = scaler
-        self._scale = scaler.scale_tensor.item()
+        self._current = scaler.scale_tensor.item()
         self._assume_overflow = assume_overflow
         self._streak = 0
 
@@ -195,15 +194,15 @@ class _Replay:
         """Return how many of these batches the rule would only count, since they are clean and too few for growth."""
         if batch.count == 1 or (self._assume_overflow and not self._is_known(batch.steps[0], overflowed=False)):
             return 0
-        until_growth = self._scaler.get_growth_interval() - self._tracker - 1
+        until_growth = self._scaler.get_growth_interval() - self._clean_steps - 1
         return min(batch.count, until_growth)
 
     @property
-    def _tracker(self) -> int:
+    def _clean_steps(self) -> int:
         return int(_torch.growth_tracker(self._scaler))
 
     def _count_clean(self, batch: _Batch, count: int) -> None:
-        tracker = torch.full_like(_torch.growth_tracker(self._scaler), self._tracker + count)
+        tracker = torch.full_like(_torch.growth_tracker(self._scaler), self._clean_steps + count)
         _torch.set_scale_tensor(self._scaler, self._scaler.scale_tensor, tracker)
         if self._is_known(batch.steps[0], overflowed=False):
             self.num_decided += count * len(batch.steps)
@@ -213,7 +212,7 @@ class _Replay:
         """Return whether the recorded step says what happens at the scale of now. One at scale 0 says nothing."""
         if step.skipped and step.reason == "loss":
             return True
-        return step.scale > 0 and (self._scale >= step.scale if overflowed else self._scale <= step.scale)
+        return step.scale > 0 and (self._current >= step.scale if overflowed else self._current <= step.scale)
 
     def _take(self, batch: _Batch) -> None:
         attempts: list[Attempt] = []
@@ -227,12 +226,12 @@ class _Replay:
             attempts.append(Attempt(step.optimizer_idx, skip, _BAD_LOSS if bad_loss else None, had_gradients=True))
             skipped = bad_loss or (overflows and not mended)
             reason: Reason = "loss" if bad_loss else "gradient" if skipped else "none"
-            taken.append(replace(step, scale=self._scale, skipped=skipped, reason=reason))
+            taken.append(replace(step, scale=self._current, skipped=skipped, reason=reason))
             self.num_decided += known
         move_scale(self._scaler, attempts)
-        self._scale = self._scaler.scale_tensor.item()
+        self._current = self._scaler.scale_tensor.item()
         for step in taken:
-            self.records.append(replace(step, next_scale=self._scale))
+            self.records.append(replace(step, next_scale=self._current))
             self._streak = self._streak + 1 if step.skipped else 0
             if self._streak == self._scaler.max_consecutive_skips:
                 self.stopped_at = step.index

@@ -20,7 +20,7 @@ import lightning_amp
 from lightning_amp import AmpPrecision
 
 IN_HAND = {"fp32_region", "scaled_grad", "unscale_", "replay"} | {
-    "ScaleHistory", "ComparisonTable", "GradientTable", "OverflowReport",
+    "ScaleHistory", "PolicyReplay", "ComparisonTable", "GradientTable", "OverflowReport",
 }  # fmt: skip
 """Public beside `lightning_amp.__all__`: the functions of a room, and what the callbacks hand out."""
 
