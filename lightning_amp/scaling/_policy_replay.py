@@ -176,7 +176,7 @@ class _Replay:
         self.num_decided = 0
         self.stopped_at: int | None = None
         self._scaler = scaler
-        self._current = scaler.scale_tensor.item()
+        self._in_force = scaler.scale_tensor.item()
         self._assume_overflow = assume_overflow
         self._streak = 0
 
@@ -212,7 +212,7 @@ class _Replay:
         """Return whether the recorded step says what happens at the scale of now. One at scale 0 says nothing."""
         if step.skipped and step.reason == "loss":
             return True
-        return step.scale > 0 and (self._current >= step.scale if overflowed else self._current <= step.scale)
+        return step.scale > 0 and (self._in_force >= step.scale if overflowed else self._in_force <= step.scale)
 
     def _take(self, batch: _Batch) -> None:
         attempts: list[Attempt] = []
@@ -226,12 +226,12 @@ class _Replay:
             attempts.append(Attempt(step.optimizer_idx, skip, _BAD_LOSS if bad_loss else None, had_gradients=True))
             skipped = bad_loss or (overflows and not mended)
             reason: Reason = "loss" if bad_loss else "gradient" if skipped else "none"
-            taken.append(replace(step, scale=self._current, skipped=skipped, reason=reason))
+            taken.append(replace(step, scale=self._in_force, skipped=skipped, reason=reason))
             self.num_decided += known
         move_scale(self._scaler, attempts)
-        self._current = self._scaler.scale_tensor.item()
+        self._in_force = self._scaler.scale_tensor.item()
         for step in taken:
-            self.records.append(replace(step, next_scale=self._current))
+            self.records.append(replace(step, next_scale=self._in_force))
             self._streak = self._streak + 1 if step.skipped else 0
             if self._streak == self._scaler.max_consecutive_skips:
                 self.stopped_at = step.index
