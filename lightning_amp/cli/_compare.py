@@ -152,7 +152,7 @@ def _compare(*args: Any, dirpath: str | None, **kwargs: Any) -> Any:
         raise Interrupted(f"interrupted; {text}") from error
     except BrokenPipeError:
         raise
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, RuntimeError, ImportError, OSError) as error:  # those that it documents
         raise UsageError(str(error)) from error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -16,11 +15,10 @@ Plain = Mapping[str, Any]
 
 
 @final
-@dataclass(frozen=True, repr=False)
 class Factory:
-    """Makes a module or a data module. Two with the same text make the same.
+    """Makes a module or a data module; it has the same text wherever it is made and called.
 
-    Attributes:
+    Args:
         key: What it makes: `"model"` or `"data"`.
         config: The sections of a `LightningCLI` that it takes: `model`, perhaps with `optimizer` and `lr_scheduler`,
             or `data`.
@@ -28,19 +26,20 @@ class Factory:
 
     """
 
-    key: Literal["model", "data"]
-    config: Plain
-    import_from: tuple[str, ...] = field(default=(), compare=False)
+    def __init__(self, key: Literal["model", "data"], config: Plain, import_from: tuple[str, ...] = ()) -> None:
+        self._key, self._config, self._import_from = key, config, import_from
 
     def __call__(self) -> Any:
-        _import_from(self.import_from)
-        made = _CommandLine(args=dict(self.config), save_config_callback=None, run=False, seed_everything_default=False)
-        return made.model if self.key == "model" else made.datamodule
+        _import_from(self._import_from)
+        made = _CommandLine(
+            args=dict(self._config), save_config_callback=None, run=False, seed_everything_default=False
+        )
+        return made.model if self._key == "model" else made.datamodule
 
     def __repr__(self) -> str:
-        """Write it as code."""
-        extra = [f"{name}: {describe(value)}" for name, value in self.config.items() if name != self.key]
-        return ", ".join([describe(self.config[self.key]), *extra])
+        """Write it as code; not where from, so that a comparison goes on elsewhere."""
+        extra = [f"{name}: {describe(value)}" for name, value in self._config.items() if name != self._key]
+        return ", ".join([describe(self._config[self._key]), *extra])
 
 
 @final
@@ -74,13 +73,13 @@ def make_trainer_argument(name: str, value: Any, import_from: Sequence[str] = ()
 
 
 def describe(value: Any) -> str:
-    """Write a class and its arguments as code: `models.Net(width=64)`."""
+    """Write a class and its arguments as code: `models.Net(width=64)`. A mapping is `dict(...)`, which has an order."""
     if isinstance(value, Mapping) and "class_path" in value:
         arguments = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
         inside = ", ".join(f"{name}={describe(argument)}" for name, argument in arguments.items())
         return f"{value['class_path']}({inside})"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name!r}: {describe(inner)}' for name, inner in value.items())}}}"
+        return f"dict([{', '.join(f'({name!r}, {describe(inner)})' for name, inner in value.items())}])"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(describe, value))}]"
     return repr(value)

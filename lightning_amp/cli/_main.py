@@ -45,9 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = _run(given)
         except HelpShown:
             status = FINE
-        sys.stdout.flush()
+        sys.stdout.flush()  # here, and not at the end of the interpreter, which would say that nobody reads it
     except BrokenPipeError:
-        _forget_stdout()
         return PIPE_CLOSED
     except (Interrupted, KeyboardInterrupt) as error:
         return _say(name, str(error) or "interrupted", INTERRUPTED, debug=debug)
@@ -90,9 +89,3 @@ def _say(name: str, text: str, status: int, *, debug: bool) -> int:
         sys.stderr.write(f"{name}: {' '.join(text.split())}\n")
         sys.stderr.flush()
     return status
-
-
-def _forget_stdout() -> None:
-    """Keep the interpreter from flushing, at its end, what nobody reads any more."""
-    with contextlib.suppress(OSError):  # it may be no file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -115,14 +115,16 @@ def paragraph(text: str | RenderableType) -> RenderableType:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], justify: Literal["left", "right"] = "right") -> Table:
     """Return a table without lines, whose first column is on the left.
 
-    One that is too wide is turned, so that its rows are columns, if it fits then; else its cells are wrapped.
+    One that is too wide is turned, so that its rows are columns, if it fits then or has fewer of them; if it still does
+    not fit, its cells are wrapped.
 
     """
     from rich.table import Table
 
     lines: Sequence[Sequence[str]] = [header, *rows]
     turned = list(zip(*lines, strict=True))
-    if _width(lines) > output_width() >= _width(turned):
+    width = output_width()
+    if _width(lines) > width and (_width(turned) <= width or len(lines) < len(turned)):
         lines = turned
     made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for number, name in enumerate(lines[0]):

@@ -126,10 +126,9 @@ def _batches(records: Sequence[StepRecord]) -> Iterator[_Batch]:
     for number, group in groupby(records, key=lambda record: (record.index - first) // size):
         known = {record.index: record for record in group}
         some = next(iter(known.values()))
-        moved = any(record.next_scale != record.scale for record in known.values())
         start = first + number * size
         steps = [_step(known, some, start + i, order[i]) for i in range(size) if start + i <= last]
-        if len({(step.scale, step.next_scale) for step in steps}) > 1 or (moved and len(known) < len(steps)):
+        if len({(step.scale, step.next_scale) for step in steps}) > 1:  # in a batch that moved it, all are stored
             raise _irregular(some, size)
         quiet = replace(some, next_scale=some.scale, skipped=False, reason="none")
         if number > done:
@@ -195,15 +194,15 @@ class _Replay:
         """Return how many of these batches the rule would only count, since they are clean and too few for growth."""
         if batch.count == 1 or (self._assume_overflow and not self._is_known(batch.steps[0], overflowed=False)):
             return 0
-        until_growth = self._scaler.get_growth_interval() - self._tracker - 1
+        until_growth = self._scaler.get_growth_interval() - self._clean_steps - 1
         return min(batch.count, until_growth)
 
     @property
-    def _tracker(self) -> int:
+    def _clean_steps(self) -> int:
         return int(_torch.growth_tracker(self._scaler))
 
     def _count_clean(self, batch: _Batch, count: int) -> None:
-        tracker = torch.full_like(_torch.growth_tracker(self._scaler), self._tracker + count)
+        tracker = torch.full_like(_torch.growth_tracker(self._scaler), self._clean_steps + count)
         _torch.set_scale_tensor(self._scaler, self._scaler.scale_tensor, tracker)
         if self._is_known(batch.steps[0], overflowed=False):
             self.num_decided += count * len(batch.steps)

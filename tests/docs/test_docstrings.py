@@ -24,7 +24,7 @@ from lightning_amp.verdicts._arm_run import ArmRun, Point
 from lightning_amp.verdicts._plan import Plan
 
 IN_HAND = {"fp32_region", "scaled_grad", "unscale_", "replay"} | {
-    "ScaleHistory", "ComparisonTable", "GradientTable", "OverflowReport",
+    "ScaleHistory", "PolicyReplay", "ComparisonTable", "GradientTable", "OverflowReport",
 }  # fmt: skip
 """Public beside `lightning_amp.__all__`: the functions of a room, and what the callbacks hand out."""
 

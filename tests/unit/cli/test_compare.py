@@ -219,7 +219,8 @@ def test_files_are_written_before_anybody_stops_reading(
         (ValueError("`precisions` must be\n one of [...]"), 2, "`precisions` must be one of [...]"),
         (ModuleNotFoundError("it needs scipy"), 2, "it needs scipy"),
         (PermissionError(13, "Permission denied", "kept"), 2, "[Errno 13] Permission denied: 'kept'"),
-        (RuntimeError("broken"), 70, "this is an error of lightning-amp itself: RuntimeError: broken."),
+        (RuntimeError("it was started by torchrun"), 2, "it was started by torchrun"),
+        (KeyError("broken"), 70, "this is an error of lightning-amp itself: KeyError: 'broken'."),
     ],
 )
 def test_errors(error: Exception, status: int, line: str, command: Any, compared: Compared) -> None:

@@ -94,6 +94,8 @@ def test_the_stop_of_the_policy_that_recorded() -> None:
     assert replayed(list(history), growth_interval=2, max_consecutive_skips=4).stopped_at == 5
     assert replayed(list(history), growth_interval=2, max_consecutive_skips=4).records[-1].index == 5
     assert replayed(list(history), growth_interval=2, max_consecutive_skips=6).stopped_at is None
+    apart = scale_run("OO...OO..OO", max_consecutive_skips=100)
+    assert replayed(list(apart), max_consecutive_skips=3).stopped_at is None
     losses = scale_run("OLLO.", max_consecutive_skips=100)
     assert replayed(list(losses), max_consecutive_skips=4).stopped_at == 3
 
@@ -231,6 +233,7 @@ def step(index: int, optimizer_idx: int, scale: float = 4.0, next_scale: float =
     [
         [step(0, 0), step(1, 0), step(2, 1)],  # a critic that steps twice
         [step(0, 0), step(1, 1), step(2, 1)],
+        [step(0, 1), step(1, 1), step(2, 1)],  # the first never steps
         [step(0, 0, 4.0, 2.0), step(1, 1, 2.0, 2.0)],  # in batches of their own
         [step(0, 0), step(2, 0, 4.0, 2.0), step(5, 1, 2.0, 2.0)],  # only one record of a batch in which it moved
     ],
