@@ -24,6 +24,7 @@ export OMP_WAIT_POLICY ?= passive
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/digits.py --demo --out $(DEMO_OUT) $(DEMO_ARGS)
+	@$(BIN)/python examples/compare_digits.py --out $(DEMO_OUT) $(DEMO_ARGS)
 
 test: $(VENV)/.test
 	@$(BIN)/python -m pytest -n $(WORKERS) $(TEST_ARGS)
@@ -67,7 +68,7 @@ $(VENV)/bin/python:
 # The stamps are what makes a second call start at once; they are older than a changed pyproject.toml.
 $(VENV)/.demo: $(DEPENDS) | $(VENV)/bin/python
 	@echo "Installing the package, torch and Lightning into $(VENV): about a minute, longer where torch is downloaded."
-	@$(PIP) -c constraints.txt -e '.[plot,examples]'
+	@$(PIP) -c constraints.txt -e '.[plot,report,examples]'
 	@touch $@
 
 # `--group` needs pip 25.1. The tests need all that the demo needs.

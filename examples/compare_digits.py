@@ -37,8 +37,7 @@ def main() -> None:
     )
     report.to_json(args.out / "comparison.json")
     report.to_html(args.out / "comparison.html")
-    print(report)
-    print(f"The page is {args.out}/comparison.html.")
+    print(f"\n{report}\nThe page is {args.out}/comparison.html.")
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def _margin(option: str, text: str) -> Any:
 
 
 def _compare(*args: Any, dirpath: str | None, **kwargs: Any) -> Any:
-    from lightning_amp import compare_precisions  # pyright: ignore
+    from lightning_amp import compare_precisions
 
     try:
         return compare_precisions(*args, dirpath=dirpath, **kwargs)

@@ -98,8 +98,8 @@ def compare_precisions(
         ModuleNotFoundError: With more than one seed and without scipy (`pip install scipy`).
         KeyboardInterrupt: If it is interrupted; what finished stays in `dirpath`.
 
-    Cost: all runs, one after the other, and some seconds to start each. In each, `MetricComparison` evaluates every
-    validation a second time, and the peak of memory is measured; neither counts as time of training.
+    Cost: all runs, one after the other, and some seconds to start each. After each the final weights are validated once
+    more, by :class:`MetricComparison`, and one training step runs again to count its FLOPs; neither counts as training.
 
     """
     check_place()

@@ -126,6 +126,33 @@ def test_a_run_that_exits_has_not_finished(tmp_path: Path) -> None:
     assert here(task(tmp_path, module=Quits)).error == "the run ended by `sys.exit(0)`"
 
 
+SEEN: list[float] = []
+
+
+class Remembers(Waves):
+    """Keeps what it saw outside of the module, where no copy of the module reaches."""
+
+    def on_validation_epoch_start(self) -> None:
+        SEEN.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        SEEN.append(float(batch[0].sum()))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("seen", float(len(SEEN)))
+
+
+def test_what_lies_outside_of_the_module_is_as_by_hand(tmp_path: Path) -> None:
+    run = here(task(tmp_path, "bf16", Remembers))
+    assert {n: [p.value for p in points] for n, points in run.curves.items()} == by_hand(
+        AmpPrecision("bf16"), Remembers
+    ).notes
+    assert [p.value for p in run.curves["seen"]] == [2.0, 2.0]
+    assert run.last_validation == 24
+    assert run.same_weights["val_loss"][0] == run.curves["val_loss"][-1].value
+
+
 class Silent(Waves):
     validation_step = L.LightningModule.validation_step  # pyright: ignore[reportAssignmentType]
 

@@ -202,3 +202,10 @@ def test_one_seed_needs_no_scipy(ran: list[str], monkeypatch: pytest.MonkeyPatch
     report = compare(margins={"val_loss": 0.1})
     assert report.verdict("bf16", "val_loss").startswith("undecided: one seed never decides")
     assert "one seed never decides" in str(report)
+
+
+def test_the_order_of_the_arms_is_a_part_of_the_comparison(ran: list[str], tmp_path: Path) -> None:
+    """A control that was kept is one of the first arm."""
+    compare(("fp32", "bf16"), control=True, dirpath=tmp_path)
+    with pytest.raises(ValueError, match="has another comparison"):
+        compare(("bf16", "fp32"), control=True, dirpath=tmp_path)

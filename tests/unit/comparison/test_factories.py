@@ -50,6 +50,8 @@ def test_names() -> None:
     assert factory_name(Waves) == "support.compared.Waves"
     assert factory_name(partial(needs, 3)) != factory_name(partial(needs, 4))
     assert factory_name(Maker(3)) != factory_name(Maker(4))
+    assert factory_name(Maker(3).make) != factory_name(Maker(4).make)
+    assert factory_name(Maker.small).endswith(".Maker.small")
 
 
 def nested() -> Any:

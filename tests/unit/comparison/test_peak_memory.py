@@ -44,6 +44,19 @@ def test_beside_another_profiler_nothing_is_known() -> None:
     assert other.events()
 
 
+def test_a_profiler_that_took_over_leaves_nothing_to_know() -> None:
+    watch = TensorPeak(nn.Linear(2, 2))
+    watch.resume()
+    watch._profile.__exit__(None, None, None)  # what a second profiler does, when it ends
+    assert watch.close() is None
+
+
+def test_parameters_that_do_not_exist_yet() -> None:
+    watch = TensorPeak(nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2, device="meta")))
+    watch.resume()
+    assert watch.close() is not None
+
+
 def test_a_watch_that_never_began() -> None:
     assert TensorPeak(nn.Linear(2, 2)).close() is None
 

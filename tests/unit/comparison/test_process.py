@@ -69,21 +69,22 @@ kwargs = dict(accelerator="cpu", max_epochs=1)
 
 
 def start_script(
-    folder: Path, guard: str, factories: str, functions: str = "", **kwargs: object
+    folder: Path, guard: str, factories: str, functions: str = "", *arguments: str
 ) -> subprocess.Popen[str]:
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).format(guard=guard, factories=factories, functions=functions))
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "SLEEPER": str(folder / "sleeper")}
     return subprocess.Popen(
-        [sys.executable, script],
-        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs,
+        [sys.executable, script, *arguments],
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
 def test_functions_of_the_script_itself(tmp_path: Path) -> None:
-    functions = "def make():\n    return Waves(16)\n"
-    script = start_script(tmp_path, 'if __name__ == "__main__": ', "make, Sea", functions)
+    """And its arguments, which it may look at while it is imported."""
+    functions = "import sys\nWIDTH = int(sys.argv[1])\ndef make():\n    return Waves(WIDTH)\n"
+    script = start_script(tmp_path, 'if __name__ == "__main__": ', "make, Sea", functions, "16")
     _, err = script.communicate(timeout=100)
     assert script.returncode == 0, err
     assert "[1/1] fp32, seed 0: " in err

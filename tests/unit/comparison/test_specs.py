@@ -59,6 +59,7 @@ def test_fsdp_has_a_plugin_of_its_own(strategy: Any) -> None:
         ("fp32", r"Write `precisions=\['fp32'\]`"),
         (16, "a sequence of precisions"),
         (None, "a sequence of precisions"),
+        ({"fp32", "bf16"}, "A set has no first one, which is the reference"),
         (("fp32", "fp4"), r"`precisions\['fp4'\]` must be one of"),
         (("fp32", "64-true"), r"`precisions\['64-true'\]` must be one of"),
         (("fp32", "fp32"), "different labels, got 'fp32' twice"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -244,3 +245,57 @@ def test_nothing_ran() -> None:
     arms = summarize(Plan("a", "b", {"fp32": "x", "bf16": "y"}, margins={"val_loss": Margin(0.1)}, control=True), [])
     assert list(arms) == ["fp32", "bf16", CONTROL]
     assert all(arm.metrics == {} and arm.runs == () and arm.speed == "" for arm in arms.values())
+
+
+def diverging(label: str, seed: int, *, logs_nan: bool) -> ArmRun:
+    """Four validations; an arm that diverges logs only what is finite, and that is the first two."""
+    values = (3.0, 2.0, 1.5, 1.0 + 0.01 * seed) if logs_nan else (3.0, 2.0)
+    return make_run(label, seed, curves={"val_loss": curve(*values)}, last_validation=40)
+
+
+def test_a_metric_that_the_last_validation_left_out_is_not_taken_from_an_earlier_one() -> None:
+    plan = make_plan(["fp32", "bf16"], 3, {"val_loss": 5.0})
+    runs = [diverging(label, seed, logs_nan=label == "fp32") for label in plan.arms for seed in range(3)]
+    arm = summarize(plan, runs)["bf16"]
+    assert arm.metrics["val_loss"].verdict.startswith("worse: not finite with all 3 seeds")
+    assert all(map(math.isnan, arm.metrics["val_loss"].finals.values()))
+
+
+def test_a_metric_that_not_every_validation_logs() -> None:
+    """Neither does the reference's: the latest value counts."""
+    plan = make_plan(["fp32", "bf16"], 3, {"val_loss": 5.0})
+    runs = [diverging(label, seed, logs_nan=False) for label in plan.arms for seed in range(3)]
+    assert summarize(plan, runs)["bf16"].metrics["val_loss"].finals == dict.fromkeys(range(3), 2.0)
+
+
+@pytest.mark.parametrize("depends", [True, False])
+def test_seeds_without_effect_are_no_pairs(depends: bool) -> None:
+    plan = make_plan(["fp32", "bf16"], 3, {"val_loss": 5.0})
+    runs = [
+        make_run(label, seed, curves={"val_loss": curve(1.0)}, loss=curve(2.0, 1.0 + seed * depends))
+        for label in plan.arms
+        for seed in range(3)
+    ]
+    verdict = summarize(plan, runs)["bf16"].metrics["val_loss"].verdict
+    assert verdict.startswith("not worse" if depends else "undecided: the reference is the same run with seeds 0 and 1")
+
+
+def timed(label: str, seed: int, median: float, spread: float) -> ArmRun:
+    return replace(make_run(label, seed), step_s=tuple(median * (1 + spread * i / 20) for i in range(20)))
+
+
+def test_a_busy_hour_does_not_hide_what_every_seed_shows() -> None:
+    plan = make_plan(["fp32", "fp16"], 3)
+    busy = {0: 1.0, 1: 9.0, 2: 1.2}
+    slow = [timed(label, s, t * busy[s], 0.1) for label, t in (("fp32", 0.01), ("fp16", 0.06)) for s in range(3)]
+    assert summarize(plan, slow)["fp16"].speed == "6x as slow"
+    mixed = [*slow[:5], timed("fp16", 2, 0.001, 0.1)]
+    assert summarize(plan, mixed)["fp16"].speed.startswith("within noise")
+    control = [timed(CONTROL, s, 0.01 * busy[s] * 8, 0.1) for s in range(3)]
+    assert summarize(replace(plan, control=True), [*slow, *control])["fp16"].speed.startswith("within noise")
+
+
+def test_a_few_steps_say_nothing_about_speed() -> None:
+    plan = make_plan(["fp32", "bf16"], 1)
+    runs = [replace(make_run(label, 0), step_s=(time,) * 9) for label, time in (("fp32", 2.0), ("bf16", 1.0))]
+    assert summarize(plan, runs)["bf16"].speed == "within noise: fewer than 10 steady steps say nothing"
