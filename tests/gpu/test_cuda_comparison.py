@@ -35,6 +35,7 @@ def test_memory_is_the_devices_own_peak(tmp_path: Path) -> None:
     run = here(task(tmp_path, module=Wide, max_epochs=4, **CUDA))
     weights = 4 * sum(p.numel() for p in Wide().parameters())
     assert run.memory_of == "device"
+    assert run.peak_memory_bytes is not None
     assert 4 * weights < run.peak_memory_bytes < 12 * weights  # the copy of `MetricComparison` is not in it
     assert run.step_s
     assert all(0 < seconds < 1 for seconds in run.step_s)
