@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -56,7 +58,8 @@ def test_curves_know_loaders_and_the_epoch_end() -> None:
 
 
 def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_observer.time, "monotonic", iter(range(1000)).__next__)
+    clock = SimpleNamespace(monotonic=iter(range(1000)).__next__, time=time.time)
+    monkeypatch.setattr(_observer, "time", clock)
     _, _, heard = watched()
     assert heard[0] == (1 / 24, "epoch 1/2")
     assert heard[-1] == (1.0, "epoch 2/2")

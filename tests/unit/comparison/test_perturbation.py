@@ -28,7 +28,7 @@ def test_each_value_moves_by_its_last_bit(dtype: torch.dtype) -> None:
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     assert move_last_bits(module, 0) == 40 * 30 + 30
     for name, parameter in module.named_parameters():
-        steps = moved_by(before[name], parameter.detach())
+        steps = moved_by(before[name], parameter.detach())[before[name] != 0]  # zero is among few bf16 numbers
         assert set(steps.unique().tolist()) == {-1, 1}
         assert 0.3 < (steps > 0).float().mean() < 0.7
         assert parameter.requires_grad
