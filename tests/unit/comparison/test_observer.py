@@ -58,7 +58,7 @@ def test_curves_know_loaders_and_the_epoch_end() -> None:
 
 
 def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(monotonic=iter(range(1000)).__next__, time=time.time)
+    clock = SimpleNamespace(monotonic=iter(range(1, 1000)).__next__, time=time.time)
     monkeypatch.setattr(_observer, "time", clock)
     _, _, heard = watched()
     assert heard[0] == (1 / 24, "epoch 1/2")
