@@ -109,14 +109,6 @@ def sleeps() -> L.LightningModule:
     raise AssertionError
 
 
-class Endless(Waves):
-    """Says who it is, and trains for two minutes."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        Path(os.environ["SLEEPER"]).write_text(str(os.getpid()))
-        time.sleep(0.5 if batch_idx < 200 else 0)
-
-
 def raises() -> L.LightningModule:
     raise RuntimeError("no module today")
 

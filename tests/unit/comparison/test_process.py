@@ -60,7 +60,7 @@ def test_an_interrupt_ends_the_process(tmp_path: Path, monkeypatch: pytest.Monke
 
 SCRIPT = """
 import lightning_amp
-from support.compared import Endless, Sea, Waves
+from support.compared import Sea, Waves, sleeps
 
 {functions}
 kwargs = dict(accelerator="cpu", max_epochs=1)
@@ -100,8 +100,10 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
     assert 'if __name__ == "__main__":' in last
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends at its next batch: `test_observer.py`")
 def test_an_arm_ends_when_the_script_is_gone(tmp_path: Path) -> None:
-    script = start_script(tmp_path, 'if __name__ == "__main__": ', "Endless, Sea")
+    """Wherever it is then: here it hangs before the first batch."""
+    script = start_script(tmp_path, 'if __name__ == "__main__": ', "sleeps, Sea")
     sleeper, deadline = tmp_path / "sleeper", time.monotonic() + 100
     while not (sleeper.exists() and sleeper.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
