@@ -129,7 +129,7 @@ def test_too_few_seeds() -> None:
     assert said(compared({"fp32": [1.0], "bf16": [1.0]}, step_s=FAST)) == (
         None,
         "No recommendation yet: `bf16` is undecided in `val_loss`. It takes at least three seeds to decide. In speed,"
-        " `bf16` is 2x as fast.",
+        " `bf16` is 2x as fast in one run.",
     )
 
 
@@ -233,7 +233,7 @@ def test_no_margins() -> None:
     assert said(compared({"fp32": [1.0], "bf16": [1.0]}, None, step_s=FAST)) == (
         None,
         "No recommendation: no margin says what a precision may cost. Pass `margins`, for example"
-        " `margins={'val_loss': 0.01}`, and at least three seeds. In speed, `bf16` is 2x as fast.",
+        " `margins={'val_loss': 0.01}`, and at least three seeds. In speed, `bf16` is 2x as fast in one run.",
     )
     assert "three seeds" not in compared({"fp32": SAME, "bf16": SAME}, None).recommendation
 

@@ -275,7 +275,7 @@ def test_a_whole_report() -> None:
 
 WHOLE = """\
 No recommendation: no margin says what a precision may cost. Pass `margins`, for example `margins={'val_loss': 0.01}`,\
- and at least three seeds. In speed, `bf16` is 2x as fast.
+ and at least three seeds. In speed, `bf16` is 2x as fast in one run.
 
 | metric | arm | final | best | difference | 90 % interval | verdict | same weights, minus fp32 |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -286,7 +286,7 @@ No recommendation: no margin says what a precision may cost. Pass `margins`, for
 | arm | ran as | samples/s | ms per step | speed | peak memory | steps | skipped | loss scale | products in |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 | fp32 | fp32 | - | 10.1 (10 to 10.1) | - | - | 0 | 0 | - | - |
-| bf16 | bf16 | - | 5.05 (5.02 to 5.07) | 2x as fast | - | 0 | 0 | - | - |
+| bf16 | bf16 | - | 5.05 (5.02 to 5.07) | 2x as fast in one run | - | 0 | 0 | - | - |
 | control | control | - | 10.1 (10 to 10.1) | within noise | - | 0 | 0 | - | - |
 
 2 arms, seed 0, `project.Net` on `project.Data`. The control is the reference with initial weights moved in their last\
