@@ -1,5 +1,8 @@
 """What code computes in: the precision, modules and metrics in fp32, weights that are cast once. No Lightning."""
 
+from lightning_amp.casting._float8 import Float8Linears
+from lightning_amp.casting._float8_choice import choose_fp8_layers, nothing_qualifies, num_converted, share_of_flops
+from lightning_amp.casting._float8_recipes import checked_recipe, emulates, name_of, needs_whole_tiles
 from lightning_amp.casting._fp32_metrics import Fp32Metrics, fp32_region
 from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
@@ -12,6 +15,7 @@ __all__ = [
     "Canonical",
     "Choice",
     "EpochEnd",
+    "Float8Linears",
     "Fp32Metrics",
     "Fp32Modules",
     "Fp32Outputs",
@@ -21,7 +25,15 @@ __all__ = [
     "ReusedWeights",
     "Rule",
     "checked_module_rules",
+    "checked_recipe",
+    "choose_fp8_layers",
     "cpu_has_bf16",
+    "emulates",
     "fp32_region",
+    "name_of",
+    "needs_whole_tiles",
+    "nothing_qualifies",
+    "num_converted",
     "parse_precision",
+    "share_of_flops",
 ]

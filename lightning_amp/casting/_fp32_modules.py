@@ -115,7 +115,7 @@ class _Fp32Forward(MethodOverride):
             return self.inner(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
 
     @override
-    def for_copy(self, owner: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def for_copy(self, owner: nn.Module, inner: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:
         return _Fp32Forward(owner, self.device_type, inner, self.ran)
 
 

@@ -53,7 +53,7 @@ class MethodOverride(ABC):
             else:
                 del vars(self.owner)[self.name]
 
-    def for_copy(self, owner: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def for_copy(self, owner: Any, inner: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:
         """Return what a deep copy of the owner gets in this place: by default the method as it was."""
         return inner
 
@@ -61,7 +61,7 @@ class MethodOverride(ABC):
         # `deepcopy` enters a new object in the memo before it copies the attributes, of which this is one
         owner = copy.deepcopy(self.owner, memo)
         inner = copy.deepcopy(self.inner, memo) if self.was_attribute else getattr(owner, self.name)
-        return self.for_copy(owner, inner)
+        return self.for_copy(owner, inner, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Likewise: when this is loaded, the owner exists and has no attributes yet, so `getattr` finds the method.

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from lightning_amp._compat import _torch
+from lightning_amp.casting._float8_recipes import has_fp8, refuse_later_formats
 
 Precision = Literal["auto", "bf16", "fp16", "fp8", "fp32"]
 Canonical = Literal["16-mixed", "bf16-mixed", "32-true"]
@@ -21,12 +22,17 @@ _SPELLINGS: dict[Any, Precision] = {
     **{name: name for name in get_args(Precision)},
     **{spelling: name for name, spellings in _ALSO.items() for spelling in spellings},
 }
-_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_CANONICAL: dict[str, Canonical] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
+_DTYPES: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+    "fp32": torch.float32,
+}
+_CANONICAL: dict[str, Canonical] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "bf16-mixed", "fp32": "32-true"}
 
 
 class Choice(NamedTuple):
-    """A precision that is settled: our name, Lightning's name, the dtype that matrix products run in."""
+    """A precision that is settled: our name, Lightning's name, the dtype that autocast computes in."""
 
     name: str
     canonical: Canonical
@@ -64,30 +70,36 @@ class Choice(NamedTuple):
 
     @classmethod
     def for_evaluation(cls, requested: Precision | None, training: Choice, device: torch.device) -> Choice:
-        """Settle the precision of validation, test and prediction; `None` is that of training.
+        """Settle the precision of validation, test and prediction; `None` is that of training, without fp8.
 
         Raises:
             ValueError: If the device cannot run it.
 
         """
         if requested is None:
-            return training
+            return cls.of("bf16") if training.name == "fp8" else training
         chosen = cls.pick(device)[0] if requested == "auto" else cls.of(requested)
         chosen.require(device, "eval_precision")
         return chosen
 
-    def require(self, device: torch.device, argument: str = "precision") -> None:
+    def require(self, device: torch.device, argument: str = "precision", *, emulated: bool = False) -> None:
         """Refuse a device that cannot run this precision.
+
+        Args:
+            device: Where.
+            argument: What asks for it.
+            emulated: Whether a recipe of fp8 computes elsewhere what hardware with fp8 would give.
 
         Raises:
             ValueError: Naming what the device can run.
 
         """
         names = runnable(device)
-        if self.name not in names:
+        if self.name not in names and not (emulated and "bf16" in names):
             raise ValueError(
                 f"This device ({_describe(device)}) cannot run {argument} {self.name!r}. It can run:"
                 f" {', '.join(repr(n) for n in names)}. lightning_amp never falls back in silence; choose one of these."
+                f"{_EMULATE if self.name == 'fp8' else ''}"
             )
 
 
@@ -103,24 +115,32 @@ def parse_precision(value: Any, argument: str = "precision") -> Precision:
     except TypeError:  # unhashable
         known = None
     if known is None:
-        raise ValueError(f"`{argument}` must be one of {_legal()}; got {value!r}.")
-    if known == "fp8":
+        refuse_later_formats(argument, value)
+        raise ValueError(f"`{argument}` must be one of {_legal(argument)}; got {value!r}.")
+    if known == "fp8" and argument == "eval_precision":
         raise ValueError(
-            f"`{argument}='fp8'` is not available in this version of lightning_amp. Use 'bf16', which fp8 training is"
-            " built on, until it is."
+            "`eval_precision='fp8'` is not supported: fp8 is for training, where its products are a third of the work."
+            " Leave it out: beside fp8, evaluation runs in 'bf16'."
         )
     return known
 
 
-def _legal() -> str:
-    names = ", ".join(repr(name) for name in get_args(Precision) if name != "fp8")
+_EMULATE = (
+    " To see on this device what fp8 does to a model, not how fast it is: `fp8_recipe=torchao.float8.Float8LinearConfig("
+    "emulate=True)`."
+)
+
+
+def _legal(argument: str) -> str:
+    names = ", ".join(repr(n) for n in get_args(Precision) if (n, argument) != ("fp8", "eval_precision"))
     also = [f"{name}: {', '.join(map(repr, spellings))}" for name, spellings in _ALSO.items()]
     return f"{names} ({'; '.join(also).replace(':', ' is also', 1)})"
 
 
 def runnable(device: torch.device) -> list[str]:
-    """Return our names for what autocast runs on this device."""
-    return [name for name in ("bf16", "fp16") if _autocast_runs(device, _DTYPES[name])] + ["fp32"]
+    """Return our names for what runs on this device, fp8 by its own matrix units."""
+    half = [name for name in ("bf16", "fp16") if _autocast_runs(device, _DTYPES[name])]
+    return [*half, *(["fp8"] if "bf16" in half and has_fp8(device) else []), "fp32"]
 
 
 def cpu_has_bf16() -> bool:

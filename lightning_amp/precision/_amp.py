@@ -23,8 +23,9 @@ instead of four times; the result is the same within rounding (`scaling/_steps.p
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -45,6 +46,9 @@ from lightning_amp.precision._settings import Settings
 from lightning_amp.scaling import DynamicLossScaler, RecordLog, StepRecord
 from lightning_amp.skipped_steps import checked_buffer_rules
 
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
 
 class AmpPrecision(RunHooks):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
@@ -58,7 +62,7 @@ class AmpPrecision(RunHooks):
     and the optimizer, nor for the scale's growth, and :attr:`num_steps` does not count it.
 
     Args:
-        precision: `"auto"`, `"bf16"`, `"fp16"` or `"fp32"`, or what you have in your hands: `"bf16-mixed"`,
+        precision: `"auto"`, `"bf16"`, `"fp16"`, `"fp8"` or `"fp32"`, or what you have in your hands: `"bf16-mixed"`,
             `"16-mixed"`, `"32-true"`, `16`, `32`, `torch.bfloat16`, `torch.float16`, `torch.float32`, and these as
             strings. `"fp32"` runs the same pipeline without autocast: one word turns mixed precision off. `"auto"`
             picks by the device and says in one log line what and why. A precision that the device cannot run raises
@@ -76,10 +80,14 @@ class AmpPrecision(RunHooks):
         restore_buffers: Rules for buffers that a skipped step puts back, beside the statistics of normalisation layers:
             globs on qualified names (`"queue*"`, `"head.centre"`). For what a step writes by itself: queues of keys,
             centres, codebooks, of any dtype, in place or replaced.
+        fp8_recipe: For `"fp8"` only: how values are scaled before they are rounded to 8 bits. `None` is
+            `"rowwise_with_gw_hp"`, the most accurate; `"rowwise"`, `"tensorwise"` (the fastest), or a
+            `torchao.float8.Float8LinearConfig`, with `emulate=True` for a device without fp8.
 
     Raises:
-        ValueError: For an unknown precision, or a scaler with `"bf16"`; when the Trainer attaches, for a precision
-            that the device cannot run, or a rule that matches nothing.
+        ValueError: For an unknown precision, or a scaler with `"bf16"` or `"fp8"`; when the Trainer attaches, for a
+            precision that the device cannot run, a rule that matches nothing, or if no layer qualifies for fp8.
+        ImportError: When the Trainer attaches, if fp8 lacks a torchao of 0.18 or later.
         FloatingPointError: During training, after so many skipped steps in a row that the run is stuck.
 
     Cost: no synchronisation is added. An optimizer that is not fused costs one read of the flag per step, as in torch.
@@ -96,8 +104,10 @@ class AmpPrecision(RunHooks):
         eval_precision: str | int | torch.dtype | None = None,
         skip_nonfinite: bool = True,
         restore_buffers: Sequence[str] = (),
+        fp8_recipe: str | Float8LinearConfig | None = None,
     ) -> None:
-        self._settings = Settings(precision, eval_precision, scaler)
+        self._settings = Settings(precision, eval_precision, scaler, fp8_recipe)
+        self._fp8_layers: dict[str, str | None] = {}
         self.fp32_modules = checked_module_rules(fp32_modules)
         require_bool("skip_nonfinite", skip_nonfinite)
         self.skip_nonfinite = skip_nonfinite
@@ -135,18 +145,23 @@ class AmpPrecision(RunHooks):
     @property
     @override
     def precision(self) -> Canonical:  # type: ignore[override]
-        """Return Lightning's name: `"16-mixed"`, `"bf16-mixed"` or `"32-true"`."""
+        """Return Lightning's name: `"16-mixed"`, `"bf16-mixed"` (for `"fp8"` too) or `"32-true"`."""
         return self._settled().canonical
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return what autocast computes in; `torch.float32` for `"fp32"`."""
+        """Return what autocast computes in: `torch.bfloat16` for `"fp8"` too, `torch.float32` for `"fp32"`."""
         return self._settled().dtype
 
     @override
     def _settled(self) -> Choice:
         # "auto" before a Trainer attached: what it would be on the device that Lightning chooses by default
         return self._choice or Choice.pick(torch.device(self.device))[0]
+
+    @property
+    def fp8_layers(self) -> Mapping[str, str | None]:
+        """Return each `nn.Linear` by its qualified name: `None` if it ran in fp8 in the last fit, else why not."""
+        return MappingProxyType(self._fp8_layers)
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -221,17 +236,20 @@ class AmpPrecision(RunHooks):
         self._detach_run()
         device = trainer.strategy.root_device
         self.device = device.type
-        self._choice, evaluation, why = self._settings.choose(device)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._choice, evaluation, why = self._settings.choose(device, fitting=fitting)
         if self._settings.requested == "auto":
             self.scaler = self._settings.scaler(self._choice.name)
         if self.scaler is not None:
             _torch.set_scaler_device(self.scaler, self.device)
         # a checkpoint is restored later
-        if trainer.state.fn == TrainerFn.FITTING and not self._ledger.begin(trainer, self._skip_limit):
+        if fitting and not self._ledger.begin(trainer, self._skip_limit):
             self._settings.reset(self.scaler)
         stays = all(is_default(self, name, AmpPrecision) for name in ("forward_context", "autocast_context_manager"))
         self._run = run = Run(self, module, self._choice, evaluation, self.fp32_modules, autocast_stays=stays)
-        run.check(self.restore_buffers)
+        run.check(self.restore_buffers, self._settings.fp8_recipe)
+        if run.fp8 is not None:
+            self._fp8_layers = run.fp8.layers
         _first_line.say(
             run.forward,
             self.scaler,
@@ -241,6 +259,7 @@ class AmpPrecision(RunHooks):
             scaler_unused=self._settings.given_scaler is not None and self.scaler is None,
             num_restored_buffers=len(run.named_buffers),
             skips=self._active_scaler is not None or self.skip_nonfinite,
+            fp8="" if run.fp8 is None else run.fp8.summary,
         )
 
     @override

@@ -21,6 +21,7 @@ def say(
     scaler_unused: bool,
     num_restored_buffers: int,
     skips: bool,
+    fp8: str = "",
 ) -> None:
     """Say precision, device, scaler, and what is protected, for somebody who glances at a terminal.
 
@@ -35,9 +36,12 @@ def say(
         scaler_unused: Whether a scaler was passed that this precision does not need.
         num_restored_buffers: How many buffers the rules of `restore_buffers` match.
         skips: Whether a step that is not finite is skipped.
+        fp8: What runs in fp8.
 
     """
     parts = [_precision_on(forward.training, forward.device_type, why)]
+    if fp8:
+        parts.insert(0, fp8)
     if not fitting:
         if why and forward.evaluation == forward.training:
             _messages.info(f"lightning_amp: {parts[0]}.")
@@ -57,7 +61,8 @@ def say(
 
 
 def _precision_on(choice: Choice, device_type: str, why: str) -> str:
-    what = f"{choice.name} autocast on {device_type}" if choice.mixed else f"fp32 on {device_type}, no autocast"
+    autocast = "bf16" if choice.name == "fp8" else choice.name
+    what = f"{autocast} autocast on {device_type}" if choice.mixed else f"fp32 on {device_type}, no autocast"
     return f"precision 'auto' is {choice.name!r} here ({why}): {what}" if why else what
 
 

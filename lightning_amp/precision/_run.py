@@ -17,6 +17,7 @@ from lightning_amp.casting import Choice, Rule
 from lightning_amp.precision import _refusals
 from lightning_amp.precision._fit import Fit
 from lightning_amp.precision._forward import ForwardContexts
+from lightning_amp.precision._fp8 import Fp8
 from lightning_amp.scaling import RecordLog
 from lightning_amp.skipped_steps import BufferPlace, matching_places
 
@@ -38,6 +39,7 @@ class Run:
         fitting: Whether it is a fit.
         forward: What its steps run in.
         fit: Its backwards and optimizer steps; `None` until the optimizers exist, and where nothing is trained.
+        fp8: Its layers in fp8; `None` without.
         named_buffers: What a skipped step puts back besides normalisation statistics.
 
     Raises:
@@ -58,6 +60,7 @@ class Run:
         self.module = module
         self.fitting = module.trainer.state.fn == TrainerFn.FITTING
         self.fit: Fit | None = None
+        self.fp8: Fp8 | None = None
         self.named_buffers: list[BufferPlace] = []
         self._plugin = plugin
         context: Callable[[], Any] = plugin.forward_context
@@ -65,17 +68,26 @@ class Run:
             module, plugin.device, training, evaluation, fp32_modules, context, autocast_stays=autocast_stays
         )
 
-    def check(self, restore_buffers: Sequence[str]) -> None:
-        """Refuse a module that cannot be trained, and find its buffers. Later, since a strategy may wrap what it gets.
+    def check(self, restore_buffers: Sequence[str], fp8_recipe: Any) -> None:
+        """Refuse a module that cannot be trained, find its buffers, and turn fp8 on.
+
+        Later than the rest, since a strategy may wrap what it gets.
+
+        Args:
+            restore_buffers: Rules; see `AmpPrecision`.
+            fp8_recipe: A checked one; `None` without fp8.
 
         Raises:
-            ValueError: With all that is wrong, or if a rule matches nothing.
+            ValueError: With all that is wrong, if a rule matches nothing, or if no layer qualifies for fp8.
+            ImportError: If fp8 needs a torchao that is not there.
 
         """
         if self.fitting:
             device = self.module.trainer.strategy.root_device
             _refusals.check(self.module, self.forward.training, device, self.forward.fp32_modules)
             self.named_buffers = matching_places(self.module, restore_buffers)
+            if fp8_recipe is not None:
+                self.fp8 = Fp8(self.module, self.forward, fp8_recipe, device)
 
     def connect(
         self,
@@ -114,4 +126,6 @@ class Run:
             if self.fit is not None:
                 self.fit.detach()
         finally:
+            if self.fp8 is not None:
+                self.fp8.detach()
             self.forward.detach()

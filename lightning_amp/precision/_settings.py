@@ -9,7 +9,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import require
 from lightning_amp._compat import _torch
-from lightning_amp.casting import Choice, Precision, parse_precision
+from lightning_amp.casting import Choice, Precision, checked_recipe, emulates, parse_precision
 from lightning_amp.scaling import DynamicLossScaler
 
 
@@ -21,20 +21,28 @@ class Settings:
         precision: Any spelling.
         eval_precision: Likewise; `None` is the same.
         scaler: A scaler; a number is a scale that never moves; `None` leaves it to the precision.
+        fp8_recipe: For `"fp8"`: a name, a configuration of torchao, or `None`.
 
     Attributes:
         requested: Our name of what was asked for.
+        fp8_recipe: The recipe, the default one as well; `None` without fp8.
 
     Raises:
         ValueError: For anything else.
 
     """
 
-    def __init__(self, precision: Any, eval_precision: Any, scaler: Any) -> None:
+    def __init__(self, precision: Any, eval_precision: Any, scaler: Any, fp8_recipe: Any = None) -> None:
         self.requested: Precision = parse_precision(precision)
         self._eval_requested: Precision | None = None
         if eval_precision is not None:
             self._eval_requested = parse_precision(eval_precision, "eval_precision")
+        if fp8_recipe is not None and self.requested != "fp8":
+            raise ValueError(
+                f"`fp8_recipe` is for precision 'fp8', got `precision={precision!r}`. Write `AmpPrecision('fp8',"
+                " fp8_recipe=...)`, or leave it out."
+            )
+        self.fp8_recipe: Any = checked_recipe(fp8_recipe) if self.requested == "fp8" else None
         if isinstance(scaler, (int, float)):
             scaler = DynamicLossScaler.static(scaler)
         fine = scaler is None or isinstance(scaler, torch.amp.GradScaler)
@@ -44,15 +52,22 @@ class Settings:
         self._own_scaler: DynamicLossScaler | None = None
         self._first_state = None if scaler is None else scaler.state_dict()
 
-    def choose(self, device: torch.device) -> tuple[Choice, Choice, str]:
+    def choose(self, device: torch.device, *, fitting: bool) -> tuple[Choice, Choice, str]:
         """Return the precisions of training and evaluation on this device, and why `"auto"` picked the first.
+
+        Args:
+            device: Where.
+            fitting: Whether anything is trained; fp8 is needed only then.
 
         Raises:
             ValueError: If the device cannot run them.
 
         """
         training, why = Choice.pick(device) if self.requested == "auto" else (Choice.of(self.requested), "")
-        training.require(device)
+        if training.name != "fp8":
+            training.require(device)
+        elif fitting:
+            training.require(device, emulated=emulates(self.fp8_recipe))
         return training, Choice.for_evaluation(self._eval_requested, training, device), why
 
     def scaler(self, precision: str) -> torch.amp.GradScaler | None:

@@ -1,0 +1,84 @@
+"""What fp8 needs of torchao besides its documented names; each with its reason. torchao is optional."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+_OLDEST = (0, 18)
+_INSTALL = "Run `pip install 'torchao>=0.18'`, or use precision 'bf16', which needs no other package."
+
+
+@functools.cache
+def torchao_float8() -> Any:
+    """Return the module `torchao.float8`.
+
+    Older releases lack the way round a bug of Triton: what torch 2.13 compiles beside fp8 becomes NaN in about every
+    fourth run (pytorch/ao#4652). The check can go when no torch that we support needs it.
+
+    Raises:
+        ModuleNotFoundError: Without torchao.
+        ImportError: If it is too old, or cannot be imported.
+
+    """
+    try:
+        version = importlib.metadata.version("torchao")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ModuleNotFoundError(f"precision 'fp8' needs torchao, which is not installed. {_INSTALL}") from error
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < _OLDEST:
+        raise ImportError(f"precision 'fp8' needs torchao 0.18 or later; torchao {version} is installed. {_INSTALL}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchao's own deprecations, of which nobody here can do anything
+            import torchao.float8  # pyright: ignore[reportMissingImports]
+    except Exception as error:
+        raise ImportError(
+            f"precision 'fp8' needs torchao, and torchao {version} cannot be imported with torch {torch.__version__}:"
+            f" {type(error).__name__}: {error}. Install the release that fits, or use precision 'bf16'."
+        ) from error
+    return torchao.float8
+
+
+def float8_twin(linear: nn.Module, config: Any) -> nn.Module:
+    """Make the layer that computes in fp8 what `linear` computes, from its own parameters, whatever happens to these.
+
+    `convert_to_float8_training` returns one when it is called on a layer; here it looks its parameters up where
+    `linear` does. Can go when torchao has a function that takes an input and a weight.
+    """
+    plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")  # pyright: ignore[reportArgumentType]
+    twin = torchao_float8().convert_to_float8_training(plain, config=config)
+    vars(twin)["_parameters"] = vars(linear)["_parameters"]
+    return twin
+
+
+@functools.cache
+def _product() -> Any:
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # pyright: ignore[reportMissingImports]
+
+    class Product(matmul_with_hp_or_float8_args):
+        @staticmethod
+        @override
+        def backward(ctx: Any, grad_output: Tensor) -> Any:
+            if not torch.is_grad_enabled():
+                return matmul_with_hp_or_float8_args.backward(ctx, grad_output)
+            values, weight_t = ctx.saved_tensors
+            weight_t = weight_t.to(grad_output.dtype)
+            rows = grad_output.reshape(-1, grad_output.shape[-1])
+            return grad_output @ weight_t.t(), values.reshape(-1, values.shape[-1]).t() @ rows, None, None
+
+    return Product
+
+
+def float8_linear(twin: Any, values: Tensor) -> Tensor:
+    """Compute what the twin does, so that its gradient can be differentiated again: then it is one of bf16 products.
+
+    torchao's own product fails there with an `AssertionError`. Can go when it does not.
+    """
+    out = _product().apply(values, twin.weight.t(), twin.linear_mm_config, twin.config)
+    return out if twin.bias is None else out + twin.bias.to(out.dtype)

@@ -1,0 +1,101 @@
+"""Recipes of fp8: how values are scaled before they are rounded to 8 bits, and what they need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from lightning_amp._compat import _torchao
+
+DEFAULT_RECIPE = "rowwise_with_gw_hp"
+RECIPES = (DEFAULT_RECIPE, "rowwise", "tensorwise")
+_LATER = ("mxfp8", "nvfp4")
+
+
+def refuse_later_formats(argument: str, value: object) -> None:
+    """Refuse formats that people know by name, and that cannot be had yet.
+
+    Raises:
+        ValueError: For `"mxfp8"` and `"nvfp4"`.
+
+    """
+    if value in _LATER:
+        raise ValueError(
+            f"`{argument}={value!r}` is not supported: its products run on Blackwell GPUs only, and training with it is"
+            " a prototype in torchao. Use precision 'fp8', whose recipes run from Ada and Hopper on."
+        )
+
+
+def checked_recipe(recipe: Any) -> Any:
+    """Return the name of a recipe, or a `torchao.float8.Float8LinearConfig` as it is.
+
+    Raises:
+        ValueError: For anything else, and for a configuration that changes what the parameters are.
+
+    """
+    name = recipe.value if isinstance(recipe, Enum) else recipe  # torchao's `Float8LinearRecipeName`
+    if name is None:
+        return DEFAULT_RECIPE
+    refuse_later_formats("fp8_recipe", name)
+    if isinstance(name, str) and name in RECIPES:
+        return name
+    if type(recipe).__name__ != "Float8LinearConfig":
+        legal = ", ".join(repr(known) for known in RECIPES)
+        raise ValueError(
+            f"`fp8_recipe` must be one of {legal}, a `torchao.float8.Float8LinearConfig`, or `None`; got {recipe!r}."
+        )
+    if recipe.enable_fsdp_float8_all_gather:
+        raise ValueError(
+            "`fp8_recipe` has `enable_fsdp_float8_all_gather=True`, which puts tensors of another class in the place of"
+            " the parameters: checkpoints would not load without torchao. Leave it out; weights are gathered as they"
+            " are."
+        )
+    return recipe
+
+
+def config_of(recipe: Any) -> Any:
+    """Return the configuration of a checked recipe.
+
+    A name gives torchao's own, with one thing added: rows are padded where a product needs a multiple of 16, so that
+    the last batch of an epoch may be of any size.
+
+    Raises:
+        ImportError: Without torchao, or with one that is too old.
+
+    """
+    float8 = _torchao.torchao_float8()
+    if not isinstance(recipe, str):
+        return recipe
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    return config if recipe == DEFAULT_RECIPE else replace(config, pad_inner_dim=True)
+
+
+def name_of(recipe: Any) -> str:
+    """Return what a message calls a recipe."""
+    if isinstance(recipe, str):
+        return f"recipe {recipe!r}"
+    return "own recipe, emulated" if recipe.emulate else "own recipe"
+
+
+def emulates(recipe: Any) -> bool:
+    """Return whether a recipe computes elsewhere what fp8 hardware would give."""
+    return bool(getattr(recipe, "emulate", False))
+
+
+def needs_whole_tiles(recipe: Any) -> bool:
+    """Return whether a batch may fail whose rows are no multiple of 16: the gradient of the weight sums over them."""
+    if isinstance(recipe, str) or recipe.emulate or recipe.pad_inner_dim:
+        return False
+    return recipe.cast_config_input_for_grad_weight.scaling_type.value != "disabled"
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Return whether products of fp8 run on the device itself."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    if torch.version.hip:  # MI300 and later
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95"))
+    return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,88 @@
+"""fp8 in one fit: which layers, what is said about them, and the end of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from typing_extensions import final
+
+from lightning_amp import _messages
+from lightning_amp._compat import _modules
+from lightning_amp._text import counted, percent
+from lightning_amp.casting import (
+    Float8Linears,
+    choose_fp8_layers,
+    emulates,
+    name_of,
+    needs_whole_tiles,
+    nothing_qualifies,
+    num_converted,
+    share_of_flops,
+)
+from lightning_amp.precision._forward import ForwardContexts
+
+
+@final
+class Fp8:
+    """The linear layers of a module that multiply in fp8 while it trains, until :meth:`detach`.
+
+    Args:
+        module: The user's.
+        forward: Says when it is evaluated, and what computes in fp32.
+        recipe: A checked one.
+        device: Where.
+
+    Attributes:
+        layers: Each `nn.Linear` by its name: `None`, or why it is not in fp8.
+        summary: How many are, and what their share is.
+
+    Raises:
+        ValueError: If no layer qualifies.
+        ImportError: Without torchao, or with one that is too old.
+
+    """
+
+    def __init__(self, module: LightningModule, forward: ForwardContexts, recipe: Any, device: torch.device) -> None:
+        self.layers = choose_fp8_layers(module, forward.fp32_modules, recipe, device)
+        converted = num_converted(module)
+        num_chosen = sum(1 for why in self.layers.values() if why is None)
+        self._linears = Float8Linears(module, self.layers, recipe, device.type, forward)
+        if not (num_chosen or converted):
+            raise ValueError(
+                f"{nothing_qualifies(module, self.layers)}\nUse precision 'bf16', or see `docs/guide/fp8.md`, which"
+                " says what a layer needs."
+            )
+        share = percent(share_of_flops(module, self.layers))
+        self.summary = (
+            f"fp8 products in {num_chosen} of {counted(len(self.layers), 'linear layer')} (about {share} of their"
+            f" FLOPs, {name_of(recipe)})"
+        )
+        if converted:
+            self.summary += f" beside {converted} that you converted yourself"
+        _warn(module, recipe, device)
+
+    def detach(self) -> None:
+        """Leave the layers as they were."""
+        self._linears.remove()
+
+
+def _warn(module: LightningModule, recipe: Any, device: torch.device) -> None:
+    if emulates(recipe):
+        _messages.warn(
+            "lightning_amp: fp8 is emulated (`emulate=True`): values are rounded to 8 bits and multiplied in float32."
+            " Accuracy is that of fp8, a step is slower than in bf16."
+        )
+        return
+    if needs_whole_tiles(recipe):
+        _messages.warn(
+            "lightning_amp: with `pad_inner_dim=False` a batch of rows that are no multiple of 16 (the last of an epoch,"
+            " often) fails in the backward. Set it to `True` in `fp8_recipe`, or have `drop_last=True` in the loader."
+        )
+    if device.type == "cuda" and not any(_modules.is_compiled(m) for m in module.modules()):
+        _messages.warn(
+            "lightning_amp: fp8 without `torch.compile` is slower than bf16, since the casts are kernels of their own."
+            " Compile the module, or the blocks that repeat in it: `for block in self.blocks: block.compile()` in"
+            " `__init__`."
+        )
