@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import final, override
 
 _OLDEST = (0, 18)
 _INSTALL = "Run `pip install 'torchao>=0.18'`, or use precision 'bf16', which needs no other package."
@@ -61,6 +61,7 @@ def float8_twin(linear: nn.Module, config: Any) -> nn.Module:
 def _product() -> Any:
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # pyright: ignore[reportMissingImports]
 
+    @final
     class Product(matmul_with_hp_or_float8_args):
         @staticmethod
         @override

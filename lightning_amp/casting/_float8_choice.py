@@ -115,10 +115,9 @@ def nothing_qualifies(root: nn.Module, layers: Mapping[str, str | None]) -> str:
         layer = counted(sum(others.values()), "layer")
         lines.append(f"  - {layer} that multiply by a weight without being an `nn.Linear`: {found}")
     what = counted(len(layers), "linear layer")
-    text = f"none of the {what} qualifies" if len(layers) > 1 else f"{what}, and it does not qualify"
-    return "\n".join(
-        [f"precision 'fp8' has nothing to do here: {text if layers else 'there is no `nn.Linear`'}.", *lines]
-    )
+    text = f"none of the {what} qualifies" if len(layers) > 1 else "the only linear layer does not qualify"
+    title = f"precision 'fp8' has nothing to do here: {text if layers else 'there is no `nn.Linear`'}."
+    return "\n".join([title, *lines])
 
 
 def _computes_a_linear_map(module: nn.Module) -> bool:

@@ -126,8 +126,8 @@ def parse_precision(value: Any, argument: str = "precision") -> Precision:
 
 
 _EMULATE = (
-    " To see on this device what fp8 does to a model, not how fast it is: `fp8_recipe=torchao.float8.Float8LinearConfig("
-    "emulate=True)`."
+    " To see here what fp8 does to a model, not how fast it is:"
+    " `fp8_recipe=torchao.float8.Float8LinearConfig(emulate=True)`."
 )
 
 

@@ -77,8 +77,8 @@ def _warn(module: LightningModule, recipe: Any, device: torch.device) -> None:
         return
     if needs_whole_tiles(recipe):
         _messages.warn(
-            "lightning_amp: with `pad_inner_dim=False` a batch of rows that are no multiple of 16 (the last of an epoch,"
-            " often) fails in the backward. Set it to `True` in `fp8_recipe`, or have `drop_last=True` in the loader."
+            "lightning_amp: with `pad_inner_dim=False` a batch whose rows are no multiple of 16 (the last of an epoch,"
+            " often) fails in the backward. Set it to `True` in `fp8_recipe`, or use `drop_last=True` in the loader."
         )
     if device.type == "cuda" and not any(_modules.is_compiled(m) for m in module.modules()):
         _messages.warn(

@@ -27,6 +27,7 @@ from lightning_amp import _messages
 from lightning_amp._arguments import require
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import HALF_DTYPES
+from lightning_amp.precision import _refusals
 from lightning_amp.precision._amp import AmpPrecision
 from lightning_amp.precision._ledger import STOCK_FSDP_KEY
 from lightning_amp.scaling import parameters
@@ -83,6 +84,11 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     ) -> None:
         legal = ", ".join(f"`{dtype}`" for dtype in _REDUCE_DTYPES)
         require(reduce_dtype in _REDUCE_DTYPES, "reduce_dtype", f"one of {legal}", reduce_dtype)
+        if precision == "fp8":
+            raise ValueError(
+                "`FSDPAmpPrecision('fp8')` is not supported: `FSDPStrategy` hands layers flat views of their weights."
+                f" {_refusals.FP8_SHARDED}."
+            )
         self.reduce_dtype = reduce_dtype
         AmpPrecision.__init__(
             self,

@@ -188,6 +188,12 @@ def as_text(representation: str) -> str:
 
 # -- strategies --------------------------------------------------------------------------------------------------------
 
+FP8_SHARDED = (
+    "For fp8 with sharded parameters use FSDP2: `Trainer(strategy=ModelParallelStrategy(), plugins=[AmpPrecision("
+    "'fp8')])`, with `fully_shard` in `configure_model` (`docs/guide/fsdp.md`)"
+)
+"""What to do where FSDP1 cannot run fp8."""
+
 _DEEPSPEED = (
     "DeepSpeed scales, casts and steps itself: leave the plugin out and write `Trainer(strategy=..., precision="
     "'bf16-mixed')` (or '16-mixed'), for which Lightning takes its own `DeepSpeedPrecision`"
@@ -211,7 +217,7 @@ def require_strategy(plugin: Any, strategy: Any) -> None:
     elif isinstance(strategy, (XLAStrategy, SingleDeviceXLAStrategy)):
         fix = _XLA
     elif isinstance(strategy, FSDPStrategy) and not sharded:
-        fix = f"use `lightning_amp.FSDP{_as_written(plugin)}`"
+        fix = FP8_SHARDED if _is_fp8(plugin) else f"use `lightning_amp.FSDP{_as_written(plugin)}`"
     elif sharded and not isinstance(strategy, FSDPStrategy):
         fix = (
             f"use `lightning_amp.{_as_written(plugin).removeprefix('FSDP')}`, which takes the same arguments except"
@@ -239,7 +245,9 @@ def hint(plugin: Any, formats: FrameType | None) -> str:
     if not isinstance(owner, Strategy):
         return ""
     hints: list[str] = []
-    if not isinstance(plugin, FSDPPrecision):
+    if _is_fp8(plugin):
+        hints.append(FP8_SHARDED)
+    elif not isinstance(plugin, FSDPPrecision):
         hints.append(f"for FSDP use `lightning_amp.FSDP{_as_written(plugin)}`")
     if "torch_xla" in sys.modules:
         hints.append(_XLA)
@@ -275,6 +283,10 @@ def _in_fabric(plugin: Any) -> str:
         f"{text} `L.Fabric({scaler})` with `lightning.fabric.plugins.MixedPrecision` and"
         " `lightning_amp.DynamicLossScaler`"
     )
+
+
+def _is_fp8(plugin: Any) -> bool:
+    return repr(plugin).endswith("('fp8')")
 
 
 def _as_written(plugin: Any) -> str:

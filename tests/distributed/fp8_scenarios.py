@@ -1,0 +1,115 @@
+"""Run by `test_fp8.py` on two gloo ranks: fp8, emulated, in DDP and in `ModelParallelStrategy`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from support import quiet_trainer, run_scenarios
+from support.fp8 import Deep, emulated
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_amp import AmpPrecision
+
+FOLDER = Path(sys.argv[1])
+STEPS, SIZE, FEATURES = 6, 16, 8
+
+
+class Regression(L.LightningModule):
+    """`layout` is "fsdp", "fsdp bf16" (gathers weights in it), "tp", or "" (no sharding)."""
+
+    def __init__(self, layout: str = "") -> None:
+        super().__init__()
+        self.layout = layout
+        torch.manual_seed(0)
+        self.net = Deep()
+        self.outputs: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        if "fsdp" in self.layout:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if "bf16" in self.layout else None)
+            for module in (*list(self.net)[2:-1:2], self.net):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
+                module.set_force_sum_reduction_for_comms(True)
+        elif self.layout == "tp":
+            plan = {"2": ColwiseParallel(), "4": RowwiseParallel()}
+            parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x,) = batch
+        return nn.functional.mse_loss(self.net(x).float(), x.sum(1, keepdim=True))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(self.net(batch[0]).float())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def data(replicas: int) -> Any:
+    x = torch.randn(STEPS * SIZE, FEATURES, generator=torch.Generator().manual_seed(1))
+    dataset = TensorDataset(x)
+    sampler = None if replicas == 1 else DistributedSampler(dataset, 2, int(os.environ["LOCAL_RANK"]), shuffle=False)
+    return DataLoader(dataset, batch_size=SIZE // replicas, sampler=sampler)
+
+
+def whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def run(layout: str, precision: str, strategy: Any = None, replicas: int = 1) -> dict[str, Any]:
+    plugin = AmpPrecision(precision, fp8_recipe=emulated() if precision == "fp8" else None)
+    module = Regression(layout)
+    kwargs = {} if strategy is None else {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
+    trainer = quiet_trainer(plugins=[plugin], limit_val_batches=1, num_sanity_val_steps=0, **kwargs)
+    trainer.fit(module, data(replicas), data(replicas))
+    return {
+        "parameters": torch.cat([whole(p).flatten() for p in module.parameters()]),
+        "keys": list(module.state_dict()),
+        "types": [type(m).__name__ for m in module.modules()],
+        "layers": dict(plugin.fp8_layers),
+        "counts": (plugin.num_steps, plugin.num_skipped),
+        "output": module.outputs[-1],
+    }
+
+
+def sharded(tensor_parallel: bool = False) -> ModelParallelStrategy:
+    sizes = (1, 2) if tensor_parallel else (2, 1)
+    return ModelParallelStrategy(*sizes, timeout=timedelta(seconds=60))
+
+
+def both(layout: str, make: Callable[[], Any], replicas: int = 2) -> dict[str, Any]:
+    """In fp8 and in bf16 with the strategy; on rank 0 also in fp8 in one process."""
+    result = {precision: run(layout, precision, make(), replicas) for precision in ("fp8", "bf16")}
+    if torch.distributed.get_rank() == 0:
+        result["single"] = run("", "fp8")
+    return result
+
+
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: both("", lambda: DDPStrategy(timeout=timedelta(seconds=60))),
+    "fsdp": lambda: both("fsdp", sharded),
+    "fsdp_bf16": lambda: both("fsdp bf16", sharded),
+    "tensor_parallel": lambda: both("tp", lambda: sharded(tensor_parallel=True), replicas=1),
+}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    results = run_scenarios(SCENARIOS, sys.argv[2:])
+    torch.save(results, FOLDER / f"rank{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()
