@@ -1,4 +1,4 @@
-"""`GradientMonitor`: do the gradients fit into fp16, and how close are they to those of fp32?"""
+"""`GradientMonitor`: do the gradients fit into fp16 or fp8, and how close are they to those of fp32?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing_extensions import final, override
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp._text import exact, rounded
+from lightning_amp._text import exact, percent, rounded
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import ExponentHistogram, fitting_scale
 from lightning_amp.reports import MAX_ROWS, TOTAL, GradientRow, GradientTable, Quantity
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 UNDERFLOW_FRACTION = "amp/underflow_fraction"
 HEADROOM_BITS = "amp/headroom_bits"
 GRADIENT_SQNR_DB = "amp/gradient_sqnr_db"
+FP8_UNDERFLOW_FRACTION = "amp/fp8_underflow_fraction"
 
 
 @final
@@ -57,7 +58,9 @@ class GradientMonitor(Callback):
     ========================== =====================================================================================
 
     In small networks fp16 gradients have some 65 dB and bf16 gradients some 45, in deep ones less; at 20 dB the noise
-    is a tenth of the gradient.
+    is a tenth of the gradient. fp8 gradients have 18 to 35. In an fp8 run the table shows instead of fp16's limits, for
+    each layer in fp8, what its cast to 8 bits loses of the true gradients that reach it: the share that becomes zero
+    (over all layers it is logged, as `amp/fp8_underflow_fraction`), and the share that is saturated.
 
     :attr:`table` has the same per module, :meth:`plot` draws it as a heat map, :attr:`histograms` counts exponents and
     :attr:`recommended_scale` is what to start `DynamicLossScaler` with. It works in every precision: in bf16 and fp32
@@ -129,7 +132,7 @@ class GradientMonitor(Callback):
         Args:
             path: Where to save the picture too, also a URL.
             quantity: `"headroom_bits"` (blue: room, white: just fits, red: overflows), `"underflow_fraction"`,
-                `"subnormal_fraction"`, `"sqnr_db"` or `"cosine"`.
+                `"subnormal_fraction"`, `"sqnr_db"`, `"cosine"` or `"fp8_underflow_fraction"`.
             max_rows: Draw only so many rows, the worst by their worst step. `None` draws all.
 
         Raises:
@@ -211,6 +214,8 @@ class GradientMonitor(Callback):
         metrics = {UNDERFLOW_FRACTION: total.underflow_fraction, HEADROOM_BITS: total.headroom_bits}
         if not math.isnan(total.sqnr_db):
             metrics[GRADIENT_SQNR_DB] = total.sqnr_db
+        if not math.isnan(total.fp8_underflow_fraction):
+            metrics[FP8_UNDERFLOW_FRACTION] = total.fp8_underflow_fraction
         log_metrics(trainer, metrics)
 
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
@@ -230,6 +235,8 @@ class GradientMonitor(Callback):
             return "No sample had finite gradients in fp32: there is no scale to recommend, and no precision can help."
         if scale is None:
             return "All gradients are zero."
+        if not math.isnan(last.fp8_underflow_fraction):
+            return self._fp8_verdict(last)
         if scale < 1:
             return (
                 f"The largest gradient, {rounded(self._largest)}, fits into fp16 only with a scale of {exact(scale)}:"
@@ -241,3 +248,17 @@ class GradientMonitor(Callback):
         if last.headroom_bits < 0 and math.isnan(last.sqnr_db):  # of a gradient that is fp32 it may be
             return f"{text}: at {exact(last.scale)} the largest gradient overflows."
         return f"{text}, or leave it as it is: at {exact(last.scale)} the gradients fit."
+
+    def _fp8_verdict(self, last: GradientRow) -> str:
+        if math.isnan(last.sqnr_db):
+            return "The gradient of the last sample overflowed: `OverflowLocator` tells where."
+        noise = percent(10 ** (-last.sqnr_db / 20))
+        text = f"The noise of fp8 (and bf16) is {noise} of the gradient"
+        rows = [row for row in self._table.last if row.name != TOTAL and row.fp8_underflow_fraction > 0.01]
+        if not rows:
+            return f"{text}; casts to 8 bits make less than 1 % of what reaches any layer zero."
+        worst = max(rows, key=lambda row: row.fp8_underflow_fraction)
+        return (
+            f"{text}; casts to 8 bits make {percent(worst.fp8_underflow_fraction)} of what reaches `{worst.name}` zero."
+            " `compare_precisions` tells whether that costs quality."
+        )

@@ -1,8 +1,14 @@
 """What code computes in: the precision, modules and metrics in fp32, weights that are cast once. No Lightning."""
 
 from lightning_amp.casting._float8 import Float8Linears
-from lightning_amp.casting._float8_choice import choose_fp8_layers, nothing_qualifies, num_converted, share_of_flops
-from lightning_amp.casting._float8_recipes import checked_recipe, emulates, name_of, needs_whole_tiles
+from lightning_amp.casting._float8_choice import (
+    choose_fp8_layers,
+    linear_layers,
+    nothing_qualifies,
+    num_converted,
+    share_of_flops,
+)
+from lightning_amp.casting._float8_recipes import checked_recipe, emulates, gradient_cast, name_of, needs_whole_tiles
 from lightning_amp.casting._fp32_metrics import Fp32Metrics, fp32_region
 from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
@@ -30,6 +36,8 @@ __all__ = [
     "cpu_has_bf16",
     "emulates",
     "fp32_region",
+    "gradient_cast",
+    "linear_layers",
     "name_of",
     "needs_whole_tiles",
     "nothing_qualifies",

@@ -22,12 +22,14 @@ from lightning_amp.numerics._ranges import (
     underflow,
     underflow_counts,
 )
+from lightning_amp.numerics._scaled_casts import ScaledCast
 
 __all__ = [
     "FORMATS",
     "HALF_DTYPES",
     "ExponentHistogram",
     "FormatLimits",
+    "ScaledCast",
     "Underflow",
     "all_finite",
     "cosine",

@@ -107,6 +107,7 @@ class AmpPrecision(RunHooks):
         fp8_recipe: str | Float8LinearConfig | None = None,
     ) -> None:
         self._settings = Settings(precision, eval_precision, scaler, fp8_recipe)
+        self.fp8_recipe = self._settings.fp8_recipe
         self._fp8_layers: dict[str, str | None] = {}
         self.fp32_modules = checked_module_rules(fp32_modules)
         require_bool("skip_nonfinite", skip_nonfinite)
@@ -247,7 +248,7 @@ class AmpPrecision(RunHooks):
             self._settings.reset(self.scaler)
         stays = all(is_default(self, name, AmpPrecision) for name in ("forward_context", "autocast_context_manager"))
         self._run = run = Run(self, module, self._choice, evaluation, self.fp32_modules, autocast_stays=stays)
-        run.check(self.restore_buffers, self._settings.fp8_recipe)
+        run.check(self.restore_buffers, self.fp8_recipe)
         if run.fp8 is not None:
             self._fp8_layers = run.fp8.layers
         _first_line.say(

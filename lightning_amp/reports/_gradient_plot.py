@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from lightning_amp.reports._gradient_table import GradientRow
 
-Quantity = Literal["headroom_bits", "underflow_fraction", "subnormal_fraction", "sqnr_db", "cosine"]
+Quantity = Literal[
+    "headroom_bits", "underflow_fraction", "subnormal_fraction", "sqnr_db", "cosine", "fp8_underflow_fraction"
+]
 
 
 @final
@@ -43,6 +45,9 @@ _LOOKS: dict[Quantity, _Look] = {
     ),
     "sqnr_db": _Look("Mixed-precision gradient against fp32: signal to noise", "SQNR [dB]", "viridis", True),
     "cosine": _Look("Mixed-precision gradient against fp32: cosine", "cosine", "viridis", True),
+    "fp8_underflow_fraction": _Look(
+        "Gradients reaching a layer that its cast to fp8 makes zero", "share of the non-zero ones", "YlOrRd", False
+    ),
 }
 QUANTITIES: tuple[Quantity, ...] = tuple(_LOOKS)
 
@@ -55,6 +60,7 @@ class _Mark(IntEnum):
     ZERO = 1
     NOT_FINITE = 2
     EQUAL = 3
+    NOT_IN_FP8 = 4
 
 
 _Cell = float | _Mark
@@ -64,6 +70,7 @@ _MARKS: dict[_Mark, tuple[str, dict[str, Any]]] = {
     _Mark.ZERO: ("all gradients are zero", {"facecolor": "0.6"}),
     _Mark.NOT_FINITE: ("not finite", {"facecolor": "black"}),
     _Mark.EQUAL: ("equal to fp32", {"facecolor": "tab:purple"}),
+    _Mark.NOT_IN_FP8: ("not in fp8", {"facecolor": "0.9"}),
 }
 
 
@@ -110,6 +117,8 @@ def _cell(row: GradientRow, quantity: Quantity) -> _Cell:
         return _Mark.ZERO
     if quantity == "sqnr_db" and value == math.inf:
         return _Mark.EQUAL
+    if quantity == "fp8_underflow_fraction" and math.isnan(value):
+        return _Mark.NOT_IN_FP8
     return float(value) if math.isfinite(value) else _Mark.NOT_FINITE
 
 

@@ -36,6 +36,9 @@ class GradientRow(NamedTuple):
         sqnr_db: Of the mixed-precision gradient against fp32; NaN if it overflowed.
         cosine: Between the two; NaN if it overflowed.
         largest: Largest magnitude, unscaled.
+        fp8_underflow_fraction: In fp8, share of the non-zero gradients reaching the layer that its cast to 8 bits makes
+            zero; NaN for what does not run in fp8.
+        fp8_saturated_fraction: Share that is cut to the largest number of the format; NaN likewise.
     """
 
     step: int
@@ -48,6 +51,8 @@ class GradientRow(NamedTuple):
     sqnr_db: float
     cosine: float
     largest: float
+    fp8_underflow_fraction: float = math.nan
+    fp8_saturated_fraction: float = math.nan
 
 
 @final
@@ -78,7 +83,7 @@ class GradientTable(SampledTable[GradientRow]):
 
     @override
     def to_text(self, max_rows: int | None = MAX_ROWS) -> str:
-        """Write the latest sample as a text table, the least headroom first.
+        """Write the latest sample as a text table, the least headroom first; in fp8 the lowest SQNR.
 
         Args:
             max_rows: Of more rows only the worst are shown: those with the least headroom, the lowest SQNR, or the
@@ -90,8 +95,12 @@ class GradientTable(SampledTable[GradientRow]):
         rows = [row for row in self.last if row.name != TOTAL]
         shown = _worst(rows, max_rows)
         total = [row for row in self.last if row.name == TOTAL]
-        header = ("name", "to zero", "subnormal", "headroom", "SQNR", "cosine")
-        lines = [header, *(_cells(row) for row in (*sorted(shown, key=_room), *total))]
+        if any(not math.isnan(row.fp8_underflow_fraction) for row in total):
+            header = ("name", "to zero in fp8", "saturated", "SQNR", "cosine")
+            lines = [header, *(_fp8_cells(row) for row in (*sorted(shown, key=_fidelity), *total))]
+        else:
+            header = ("name", "to zero", "subnormal", "headroom", "SQNR", "cosine")
+            lines = [header, *(_cells(row) for row in (*sorted(shown, key=_room), *total))]
         return aligned(lines, len(shown), len(rows), "monitor.table")
 
     def plot(
@@ -108,11 +117,15 @@ def _room(row: GradientRow) -> float:
     return -math.inf if math.isnan(row.headroom_bits) else row.headroom_bits
 
 
+def _fidelity(row: GradientRow) -> float:
+    return -math.inf if math.isnan(row.sqnr_db) else row.sqnr_db
+
+
 def _worst(rows: list[GradientRow], max_rows: int | None) -> list[GradientRow]:
     """Take in turn the worst by each measure: a row that loses everything to zero has the most headroom of all."""
     orders = (
         sorted(rows, key=_room),
-        sorted(rows, key=lambda row: -math.inf if math.isnan(row.sqnr_db) else row.sqnr_db),
+        sorted(rows, key=_fidelity),
         sorted((row for row in rows if row.underflow_fraction > 0), key=lambda row: -row.underflow_fraction),
     )
     ranked = dict.fromkeys(row for row in chain.from_iterable(zip_longest(*orders)) if row is not None)
@@ -127,6 +140,17 @@ def _cells(row: GradientRow) -> tuple[str, ...]:
         f"{row.underflow_fraction:.1%}",
         f"{row.subnormal_fraction:.1%}",
         f"{row.headroom_bits:.1f} bits" if math.isfinite(row.headroom_bits) else "overflow",
-        f"{row.sqnr_db:.1f} dB" if math.isfinite(row.sqnr_db) else "equal" if row.sqnr_db > 0 else "overflow",
-        "" if math.isnan(row.cosine) else f"{row.cosine:.4f}",
+        *_distance(row),
     )
+
+
+def _fp8_cells(row: GradientRow) -> tuple[str, ...]:
+    if row.largest == 0:
+        return (row.name, "all zero", "", "", "")
+    shares = (row.fp8_underflow_fraction, row.fp8_saturated_fraction)
+    return (row.name, *("" if math.isnan(share) else f"{share:.1%}" for share in shares), *_distance(row))
+
+
+def _distance(row: GradientRow) -> tuple[str, str]:
+    sqnr = f"{row.sqnr_db:.1f} dB" if math.isfinite(row.sqnr_db) else "equal" if row.sqnr_db > 0 else "overflow"
+    return sqnr, "" if math.isnan(row.cosine) else f"{row.cosine:.4f}"

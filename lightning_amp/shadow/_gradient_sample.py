@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from lightning_amp.numerics import (
 )
 from lightning_amp.reports import TOTAL, GradientRow
 from lightning_amp.shadow._failures import Failure
+from lightning_amp.shadow._float8_losses import Float8Losses
 from lightning_amp.shadow._training_pass import TrainingPass
 from lightning_amp.tracing import Trace, full_precision
 
@@ -47,17 +49,20 @@ class _Group:
         self.sums: list[Tensor] = []
         self.magnitudes: list[Tensor] = []
         self.histograms: list[Tensor] = []
+        self.fp8: list[Tensor] = []
 
     def add(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return what adds up over parameters and ranks, float64 [8 + bins], and the largest magnitude, float64 []."""
+        """Return what adds up over parameters and ranks, float64 [11 + bins], and the largest magnitude, float64 []."""
         top = torch.stack([m.double() for m in self.magnitudes]).max() if self.magnitudes else _zeros(device)
-        counts, sums, histogram = (
+        counts, sums, fp8, histogram = (
             torch.stack(parts).sum(0).double() if parts else _zeros(device, size)
-            for parts, size in ((self.counts, 3), (self.sums, 3), (self.histograms, _NUM_BINS))
+            for parts, size in ((self.counts, 3), (self.sums, 3), (self.fp8, 3), (self.histograms, _NUM_BINS))
         )
         number = torch.full_like(counts[:1], len(self.counts))
         # NaN has no place in a maximum over ranks, so it is counted.
-        return torch.cat([number, torch.isnan(top).double().reshape(1), counts, sums, histogram]), top.nan_to_num(0.0)
+        return torch.cat([number, torch.isnan(top).double().reshape(1), counts, sums, fp8, histogram]), top.nan_to_num(
+            0.0
+        )
 
 
 def _zeros(device: torch.device, *size: int) -> Tensor:
@@ -118,14 +123,19 @@ def _measure(
     device_type = trainer.strategy.root_device.type
     total = groups[TOTAL]
     exact = TrainingPass(trainer, module, upcast=True)
+    fp8 = Float8Losses(exact.module, trainer.precision_plugin)
     try:
-        with Trace(exact.module, values=False) as trace:
+        with Trace(exact.module, values=False) as trace, fp8:
             exact.run(batch, batch_idx, context=full_precision(device_type), trace=trace)
         reference = exact.gradients()
     finally:
         exact.close()
     if not reference:
         return trace.unseen
+    for layer, losses in fp8.counts.items():
+        row = layer if by == "module" else f"{layer}.weight"
+        for one in (groups[row], total) if row in groups else (total,):
+            one.fp8.extend(losses)
     rounded = TrainingPass(trainer, module)
     try:
         with Trace(rounded.module, values=False) as half:
@@ -159,10 +169,12 @@ def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor) -> Grad
     top = torch.where(torch.tensor(nans > 0), torch.nan, top)
     sqnr_db, cosine = (float(value) for value in fidelity(added[5:8]))
     room = float(headroom_bits(top, "fp16", scale))
+    underflow, saturated, reaching = added[8:11].tolist()
+    fp8 = (underflow / reaching, saturated / reaching) if reaching else (math.nan, math.nan)
     return GradientRow(
-        step, name, scale, int(counted), zero / number, subnormal / number, room, sqnr_db, cosine, float(top)
+        step, name, scale, int(counted), zero / number, subnormal / number, room, sqnr_db, cosine, float(top), *fp8
     )
 
 
 def _histogram(added: Tensor) -> ExponentHistogram:
-    return ExponentHistogram(added[8:].long(), _LOWEST, _HIGHEST)
+    return ExponentHistogram(added[11:].long(), _LOWEST, _HIGHEST)
