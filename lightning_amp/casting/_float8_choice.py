@@ -47,6 +47,8 @@ def choose_fp8_layers(
         weight = vars(layer)["_parameters"].get("weight")
         if layer in inside_metrics:
             return "inside a metric"
+        if layer in in_fp32:
+            return "in `fp32_modules`"
         if _is_converted(layer):
             return _CONVERTED
         if layer in attention:
@@ -55,8 +57,6 @@ def choose_fp8_layers(
             return "its weight is computed from something else (a parametrization, pruning)"
         if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
             return "its `forward` is not that of `nn.Linear`"
-        if layer in in_fp32:
-            return "in `fp32_modules`"
         if layer is ends[0]:
             return "the first linear layer"
         if layer is ends[-1]:

@@ -26,8 +26,8 @@ class MatmulFlops(DispatchMode):
             model.loss(batch).backward()
         print(flops.by_dtype)  # Counter({'bfloat16': 1966080, 'float32': 4096})
 
-    With the formulas of `torch.utils.flop_counter`, which also knows backward passes and products in fp8; and with our
-    own for what it does not know: attention on the CPU, and LSTMs and GRUs that are one operation.
+    With the formulas of `torch.utils.flop_counter`, which also knows backward passes and products in fp8 (emulated
+    ones count as what they stand for); and with our own for what it does not know: attention on the CPU, and LSTMs and GRUs that are one operation.
 
     Attributes:
         by_dtype: FLOPs by the name of the dtype.
@@ -52,9 +52,17 @@ class MatmulFlops(DispatchMode):
         out = func(*args, **(kwargs or {}))
         formula = self._formulas.get(getattr(func, "overloadpacket", func))
         if formula is not None:
-            dtype = next((a.dtype for a in args if isinstance(a, torch.Tensor)), torch.float32)
+            dtype = next((_stored_dtype(a) for a in args if isinstance(a, torch.Tensor)), torch.float32)
             self.by_dtype[str(dtype).removeprefix("torch.")] += formula(*args, **(kwargs or {}), out_val=out)
         return out
+
+
+def _stored_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return what the values are stored in: of a tensor that scales values in fp8 this is not its own dtype."""
+    inner: Any = tensor
+    while hasattr(type(inner), "__tensor_flatten__"):
+        inner = getattr(inner, inner.__tensor_flatten__()[0][0])
+    return inner.dtype
 
 
 def _recurrent(times: int, steps: torch.Tensor, *args: Any, **kwargs: Any) -> int:

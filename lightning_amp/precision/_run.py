@@ -68,7 +68,7 @@ class Run:
             module, plugin.device, training, evaluation, fp32_modules, context, autocast_stays=autocast_stays
         )
 
-    def check(self, restore_buffers: Sequence[str], fp8_recipe: Any) -> None:
+    def check(self, restore_buffers: Sequence[str], fp8_recipe: Any = None) -> None:
         """Refuse a module that cannot be trained, find its buffers, and turn fp8 on.
 
         Later than the rest, since a strategy may wrap what it gets.

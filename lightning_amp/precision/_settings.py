@@ -52,7 +52,7 @@ class Settings:
         self._own_scaler: DynamicLossScaler | None = None
         self._first_state = None if scaler is None else scaler.state_dict()
 
-    def choose(self, device: torch.device, *, fitting: bool) -> tuple[Choice, Choice, str]:
+    def choose(self, device: torch.device, *, fitting: bool = True) -> tuple[Choice, Choice, str]:
         """Return the precisions of training and evaluation on this device, and why `"auto"` picked the first.
 
         Args:

@@ -1,0 +1,172 @@
+"""Which layers run in fp8, and the reason for each that does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.fp8 import emulated
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_amp.casting import _float8_choice
+from lightning_amp.casting._float8_choice import choose_fp8_layers, nothing_qualifies, num_converted, share_of_flops
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Loud(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class Quiet(nn.Linear):
+    """Adds nothing to `forward`, as the class that FSDP2 gives a sharded layer."""
+
+
+class Distance(Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(32, 32)
+
+    def update(self) -> None: ...
+
+    def compute(self) -> None: ...
+
+
+def many() -> nn.ModuleDict:
+    layer: dict[str, nn.Module] = {
+        "metric": Distance(),
+        "first": nn.Linear(32, 32),
+        "fine": nn.Linear(32, 48, bias=False),
+        "odd": nn.Linear(32, 40),
+        "loud": Loud(32, 32),
+        "sharded": Quiet(32, 32),
+        "own": nn.Linear(32, 32),
+        "frozen": nn.Linear(32, 32).requires_grad_(False),
+        "wide": nn.Linear(32, 32).double(),
+        "normed": nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)),
+        "attention": nn.MultiheadAttention(32, 2),
+        "fp32": nn.Linear(32, 32),
+        "last": nn.Linear(32, 32),
+    }
+    layer["own"].forward = lambda x: x
+    layer["again"] = layer["fine"]
+    return nn.ModuleDict(layer)
+
+
+def test_each_layer_has_its_reason() -> None:
+    module = many()
+    assert choose_fp8_layers(module, {module["fp32"]}, emulated(), CPU) == {
+        "metric.net": "inside a metric",
+        "first": "the first linear layer",
+        "fine": None,
+        "odd": "32 x 40: not both are multiples of 16",
+        "loud": "its `forward` is not that of `nn.Linear`",
+        "sharded": None,
+        "own": "its `forward` is not that of `nn.Linear`",
+        "frozen": "frozen",
+        "wide": "its weight is float64",
+        "normed": "its weight is computed from something else (a parametrization, pruning)",
+        "attention.out_proj": "`nn.MultiheadAttention` uses its weight and never calls it",
+        "fp32": "in `fp32_modules`",
+        "last": "the last linear layer",
+    }
+
+
+def test_names_are_those_before_compilation() -> None:
+    module = nn.Sequential(nn.Linear(32, 32), torch.compile(nn.Linear(32, 32), backend="eager"), nn.Linear(32, 32))
+    assert list(choose_fp8_layers(module, set(), "rowwise", CPU)) == ["0", "1", "2"]
+    assert choose_fp8_layers(module, set(), "rowwise", CPU)["1"] is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "inputs", "outputs", "chosen"),
+    [
+        ("rowwise_with_gw_hp", 1024, 8192, False),
+        ("rowwise_with_gw_hp", 2048, 4096, False),
+        ("rowwise_with_gw_hp", 2064, 4096, True),
+        ("rowwise", 8192, 2048, False),
+        ("rowwise", 8192, 2064, True),
+        ("tensorwise", 4096, 1024, False),
+        ("tensorwise", 4112, 1024, True),
+        ("tensorwise", 1024, 1040, True),
+    ],
+)
+def test_small_layers_stay_in_bf16_on_cuda(recipe: str, inputs: int, outputs: int, chosen: bool) -> None:
+    from torchao.float8 import Float8LinearConfig
+
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(16, 16), nn.Linear(inputs, outputs), nn.Linear(16, 16))
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    for spelled in (recipe, config):
+        why = choose_fp8_layers(module, set(), spelled, CUDA)["1"]
+        assert (why is None) is chosen
+        assert chosen or why == f"{inputs} x {outputs}: too small, casts would cost more than fp8 saves"
+    assert choose_fp8_layers(module, set(), emulated(recipe), CUDA)["1"] is None, "where it is emulated nothing gains"
+
+
+def test_share_counts_sizes() -> None:
+    module = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
+    assert share_of_flops(module, {"0": "x", "1": None, "2": "x"}) == 0.5
+    assert share_of_flops(nn.Tanh(), {}) == 0
+
+
+def test_layers_that_the_user_converted_are_left_alone() -> None:
+    from torchao.float8 import convert_to_float8_training
+
+    module = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    module[1] = convert_to_float8_training(module[1], config=emulated())
+    assert num_converted(module) == 1
+    reasons = choose_fp8_layers(module, set(), emulated(), CPU)
+    assert reasons["1"] == "converted to fp8 by you already"
+    assert reasons["2"] is None
+
+
+def test_nothing_qualifies_says_why_and_what_else_there_is() -> None:
+    class Conv1D(nn.Module):  # of GPT-2
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.position = nn.Parameter(torch.ones(4, 4))
+
+    module = nn.Sequential(
+        nn.Embedding(4, 4),
+        *(Conv1D() for _ in range(3)),
+        nn.LSTM(4, 4),
+        nn.Linear(8, 8),
+        nn.Linear(8, 8),
+        nn.Linear(8, 8),
+    )
+    layers = choose_fp8_layers(module, set(), emulated(), CPU)
+    assert nothing_qualifies(module, layers).splitlines() == [
+        "precision 'fp8' has nothing to do here: none of the 3 linear layers qualifies.",
+        "  - the first linear layer: `5`",
+        "  - 8 x 8: not both are multiples of 16: `6`",
+        "  - the last linear layer: `7`",
+        "  - 4 layers that multiply by a weight without being an `nn.Linear`: `Conv1D` (3), `LSTM` (1)",
+    ]
+    assert "there is no `nn.Linear`." in nothing_qualifies(nn.Tanh(), {})
+    assert "the only linear layer does not qualify" in nothing_qualifies(nn.Tanh(), {"a": "the first linear layer"})
+
+
+def test_transformer_engine_is_known_by_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Linear(nn.Module):
+        weight = torch.ones(1)
+
+    monkeypatch.setattr(Linear, "__module__", "transformer_engine.pytorch.module.linear")
+    assert num_converted(nn.Sequential(Linear(), nn.Linear(2, 2))) == 1
+    assert _float8_choice.linear_layers(nn.Sequential(Linear())) == {}
+
+
+def test_the_order_is_that_of_registration() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out, self.mid, self.inner = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: Any) -> Any:
+            return self.out(self.mid(self.inner(x)))
+
+    assert [w is None for w in choose_fp8_layers(Backwards(), set(), emulated(), CPU).values()] == [False, True, False]

@@ -1,0 +1,140 @@
+"""Recipes: what is taken, what is refused and how, and what hardware they need."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.fp8 import emulated
+from torchao.float8 import Float8LinearConfig, Float8LinearRecipeName
+
+from lightning_amp._compat import _torchao
+from lightning_amp.casting import _float8_recipes as recipes
+from lightning_amp.numerics import ScaledCast
+
+
+def test_names_and_configurations_are_taken() -> None:
+    assert recipes.checked_recipe(None) == "rowwise_with_gw_hp"
+    assert recipes.checked_recipe("tensorwise") == "tensorwise"
+    assert recipes.checked_recipe(Float8LinearRecipeName.ROWWISE) == "rowwise"
+    assert recipes.checked_recipe(emulated()) is not None
+    assert recipes.name_of("rowwise") == "recipe 'rowwise'"
+    assert recipes.name_of(emulated()) == "own recipe, emulated"
+
+
+@pytest.mark.parametrize("bad", ["row", 8, True, object(), "e4m3"])
+def test_anything_else_is_refused_with_what_is_legal(bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be one of 'rowwise_with_gw_hp', 'rowwise', 'tensorwise', a `torchao"):
+        recipes.checked_recipe(bad)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_what_needs_blackwell_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match="Blackwell GPUs only, and training with it is a prototype in torchao"):
+        recipes.checked_recipe(name)
+
+
+def test_a_configuration_that_changes_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather=True"):
+        recipes.checked_recipe(Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+
+
+def test_names_pad_what_a_ragged_batch_needs_padded() -> None:
+    assert not recipes.config_of("rowwise_with_gw_hp").pad_inner_dim  # no sum over rows is in fp8
+    assert recipes.config_of("rowwise").pad_inner_dim
+    assert recipes.config_of("tensorwise").pad_inner_dim
+    own = Float8LinearConfig()
+    assert recipes.config_of(own) is own
+
+
+def test_whole_tiles_are_needed_by_who_sums_over_rows_in_fp8() -> None:
+    assert recipes.needs_whole_tiles(Float8LinearConfig())
+    assert not recipes.needs_whole_tiles(Float8LinearConfig(pad_inner_dim=True))
+    assert not recipes.needs_whole_tiles(Float8LinearConfig(emulate=True))
+    assert not recipes.needs_whole_tiles(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
+    assert not recipes.needs_whole_tiles("tensorwise")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cast"),
+    [
+        ("rowwise_with_gw_hp", ScaledCast("e4m3", rowwise=True, power_of_two=True)),
+        ("rowwise", ScaledCast("e4m3", rowwise=True, power_of_two=True)),
+        ("tensorwise", ScaledCast("e5m2", rowwise=False, power_of_two=False)),
+    ],
+)
+def test_the_cast_of_gradients(recipe: str, cast: ScaledCast) -> None:
+    assert recipes.gradient_cast(recipe) == cast
+    assert recipes.gradient_cast(emulated(recipe)) == cast
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "arch", "expected"),
+    [
+        ((8, 0), None, "", False),
+        ((8, 9), None, "", True),
+        ((9, 0), None, "", True),
+        ((9, 0), "6.2", "gfx90a", False),
+        ((9, 4), "6.2", "gfx942:sramecc+", True),
+    ],
+)
+def test_hardware(
+    capability: tuple[int, int], hip: str | None, arch: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert recipes.has_fp8(torch.device("cuda", 0)) is expected
+    assert not recipes.has_fp8(torch.device("cpu"))
+
+
+@pytest.fixture
+def forgotten() -> Any:
+    _torchao.torchao_float8.cache_clear()
+    yield
+    _torchao.torchao_float8.cache_clear()
+
+
+def version(found: str | None) -> Any:
+    def of(name: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    return of
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_torchao_is_named_where_it_is_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", version(None))
+    with pytest.raises(
+        ModuleNotFoundError, match=r"needs torchao, which is not installed. Run `pip install 'torchao>="
+    ):
+        recipes.config_of("rowwise")
+    monkeypatch.setattr(importlib.metadata, "version", version("0.17.1"))
+    with pytest.raises(ImportError, match=r"needs torchao 0.18 or later; torchao 0.17.1 is installed"):
+        recipes.config_of("rowwise")
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("found", ["0.18.0", "0.19.0.dev20261101+cpu", "1.0"])
+def test_a_torchao_that_cannot_be_imported_says_why(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", version(found))
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(
+        ImportError, match=rf"torchao {found.replace('+', '.')} cannot be imported with torch .*Install"
+    ):
+        recipes.config_of("rowwise")
+
+
+def test_emulation_is_asked_for() -> None:
+    assert recipes.emulates(emulated())
+    assert not recipes.emulates(replace(emulated(), emulate=False))
+    assert not recipes.emulates("rowwise")

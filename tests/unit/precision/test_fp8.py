@@ -1,0 +1,150 @@
+"""fp8 in a fit: what is said, what is refused, and that it ends with the fit."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support import Toy, attributes, batches, fit, quiet_trainer
+from support.fp8 import Deep, emulated
+from torch import nn
+
+from lightning_amp import AmpPrecision
+from lightning_amp._compat import _torchao
+from lightning_amp.casting import _precision_choice
+from lightning_amp.precision import _fp8
+
+EMULATED = "ignore:lightning_amp. fp8 is emulated"
+
+
+def plugin(**kwargs: Any) -> AmpPrecision:
+    return AmpPrecision("fp8", **({"fp8_recipe": emulated()} | kwargs))
+
+
+def net(**kwargs: Any) -> Toy:
+    torch.manual_seed(0)
+    return Toy(net=Deep(**kwargs))
+
+
+@pytest.mark.filterwarnings(EMULATED)
+def test_the_first_line_says_how_many_layers(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        fit(net(), plugin(), batches(1))
+    assert (
+        "lightning_amp: fp8 products in 4 of 6 linear layers (about 93.4 % of their FLOPs, own recipe, emulated), bf16"
+        " autocast on cpu, evaluation in bf16; non-finite steps are skipped." in caplog.messages
+    )
+
+
+def test_emulation_is_one_warning() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(net(), plugin(), batches(2))
+    assert [str(w.message)[:50] for w in caught if "fp8" in str(w.message)] == [
+        "lightning_amp: fp8 is emulated (`emulate=True`): v"
+    ]
+
+
+@pytest.mark.filterwarnings(EMULATED)
+def test_layers_are_known_from_the_fit_on() -> None:
+    amp, module = plugin(), net()
+    assert dict(amp.fp8_layers) == {}
+    before = attributes(module)
+    quiet_trainer(plugins=[amp]).validate(Validated(module), batches(1))
+    assert dict(amp.fp8_layers) == {}
+    fit(module, amp)
+    assert dict(amp.fp8_layers) == {
+        "net.0": "the first linear layer", "net.2": None, "net.4": None, "net.6": None, "net.8": None,
+        "net.10": "the last linear layer",
+    }  # fmt: skip
+    assert attributes(module) == before
+    with pytest.raises(TypeError):
+        amp.fp8_layers["net.0"] = None  # pyright: ignore[reportIndexIssue]
+
+
+class Validated(Toy):
+    def __init__(self, toy: Toy) -> None:
+        super().__init__(net=toy.net)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_where_nothing_is_trained_nothing_is_needed(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torchao, "torchao_float8", lambda: pytest.fail("needs no torchao"))
+
+    class Whole(Validated):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss(batch)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch)
+
+    getattr(quiet_trainer(plugins=[AmpPrecision("fp8")]), verb)(Whole(net()), batches(1))
+
+
+def test_a_device_without_fp8_is_refused_before_anything_runs() -> None:
+    module = net()
+    module.training_step = lambda *args: pytest.fail("reached the first batch")
+    with pytest.raises(ValueError, match="cannot run precision 'fp8'"):
+        fit(module, AmpPrecision("fp8"))
+    assert "forward" not in vars(module.net[2])
+
+
+def test_no_layer_qualifies() -> None:
+    with pytest.raises(ValueError, match=r"(?s)none of the 6 linear layers qualifies.*8 x 8: not both.*fp8.md"):
+        fit(net(width=8), plugin())
+
+
+@pytest.mark.filterwarnings(EMULATED)
+def test_layers_that_the_user_converted_count(caplog: pytest.LogCaptureFixture) -> None:
+    from torchao.float8 import convert_to_float8_training
+
+    module = net()
+    theirs = convert_to_float8_training(module.net[4], config=emulated())
+    theirs.register_forward_pre_hook(lambda layer, args: (args[0].bfloat16(),))  # which torchao does on CUDA alone
+    module.net[4] = theirs
+    amp = plugin()
+    with caplog.at_level(logging.INFO):
+        fit(module, amp, batches(1))
+    assert "fp8 products in 3 of 6 linear layers (about 70" in caplog.text
+    assert "beside 1 that you converted yourself" in caplog.text
+    assert module.net[4] is theirs
+    assert amp.fp8_layers["net.4"] == "converted to fp8 by you already"
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this device had fp8. On the CPU torch has slow kernels for it."""
+    monkeypatch.setattr(_precision_choice, "has_fp8", lambda device: True)
+
+
+@pytest.mark.usefixtures("real")
+def test_a_recipe_of_ones_own_may_need_whole_tiles() -> None:
+    from torchao.float8 import Float8LinearConfig
+
+    with pytest.warns(UserWarning, match=r"with `pad_inner_dim=False` a batch whose rows .* Set it to `True`"):
+        fit(net(), AmpPrecision("fp8", fp8_recipe=Float8LinearConfig()), batches(1, size=16))
+
+
+@pytest.mark.usefixtures("real")
+@pytest.mark.parametrize("recipe", [None, "rowwise", "tensorwise"])
+def test_names_take_a_batch_of_any_size(recipe: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        trainer = fit(net(), AmpPrecision("fp8", fp8_recipe=recipe), batches(3, size=7))
+    assert f"recipe '{recipe or 'rowwise_with_gw_hp'}'" in caplog.text
+    assert trainer.global_step == 3
+
+
+def test_cuda_without_a_compiler_is_warned_about() -> None:
+    module, cuda = nn.Sequential(nn.Linear(8, 8)), torch.device("cuda", 0)
+    with pytest.warns(UserWarning, match=r"without `torch.compile` is slower than bf16.*block.compile\(\)"):
+        _fp8._warn(module, "rowwise", cuda)
+    module[0].compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _fp8._warn(module, "rowwise", cuda)
