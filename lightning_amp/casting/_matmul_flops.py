@@ -26,8 +26,9 @@ class MatmulFlops(DispatchMode):
             model.loss(batch).backward()
         print(flops.by_dtype)  # Counter({'bfloat16': 1966080, 'float32': 4096})
 
-    With the formulas of `torch.utils.flop_counter`, which also knows backward passes and products in fp8 (emulated
-    ones count as what they stand for); and with our own for what it does not know: attention on the CPU, and LSTMs and GRUs that are one operation.
+    With the formulas of `torch.utils.flop_counter`, which also knows backward passes and products in fp8 (emulated ones
+    count as what they stand for); and with our own for what it does not know: attention on the CPU, and LSTMs and GRUs
+    that are one operation.
 
     Attributes:
         by_dtype: FLOPs by the name of the dtype.

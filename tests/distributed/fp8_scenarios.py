@@ -92,11 +92,12 @@ def sharded(tensor_parallel: bool = False) -> ModelParallelStrategy:
 
 
 def both(layout: str, make: Callable[[], Any], replicas: int = 2) -> dict[str, Any]:
-    """In fp8 and in bf16 with the strategy; on rank 0 also in fp8 in one process."""
-    result = {precision: run(layout, precision, make(), replicas) for precision in ("fp8", "bf16")}
-    if torch.distributed.get_rank() == 0:
-        result["single"] = run("", "fp8")
-    return result
+    return {precision: run(layout, precision, make(), replicas) for precision in ("fp8", "bf16")}
+
+
+def single() -> Any:
+    """In one process, and only on rank 0."""
+    return run("", "fp8") if torch.distributed.get_rank() == 0 else None
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
@@ -104,6 +105,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "fsdp": lambda: both("fsdp", sharded),
     "fsdp_bf16": lambda: both("fsdp bf16", sharded),
     "tensor_parallel": lambda: both("tp", lambda: sharded(tensor_parallel=True), replicas=1),
+    "single": single,
 }
 
 
