@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+with warnings.catch_warnings():  # its own, when Python compiles it for the first time
+    warnings.simplefilter("ignore")
+    from torchao.float8 import Float8LinearConfig
+
 RECIPES = ("rowwise_with_gw_hp", "rowwise", "tensorwise")
 
 
 def emulated(recipe: str = RECIPES[0], **changes: Any) -> Any:
-    from torchao.float8 import Float8LinearConfig
-
     return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, **changes)
 
 
