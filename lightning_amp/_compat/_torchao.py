@@ -40,7 +40,8 @@ def torchao_float8() -> Any:
     except Exception as error:
         raise ImportError(
             f"precision 'fp8' needs torchao, and torchao {version} cannot be imported with torch {torch.__version__}:"
-            f" {type(error).__name__}: {error}. Install the release that fits, or use precision 'bf16'."
+            f" {type(error).__name__}: {error}. Install releases of the two that fit each other (torchao 0.18 wants"
+            " torch 2.11 or later), or use precision 'bf16'."
         ) from error
     return torchao.float8
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +25,6 @@ def cast_by_torchao(values: Tensor, cast: ScaledCast) -> Tensor:
     ).to_original_precision()
 
 
-@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 @pytest.mark.parametrize("number_format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("rowwise", [True, False])
 @pytest.mark.parametrize("power_of_two", [True, False])

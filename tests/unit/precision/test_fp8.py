@@ -132,11 +132,11 @@ def test_a_recipe_of_ones_own_may_need_whole_tiles() -> None:
 
 
 @pytest.mark.usefixtures("real")
-@pytest.mark.parametrize("recipe", [None, "rowwise", "tensorwise"])
-def test_names_take_a_batch_of_any_size(recipe: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_take_a_batch_of_any_size(caplog: pytest.LogCaptureFixture) -> None:
+    """By the one kernel that torch 2.11 has for the CPU."""
     with caplog.at_level(logging.INFO):
-        trainer = fit(net(), AmpPrecision("fp8", fp8_recipe=recipe), batches(3, size=7))
-    assert f"recipe '{recipe or 'rowwise_with_gw_hp'}'" in caplog.text
+        trainer = fit(net(), AmpPrecision("fp8", fp8_recipe="tensorwise"), batches(3, size=7))
+    assert "recipe 'tensorwise'" in caplog.text
     assert trainer.global_step == 3
 
 
