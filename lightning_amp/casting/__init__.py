@@ -7,6 +7,13 @@ from lightning_amp.casting._matmul_flops import MatmulFlops
 from lightning_amp.casting._method_override import MethodOverride
 from lightning_amp.casting._precision_choice import Canonical, Choice, Precision, cpu_has_bf16, parse_precision
 from lightning_amp.casting._reused_weights import ReusedWeights
+from lightning_amp.casting._upcast_parameters import (
+    Upcast,
+    mend_rounding,
+    sharded_parameters,
+    upcast_like,
+    upcast_parameters,
+)
 
 __all__ = [
     "Canonical",
@@ -20,8 +27,13 @@ __all__ = [
     "Precision",
     "ReusedWeights",
     "Rule",
+    "Upcast",
     "checked_module_rules",
     "cpu_has_bf16",
     "fp32_region",
+    "mend_rounding",
     "parse_precision",
+    "sharded_parameters",
+    "upcast_like",
+    "upcast_parameters",
 ]

@@ -36,7 +36,7 @@ from typing_extensions import override
 from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
-from lightning_amp.precision import _first_line, _refusals
+from lightning_amp.precision import _first_line, _refusals, _upcast_parameters
 from lightning_amp.precision._fold_plan import is_default
 from lightning_amp.precision._hooks import RunHooks
 from lightning_amp.precision._ledger import STOCK_KEY, Ledger, find_entry
@@ -76,6 +76,10 @@ class AmpPrecision(RunHooks):
         restore_buffers: Rules for buffers that a skipped step puts back, beside the statistics of normalisation layers:
             globs on qualified names (`"queue*"`, `"head.centre"`). For what a step writes by itself: queues of keys,
             centres, codebooks, of any dtype, in place or replaced.
+        upcast_parameters: Make trainable parameters that are fp16 or bf16 when a fit begins (a model loaded in
+            bfloat16) float32, for good, before optimizers exist; the same in `"fp32"`. Half-precision buffers beside
+            them become float32 too, frozen parameters stay. One line says what it costs. `False`: they are an error,
+            but in `"fp32"`. Where your code keeps half precision on purpose, leave it.
 
     Raises:
         ValueError: For an unknown precision, or a scaler with `"bf16"`; when the Trainer attaches, for a precision
@@ -96,12 +100,15 @@ class AmpPrecision(RunHooks):
         eval_precision: str | int | torch.dtype | None = None,
         skip_nonfinite: bool = True,
         restore_buffers: Sequence[str] = (),
+        upcast_parameters: bool = False,
     ) -> None:
         self._settings = Settings(precision, eval_precision, scaler)
         self.fp32_modules = checked_module_rules(fp32_modules)
         require_bool("skip_nonfinite", skip_nonfinite)
         self.skip_nonfinite = skip_nonfinite
         self.restore_buffers = checked_buffer_rules(restore_buffers)
+        require_bool("upcast_parameters", upcast_parameters)
+        self.upcast_parameters = upcast_parameters
         self.device = "cuda" if torch.cuda.is_available() else "cpu"  # until the strategy says which
         self.scaler = self._settings.given_scaler
         self._choice: Choice | None = None
@@ -229,6 +236,8 @@ class AmpPrecision(RunHooks):
         # a checkpoint is restored later
         if trainer.state.fn == TrainerFn.FITTING and not self._ledger.begin(trainer, self._skip_limit):
             self._settings.reset(self.scaler)
+        if self.upcast_parameters and trainer.state.fn == TrainerFn.FITTING:  # before `fp32_modules`, which wants float32
+            _upcast_parameters.upcast(module)
         stays = all(is_default(self, name, AmpPrecision) for name in ("forward_context", "autocast_context_manager"))
         self._run = run = Run(self, module, self._choice, evaluation, self.fp32_modules, autocast_stays=stays)
         run.check(self.restore_buffers)
