@@ -285,12 +285,12 @@ def set_half_modules_float(module: Any, parameters: Any) -> None:
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 
     for part in module.modules():
-        if isinstance(part, _DeviceDtypeModuleMixin) and part.dtype in (torch.float16, torch.bfloat16):
-            if any(p in parameters for p in part.parameters()):
-                part._dtype = torch.float32
+        says_half = isinstance(part, _DeviceDtypeModuleMixin) and part.dtype in (torch.float16, torch.bfloat16)
+        if says_half and any(p in parameters for p in part.parameters()):
+            part._dtype = torch.float32
 
 
-def averages(callbacks: list[Any]) -> list[tuple[Any, Any]]:
+def averages(trainer: Any) -> list[tuple[Any, Any]]:
     """Return the copies of the module that averaging callbacks made in `setup`, each with its callback.
 
     Can go when they say which it is, or make it when the strategy has set up the module.
@@ -298,7 +298,7 @@ def averages(callbacks: list[Any]) -> list[tuple[Any, Any]]:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
     found: list[tuple[Any, Any]] = []
-    for callback in callbacks:
+    for callback in trainer.callbacks:
         if is_weight_averaging(callback) or isinstance(callback, StochasticWeightAveraging):
             average = callback._average_model
             if average is not None:

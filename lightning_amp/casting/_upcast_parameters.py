@@ -16,8 +16,9 @@ from lightning_amp.numerics import HALF_DTYPES
 class Upcast(NamedTuple):
     """What :func:`upcast_parameters` did."""
 
+    parameters: set[nn.Parameter]
     before: dict[nn.Parameter, Tensor]
-    """The values that the parameters had, in half precision."""
+    """The half-precision values that they had, if these were to be kept."""
     num_buffers: int
     num_values: int
     """Of the parameters. Those of a lazy module do not count: it has none as yet."""
@@ -25,26 +26,32 @@ class Upcast(NamedTuple):
     """How much more memory parameters and buffers take, without gradients and optimizer state."""
 
 
-def upcast_parameters(module: nn.Module) -> Upcast:
-    """Make trainable fp16 and bf16 parameters float32; frozen ones stay as they are.
+def upcast_parameters(module: nn.Module, *, keep: bool = False) -> Upcast:
+    """Make trainable fp16 and bf16 parameters float32, one after the other; frozen ones stay as they are.
 
-    The parameters stay the same objects, so that ties, parameter groups and hooks hold; a gradient that is there becomes
-    float32 with them. So do half-precision buffers of the same parts of the module, which `module.to(torch.bfloat16)`
-    converted together with the parameters: BatchNorm takes no bfloat16 statistics beside float32 weights. A buffer
-    belongs to the innermost module around it that has parameters, and stays if none of those is upcast.
+    The parameters stay the same objects, so that ties, parameter groups and hooks hold; a gradient that is there
+    becomes float32 with them. So do half-precision buffers of the same parts of the module, which
+    `module.to(torch.bfloat16)` converted together with the parameters: BatchNorm takes no bfloat16 statistics beside
+    float32 weights. A buffer belongs to the innermost module around it that has parameters, and stays if none of those
+    is upcast.
+
+    Args:
+        module: Any.
+        keep: Whether to keep the values that the parameters had, which takes their memory as long.
+
     """
-    half = [p for p in module.parameters() if p.requires_grad and p.dtype in HALF_DTYPES]
-    before = {parameter: parameter.data for parameter in half}
+    half = {p: None for p in module.parameters() if p.requires_grad and p.dtype in HALF_DTYPES}
+    before = {parameter: parameter.data for parameter in half} if keep else {}
     buffers = list(_buffers_beside(module, set(half)))
-    values = [p.numel() for p in half if not is_lazy(p)]
-    num_bytes = 2 * (sum(values) + sum(b.numel() for b in buffers if not is_lazy(b)))
+    num_values = sum(p.numel() for p in half if not is_lazy(p))
+    num_bytes = 2 * (num_values + sum(b.numel() for b in buffers if not is_lazy(b)))
     for parameter in half:
         parameter.data = parameter.data.float()
         if parameter.grad is not None:
             parameter.grad.data = parameter.grad.data.float()
     for buffer in buffers:
         buffer.data = buffer.data.float()
-    return Upcast(before, len(buffers), sum(values), num_bytes)
+    return Upcast(set(half), before, len(buffers), num_values, num_bytes)
 
 
 def _buffers_beside(module: nn.Module, upcast: set[nn.Parameter]) -> Iterator[Tensor]:
@@ -88,7 +95,8 @@ def mend_rounding(before: dict[nn.Parameter, Tensor]) -> None:
 def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Find parameters whose dtype cannot change any more: shards, of `fully_shard` (FSDP2) and of FSDP1."""
     named = dict(module.named_parameters())
-    tensor, fsdp = sys.modules.get("torch.distributed.tensor"), sys.modules.get("torch.distributed.fsdp")  # else none is
+    # not imported: then there is none
+    tensor, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
     wrapped: set[nn.Parameter] = set()
     if fsdp is not None:
         wrapped = set(_inside(m for m in module.modules() if isinstance(m, fsdp.FullyShardedDataParallel)))

@@ -236,7 +236,7 @@ class AmpPrecision(RunHooks):
         # a checkpoint is restored later
         if trainer.state.fn == TrainerFn.FITTING and not self._ledger.begin(trainer, self._skip_limit):
             self._settings.reset(self.scaler)
-        if self.upcast_parameters and trainer.state.fn == TrainerFn.FITTING:  # before `fp32_modules`, which wants float32
+        if self.upcast_parameters and trainer.state.fn == TrainerFn.FITTING:  # before `fp32_modules`, which refuses
             _upcast_parameters.upcast(module)
         stays = all(is_default(self, name, AmpPrecision) for name in ("forward_context", "autocast_context_manager"))
         self._run = run = Run(self, module, self._choice, evaluation, self.fp32_modules, autocast_stays=stays)

@@ -35,12 +35,15 @@ def upcast(module: LightningModule) -> None:
             f"lightning_amp: `upcast_parameters=True` cannot upcast parameters that are sharded already:"
             f" {_names(sharded)}. {_before_sharding(sharded)}."
         )
-    result = upcast_parameters(module)
-    _lightning.set_half_modules_float(module, result.before)
-    averages = _lightning.averages(module.trainer.callbacks)
+    checkpoint, strategy = _lightning.loaded_checkpoint(module.trainer), module.trainer.strategy
+    loaded = bool(checkpoint) and not strategy.restore_checkpoint_after_setup
+    result = upcast_parameters(module, keep=loaded)
+    _lightning.set_half_modules_float(module, result.parameters)
+    averages = _lightning.averages(module.trainer)
     for _, average in averages:
         upcast_like(average, module)
-    _load_again(module, result, averages)
+    if loaded:
+        _load_again(module, checkpoint, result, averages)
     _say(module, half, result)
 
 
@@ -86,13 +89,13 @@ def _names(names: list[str]) -> str:
     return named([_modules.plain_name(name) for name in names])
 
 
-def _load_again(module: LightningModule, result: Upcast, averages: list[tuple[Any, Any]]) -> None:
-    """Load what the checkpoint has, where it was loaded before: through the same methods, so that hooks run as then."""
-    checkpoint, strategy = _lightning.loaded_checkpoint(module.trainer), module.trainer.strategy
-    if not checkpoint or strategy.restore_checkpoint_after_setup:
-        return
+def _load_again(
+    module: LightningModule, checkpoint: dict[str, Any], result: Upcast, averages: list[tuple[Any, Any]]
+) -> None:
+    """Load the checkpoint's weights once more, by the same methods: they rename keys, and leave some out, as before."""
     current = _lightning.weights_beside_averages(checkpoint, [callback for callback, _ in averages])
-    strategy.load_model_state_dict({**checkpoint, "state_dict": current}, strict=module.strict_loading)
+    state = {**checkpoint, "state_dict": current}
+    module.trainer.strategy.load_model_state_dict(state, strict=module.strict_loading)
     mend_rounding(result.before)  # what a callback changed since then stays as it made it
     for callback, average in averages:
         _lightning.load_average(callback, average, checkpoint)
@@ -103,7 +106,8 @@ def _say(module: LightningModule, half: dict[str, str], result: Upcast) -> None:
     values = f"{counted(len(half), f'trainable {dtypes} parameter')} ({counted(result.num_values, 'value')})"
     buffers = f", and {counted(result.num_buffers, 'buffer')} with them" if result.num_buffers else ""
     frozen = sum(p.dtype in HALF_DTYPES for p in module.parameters())
-    stay = f" {counted(frozen, 'frozen parameter')} stay{'s' if frozen == 1 else ''} in half precision." if frozen else ""
+    verb = "stays" if frozen == 1 else "stay"
+    stay = f" {counted(frozen, 'frozen parameter')} {verb} in half precision." if frozen else ""
     _messages.info(
         f"lightning_amp: {values} became float32{buffers}: {memory(result.num_bytes)} more, beside gradients and"
         f" optimizer state in float32.{stay}"

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from support import FEATURES, Poison, Toy, assert_same, batches, fit, quiet_trainer, stock, weights
+from support import FEATURES, Poison, Toy, assert_same, batches, fit, stock, weights
 from support.averages import EMAWeightAveraging, needs_averages
 from torch import Tensor, nn
 
@@ -75,7 +75,6 @@ def test_as_one_loaded_in_float32(precision: str, dtype: torch.dtype) -> None:
 
 def test_lightning_loses_small_updates() -> None:
     """What the argument is for: steps of a thousandth of a weight."""
-
 
     def run(plugin: Any) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
