@@ -189,10 +189,11 @@ def test_a_checkpoint_of_half_precision_weights(tmp_path: Path) -> None:
 
 @needs_averages
 @pytest.mark.filterwarnings("ignore:The checkpoint was not created with WeightAveraging")
-def test_an_average_that_starts_from_a_checkpoint_without_one(tmp_path: Path) -> None:
-    expected = saved(lambda: Toy(adamw), tmp_path / "a.ckpt")
+@pytest.mark.parametrize("make", [lambda: Toy(adamw), Partial])
+def test_an_average_that_starts_from_a_checkpoint_without_one(make: Any, tmp_path: Path) -> None:
+    expected, path = saved(make, tmp_path / "a.ckpt"), tmp_path / "a.ckpt"
     average = EMAWeightAveraging(update_starting_at_step=100)
-    fit(half(), upcasting(), max_epochs=2, ckpt_path=tmp_path / "a.ckpt", callbacks=[average])
+    fit(lambda: make().to(torch.bfloat16), upcasting(), max_epochs=2, ckpt_path=path, callbacks=[average])
     assert average._average_model is not None
     assert_same(weights(average._average_model.module), expected)
 
