@@ -54,6 +54,14 @@ def percent(fraction: float) -> str:
     return f"{min(max(100 * fraction, 0.001), 99.9):.3g} %"
 
 
+def memory(num_bytes: int) -> str:
+    """Write bytes in KiB, MiB or GiB: `12 KiB`, `1.5 GiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{rounded(num_bytes / size)} {unit}"
+    return f"{rounded(num_bytes / 2**10)} KiB"
+
+
 def span(texts: Sequence[str]) -> str:
     """Write from where to where something reaches, and one text if both are the same: `12 to 40`, `12`."""
     return " to ".join(dict.fromkeys(texts))

@@ -263,3 +263,62 @@ def metric_directions(trainer: Any) -> dict[str, str]:
         if higher is not None and item.meta.on_epoch:
             found.update(dict.fromkeys(results._forked_name(item, on_step=False), "max" if higher else "min"))
     return found
+
+
+# --- Lightning: half-precision modules, see `precision/_upcast_parameters.py` ---
+
+
+def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
+    """Return the checkpoint that a run resumes from, until it began; empty if there is none.
+
+    The plugin gets it after `configure_optimizers` and `on_fit_start`, which may have copied the weights. Can go when a
+    plugin can change the module before its checkpoint is loaded.
+    """
+    return trainer._checkpoint_connector._loaded_checkpoint
+
+
+def set_half_modules_float(module: Any, parameters: Any) -> None:
+    """Make float32 the `dtype` of each Lightning module that holds one of these parameters, and says half precision.
+
+    Only `module.to(dtype)` sets it, which would convert frozen parameters too. Can go when it is read from parameters.
+    """
+    from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+
+    for part in module.modules():
+        says_half = isinstance(part, _DeviceDtypeModuleMixin) and part.dtype in (torch.float16, torch.bfloat16)
+        if says_half and any(p in parameters for p in part.parameters()):
+            part._dtype = torch.float32
+
+
+def averages(trainer: Any) -> list[tuple[Any, Any]]:
+    """Return the copies of the module that averaging callbacks made in `setup`, each with its callback.
+
+    Can go when they say which it is, or make it when the strategy has set up the module.
+    """
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    found: list[tuple[Any, Any]] = []
+    for callback in trainer.callbacks:
+        if is_weight_averaging(callback) or isinstance(callback, StochasticWeightAveraging):
+            average = callback._average_model
+            if average is not None:
+                found.append((callback, average.module if is_weight_averaging(callback) else average))
+    return found
+
+
+# Can go with `averages`.
+def weights_beside_averages(checkpoint: dict[str, Any], callbacks: list[Any]) -> dict[str, Any]:
+    """Return the weights that training goes on with. `WeightAveraging` saves them elsewhere, and averages in place."""
+    averaged = "averaging_state" in checkpoint and any(is_weight_averaging(callback) for callback in callbacks)
+    return checkpoint["current_model_state" if averaged else "state_dict"]
+
+
+# Can go with `averages`.
+def load_average(callback: Any, average: Any, checkpoint: dict[str, Any]) -> None:
+    """Load an average from a checkpoint, as its callback does, without its messages."""
+    if is_weight_averaging(callback):
+        average.load_state_dict(checkpoint["state_dict"], strict="averaging_state" in checkpoint)
+        return
+    state = checkpoint.get("callbacks", {}).get(callback.state_key)
+    if state is not None and state["average_model_state"] is not None:
+        average.load_state_dict(state["average_model_state"])

@@ -16,6 +16,13 @@ from lightning_amp.casting._matmul_flops import MatmulFlops
 from lightning_amp.casting._method_override import MethodOverride
 from lightning_amp.casting._precision_choice import Canonical, Choice, Precision, cpu_has_bf16, parse_precision
 from lightning_amp.casting._reused_weights import ReusedWeights
+from lightning_amp.casting._upcast_parameters import (
+    Upcast,
+    mend_rounding,
+    sharded_parameters,
+    upcast_like,
+    upcast_parameters,
+)
 
 __all__ = [
     "Canonical",
@@ -30,6 +37,7 @@ __all__ = [
     "Precision",
     "ReusedWeights",
     "Rule",
+    "Upcast",
     "checked_module_rules",
     "checked_recipe",
     "choose_fp8_layers",
@@ -38,10 +46,14 @@ __all__ = [
     "fp32_region",
     "gradient_cast",
     "linear_layers",
+    "mend_rounding",
     "name_of",
     "needs_whole_tiles",
     "nothing_qualifies",
     "num_converted",
     "parse_precision",
+    "sharded_parameters",
     "share_of_flops",
+    "upcast_like",
+    "upcast_parameters",
 ]

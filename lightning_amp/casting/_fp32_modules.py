@@ -148,7 +148,8 @@ class Fp32Modules:
             if half:
                 raise ValueError(
                     f"`fp32_modules` matches `{name}`, whose parameters are half precision: {', '.join(half[:3])}. They"
-                    " cannot compute with float32 inputs: call `.float()` on the module, or take it out of the rules."
+                    " cannot compute with float32 inputs: call `.float()` on the module, pass `upcast_parameters=True`"
+                    " to the plugin if it is trained, or take it out of the rules."
                 )
         self._rules = {rule: [name for name, _ in pairs] for rule, pairs in by_rule.items()}
         for name, module in found.items():

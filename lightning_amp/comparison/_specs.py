@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ def _try(arm: ArmSpec, strategy: Any) -> None:
         arm.plugin(strategy)
     except TypeError as error:
         text = str(error).replace("__init__() ", "").replace("AmpPrecision.", "")
-        legal = "`precision`, `scaler`, `fp32_modules`, `eval_precision`, `skip_nonfinite`, `restore_buffers`"
+        names = list(inspect.signature(AmpPrecision).parameters)
+        legal = ", ".join(f"`{name}`" for name in names)
         raise ValueError(
             f"`precisions[{arm.label!r}]`: {text}. The arguments of `AmpPrecision` are {legal}."
         ) from error

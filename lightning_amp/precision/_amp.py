@@ -37,7 +37,7 @@ from typing_extensions import override
 from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
-from lightning_amp.precision import _first_line, _refusals
+from lightning_amp.precision import _first_line, _refusals, _upcast_parameters
 from lightning_amp.precision._fold_plan import is_default
 from lightning_amp.precision._hooks import RunHooks
 from lightning_amp.precision._ledger import STOCK_KEY, Ledger, find_entry
@@ -80,6 +80,10 @@ class AmpPrecision(RunHooks):
         restore_buffers: Rules for buffers that a skipped step puts back, beside the statistics of normalisation layers:
             globs on qualified names (`"queue*"`, `"head.centre"`). For what a step writes by itself: queues of keys,
             centres, codebooks, of any dtype, in place or replaced.
+        upcast_parameters: Make trainable parameters that are fp16 or bf16 when a fit begins (a model loaded in
+            bfloat16) float32, for good, before optimizers exist; the same in `"fp32"`. Half-precision buffers beside
+            them become float32 too, frozen parameters stay. One line says what it costs. `False`: they are an error,
+            but in `"fp32"`. Where your code keeps half precision on purpose, leave it.
         fp8_recipe: For `"fp8"` only: how values are scaled before they are rounded to 8 bits. `None` is
             `"rowwise_with_gw_hp"`, the most accurate; `"rowwise"`, `"tensorwise"` (the fastest), or a
             `torchao.float8.Float8LinearConfig`, with `emulate=True` for a device without fp8.
@@ -104,6 +108,7 @@ class AmpPrecision(RunHooks):
         eval_precision: str | int | torch.dtype | None = None,
         skip_nonfinite: bool = True,
         restore_buffers: Sequence[str] = (),
+        upcast_parameters: bool = False,
         fp8_recipe: str | Float8LinearConfig | None = None,
     ) -> None:
         self._settings = Settings(precision, eval_precision, scaler, fp8_recipe)
@@ -113,6 +118,8 @@ class AmpPrecision(RunHooks):
         require_bool("skip_nonfinite", skip_nonfinite)
         self.skip_nonfinite = skip_nonfinite
         self.restore_buffers = checked_buffer_rules(restore_buffers)
+        require_bool("upcast_parameters", upcast_parameters)
+        self.upcast_parameters = upcast_parameters
         self.device = "cuda" if torch.cuda.is_available() else "cpu"  # until the strategy says which
         self.scaler = self._settings.given_scaler
         self._choice: Choice | None = None
@@ -246,6 +253,8 @@ class AmpPrecision(RunHooks):
         # a checkpoint is restored later
         if fitting and not self._ledger.begin(trainer, self._skip_limit):
             self._settings.reset(self.scaler)
+        if self.upcast_parameters and fitting:  # before `fp32_modules`, which refuses
+            _upcast_parameters.upcast(module)
         stays = all(is_default(self, name, AmpPrecision) for name in ("forward_context", "autocast_context_manager"))
         self._run = run = Run(self, module, self._choice, evaluation, self.fp32_modules, autocast_stays=stays)
         run.check(self.restore_buffers, self.fp8_recipe)

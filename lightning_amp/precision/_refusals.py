@@ -25,7 +25,8 @@ from lightning_amp import _messages
 from lightning_amp._compat import _modules
 from lightning_amp._text import named
 from lightning_amp.casting import Choice, cpu_has_bf16
-from lightning_amp.numerics import HALF_DTYPES, nonfinite_gradients
+from lightning_amp.numerics import nonfinite_gradients
+from lightning_amp.precision import _upcast_parameters
 
 
 def check(module: LightningModule, choice: Choice, device: torch.device, in_fp32: Collection[nn.Module] = ()) -> None:
@@ -64,20 +65,14 @@ def _names(names: Sequence[str]) -> str:
     return named([_modules.plain_name(name) for name in names])
 
 
-def _trained_in_half(module: nn.Module) -> dict[str, torch.dtype]:
-    return {n: p.dtype for n, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES}
-
-
 def _half_parameters(module: LightningModule, choice: Choice) -> list[str]:
-    half = _trained_in_half(module)
+    half = _upcast_parameters.trained_in_half(module)
     if not half:
         return []
-    dtypes = {str(dtype).removeprefix("torch.") for dtype in half.values()}
     return [
-        f"trainable parameters are {' and '.join(sorted(dtypes))}: {_names([*half])}. Mixed precision keeps float32"
-        " parameters and casts them for each forward; in half precision most small updates are rounded away. Call"
-        " `.float()` on the module (or load it with `dtype=torch.float32`), or freeze these parameters with"
-        " `requires_grad_(False)`"
+        f"trainable parameters are {' and '.join(sorted(set(half.values())))}: {_names([*half])}. Mixed precision keeps"
+        " float32 parameters and casts them for each forward; in half precision most small updates are rounded away."
+        f" {_upcast_parameters.advice(module, [*half])}"
     ]
 
 
@@ -151,7 +146,7 @@ def _compiled_backward(module: nn.Module) -> list[str]:
 
 def half_in_a_step(module: nn.Module) -> str:
     """Describe trainable parameters that are half precision once a step ran; empty if there are none."""
-    names = [*_trained_in_half(module)]
+    names = [*_upcast_parameters.trained_in_half(module)]
     if not names:
         return ""
     owner = names[0].rpartition(".")[0] or "..."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp.numerics import headroom_bits, largest, limits, nonfinite_gradients
+from lightning_amp.numerics import HALF_DTYPES, headroom_bits, largest, limits, nonfinite_gradients
 from lightning_amp.tracing._bundles import copy_to, load_bundle
 from lightning_amp.tracing._conditions import RandomState, paired_random
 from lightning_amp.tracing._diagnosis import Diagnosis, diagnose
@@ -101,7 +101,9 @@ def _replay(
     module = copy.deepcopy(module_fn) if isinstance(module_fn, nn.Module) else module_fn()
     if not isinstance(module, nn.Module):
         raise TypeError(f"`module_fn` must return a module, its result is a `{type(module).__name__}`.")
-    module.to(device).load_state_dict(_renamed(bundle["module_state"], module))
+    state = _renamed(bundle["module_state"], module)
+    _upcast_like(state, module.to(device))
+    module.load_state_dict(state)
     module.train().zero_grad()
     batch = copy_to(bundle["batch"], device)
     used_scale = float(bundle["scale"] if scale is None else scale)
@@ -123,6 +125,14 @@ def _replay(
     return Replay(
         float(loss.detach()), diagnose(trace, loss, batch), nonfinite_gradients(parameters), float(room)
     )  # fmt: skip
+
+
+def _upcast_like(state: Mapping[str, Any], module: nn.Module) -> None:
+    """Make float32 what was saved so, where the module is made in half precision; see `upcast_parameters`."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        saved = state.get(name)
+        if tensor.dtype in HALF_DTYPES and isinstance(saved, Tensor) and saved.dtype == torch.float32:
+            tensor.data = tensor.data.float()
 
 
 def _renamed(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_amp._text import counted, exact, rounded
+from lightning_amp._text import memory as bytes_in_words
 from lightning_amp.verdicts._arm import Arm, ArmMetric, mean
 
 if TYPE_CHECKING:
@@ -142,12 +143,7 @@ def signed(value: float) -> str:
 
 def memory(value: int | None) -> str:
     """Write bytes in MiB or GiB."""
-    if value is None:
-        return NONE
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if value >= size:
-            return f"{rounded(value / size)} {unit}"
-    return f"{rounded(value / 2**10)} KiB"
+    return NONE if value is None else bytes_in_words(value)
 
 
 def products(arm: Arm) -> str:

@@ -124,17 +124,20 @@ def train(
     plugin: AmpPrecision | None = None,
     world_size: int = 2,
     strategy: dict[str, Any] | None = None,
+    ckpt_path: Path | None = None,
+    fresh: bool = True,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Train from a seed; everything that must be the same on all ranks, and the buffers, which need not be."""
-    initialise(module)
+    if fresh:
+        initialise(module)
     records, plugin = Records(), plugin or scaled()
     if world_size > 1:
         kwargs["strategy"] = DDPStrategy(timeout=timedelta(seconds=60), **(strategy or {}))
         kwargs |= {"devices": world_size, "use_distributed_sampler": False}
     callbacks = [*kwargs.pop("callbacks", ()), records]
     trainer = quiet_trainer(plugins=[plugin], callbacks=callbacks, **kwargs)
-    trainer.fit(module, data(world_size, without))
+    trainer.fit(module, data(world_size, without), ckpt_path=ckpt_path)
     return report(trainer, plugin, records)
 
 
@@ -581,6 +584,31 @@ def stuck() -> Any:
     except FloatingPointError as error:
         message = str(error)
     return {"message": message, "reports": [(r.record.index, r.rank, r.cause) for r in locator.reports]}
+
+
+class Save(L.Callback):
+    """A checkpoint after the first epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+@scenario
+def half_parameters() -> Any:
+    """A module that was loaded in bfloat16: two epochs, the second once more from a checkpoint, and one in float32."""
+    path = Path(sys.argv[1]) / "half_parameters.ckpt"
+
+    def run(half: bool, **kwargs: Any) -> dict[str, Any]:
+        module = Net(optimizer=fused)
+        initialise(module.to(torch.bfloat16))
+        module = module if half else module.float()
+        return train(module, plugin=AmpPrecision("bf16", upcast_parameters=half), fresh=False, max_epochs=2, **kwargs)
+
+    return {"whole": run(True, callbacks=[Save(path)]), "resumed": run(True, ckpt_path=path), "float32": run(False)}
 
 
 def sync_batch_norm() -> Any:

@@ -106,6 +106,12 @@ class Runs:
         assert_same(parameters(trainer), weights, **self.rounding)
         assert plugin.state_dict() == state
 
+    def name_the_line_for_half_parameters(self) -> None:
+        for rank in self.ranks:
+            automatic, by_hand = rank["half loaded"]
+            assert "Write `self.net.float()` at the end of `__init__`, or at the start of `configure" in automatic
+            assert "Write `self.net.float()` at the start of `configure_model`, before wrapping" in by_hand
+
     def may_gather_half_parameters(self) -> None:
         seen = self.ranks[0]["half parameters"]
         assert seen["seen"] == ("torch.float32", "torch.bfloat16")  # the batch, a weight

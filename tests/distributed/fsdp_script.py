@@ -161,6 +161,33 @@ def half_parameters() -> dict[str, Any]:
     return result
 
 
+def half_loaded() -> list[str]:
+    """A module in bfloat16 is refused, wrapped by the strategy or by hand; with the line of the message it trains."""
+    messages: list[str] = []
+    for kind in ("automatic", "manual"):
+        try:
+            trainer_for(FSDPAmpPrecision("bf16")).fit(MODULES[kind]("adamw").to(torch.bfloat16), batches(1, 8))
+        except ValueError as error:
+            messages.append(str(error))
+
+    class Written(MODULES["automatic"]):
+        def __init__(self) -> None:
+            super().__init__("adamw")
+            self.net.to(torch.bfloat16)
+            self.net.float()
+
+    class WrittenByHand(MODULES["manual"]):
+        def configure_model(self) -> None:
+            self.net.float()
+            super().configure_model()
+
+    for module in (Written(), WrittenByHand("adamw").to(torch.bfloat16)):
+        trainer = trainer_for(FSDPAmpPrecision("bf16"))
+        trainer.fit(module, batches(2, 8))
+        assert {value.dtype for value in whole(trainer).values()} == {torch.float32}
+    return messages
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     report: dict[str, Any] = {name: case(c) for name, c in CASES.items()}
@@ -169,6 +196,7 @@ def main() -> None:
     report["scalers"] = scalers()
     report["checkpoints"] = checkpoints(out)
     report["half parameters"] = half_parameters()
+    report["half loaded"] = half_loaded()
     torch.save(report, out / f"rank{torch.distributed.get_rank()}.pt")
 
 

@@ -390,6 +390,35 @@ def stuck() -> Any:
     return {"message": message}
 
 
+class HalfLoaded(Regression):
+    """In bfloat16; `written` has the line that the error names."""
+
+    def __init__(self, layout: str, written: bool) -> None:
+        super().__init__(layout, optimizer=fused)
+        self.model.to(torch.bfloat16)
+        self.written = written
+
+    def configure_model(self) -> None:
+        if self.written:
+            self.model.float()
+        super().configure_model()
+
+
+@scenario(2)
+def half_parameters() -> Any:
+    """Shards cannot be upcast. With the line that the error names, the run is that of one process that upcasts."""
+    messages: list[str] = []
+    for upcast in (True, False):
+        try:
+            train(HalfLoaded("fsdp", False), (2, 1), plugin=AmpPrecision("bf16", upcast_parameters=upcast))
+        except ValueError as error:
+            messages.append(str(error))
+    result = {"messages": messages, "with": train(HalfLoaded("fsdp", True), (2, 1), plugin=scaled("bf16"))[1]}
+    if torch.distributed.get_rank() == 0:
+        result["single"] = train(HalfLoaded("", False), plugin=AmpPrecision("fp32", upcast_parameters=True))[1]
+    return result
+
+
 @scenario(4)
 def three_meshes() -> Any:
     """2 x 2: `up` and `down` on both meshes, `head` on one, `gain` on none."""

@@ -29,7 +29,7 @@ REASONS = {
 }
 for name in ("manual_bsbs_fused", "manual_bsbs_unfused", "manual_bbss_fused", "manual_bbss_unfused"):
     REASONS[name] = [reason for second in ONE_PER_BATCH for reason in ("none", second)]
-TRAINED = [name for name in SCENARIOS if name not in ("no_gradients_on_one_rank", "stuck")]
+TRAINED = [name for name in SCENARIOS if name not in ("no_gradients_on_one_rank", "stuck", "half_parameters")]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,14 @@ def test_equals_one_process_with_the_whole_batches(ranks: list[dict[str, Any]]) 
         Net({}, fused, norm=False), (1, 2, 4, 6), AmpPrecision("fp32"), world_size=1, gradient_clip_val=0.5
     )  # fmt: skip
     assert_same(ranks[0]["static_graph"]["with"]["parameters"], single["parameters"], rtol=1e-5, atol=1e-6)
+
+
+def test_half_parameters_are_upcast_and_resume(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        runs = rank["half_parameters"]
+        assert {value.dtype for value in runs["whole"]["parameters"]} == {torch.float32}
+        for other in ("resumed", "float32"):
+            assert_agree(runs["whole"], runs[other], "parameters", "optimizer", "lr", "counts")
 
 
 def test_an_optimizer_without_gradients_on_one_rank(ranks: list[dict[str, Any]]) -> None:

@@ -38,5 +38,9 @@ def test_a_full_checkpoint_is_an_ordinary_one(runs: Runs) -> None:
     runs.resume_on_one_device()
 
 
+def test_half_parameters_are_refused_with_a_line_that_works(runs: Runs) -> None:
+    runs.name_the_line_for_half_parameters()
+
+
 def test_the_strategy_may_gather_half_parameters(runs: Runs) -> None:
     runs.may_gather_half_parameters()

@@ -17,6 +17,7 @@ REASONS = {
     "one_shard_overflows": ["none"] * 4 + ["gradient"] + ["none"] * 4,
     "manual": [reason for reason in ONE_PER_BATCH for _ in range(2)],
     "callbacks": ONE_PER_BATCH * 2,
+    "half_parameters": ["none"] * 9,
 }
 Ranks = list[dict[str, Any]]
 
@@ -101,6 +102,17 @@ def test_a_stuck_run_stops_on_all_ranks_and_names_parameters(two: Ranks) -> None
     for rank in two:
         assert "2 optimizer steps in a row were skipped (the limit is 2)" in rank["stuck"]["message"]
         assert "`model.up.weight`" in rank["stuck"]["message"]
+
+
+def test_shards_are_not_upcast_and_the_error_has_the_line_that_helps(two: Ranks) -> None:
+    for rank in two:
+        with_it, without = rank["half_parameters"]["messages"]
+        assert "cannot upcast parameters that are sharded already: `model.gain`, `model.up.weight`" in with_it
+        for message in (with_it, without):
+            line = "Write `self.model.float()` at the start of `configure_model`, before `fully_shard(...)`"
+            assert line in message
+        assert "upcast_parameters" not in without
+    assert_equals_one_process(two, "half_parameters")
 
 
 def test_three_device_meshes_in_one_optimizer(four: Ranks) -> None:

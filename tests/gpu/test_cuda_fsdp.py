@@ -41,3 +41,7 @@ def test_checkpoints(runs: Runs) -> None:
 
 def test_the_strategy_may_gather_half_parameters(runs: Runs) -> None:
     runs.may_gather_half_parameters()
+
+
+def test_half_parameters_are_refused_with_a_line_that_works(runs: Runs) -> None:
+    runs.name_the_line_for_half_parameters()

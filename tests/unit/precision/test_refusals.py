@@ -24,7 +24,7 @@ class Never(Toy):
 def test_half_parameters(precision: str, dtype: torch.dtype) -> None:
     module = Never()
     module.net[2].to(dtype)
-    with pytest.raises(ValueError, match=r"`net.2.weight`, `net.2.bias`.*Call `.float\(\)`"):
+    with pytest.raises(ValueError, match=r"`net.2.weight`, `net.2.bias`.*`upcast_parameters=True`.*`.float\(\)`"):
         fit(module, getattr(Plugins(True), precision)())
 
 

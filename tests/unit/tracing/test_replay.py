@@ -49,6 +49,22 @@ def test_it_is_the_same_step(tmp_path: Path) -> None:
     assert found == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
+def test_a_factory_in_half_precision_gets_the_saved_float32() -> None:
+    """As in a run with `upcast_parameters`; what was saved in half precision stays."""
+    module = Net()
+    module.net[2].to(torch.bfloat16).requires_grad_(False)
+
+    def half() -> nn.Module:
+        return Net().to(torch.bfloat16)
+
+    def step(module: Any, batch: Any) -> Tensor:
+        assert [p.dtype for p in module.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
+        return module.net[0](batch["x"]).sum()
+
+    saved = bundle(module)
+    assert replay(saved, half, step=step).loss == float(module.net[0](saved["batch"]["x"]).sum().detach())
+
+
 def test_precision_and_scale() -> None:
     saved = bundle(Net(), scale=2.0**40)
     assert replay(saved, Net).diagnosis.cause == "none"
