@@ -75,7 +75,7 @@ $(VENV)/.demo: $(DEPENDS) | $(VENV)/bin/python
 $(VENV)/.test: $(DEPENDS) | $(VENV)/bin/python
 	@echo "Installing the package and what its tests need into $(VENV): about a minute, longer where torch is downloaded."
 	@$(PIP) 'pip>=25.1'
-	@$(PIP) -c constraints.txt -e '.[plot,report,cli,examples]' --group test
+	@$(PIP) -c constraints.txt -e '.[plot,report,cli,fp8,examples]' --group test
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.lint: $(VENV)/.test

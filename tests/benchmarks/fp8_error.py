@@ -1,0 +1,87 @@
+"""What fp8 costs in accuracy, on one layer, in usual and in bad cases. `python -m tests.benchmarks.fp8_error`.
+
+Prints a Markdown table: signal to noise, in dB, of output, input gradient and weight gradient against fp32, for bf16
+and the three recipes. It is that of the median row: over the whole tensor, a few large rows would hide what happens to
+the others. fp8 is emulated: the products of 8-bit values are exact and summed in float32. (On an H100 they are summed
+with fewer bits where a recipe has `use_fast_accum`, which this does not show.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig
+
+from lightning_amp.casting import Float8Linears
+from lightning_amp.numerics import sqnr_db
+from tests.benchmarks._pairs import start
+
+RECIPES = ("rowwise_with_gw_hp", "rowwise", "tensorwise")
+ROWS, WIDTH = 512, 512
+Case = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Training:
+    evaluating = False
+
+
+def one_row(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """One token is far larger than the others, and its gradient too."""
+    x[3] *= 1e6
+    grad[3] *= 1e6
+    return x, grad
+
+
+def scattered(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients over many orders of magnitude."""
+    return x, grad * torch.exp(4 * torch.randn(grad.shape))
+
+
+def tiny(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients below what torchao scales up."""
+    return x, grad * 1e-18
+
+
+CASES: dict[str, Case] = {
+    "normal values": lambda x, grad: (x, grad),
+    "one row 1e6 times as large": one_row,
+    "gradients over many orders of magnitude": scattered,
+    "gradients of 1e-18": tiny,
+}
+
+
+def figures(case: Case, recipe: str | None) -> tuple[float, float, float]:
+    """SQNR in dB of the median row of output, input gradient and weight gradient; `None`: bf16."""
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    x, grad = case(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
+
+    def run(autocast: bool) -> list[Tensor]:
+        inputs = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+            output = layer(inputs).float()
+        return [output, *torch.autograd.grad(output, [inputs, layer.weight], grad)]
+
+    exact = run(autocast=False)
+    if recipe is not None:
+        config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+        Float8Linears(layer, {"": None}, config, "cpu", Training())
+    first, second, third = (_of_a_row(a, b) for a, b in zip(exact, run(autocast=True), strict=True))
+    return first, second, third
+
+
+def _of_a_row(exact: Tensor, values: Tensor) -> float:
+    return float(torch.stack([sqnr_db(a, b) for a, b in zip(exact, values, strict=True)]).median())
+
+
+if __name__ == "__main__":
+    start("What fp8 costs in accuracy, emulated")
+    print()
+    print("| case | precision | output | input gradient | weight gradient |\n|---|---|---|---|---|")
+    for name, case in CASES.items():
+        for recipe in (None, *RECIPES):
+            cells = " | ".join(f"{value:.1f} dB" for value in figures(case, recipe))
+            print(f"| {name} | {f'fp8, {recipe}' if recipe else 'bf16'} | {cells} |")
