@@ -17,7 +17,7 @@ from versions.specs import DEFAULT, Spec
 from versions.table import Row, Table
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDS = [".[plot,report,cli,examples]"]
+NEEDS = [".[plot,report,cli,fp8,examples]"]
 JUDGES_THE_TABLE = "tests/docs/test_versions.py"
 ASK = """\
 import platform
