@@ -46,13 +46,14 @@ def torchao_float8() -> Any:
     return torchao.float8
 
 
-def float8_twin(linear: nn.Module, config: Any) -> nn.Module:
+def float8_twin(linear: nn.Linear, config: Any) -> nn.Module:
     """Make the layer that computes in fp8 what `linear` computes, from its own parameters, whatever happens to these.
 
     `convert_to_float8_training` returns one when it is called on a layer; here it looks its parameters up where
     `linear` does. Can go when torchao has a function that takes an input and a weight.
     """
-    plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")  # pyright: ignore[reportArgumentType]
+    has_bias = vars(linear)["_parameters"]["bias"] is not None
+    plain = nn.Linear(linear.in_features, linear.out_features, bias=has_bias, device="meta")
     twin = torchao_float8().convert_to_float8_training(plain, config=config)
     vars(twin)["_parameters"] = vars(linear)["_parameters"]
     return twin

@@ -37,7 +37,7 @@ def checked_recipe(recipe: Any) -> Any:
         ValueError: For anything else, and for a configuration that changes what the parameters are.
 
     """
-    name = recipe.value if isinstance(recipe, Enum) else recipe  # torchao's `Float8LinearRecipeName`
+    name: Any = recipe.value if isinstance(recipe, Enum) else recipe  # torchao's `Float8LinearRecipeName`
     if name is None:
         return DEFAULT_RECIPE
     refuse_later_formats("fp8_recipe", name)
@@ -48,7 +48,7 @@ def checked_recipe(recipe: Any) -> Any:
         raise ValueError(
             f"`fp8_recipe` must be one of {legal}, a `torchao.float8.Float8LinearConfig`, or `None`; got {recipe!r}."
         )
-    if recipe.enable_fsdp_float8_all_gather:
+    if getattr(recipe, "enable_fsdp_float8_all_gather", False):
         raise ValueError(
             "`fp8_recipe` has `enable_fsdp_float8_all_gather=True`, which puts tensors of another class in the place of"
             " the parameters: checkpoints would not load without torchao. Leave it out; weights are gathered as they"

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
-from torchao.float8 import Float8LinearConfig
 
 from lightning_amp.casting import Float8Linears
 from lightning_amp.numerics import sqnr_db
@@ -55,6 +55,8 @@ CASES: dict[str, Case] = {
 
 def figures(case: Case, recipe: str | None) -> tuple[float, float, float]:
     """SQNR in dB of the median row of output, input gradient and weight gradient; `None`: bf16."""
+    from torchao.float8 import Float8LinearConfig
+
     torch.manual_seed(0)
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     x, grad = case(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
@@ -77,11 +79,17 @@ def _of_a_row(exact: Tensor, values: Tensor) -> float:
     return float(torch.stack([sqnr_db(a, b) for a, b in zip(exact, values, strict=True)]).median())
 
 
-if __name__ == "__main__":
+def main() -> None:
+    if find_spec("torchao") is None:
+        print("This needs torchao 0.18: `pip install torchao`.")
+        return
     start("What fp8 costs in accuracy, emulated")
-    print()
-    print("| case | precision | output | input gradient | weight gradient |\n|---|---|---|---|---|")
+    print("\n| case | precision | output | input gradient | weight gradient |\n|---|---|---|---|---|")
     for name, case in CASES.items():
         for recipe in (None, *RECIPES):
             cells = " | ".join(f"{value:.1f} dB" for value in figures(case, recipe))
             print(f"| {name} | {f'fp8, {recipe}' if recipe else 'bf16'} | {cells} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -159,7 +159,7 @@ def test_functional_call_computes_with_the_weights_that_it_is_given(converted: n
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_forward_is_recomputed_in_fp8(reentrant: bool, converted: nn.Sequential) -> None:
-    def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
         converted.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             output = run(batch().requires_grad_())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from lightning_amp.numerics import ScaledCast
 
 def cast_by_torchao(values: Tensor, cast: ScaledCast) -> Tensor:
     """The values as the products see them."""
-    import support.fp8  # noqa: F401  (torchao, without its warnings)
+    import_module("support.fp8")  # torchao, without its warnings
     from torchao.float8 import ScalingGranularity
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
