@@ -53,7 +53,11 @@ class Settings:
         """
         training, why = Choice.pick(device) if self.requested == "auto" else (Choice.of(self.requested), "")
         training.require(device)
-        return training, Choice.for_evaluation(self._eval_requested, training, device), why
+        return training, self.evaluation(training, device), why
+
+    def evaluation(self, training: Choice, device: torch.device) -> Choice:
+        """Return the precision of evaluation beside that of training; raises as :meth:`choose`."""
+        return Choice.for_evaluation(self._eval_requested, training, device)
 
     def scaler(self, precision: str) -> torch.amp.GradScaler | None:
         """Return the scaler for one of our names; `None` where none is needed.

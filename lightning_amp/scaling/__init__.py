@@ -5,7 +5,7 @@ from lightning_amp.scaling._derivative_scale import DerivativeScale
 from lightning_amp.scaling._gradient_state import Scaled, Unscaled
 from lightning_amp.scaling._gradients import HalfGradientsError, has_gradients, parameters
 from lightning_amp.scaling._policy_replay import ReplayedRun, replay_policy, scaler_of_policy
-from lightning_amp.scaling._records import Reason, RecordLog, StepRecord, Subscription
+from lightning_amp.scaling._records import Reason, RecordLog, StepPrecision, StepRecord, Subscription
 from lightning_amp.scaling._saved import Saved, check_scaler_state
 from lightning_amp.scaling._scaler import POLICY_SETTINGS, DynamicLossScaler
 from lightning_amp.scaling._skip import Skip
@@ -26,6 +26,7 @@ __all__ = [
     "Scaled",
     "Skip",
     "StepPlan",
+    "StepPrecision",
     "StepRecord",
     "StepResult",
     "Subscription",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from typing_extensions import final
 
-from lightning_amp.scaling import StepRecord
+from lightning_amp.scaling import StepPrecision, StepRecord
 from lightning_amp.verdicts import _fields
 
 
@@ -112,6 +112,8 @@ def _point(data: object) -> Point:
 
 
 def _step_record(data: object) -> StepRecord:
+    if isinstance(data, Mapping):  # older files have no precision
+        data = {"precision": "", **data}
     return StepRecord(**_fields.read("a step", _STEP_RECORD, data))
 
 
@@ -123,6 +125,7 @@ _STEP_RECORD: dict[str, _fields.Reader[Any]] = {
     "next_scale": _fields.number,
     "skipped": _fields.boolean,
     "reason": _fields.choice("none", "loss", "gradient"),
+    "precision": _fields.choice(*get_args(StepPrecision)),
 }
 _READERS: dict[str, _fields.Reader[Any]] = {
     "label": _fields.text,
