@@ -99,7 +99,8 @@ def _try(arm: ArmSpec, strategy: Any) -> None:
         arm.plugin(strategy)
     except TypeError as error:
         text = str(error).replace("__init__() ", "").replace("AmpPrecision.", "")
-        legal = "`precision`, `scaler`, `fp32_modules`, `eval_precision`, `skip_nonfinite`, `restore_buffers`"
+        legal = "`precision`, `scaler`, `fp32_modules`, `eval_precision`, `skip_nonfinite`, `restore_buffers`,"
+        legal += " `fallback`"
         raise ValueError(
             f"`precisions[{arm.label!r}]`: {text}. The arguments of `AmpPrecision` are {legal}."
         ) from error

@@ -53,7 +53,7 @@ class Fit:
         mixed: bool,
         named_buffers: Sequence[BufferPlace],
         own_norm: bool,
-        after_batch: Callable[[], None],
+        after_batch: Callable[[], None] = lambda: None,
     ) -> None:
         self._plugin, self._module = plugin, module
         self._automatic = module.automatic_optimization

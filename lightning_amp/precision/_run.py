@@ -85,7 +85,7 @@ class Run:
         skip_nonfinite: bool,
         log: RecordLog,
         own_norm: bool,
-        after_batch: Callable[[], None],
+        after_batch: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin a fit, if this is one; see :class:`Fit` for the arguments."""
         if self.fit is not None:

@@ -13,7 +13,7 @@ from lightning_amp._text import counted, exact
 if TYPE_CHECKING:
     from lightning_amp.reports._scale_history import ScaleHistory
 
-GRADIENT, LOSS, BOTH = "v", "x", "*"
+GRADIENT, LOSS, BOTH, FALLBACK = "v", "x", "*", ">"
 
 
 @final
@@ -117,6 +117,8 @@ def _marks(history: ScaleHistory, columns: _Columns) -> str:
             mark = LOSS if record.reason == "loss" else GRADIENT
             column = columns.of(record.index, record.index)[0]
             marks[column] = mark if marks[column] in (" ", mark) else BOTH
+    for record in history.fallbacks:
+        marks[columns.of(record.index, record.index)[0]] = FALLBACK
     return "".join(marks)
 
 
@@ -135,4 +137,5 @@ def _legend(history: ScaleHistory) -> str:
         for mark, number, what in ((GRADIENT, gradients, "overflowed"), (LOSS, losses, "had a non-finite loss"))
         if number
     ]
-    return "skipped: " + ", ".join(parts) if parts else ""
+    skipped = ["skipped: " + ", ".join(parts)] if parts else []
+    return "; ".join([*skipped, *(f"{FALLBACK} {r.precision} from step {r.index:,} on" for r in history.fallbacks)])

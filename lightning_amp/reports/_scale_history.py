@@ -16,7 +16,15 @@ from typing_extensions import final, override
 from lightning_amp._text import counted, exact
 from lightning_amp._urls import open_to_read
 from lightning_amp.reports._table import Table
-from lightning_amp.scaling import Reason, Saved, StepPrecision, StepRecord
+from lightning_amp.scaling import (
+    Reason,
+    Saved,
+    StepPrecision,
+    StepRecord,
+    before_fallback,
+    describe_fallbacks,
+    fallbacks,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,7 +124,10 @@ class ScaleHistory(Table[StepRecord]):
         return self.num_attempted - self.num_skipped
 
     def summary(self) -> str:
-        """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`."""
+        """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`.
+
+        Of a run that fell back the scale is that before, and it goes on: `, bf16 from step 64 on`.
+        """
         if self._last is None:
             return "no optimizer step was recorded"
         first = self.first
@@ -128,21 +139,21 @@ class ScaleHistory(Table[StepRecord]):
         losses = sum(r.reason == "loss" for r in self)
         if losses:
             text += f", {losses:,} of them with a non-finite loss"
-        fallbacks = self.fallbacks
-        end = self._last if not fallbacks else next(r for r in reversed(self) if r.index < fallbacks[0].index)
-        text += f"; scale {exact(first.scale)} -> {exact(end.next_scale)}"
-        return text + "".join(f"; {record.precision} from step {record.index:,} on" for record in fallbacks)
+        end = before_fallback(list(self))[-1]
+        return f"{text}; scale {exact(first.scale)} -> {exact(end.next_scale)}{describe_fallbacks(self)}"
 
     @property
     def fallbacks(self) -> list[StepRecord]:
         """Return the first step of each precision but the first: where a run that was stuck went on in another."""
-        found: list[StepRecord] = []
-        before = ""
-        for record in self:
-            if before and record.precision and record.precision != before:
-                found.append(record)
-            before = record.precision or before
-        return found
+        return fallbacks(self)
+
+    def before_fallback(self) -> ScaleHistory:
+        """Return the part in the precision in which the run began, the only one with a loss scale."""
+        if not self.fallbacks:
+            return self
+        part = type(self)()
+        part.extend(before_fallback(list(self)))
+        return part
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -272,6 +283,8 @@ class ScaleHistory(Table[StepRecord]):
         recorded the run gives the recorded scales again, unless something set the scale from outside: a resumed run
         with other settings, a float16 loss, which lowers `max_scale` (pass `max_scale=2**15`).
 
+        Of a run that fell back to another precision (`AmpPrecision(fallback=...)`) the part before it is replayed.
+
         Args:
             policy: Arguments of :class:`~lightning_amp.DynamicLossScaler`, such as `growth_interval=500`. Those that
                 are not given have their defaults there, except for `init_scale`, which is the first recorded scale.
@@ -292,6 +305,8 @@ class ScaleHistory(Table[StepRecord]):
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw log2 of the scale over steps; skips are marked, and growth if it is not more than 100 times.
+
+        A dotted line marks where a run that was stuck went on in another precision.
 
         Args:
             path: Where to save the picture too, also a URL.

@@ -2,6 +2,7 @@
 
 from lightning_amp.scaling._backward_watch import BackwardWatch
 from lightning_amp.scaling._derivative_scale import DerivativeScale
+from lightning_amp.scaling._fallbacks import before_fallback, describe_fallbacks, fallbacks
 from lightning_amp.scaling._gradient_state import Scaled, Unscaled
 from lightning_amp.scaling._gradients import HalfGradientsError, has_gradients, parameters
 from lightning_amp.scaling._policy_replay import ReplayedRun, replay_policy, scaler_of_policy
@@ -31,7 +32,10 @@ __all__ = [
     "StepResult",
     "Subscription",
     "Unscaled",
+    "before_fallback",
     "check_scaler_state",
+    "describe_fallbacks",
+    "fallbacks",
     "has_gradients",
     "parameters",
     "replay_policy",

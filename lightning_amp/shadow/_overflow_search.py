@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from typing_extensions import final
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
 from lightning_amp.numerics import HALF_DTYPES, nonfinite_gradients
+from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._ranks import gather
@@ -106,15 +108,23 @@ class Finding:
     largest_gradient: float | None = None
 
 
-def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: float) -> Finding:
+def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: float, precision: str = "") -> Finding:
     """Run the batches of the window again until one is not finite. Never raises, changes nothing.
 
     All ranks must call. They run as many passes, whatever each of them finds: a step may talk to the other ranks
     (`self.all_gather`, SyncBatchNorm).
+
+    Args:
+        trainer: The trainer.
+        module: What it trains.
+        window: The batches.
+        scale: That the step was taken at.
+        precision: That it was taken in, by our name; the plugin may have gone on in another. Empty: as of now.
+
     """
     steps = list(window.kept)
     steps = steps[-min(gather(trainer, len(steps))) :]
-    search = _Search(trainer, module, scale, steps[-1])
+    search = _Search(trainer, module, scale, precision, steps[-1])
     search.run(steps)
     note = "; ".join(filter(None, (_edited(steps[-1]), search.unseen)))
     return search.finding or Finding(Diagnosis("none"), steps[-1].batch_idx, len(steps), note=note, step=steps[-1])
@@ -124,9 +134,12 @@ def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: 
 class _Search:
     """One replay of a window, on all ranks in step."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, scale: float, last: KeptBatch) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, scale: float, precision: str, last: KeptBatch
+    ) -> None:
         self.finding: Finding | None = None
         self._trainer, self._module, self._loss_scale = trainer, module, scale
+        self._precision = precision
         self._step, self._number = last, 0
         self._replay: TrainingPass | None = None
         self._is_new = False
@@ -187,7 +200,9 @@ class _Search:
     def _run_step(self) -> None:
         assert self._replay is not None
         self._is_new = False
-        found, parameters, trace = _run(self._trainer, self._replay, self._step, self._loss_scale)
+        found, parameters, trace = _run(
+            self._replay, self._step, self._loss_scale, step_context(self._trainer, self._precision)
+        )
         self._unseen, self._half_places = trace.unseen, trace.half_places
         self._replay.forget_gradients()
         if found.cause != "none" and self.finding is None:
@@ -211,14 +226,20 @@ class _Search:
             self.finding = replace(self.finding, largest_gradient=largest)
 
 
+def step_context(trainer: Trainer, precision: str) -> AbstractContextManager[Any]:
+    """Return what a training step ran in, by our name of its precision; empty: as of now."""
+    plugin = trainer.precision_plugin
+    return plugin.forward_context_of(precision) if isinstance(plugin, AmpPrecision) else plugin.forward_context()
+
+
 def _run(
-    trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float
+    replay: TrainingPass, step: KeptBatch, scale: float, context: AbstractContextManager[Any]
 ) -> tuple[Diagnosis, tuple[str, ...], Trace]:
     with Trace(replay.module) as trace:
         loss = replay.run(
             step.batch,
             step.batch_idx,
-            context=trainer.precision_plugin.forward_context(),
+            context=context,
             random_state=step.random_state,
             scale=scale,
             trace=trace,

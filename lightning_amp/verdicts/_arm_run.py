@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 from typing_extensions import final
 
-from lightning_amp.scaling import StepPrecision, StepRecord
+from lightning_amp.scaling import StepPrecision, StepRecord, fallbacks
 from lightning_amp.verdicts import _fields
 
 
@@ -34,7 +34,8 @@ class ArmRun:
         label: Of the arm.
         seed: Of the run.
         error: What ended it: the exception, or the signal that killed its process. `None` if it finished.
-        precision: What the plugin settled on: `"fp16"`, `"bf16-mixed"`.
+        precision: What the plugin settled on: `"fp16"`, `"bf16-mixed"`; `"fp16, bf16 from step 64 on"` if
+            the run was stuck and fell back.
         device: Where it ran: `"cpu: AMD EPYC"`.
         tf32: Whether fp32 matrix products were allowed to use TF32.
         versions: Of torch, lightning, lightning_amp, Python.
@@ -89,6 +90,11 @@ class ArmRun:
     def finished(self) -> bool:
         """Return whether it trained to its end."""
         return self.error is None
+
+    @property
+    def fell_back(self) -> bool:
+        """Return whether it was stuck and went on in another precision."""
+        return bool(fallbacks(self.scale))
 
     def to_data(self) -> dict[str, Any]:
         """Return what :func:`json.dumps` takes; NaN and infinities as text, since JSON has none."""

@@ -44,7 +44,7 @@ def test_report_has_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     locator = OverflowLocator(dirpath=tmp_path / "out")
     fit(BadRow, fp16(), with_bad(5), callbacks=[locator])
     (report,) = locator.reports
-    assert report.record == StepRecord(5, 0, 64.0, 64.0, skipped=True, reason="loss")
+    assert report.record == StepRecord(5, 0, 64.0, 64.0, skipped=True, reason="loss", precision="fp16")
     assert (report.rank, report.world_size, report.epoch, report.batch_idx) == (0, 1, 0, 5)
     assert (report.window, report.num_replayed, report.cause, report.note) == ((5, 5), 1, "loss", "")
     assert report.parameters[0] == "net.0.weight"
