@@ -322,7 +322,7 @@ def test_gradients_that_are_still_there_become_true_ones() -> None:
         scales = plugin is at_once
         train(modules[-1], plugin, {2} if scales else (), warns=r"1 optimizer .* goes on in 'fp32'" if scales else None)
     assert modules[0].trained_in == [torch.float16] * 3 + [torch.float32] * 5
-    for mine, true in zip(*(module.seen for module in modules), strict=True):
+    for mine, true in zip(*(module.seen[1:] for module in modules), strict=True):
         torch.testing.assert_close(mine, true, rtol=0.01, atol=1e-3)
 
 
