@@ -213,8 +213,11 @@ class ScaleMonitor(Callback):
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def _extend(self, records: list[StepRecord]) -> None:
-        self._history.extend(records)
-        self._recent.extend(record.skipped for record in records)
+        for record in records:
+            if self._history.last is not None and record.precision != self._history.last.precision:
+                self._recent.clear()  # skips of a precision that was left, which the plugin has warned of
+            self._history.extend([record])
+            self._recent.append(record.skipped)
 
     def _read(self) -> None:
         if self._plugin is not None:

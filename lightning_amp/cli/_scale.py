@@ -37,7 +37,7 @@ would have done.
 FILE is what ScaleMonitor(dirpath=...) or history.to_csv(...) wrote, or the
 folder with its {SCALE_HISTORY_FILE}; URLs work too. In the picture `v` marks steps
 that were skipped because gradients overflowed, `x` because the loss was not
-finite, `*` both, and `>` where a run that was stuck went on in another precision."""
+finite, `*` both, and `>` where a stuck run went on in another precision."""
 
 _EPILOG = f"""\
 --policy takes settings of DynamicLossScaler:
@@ -229,6 +229,7 @@ def _figures(history: ScaleHistory) -> dict[str, Any]:
     records = list(history)
     scales = [scale for record in history.before_fallback() for scale in (record.scale, record.next_scale)]
     skipped = [record.reason for record in records if record.skipped]
+    fallbacks = [{"step": record.index, "precision": record.precision} for record in history.fallbacks]
     return {
         "steps": history.num_attempted,
         "applied": history.num_steps,
@@ -239,7 +240,7 @@ def _figures(history: ScaleHistory) -> dict[str, Any]:
         "last_scale": scales[-1] if scales else None,
         "lowest_scale": min(scales, default=None),
         "highest_scale": max(scales, default=None),
-        "fallbacks": [{"step": record.index, "precision": record.precision} for record in history.fallbacks],
+        **({"fallbacks": fallbacks} if fallbacks else {}),
     }
 
 

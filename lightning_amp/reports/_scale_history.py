@@ -306,7 +306,7 @@ class ScaleHistory(Table[StepRecord]):
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw log2 of the scale over steps; skips are marked, and growth if it is not more than 100 times.
 
-        A dotted line marks where a run that was stuck went on in another precision.
+        A vertical line marks where a run that was stuck went on in another precision.
 
         Args:
             path: Where to save the picture too, also a URL.

@@ -115,7 +115,7 @@ def _curve(axes: Any, history: ScaleHistory, **style: Any) -> None:
 
 
 def _mark_fallback(axes: Any, record: StepRecord, color: str, label: str | None = None) -> None:
-    axes.axvline(record.index, linestyle=":", linewidth=1.2, color=color, label=label)
+    axes.axvline(record.index, linestyle="-.", linewidth=1.2, color=color, label=label)
 
 
 def _skips(history: ScaleHistory) -> tuple[list[StepRecord], list[StepRecord]]:
