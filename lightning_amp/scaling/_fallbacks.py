@@ -21,7 +21,7 @@ def fallbacks(records: Iterable[StepRecord]) -> list[StepRecord]:
 def before_fallback(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
     """Return the steps in the precision in which the run began: from a fallback on there is no loss scale."""
     later = fallbacks(records)
-    return [record for record in records if record.index < later[0].index] if later else records
+    return records[: records.index(later[0])] if later else records
 
 
 def describe_fallbacks(records: Iterable[StepRecord]) -> str:

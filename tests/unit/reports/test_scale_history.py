@@ -143,3 +143,11 @@ def test_what_an_older_version_saved_has_no_precision(tmp_path: Path) -> None:
     assert list(again) == list(old)
     again.extend([StepRecord(2, 0, 4.0, 4.0, False, "none", "fp16"), StepRecord(3, 0, 1.0, 1.0, False, "none", "bf16")])
     assert [r.index for r in again.fallbacks] == [3]  # that it is known from step 2 on is none
+
+
+def test_steps_that_are_counted_anew_in_another_precision() -> None:
+    """Resumed in bf16 from a checkpoint whose records were taken out."""
+    history = fallen_back(to=())
+    history.extend([StepRecord(i, 0, 1.0, 1.0, False, "none", "bf16") for i in range(3)])
+    assert history.summary().endswith("scale 8 -> 0.125, bf16 from step 0 on")
+    assert [r.precision for r in history.before_fallback()] == ["fp16"] * 6
