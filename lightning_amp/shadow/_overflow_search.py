@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from typing_extensions import final
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
 from lightning_amp.numerics import HALF_DTYPES, nonfinite_gradients
-from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._ranks import gather
@@ -195,14 +193,12 @@ class _Search:
         return self._is_new and self.finding is not None and self.finding.diagnosis.cause == "backward"
 
     def _begin(self) -> None:
-        self._replay = TrainingPass(self._trainer, self._module)
+        self._replay = TrainingPass(self._trainer, self._module, precision=self._precision)
 
     def _run_step(self) -> None:
         assert self._replay is not None
         self._is_new = False
-        found, parameters, trace = _run(
-            self._replay, self._step, self._loss_scale, step_context(self._trainer, self._precision)
-        )
+        found, parameters, trace = _run(self._trainer, self._replay, self._step, self._loss_scale)
         self._unseen, self._half_places = trace.unseen, trace.half_places
         self._replay.forget_gradients()
         if found.cause != "none" and self.finding is None:
@@ -226,20 +222,14 @@ class _Search:
             self.finding = replace(self.finding, largest_gradient=largest)
 
 
-def step_context(trainer: Trainer, precision: str) -> AbstractContextManager[Any]:
-    """Return what a training step ran in, by our name of its precision; empty: as of now."""
-    plugin = trainer.precision_plugin
-    return plugin.forward_context_of(precision) if isinstance(plugin, AmpPrecision) else plugin.forward_context()
-
-
 def _run(
-    replay: TrainingPass, step: KeptBatch, scale: float, context: AbstractContextManager[Any]
+    trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float
 ) -> tuple[Diagnosis, tuple[str, ...], Trace]:
     with Trace(replay.module) as trace:
         loss = replay.run(
             step.batch,
             step.batch_idx,
-            context=context,
+            context=replay.forward_context(),
             random_state=step.random_state,
             scale=scale,
             trace=trace,

@@ -121,6 +121,7 @@ QUIET = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:No seed found")  # unless a test before has set one
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
 @pytest.mark.parametrize(
     ("spelling", "precision"),
