@@ -21,12 +21,16 @@ class LastTrainer:
 
     def goes_on(self, trainer: Any) -> bool:
         """Return whether a fit that begins goes on where the last one ended; remembers its Trainer."""
-        same = self._trainer is not None and self._trainer() is trainer
+        same = self.knows(trainer)
         try:
             self._trainer = weakref.ref(trainer)
         except TypeError:  # something that stands in for a Trainer
             self._trainer = None
         return same
+
+    def knows(self, trainer: Any) -> bool:
+        """Return whether the last fit was one of this Trainer."""
+        return self._trainer is not None and self._trainer() is trainer
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LastTrainer, ()

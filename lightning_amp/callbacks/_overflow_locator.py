@@ -19,6 +19,7 @@ from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
 from lightning_amp._urls import child, location
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
+from lightning_amp.casting import Choice
 from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport
@@ -250,7 +251,7 @@ class OverflowLocator(Callback):
         if skipped and self._window:
             finding: Finding | None = None
             for record in skipped[: self.max_reports - self._num_located]:
-                finding = finding or find(trainer, module, self._window, record.scale)
+                finding = finding or find(trainer, module, self._window, record.scale, record.precision)
                 self._report(trainer, module, record, finding)
         num_attempted = self._plugin.records.num_attempted
         if num_attempted != self._num_attempted:  # the next window begins
@@ -275,7 +276,7 @@ class OverflowLocator(Callback):
             parameters=nonfinite_gradients(parameters) or finding.parameters,
             largest_gradient=finding.largest_gradient,
             note=finding.note,
-            precision=trainer.precision_plugin.precision,
+            precision=Choice.of(record.precision).canonical,
         )
         everybodys = gather(trainer, mine)
         reports = [r for r in everybodys if r.cause != "not reproduced" or r.note] or everybodys[:1]

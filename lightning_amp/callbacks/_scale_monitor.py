@@ -213,8 +213,11 @@ class ScaleMonitor(Callback):
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def _extend(self, records: list[StepRecord]) -> None:
-        self._history.extend(records)
-        self._recent.extend(record.skipped for record in records)
+        for record in records:
+            if self._history.last is not None and record.precision != self._history.last.precision:
+                self._recent.clear()  # skips of a precision that was left, which the plugin has warned of
+            self._history.extend([record])
+            self._recent.append(record.skipped)
 
     def _read(self) -> None:
         if self._plugin is not None:
@@ -229,11 +232,13 @@ class ScaleMonitor(Callback):
             return
         skipped = self._history.num_skipped
         rate = skipped / self._history.num_attempted
-        log_metrics(trainer, {LOSS_SCALE: last.next_scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: rate})
-        if self.warn_below is not None and last.next_scale < self.warn_below and not self._warned:
+        # a run that was stuck may have gone on in a precision without one since
+        scale = 1.0 if self._plugin is not None and self._plugin.scaler is None else last.next_scale
+        log_metrics(trainer, {LOSS_SCALE: scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: rate})
+        if self.warn_below is not None and scale < self.warn_below and not self._warned:
             self._warned = True
             _messages.warn(
-                f"The loss scale fell to {exact(last.next_scale)}, below {exact(self.warn_below)}"
+                f"The loss scale fell to {exact(scale)}, below {exact(self.warn_below)}"
                 f" ({self._history.summary()}): the gradients overflow however small it gets. Look for a module whose"
                 " gradients are unusually large, or use 'bf16', whose range is that of fp32."
             )
@@ -248,7 +253,7 @@ class ScaleMonitor(Callback):
             self._warned_of_skips = True
             _messages.warn(
                 f"{skips} of the latest {RECENT_STEPS} optimizer steps were skipped, at a loss scale of"
-                f" {exact(last.next_scale)} now ({self._history.summary()}). `OverflowLocator` finds out which module"
+                f" {exact(scale)} now ({self._history.summary()}). `OverflowLocator` finds out which module"
                 " and which batch it is."
             )
 
@@ -286,7 +291,8 @@ class _ScalerWatch:
         records: list[StepRecord] = []
         for scale in torch.stack(self._pending).tolist():
             fell = scale < self._last_scale
-            records.append(StepRecord(self._index, 0, self._last_scale, scale, fell, "gradient" if fell else "none"))
+            reason = "gradient" if fell else "none"
+            records.append(StepRecord(self._index, 0, self._last_scale, scale, fell, reason, "fp16"))
             self._last_scale, self._index = scale, self._index + 1
         self._pending.clear()
         self._extend(records)

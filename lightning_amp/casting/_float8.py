@@ -17,9 +17,12 @@ from lightning_amp.casting._method_override import MethodOverride
 
 
 class Stage(Protocol):
-    """Knows whether the model is being evaluated."""
+    """Knows what runs now."""
 
-    evaluating: bool
+    @property
+    def in_fp8(self) -> bool:
+        """Return whether the model trains, in fp8."""
+        ...
 
 
 @final
@@ -54,7 +57,7 @@ class _Float8Forward(MethodOverride):
     def _in_fp8(self, values: Tensor) -> bool:
         device_type, weight = self.device_type, _modules.own_parameters(self.twin).get("weight")
         return (
-            not self.stage.evaluating
+            self.stage.in_fp8
             and torch.is_autocast_enabled(device_type)
             and torch.get_autocast_dtype(device_type) == torch.bfloat16
             and weight is not None  # the user has put something else in its place: pruning
@@ -80,7 +83,7 @@ class Float8Linears:
         layers: From :func:`choose_fp8_layers`.
         recipe: A checked one.
         device_type: Whose autocast to look at.
-        stage: Says when the model is evaluated.
+        stage: Says when the model trains in fp8.
 
     Raises:
         ImportError: Without torchao, or with one that is too old. Nothing is changed then.

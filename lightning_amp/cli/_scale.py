@@ -37,7 +37,7 @@ would have done.
 FILE is what ScaleMonitor(dirpath=...) or history.to_csv(...) wrote, or the
 folder with its {SCALE_HISTORY_FILE}; URLs work too. In the picture `v` marks steps
 that were skipped because gradients overflowed, `x` because the loss was not
-finite, and `*` both."""
+finite, `*` both, and `>` where a stuck run went on in another precision."""
 
 _EPILOG = f"""\
 --policy takes settings of DynamicLossScaler:
@@ -227,8 +227,9 @@ def _data(histories: Mapping[str, ScaleHistory], replays: Mapping[str, PolicyRep
 def _figures(history: ScaleHistory) -> dict[str, Any]:
     """Return the figures of a run; its scales are `None` if no step was recorded."""
     records = list(history)
-    scales = [scale for record in records for scale in (record.scale, record.next_scale)]
+    scales = [scale for record in history.before_fallback() for scale in (record.scale, record.next_scale)]
     skipped = [record.reason for record in records if record.skipped]
+    fallbacks = [{"step": record.index, "precision": record.precision} for record in history.fallbacks]
     return {
         "steps": history.num_attempted,
         "applied": history.num_steps,
@@ -239,6 +240,7 @@ def _figures(history: ScaleHistory) -> dict[str, Any]:
         "last_scale": scales[-1] if scales else None,
         "lowest_scale": min(scales, default=None),
         "highest_scale": max(scales, default=None),
+        **({"fallbacks": fallbacks} if fallbacks else {}),
     }
 
 

@@ -32,6 +32,8 @@ from lightning_amp.comparison._perturbation import LastBitMover
 from lightning_amp.comparison._process_settings import apply_settings
 from lightning_amp.comparison._specs import ArmSpec
 from lightning_amp.precision import AmpPrecision
+from lightning_amp.reports import ScaleHistory
+from lightning_amp.scaling import describe_fallbacks
 from lightning_amp.tracing import reduces_fp32
 from lightning_amp.verdicts import ArmRun, Point
 
@@ -154,7 +156,7 @@ def _summed_up(task: Task, observer: Observer, trainer: Trainer | None, error: s
         label=task.label,
         seed=task.seed,
         error=error,
-        precision=_precision(plugin),
+        precision=_precision(plugin, history),
         device=_device_name(observer.device, trainer),
         tf32=reduces_fp32(observer.device.type),
         versions={
@@ -178,7 +180,7 @@ def _summed_up(task: Task, observer: Observer, trainer: Trainer | None, error: s
         memory_of=observer.memory_of if observer.peak_memory_bytes is not None else None,
         num_steps=history.num_steps if history is not None and recorded else _global_step(trainer),
         num_skipped=history.num_skipped if history is not None and recorded else 0,
-        scale=tuple(history) if history is not None and scaled else (),
+        scale=tuple(history) if history is not None and (scaled or history.fallbacks) else (),
         matmul_flops=observer.matmul_flops,
     )
 
@@ -192,10 +194,12 @@ def _global_step(trainer: Trainer | None) -> int:
     return 0 if trainer is None else trainer.global_step
 
 
-def _precision(plugin: Any) -> str:
-    """Return our name of it, or Lightning's for somebody else's plugin."""
+def _precision(plugin: Any, history: ScaleHistory | None) -> str:
+    """Return our name of it, or Lightning's for somebody else's plugin; of a run that was stuck, and when."""
     if plugin is None:
         return ""
+    if history is not None and history.fallbacks and history.first is not None:
+        return f"{history.first.precision}{describe_fallbacks(history)}"
     if isinstance(plugin, AmpPrecision):
         return {"32-true": "fp32", "16-mixed": "fp16", "bf16-mixed": "bf16"}[plugin.precision]
     return f"{plugin.precision} ({type(plugin).__name__})"

@@ -38,19 +38,19 @@ from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
 from lightning_amp.precision import _first_line, _refusals, _upcast_parameters
+from lightning_amp.precision._fallback import Fallback, FallsBack
 from lightning_amp.precision._fold_plan import is_default
-from lightning_amp.precision._hooks import RunHooks
 from lightning_amp.precision._ledger import STOCK_KEY, Ledger, find_entry
 from lightning_amp.precision._run import Run
 from lightning_amp.precision._settings import Settings
-from lightning_amp.scaling import DynamicLossScaler, RecordLog, StepRecord
+from lightning_amp.scaling import RecordLog, Saved, StepRecord
 from lightning_amp.skipped_steps import checked_buffer_rules
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 
-class AmpPrecision(RunHooks):
+class AmpPrecision(FallsBack):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -87,10 +87,17 @@ class AmpPrecision(RunHooks):
         fp8_recipe: For `"fp8"` only: how values are scaled before they are rounded to 8 bits. `None` is
             `"rowwise_with_gw_hp"`, the most accurate; `"rowwise"`, `"tensorwise"` (the fastest), or a
             `torchao.float8.Float8LinearConfig`, with `emulate=True` for a device without fp8.
+        fallback: Precisions to go on in, in order, when the run is stuck: `["bf16", "fp32"]`. After so many skips in a
+            row, at least half of them because of gradients, the next batch is in the next one, which a warning says.
+            The loss scale ends there, and the count starts at 0. A checkpoint resumes in the precision that it was
+            written in, a second fit of the same Trainer goes on in it; another Trainer starts in `precision`. With
+            `"auto"` what was picked, and what stands before it, is passed over. Empty: a stuck run stops.
 
     Raises:
-        ValueError: For an unknown precision, or a scaler with `"bf16"` or `"fp8"`; when the Trainer attaches, for a
-            precision that the device cannot run, a rule that matches nothing, or if no layer qualifies for fp8.
+        ValueError: For an unknown precision, a scaler with `"bf16"` or `"fp8"`, or a `fallback` that names one twice,
+            `precision` itself, `"auto"`, or `"fp16"` or `"fp8"`, which hold no more than others; when the Trainer
+            attaches, for a precision that the device cannot run, a rule that matches nothing, or if no layer qualifies
+            for fp8.
         ImportError: When the Trainer attaches, if fp8 lacks a torchao of 0.18 or later.
         FloatingPointError: During training, after so many skipped steps in a row that the run is stuck.
 
@@ -110,8 +117,10 @@ class AmpPrecision(RunHooks):
         restore_buffers: Sequence[str] = (),
         upcast_parameters: bool = False,
         fp8_recipe: str | Float8LinearConfig | None = None,
+        fallback: Sequence[str | int | torch.dtype] = (),
     ) -> None:
         self._settings = Settings(precision, eval_precision, scaler, fp8_recipe)
+        self._fallback = Fallback(fallback, self._settings.requested)
         self.fp8_recipe = self._settings.fp8_recipe
         self._fp8_layers: dict[str, str | None] = {}
         self.fp32_modules = checked_module_rules(fp32_modules)
@@ -130,12 +139,9 @@ class AmpPrecision(RunHooks):
 
     def _forget(self) -> None:
         """Have the settings alone, as before the first fit."""
-        self._ledger = Ledger(self._skip_limit, self._describe_skips)
+        self._ledger = Ledger(self._skip_limit, self._describe_skips, offers_fallback=self._offers_fallback)
         self._run: Run | None = None
-
-    @property
-    def _skip_limit(self) -> int:
-        return self.scaler.max_consecutive_skips if isinstance(self.scaler, DynamicLossScaler) else 64
+        self._why_stuck = ""
 
     # -- what the outside reads ----------------------------------------------------------------------------------------
 
@@ -245,18 +251,21 @@ class AmpPrecision(RunHooks):
         device = trainer.strategy.root_device
         self.device = device.type
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._choice, evaluation, why = self._settings.choose(device, fitting=fitting)
-        if self._settings.requested == "auto":
-            self.scaler = self._settings.scaler(self._choice.name)
-        if self.scaler is not None:
-            _torch.set_scaler_device(self.scaler, self.device)
+        start, _, why = self._settings.choose(device, fitting=fitting)
         # a checkpoint is restored later
-        if fitting and not self._ledger.begin(trainer, self._skip_limit):
-            self._settings.reset(self.scaler)
-        if self.upcast_parameters and fitting:  # before `fp32_modules`, which refuses
-            _upcast_parameters.upcast(module)
+        goes_on = self._ledger.begin(trainer, self._skip_limit) if fitting else self._ledger.knows(trainer)
+        choice = self._fallback.begin(start, device, goes_on=goes_on, fitting=fitting)
+        self._set_precision(choice)
+        if fitting:
+            self._why_stuck = ""
+            self._begin_records()
+            if not goes_on:
+                self._settings.reset(self.scaler)
+            if self.upcast_parameters:  # before `fp32_modules`, which refuses
+                _upcast_parameters.upcast(module)
+        evaluation = self._settings.evaluation(choice, device)
         stays = all(is_default(self, name, AmpPrecision) for name in ("forward_context", "autocast_context_manager"))
-        self._run = run = Run(self, module, self._choice, evaluation, self.fp32_modules, autocast_stays=stays)
+        self._run = run = Run(self, module, choice, evaluation, self.fp32_modules, autocast_stays=stays)
         run.check(self.restore_buffers, self.fp8_recipe)
         if run.fp8 is not None:
             self._fp8_layers = run.fp8.layers
@@ -268,8 +277,9 @@ class AmpPrecision(RunHooks):
             resumed=trainer.ckpt_path is not None,
             scaler_unused=self._settings.given_scaler is not None and self.scaler is None,
             num_restored_buffers=len(run.named_buffers),
+            fallback=self._fallback.said,
             skips=self._active_scaler is not None or self.skip_nonfinite,
-            fp8="" if run.fp8 is None else run.fp8.summary,
+            fp8=run.fp8.summary if run.fp8 is not None and run.forward.in_fp8 else "",
         )
 
     @override
@@ -281,6 +291,7 @@ class AmpPrecision(RunHooks):
                 skip_nonfinite=self.skip_nonfinite,
                 log=self.records,
                 own_norm=not is_default(self, "clip_grad_by_norm", AmpPrecision),
+                after_batch=self._fall_back_if_stuck,
             )
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -294,7 +305,7 @@ class AmpPrecision(RunHooks):
         if self._fit is not None:
             self._fit.settle()
         self.flush()
-        return self._ledger.state(self.scaler)
+        return {**self._ledger.state(self.scaler), **self._fallback.state()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -302,7 +313,9 @@ class AmpPrecision(RunHooks):
 
     def _load(self, state_dict: dict[str, Any], name: str) -> None:
         path = None if self._run is None else self._run.module.trainer.ckpt_path
-        self._ledger.load(state_dict, self.scaler, name if path is None else f"{path}: {name}")
+        name = name if path is None else f"{path}: {name}"
+        self._resume_precision(Saved(state_dict, name))
+        self._ledger.load(state_dict, self.scaler, name)
         if self._fit is not None:
             self._fit.steps.restart_scale()
 
@@ -316,6 +329,7 @@ class AmpPrecision(RunHooks):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # what it does not know starts afresh, also where an earlier fit left something
+        self._restart_precision()
         self._settings.reset(self.scaler)
         self._ledger.clear()
         if self._fit is not None:
@@ -331,4 +345,9 @@ class AmpPrecision(RunHooks):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        if self._fallback.reached is not None:
+            self._fallback.forget()
+            start = self._settings.requested
+            self._choice = None if start == "auto" else Choice.of(start)
+            self.scaler = self._settings.scaler("fp16") if start == "fp16" else self._settings.given_scaler
         self._forget()

@@ -21,6 +21,7 @@ def say(
     scaler_unused: bool,
     num_restored_buffers: int,
     skips: bool,
+    fallback: str,
     fp8: str = "",
 ) -> None:
     """Say precision, device, scaler, and what is protected, for somebody who glances at a terminal.
@@ -36,6 +37,7 @@ def say(
         scaler_unused: Whether a scaler was passed that this precision does not need.
         num_restored_buffers: How many buffers the rules of `restore_buffers` match.
         skips: Whether a step that is not finite is skipped.
+        fallback: What is said of the precisions to go on in; empty if there are none.
         fp8: What runs in fp8.
 
     """
@@ -50,6 +52,8 @@ def say(
         parts.append(_scale(scaler, resumed))
     if scaler_unused:
         parts.append("`scaler` is left unused")
+    if fallback:
+        parts.append(fallback)
     if forward.evaluation != forward.training:
         parts.append(f"evaluation in {forward.evaluation.name}")
     if forward.num_fp32_modules:

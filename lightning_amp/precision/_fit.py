@@ -37,6 +37,7 @@ class Fit:
         mixed: Whether training steps run under autocast.
         named_buffers: What a skipped step puts back besides normalisation statistics.
         own_norm: Whether the plugin is a subclass that clips by norm in its own way.
+        after_batch: Is called at the end of each batch in which there may have been an optimizer step.
 
     """
 
@@ -52,11 +53,13 @@ class Fit:
         mixed: bool,
         named_buffers: Sequence[BufferPlace],
         own_norm: bool,
+        after_batch: Callable[[], None] = lambda: None,
     ) -> None:
         self._plugin, self._module = plugin, module
         self._automatic = module.automatic_optimization
-        scales = scaler is not None and scaler.is_enabled()
-        watch = BackwardWatch(optimizers, module.parameters()) if scales else None
+        self._optimizers, self._skip_nonfinite, self._named_buffers = optimizers, skip_nonfinite, named_buffers
+        self._after_batch = after_batch
+        watch = self._watch(scaler)
         several = module.trainer.world_size > 1 and torch.distributed.is_initialized()
         all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX) if several else None
         device = module.trainer.strategy.root_device if several else None
@@ -77,12 +80,39 @@ class Fit:
         self._compiling = _modules.CompiledBackwardWithoutAutocast()
         self._compiling.start()
 
+    def _watch(self, scaler: torch.amp.GradScaler | None) -> BackwardWatch | None:
+        if scaler is None or not scaler.is_enabled():
+            return None
+        return BackwardWatch(self._optimizers, self._module.parameters())
+
+    def change_scaler(self, scaler: torch.amp.GradScaler | None, *, mixed: bool) -> None:
+        """Go on in another precision, between two batches.
+
+        What protects from skipped steps stays: the schedules have not been told yet of the last one.
+
+        Args:
+            scaler: Its scaler, if it has one.
+            mixed: Whether training steps run under autocast.
+
+        """
+        watch = self._watch(scaler)
+        self.steps.change_scaler(scaler, self._skip_nonfinite, watch)
+        if self._unseen_steps is not None:
+            self._unseen_steps.detach()
+        self._unseen_steps = None if watch is None else UnseenSteps(self.steps, watch)
+        if self.steps.skips and self._protection is None:
+            self._protection = SkipProtection(self._module, self._named_buffers)
+        self._may_turn_half = mixed
+
     # -- training step -------------------------------------------------------------------------------------------------
 
     def begin_training_step(self) -> None:
         """Prepare for a training step; in manual optimization, end the batch of what hooks have stepped since."""
         if not self._automatic:
-            self.steps.finish_batch()
+            self._finish_batch()
+        if self._protection is not None and not self.steps.skips:  # from here on nothing is skipped
+            self._protection.detach()
+            self._protection = None
         if self._protection is not None:
             self._protection.enter_step(manual=not self._automatic)
 
@@ -91,7 +121,11 @@ class Fit:
         if self._protection is not None and self._protection.active:
             self._protection.leave_step()
         if not self._automatic:
-            self.steps.finish_batch()
+            self._finish_batch()
+
+    def _finish_batch(self) -> None:
+        self.steps.finish_batch()
+        self._after_batch()
 
     def settle(self) -> None:
         """Leave everything as it ought to be for somebody who looks now: validation, or a checkpoint."""
@@ -167,7 +201,7 @@ class Fit:
             self._may_turn_half = False
             _refusals.warn_of_half_in_a_step(self._module)
         if self._automatic:
-            self.steps.finish_batch()
+            self._finish_batch()
         return result.output
 
     def _plan(self, optimizer: Optimizer) -> StepPlan:

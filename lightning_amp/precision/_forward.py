@@ -66,26 +66,62 @@ class ForwardContexts:
         self.autocast, self.autocast_stays = autocast, autocast_stays
         self.evaluating = False
         self._module, self.device_type = module, device_type
-        mixed = training.mixed or evaluation.mixed
-        self._fp32_modules = Fp32Modules(module, rules, device_type, active=mixed)
+        self._rules = rules
+        self._reused = ReusedWeights()
+        self._idle_rules: IdleRules | None = None
+        self._prepare()
         self._fp32_metrics = Fp32Metrics(module, device_type)
         # of shadows of the module that a callback validates beside it
         self._shadows: WeakKeyDictionary[nn.Module, Fp32Metrics] = WeakKeyDictionary()
-        self._idle_rules: IdleRules | None = None
-        if len(self._fp32_modules) and module.trainer.state.fn == TrainerFn.FITTING:
-            self._idle_rules = IdleRules(module, self._fp32_modules)
-        self._reused = ReusedWeights()
-        if mixed:
-            self._reused.attach(module, device_type, lambda: module.trainer.current_epoch)
         self._step: str | None = None  # which kind of step ran last
         self._epoch_ends: dict[str, EpochEnd] = {}
         self._training_step: _TrainingStep | None = None
         self._float64_entries: list[str] = []  # of the latest batch, where nobody casts them
 
+    def _prepare(self) -> None:
+        module, device_type = self._module, self.device_type
+        self._fp32_modules = Fp32Modules(module, self._rules, device_type, active=self._mixed)
+        if len(self._fp32_modules) and module.trainer.state.fn == TrainerFn.FITTING:
+            self._idle_rules = IdleRules(module, self._fp32_modules)
+        if self._mixed:
+            self._reused.attach(module, device_type, lambda: module.trainer.current_epoch)
+
+    @property
+    def _mixed(self) -> bool:
+        return self.training.mixed or self.evaluation.mixed
+
+    def change(self, training: Choice, evaluation: Choice) -> None:
+        """Go on in other precisions, between two steps.
+
+        Modules that compute in fp32 stay as they are where everything does from here on: nothing is left to switch off.
+        """
+        was_mixed = self._mixed
+        self.training, self.evaluation = training, evaluation
+        if self._training_step is not None:
+            self._training_step.forget_autocast()
+        self._reused.forget()
+        if self._mixed and not was_mixed:
+            self._fp32_modules.remove()
+            self._prepare()
+
+    @contextlib.contextmanager
+    def pretending(self, training: Choice) -> Generator[None, None, None]:
+        """Make contexts of a training step in another precision, for a step that is run again."""
+        before, self.training = self.training, training
+        try:
+            yield
+        finally:
+            self.training = before
+
     @property
     def choice(self) -> Choice:
         """Return the precision of what runs now."""
         return self.evaluation if self.evaluating else self.training
+
+    @property
+    def in_fp8(self) -> bool:
+        """Return whether layers that can multiply in fp8 do so now."""
+        return not self.evaluating and self.training.name == "fp8"
 
     @property
     def fp32_modules(self) -> set[nn.Module]:
@@ -243,6 +279,10 @@ class _TrainingStep:
         self._autocast: contextlib.AbstractContextManager[Any] | None = None
         self._sharing = contexts.sharing_copies("training_step")
         self.active = False
+
+    def forget_autocast(self) -> None:
+        """Make a new one for the next step."""
+        self._autocast = None
 
     def __enter__(self) -> None:
         if self._fit is not None:

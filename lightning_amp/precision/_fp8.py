@@ -30,7 +30,7 @@ class Fp8:
 
     Args:
         module: The user's.
-        forward: Says when it is evaluated, and what computes in fp32.
+        forward: Says when it trains in fp8, and what computes in fp32.
         recipe: A checked one.
         device: Where.
 

@@ -72,6 +72,8 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
 
     """
 
+    _offers_fallback = False
+
     def __init__(
         self,
         precision: str | int | torch.dtype = "auto",

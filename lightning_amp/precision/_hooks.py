@@ -76,6 +76,10 @@ class RunHooks(MixedPrecision):
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:  # type: ignore[override]
         return self.autocast_context_manager()
 
+    def forward_context_of(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+        """Return what a training step ran in, by our name of its precision, to run it again; empty: as of now."""
+        return self.forward_context()
+
     @override
     def train_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         run = self._run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,24 +33,31 @@ class Ledger:
     Args:
         max_consecutive_skips: Of these `FloatingPointError` is raised.
         describe_skips: Says what is known of the gradients then.
+        offers_fallback: Whether the plugin has the argument `fallback`.
 
     """
 
-    def __init__(self, max_consecutive_skips: int, describe_skips: Callable[[], str]) -> None:
-        self._describe_skips = describe_skips
+    def __init__(
+        self, max_consecutive_skips: int, describe_skips: Callable[[], str], *, offers_fallback: bool = False
+    ) -> None:
+        self._new_log = partial(RecordLog, describe_skips=describe_skips, offers_fallback=offers_fallback)
         self._last_trainer = LastTrainer()
-        self.log = RecordLog(max_consecutive_skips, describe_skips=describe_skips)
+        self.log = self._new_log(max_consecutive_skips)
         self.derivatives = DerivativeScale()
 
     def begin(self, trainer: Any, max_consecutive_skips: int) -> bool:
         """Begin a fit; returns whether it goes on where the last one ended, in the same Trainer."""
         goes_on = self._last_trainer.goes_on(trainer)
-        before, self.log = self.log, RecordLog(max_consecutive_skips, describe_skips=self._describe_skips)
+        before, self.log = self.log, self._new_log(max_consecutive_skips)
         if goes_on:
             self.log.restore(before.num_steps, before.num_skipped, before.streak, before.last)
         else:
             self.derivatives = DerivativeScale()
         return goes_on
+
+    def knows(self, trainer: Any) -> bool:
+        """Return whether the last fit was one of this Trainer."""
+        return self._last_trainer.knows(trainer)
 
     def clear(self) -> None:
         """Forget everything; a checkpoint says what was."""

@@ -97,6 +97,7 @@ class Run:
         skip_nonfinite: bool,
         log: RecordLog,
         own_norm: bool,
+        after_batch: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin a fit, if this is one; see :class:`Fit` for the arguments."""
         if self.fit is not None:
@@ -112,7 +113,14 @@ class Run:
                 mixed=self.forward.training.mixed,
                 named_buffers=self.named_buffers,
                 own_norm=own_norm,
+                after_batch=after_batch,
             )
+
+    def go_on_in(self, training: Choice, evaluation: Choice, scaler: torch.amp.GradScaler | None) -> None:
+        """Change the precision between two batches."""
+        self.forward.change(training, evaluation)
+        if self.fit is not None:
+            self.fit.change_scaler(scaler, mixed=training.mixed)
 
     def evaluation_step(self, module: Any, step: str | None) -> AbstractContextManager[None]:
         """Return what an evaluation step, or a hook around it, runs in; see `AmpPrecision.evaluation_context`."""

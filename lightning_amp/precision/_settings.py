@@ -68,7 +68,11 @@ class Settings:
             training.require(device)
         elif fitting:
             training.require(device, emulated=emulates(self.fp8_recipe))
-        return training, Choice.for_evaluation(self._eval_requested, training, device), why
+        return training, self.evaluation(training, device), why
+
+    def evaluation(self, training: Choice, device: torch.device) -> Choice:
+        """Return the precision of evaluation beside that of training; raises as :meth:`choose`."""
+        return Choice.for_evaluation(self._eval_requested, training, device)
 
     def scaler(self, precision: str) -> torch.amp.GradScaler | None:
         """Return the scaler for one of our names; `None` where none is needed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import final
@@ -13,7 +14,7 @@ from lightning_amp._text import counted, exact
 if TYPE_CHECKING:
     from lightning_amp.reports._scale_history import ScaleHistory
 
-GRADIENT, LOSS, BOTH = "v", "x", "*"
+GRADIENT, LOSS, BOTH, FALLBACK = "v", "x", "*", ">"
 
 
 @final
@@ -45,10 +46,14 @@ def scale_chart(history: ScaleHistory, width: int = 80, height: int = 10) -> str
     margin = max(map(len, labels)) + 2
     columns = _Columns(first.index, last.index, max(width, 30) - margin)
     lines = [[" "] * columns.number for _ in labels]
-    for column, exponents in enumerate(_by_column(stretches, columns)):
-        low, high = rows.row(min(exponents)), rows.row(max(exponents))
-        for row in range(high, low + 1):  # the first line is the highest
-            lines[row][column] = "-" if low == high else "|"
+    starts = [stretches[0].first, *(record.index for record in history.fallbacks), last.index + 1]
+    for begin, end in pairwise(starts):  # no line leads from one precision to the next: the scale did not move
+        part = [stretch for stretch in stretches if begin <= stretch.first < end]
+        for column, exponents in enumerate(_by_column(part, columns)):
+            if exponents:
+                low, high = rows.row(min(exponents)), rows.row(max(exponents))
+                for row in range(high, low + 1):  # the first line is the highest
+                    lines[row][column] = "-" if low == high else "|"
     text = [f"{label:>{margin - 2}} |{''.join(line)}" for label, line in zip(labels, lines, strict=True)]
     marks = _marks(history, columns)
     if marks.strip():
@@ -117,6 +122,8 @@ def _marks(history: ScaleHistory, columns: _Columns) -> str:
             mark = LOSS if record.reason == "loss" else GRADIENT
             column = columns.of(record.index, record.index)[0]
             marks[column] = mark if marks[column] in (" ", mark) else BOTH
+    for record in history.fallbacks:
+        marks[columns.of(record.index, record.index)[0]] = FALLBACK
     return "".join(marks)
 
 
@@ -135,4 +142,5 @@ def _legend(history: ScaleHistory) -> str:
         for mark, number, what in ((GRADIENT, gradients, "overflowed"), (LOSS, losses, "had a non-finite loss"))
         if number
     ]
-    return "skipped: " + ", ".join(parts) if parts else ""
+    skipped = ["skipped: " + ", ".join(parts)] if parts else []
+    return "; ".join([*skipped, *(f"{FALLBACK} {r.precision} from step {r.index:,} on" for r in history.fallbacks)])

@@ -16,7 +16,15 @@ from typing_extensions import final, override
 from lightning_amp._text import counted, exact
 from lightning_amp._urls import open_to_read
 from lightning_amp.reports._table import Table
-from lightning_amp.scaling import Reason, Saved, StepRecord
+from lightning_amp.scaling import (
+    Reason,
+    Saved,
+    StepPrecision,
+    StepRecord,
+    before_fallback,
+    describe_fallbacks,
+    fallbacks,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,12 +35,21 @@ SCALE_HISTORY_FILE = "scale_history.csv"
 """What :class:`~lightning_amp.ScaleMonitor` calls it in its folder."""
 
 _REASONS: tuple[Reason, ...] = get_args(Reason)
-_COLUMNS = {"index": "q", "optimizer_idx": "q", "scale": "d", "next_scale": "d", "skipped": "b", "reason": "b"}
+_PRECISIONS: tuple[StepPrecision, ...] = get_args(StepPrecision)
+_COLUMNS = {
+    "index": "q",
+    "optimizer_idx": "q",
+    "scale": "d",
+    "next_scale": "d",
+    "skipped": "b",
+    "reason": "b",
+    "precision": "b",
+}
 
 
 @final
 class ScaleHistory(Table[StepRecord]):
-    """Every step of a run, of which only changes of the scale and skips take memory (34 bytes each).
+    """Every step of a run, of which only changes of the scale and skips take memory (35 bytes each).
 
     .. code-block:: python
 
@@ -43,7 +60,8 @@ class ScaleHistory(Table[StepRecord]):
         monitor.history.to_csv("scale_history.csv")
 
     Iterating and indexing give the stored records: the first step, every skip, every step after which the scale moved,
-    and the last step. What lies between two of them was applied, at the later one's scale. `len` counts the stored
+    the last and the first step around a change of precision, and the last step. What lies between two of them was
+    applied, at the later one's scale and in its precision. `len` counts the stored
     records, and an index is a position among them, not the index of a step.
     """
 
@@ -106,7 +124,10 @@ class ScaleHistory(Table[StepRecord]):
         return self.num_attempted - self.num_skipped
 
     def summary(self) -> str:
-        """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`."""
+        """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`.
+
+        Of a run that fell back the scale is that before, and it goes on: `, bf16 from step 64 on`.
+        """
         if self._last is None:
             return "no optimizer step was recorded"
         first = self.first
@@ -118,24 +139,44 @@ class ScaleHistory(Table[StepRecord]):
         losses = sum(r.reason == "loss" for r in self)
         if losses:
             text += f", {losses:,} of them with a non-finite loss"
-        return f"{text}; scale {exact(first.scale)} -> {exact(self._last.next_scale)}"
+        end = before_fallback(list(self))[-1]
+        return f"{text}; scale {exact(first.scale)} -> {exact(end.next_scale)}{describe_fallbacks(self)}"
+
+    @property
+    def fallbacks(self) -> list[StepRecord]:
+        """Return the first step of each precision but the first: where a run that was stuck went on in another."""
+        return fallbacks(self)
+
+    def before_fallback(self) -> ScaleHistory:
+        """Return the part in the precision in which the run began, the only one with a loss scale."""
+        if not self.fallbacks:
+            return self
+        part = type(self)()
+        part.extend(before_fallback(list(self)))
+        return part
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def extend(self, records: Iterable[StepRecord]) -> None:
         """Add records in their order."""
         for record in records:
+            last = self._last
+            changed = last is not None and record.precision != last.precision
+            if changed and last is not None and not self._is_stored(last):
+                self._store(last)
             if (
-                self._last is None
+                last is None
+                or changed
                 or record.skipped
                 or record.next_scale != record.scale
-                or record.scale != self._last.next_scale
+                or record.scale != last.next_scale
             ):
                 self._store(record)
             self._last = record
 
     def _store(self, record: StepRecord) -> None:
-        values = (*self._cells(record)[:-1], _REASONS.index(record.reason))
+        *values, reason, precision = self._cells(record)
+        values += [_REASONS.index(reason), _PRECISIONS.index(precision)]
         for column, value in zip(self._columns.values(), values, strict=True):
             column.append(value)
 
@@ -147,11 +188,11 @@ class ScaleHistory(Table[StepRecord]):
 
     @override
     def _cells(self, row: StepRecord) -> tuple[Any, ...]:
-        return row.index, row.optimizer_idx, row.scale, row.next_scale, int(row.skipped), row.reason
+        return row.index, row.optimizer_idx, row.scale, row.next_scale, int(row.skipped), row.reason, row.precision
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> ScaleHistory:
-        """Read what :meth:`to_csv` wrote, from a path or a URL.
+        """Read what :meth:`to_csv` wrote, from a path or a URL; older files have no column `precision`.
 
         Raises:
             ValueError: Naming file and line, if it is not such a file.
@@ -166,13 +207,13 @@ class ScaleHistory(Table[StepRecord]):
                     f"`{path}`, after line {reader.line_num}, is not text ({error}); the history is also in the"
                     " checkpoint."
                 ) from error
-            if header[0] != list(_COLUMNS):
-                raise ValueError(
-                    f"`{path}` is not a scale history: its header must be {list(_COLUMNS)}, got {header[0]}."
-                )
+            columns = list(_COLUMNS)
+            older = header[0] == columns[:-1]
+            if header[0] != columns and not older:
+                raise ValueError(f"`{path}` is not a scale history: its header must be {columns}, got {header[0]}.")
             for row, line in rows:
                 try:
-                    index, optimizer, scale, next_scale, skipped, reason = row
+                    index, optimizer, scale, next_scale, skipped, reason, precision = [*row, ""] if older else row
                     record = StepRecord(
                         int(index),
                         int(optimizer),
@@ -180,6 +221,7 @@ class ScaleHistory(Table[StepRecord]):
                         float(next_scale),
                         bool(int(skipped)),
                         _REASONS[_REASONS.index(reason)],  # type: ignore[arg-type]
+                        _PRECISIONS[_PRECISIONS.index(precision)],  # type: ignore[arg-type]
                     )
                     if record.index <= (-1 if history.last is None else history.last.index) or not (
                         0 <= record.scale < math.inf and 0 <= record.next_scale < math.inf  # torch's falls to 0
@@ -207,6 +249,9 @@ class ScaleHistory(Table[StepRecord]):
         saved = Saved(state, "ScaleHistory")
         columns: dict[str, array[Any]] = {}
         for name, code in _COLUMNS.items():
+            if name == "precision" and name not in saved:  # of an older version
+                columns[name] = array(code, bytes(len(columns["index"])))
+                continue
             values = saved.any(name)
             if not isinstance(values, torch.Tensor) or values.dtype != _dtype(name) or values.dim() != 1:
                 raise saved.wrong(name, f"a tensor [steps] of {_dtype(name)}")
@@ -215,6 +260,8 @@ class ScaleHistory(Table[StepRecord]):
             raise saved.wrong("index", "as long as the other columns")
         if any(not 0 <= reason < len(_REASONS) for reason in columns["reason"]):
             raise saved.wrong("reason", f"a number from 0 to {len(_REASONS) - 1} for each step")
+        if any(not 0 <= precision < len(_PRECISIONS) for precision in columns["precision"]):
+            raise saved.wrong("precision", f"a number from 0 to {len(_PRECISIONS) - 1} for each step")
         last = saved.record("last")
         self._columns, self._last = columns, last
 
@@ -235,6 +282,8 @@ class ScaleHistory(Table[StepRecord]):
         Each step of the replay takes the rule of :class:`~lightning_amp.DynamicLossScaler` itself. The policy that
         recorded the run gives the recorded scales again, unless something set the scale from outside: a resumed run
         with other settings, a float16 loss, which lowers `max_scale` (pass `max_scale=2**15`).
+
+        Of a run that fell back to another precision (`AmpPrecision(fallback=...)`) the part before it is replayed.
 
         Args:
             policy: Arguments of :class:`~lightning_amp.DynamicLossScaler`, such as `growth_interval=500`. Those that
@@ -257,6 +306,8 @@ class ScaleHistory(Table[StepRecord]):
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw log2 of the scale over steps; skips are marked, and growth if it is not more than 100 times.
 
+        A vertical line marks where a run that was stuck went on in another precision.
+
         Args:
             path: Where to save the picture too, also a URL.
 
@@ -268,8 +319,11 @@ class ScaleHistory(Table[StepRecord]):
         return plot_history(self, path)
 
 
-def _record(index: int, optimizer: int, scale: float, next_scale: float, skipped: int, reason: int) -> StepRecord:
-    return StepRecord(index, optimizer, scale, next_scale, bool(skipped), _REASONS[reason])
+def _record(
+    index: int, optimizer: int, scale: float, next_scale: float, skipped: int, reason: int, precision: int
+) -> StepRecord:
+    reasons = _REASONS[reason], _PRECISIONS[precision]
+    return StepRecord(index, optimizer, scale, next_scale, bool(skipped), *reasons)
 
 
 def _dtype(column: str) -> torch.dtype:

@@ -9,7 +9,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp.reports._figures import new_figure, saved, say_empty
-from lightning_amp.scaling import StepRecord
+from lightning_amp.scaling import StepRecord, describe_fallbacks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,6 +40,8 @@ def plot_history(history: ScaleHistory, path: str | os.PathLike[str] | None = No
             ("scale grew", "^", _COLORS[2], grown if len(grown) <= _MANY else []),
         ):
             _mark(axes, records, marker, color, f"{label} ({len(records):,})")
+        for record in history.fallbacks:
+            _mark_fallback(axes, record, "gray", f"{record.precision} from step {record.index:,} on")
         _finish(figure, axes)
     title = textwrap.fill(f"Loss scale: {history.summary()}", 90, break_on_hyphens=False)
     return _named(figure, axes, title, path)
@@ -70,7 +72,9 @@ def plot_histories(
         if history.last is None:
             axes.plot([], [], color=color, label=f"{name}: {_NO_STEP}")
             continue
-        skipped = f"{history.num_skipped:,} of {history.num_attempted:,} steps skipped"
+        skipped = f"{history.num_skipped:,} of {history.num_attempted:,} steps skipped{describe_fallbacks(history)}"
+        for record in history.fallbacks:
+            _mark_fallback(axes, record, color)
         _curve(axes, history, color=color, label=f"{name}: {skipped}")
         for label, marker, records in zip(("overflow", "loss not finite"), "vx", _skips(history), strict=True):
             if records:
@@ -94,10 +98,24 @@ def plot_histories(
 
 
 def _curve(axes: Any, history: ScaleHistory, **style: Any) -> None:
-    """Draw the scale; steps at which nothing changed are not stored, each record has the scale around its own step."""
-    records = list(history)
-    steps = [step for r in records for step in (r.index, r.index + 1, r.index + 1)]
-    axes.plot(steps, [scale for r in records for scale in (r.scale, r.scale, r.next_scale)], **style)
+    """Draw the scale; steps at which nothing changed are not stored, each record has the scale around its own step.
+
+    From a fallback on it is 1, and no line leads there: the scale did not rise or fall to it, it is gone.
+    """
+    changes = {record.index for record in history.fallbacks}
+    steps: list[float] = []
+    scales: list[float] = []
+    for r in history:
+        if r.index in changes:
+            steps.append(r.index)
+            scales.append(float("nan"))
+        steps += [r.index, r.index + 1, r.index + 1]
+        scales += [r.scale, r.scale, r.next_scale]
+    axes.plot(steps, scales, **style)
+
+
+def _mark_fallback(axes: Any, record: StepRecord, color: str, label: str | None = None) -> None:
+    axes.axvline(record.index, linestyle="-.", linewidth=1.2, color=color, label=label)
 
 
 def _skips(history: ScaleHistory) -> tuple[list[StepRecord], list[StepRecord]]:

@@ -33,7 +33,7 @@ class PolicyReplay:
     all are decided, the two are equal.
 
     Attributes:
-        recorded: What was replayed.
+        recorded: What was replayed; of a run that fell back to another precision the part before.
         policy: All settings of the policy, by name.
         optimistic: The run in which no undecided step overflows.
         pessimistic: The run in which every undecided step overflows.
@@ -94,6 +94,7 @@ class PolicyReplay:
 
 def replay_history(history: ScaleHistory, policy: Mapping[str, Any]) -> PolicyReplay:
     """Do what :meth:`ScaleHistory.replay` documents."""
+    history = history.before_fallback()
     records, first = list(history), history.first
     if first is None:
         raise ValueError("There is nothing to replay: no optimizer step was recorded.")

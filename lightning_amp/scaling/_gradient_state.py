@@ -305,6 +305,10 @@ class GradientState:
         """Note how often a step has called its closure, whether it ended well or not."""
         self._closure_calls = count
 
+    def release(self) -> None:
+        """Take the gradients as true ones that nobody has looked at."""
+        self.form = UNSEEN
+
     def finish(self) -> None:
         """Begin anew: the gradients are those of no loss until the next backward."""
         self.loss_probe = None

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from typing_extensions import final
 
-from lightning_amp._text import exact
+from lightning_amp.scaling import _stuck
 from lightning_amp.scaling._skip import Skip
 
 Reason = Literal["none", "loss", "gradient"]
+StepPrecision = Literal["", "fp16", "bf16", "fp8", "fp32"]
 
 
 @final
@@ -26,7 +27,7 @@ class StepRecord:
 
         plugin = AmpPrecision("fp16")
         L.Trainer(plugins=[plugin], max_epochs=1).fit(model, data)
-        print(plugin.last_step)  # StepRecord(index=7, optimizer_idx=0, scale=2048.0, ..., reason='none')
+        print(plugin.last_step)  # StepRecord(index=7, optimizer_idx=0, scale=2048.0, ..., precision='fp16')
 
     Attributes:
         index: Optimizer steps attempted before this one, over all optimizers of the run.
@@ -35,6 +36,7 @@ class StepRecord:
         next_scale: Loss scale after the update that followed, at the end of the batch.
         skipped: Whether the step was dropped.
         reason: `"none"`; `"loss"` if the loss itself was not finite; `"gradient"` if only gradients were.
+        precision: What it was taken in: `"fp16"`, `"bf16"`, `"fp8"` or `"fp32"`; empty where an older version saved it.
 
     """
 
@@ -44,6 +46,7 @@ class StepRecord:
     next_scale: float
     skipped: bool
     reason: Reason
+    precision: StepPrecision = ""
 
 
 class _Open(NamedTuple):
@@ -90,6 +93,7 @@ class RecordLog:
             disables the check.
         block: Records that are kept before they are read back.
         describe_skips: Says what is known of the gradients of a run that is stuck, for the error.
+        offers_fallback: Whether whoever made it has an argument `fallback`, for the error.
 
     """
 
@@ -99,6 +103,7 @@ class RecordLog:
         *,
         block: int = 64,
         describe_skips: Callable[[], str] = str,
+        offers_fallback: bool = False,
     ) -> None:
         self.max_consecutive_skips = max_consecutive_skips
         self.num_steps = 0
@@ -106,6 +111,9 @@ class RecordLog:
         self.last: StepRecord | None = None
         self._block = block
         self._describe_skips = describe_skips
+        self._offers_fallback = offers_fallback
+        self._precision: StepPrecision = ""
+        self._rescue: Callable[[str], None] | None = None
         self.subscriptions: list[Subscription] = []
         """Those that are open."""
         self._pending: list[tuple[_Open, Tensor | None]] = []  # with the scale that followed
@@ -115,6 +123,8 @@ class RecordLog:
         self._known_streak = 0  # the same, as far as the host knows without reading
         self.num_known_skips = 0
         """Skips that the host decided and that were not read back yet."""
+        self._blocks = 0  # that are over
+        self._is_stuck = False
 
     @property
     def streak(self) -> tuple[Reason, ...]:
@@ -128,7 +138,28 @@ class RecordLog:
         self.num_known_skips = 0
         self.num_steps, self.num_skipped, self._streak = num_steps, num_skipped, list(streak)
         self._known_streak = len(streak)
+        self._is_stuck = False
+        self._blocks = self.num_attempted // self._block
         self.last = last
+
+    def go_on_in(
+        self, precision: StepPrecision, max_consecutive_skips: int, rescue: Callable[[str], None] | None = None
+    ) -> None:
+        """Note what the steps to come are taken in. If the run was stuck it is not any more: the count starts at 0.
+
+        Args:
+            precision: Of the steps to come; those so far were read back.
+            max_consecutive_skips: Of these steps.
+            rescue: Is told why, instead of an error, if these are stuck by their gradients: at the end of a batch, the
+                same one on all ranks, and again at later ones until somebody calls this method.
+
+        """
+        self._precision, self.max_consecutive_skips, self._rescue = precision, max_consecutive_skips, rescue
+        if self._is_stuck:
+            self._end_streak()
+
+    def _end_streak(self) -> None:
+        self._streak, self._known_streak, self._is_stuck = [], 0, False
 
     # -- listening -----------------------------------------------------------------------------------------------------
 
@@ -179,12 +210,17 @@ class RecordLog:
             return
         self._in_batch = False
         stuck = self.max_consecutive_skips is not None and self._known_streak >= self.max_consecutive_skips
+        # by the number of steps, not of those to be read: some ranks may have been asked in between
+        blocks, before = self.num_attempted // self._block, self._blocks
+        self._blocks = blocks
         if (
             stuck
-            or len(self._pending) >= self._block
+            or blocks > before
             or (self.subscriptions and any(s.at_once for s in self.subscriptions) and self._has_skip())
         ):
             self.flush()
+            if self._is_stuck and self._rescue is not None and self.last is not None:
+                self._rescue(self._why_stuck(self.last))
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -206,7 +242,7 @@ class RecordLog:
         """Read everything back. Waits for the device.
 
         Raises:
-            FloatingPointError: If `max_consecutive_skips` steps in a row were skipped.
+            FloatingPointError: If `max_consecutive_skips` steps in a row were skipped, and nobody comes to the rescue.
 
         """
         pending, self._pending = self._pending, []
@@ -219,20 +255,20 @@ class RecordLog:
             self.num_steps += len(pending) - 1  # the last one is still to be written down
             pending, skips = pending[-1:], skips[-1:]
         records = self._records(pending, skips)
-        stuck = False
+        limit = self.max_consecutive_skips
         for record in records:
             if record.skipped:
                 self.num_skipped += 1
                 self._streak.append(record.reason)
-                stuck |= len(self._streak) == self.max_consecutive_skips
+                self._is_stuck |= limit is not None and len(self._streak) >= limit
             else:
                 self.num_steps += 1
-                if not stuck:
+                if not self._is_stuck:
                     self._streak.clear()
         self.last = records[-1]
         for listener in listeners:
             listener(records)
-        if stuck:
+        if self._is_stuck and (self._rescue is None or _stuck.by_losses(self._streak)):
             self._raise_stuck(self.last)
 
     def so_far(self, next_scale: Tensor | None) -> tuple[int, int, StepRecord | None]:
@@ -263,45 +299,24 @@ class RecordLog:
             for skip, probe in zip(skips, probes, strict=True)
         ]
         first = self.num_steps + self.num_skipped
+        used, following = scales[::2], scales[1::2]
         return [
-            StepRecord(first + i, step.optimizer_idx, scales[2 * i], scales[2 * i + 1], bool(skips[i]), reasons[i])
+            StepRecord(
+                first + i, step.optimizer_idx, used[i], following[i], bool(skips[i]), reasons[i], self._precision
+            )
             for i, (step, _) in enumerate(steps)
         ]
 
-    def _raise_stuck(self, last: StepRecord) -> None:
-        streak, self._streak, self._known_streak = self._streak, [], 0
-        num_loss = streak.count("loss")
+    def _why_stuck(self, last: StepRecord) -> str:
         details = self._describe_skips()
-        advice = _BROKEN_FORWARD if num_loss > len(streak) // 2 else _advice_on_gradients(last)
-        raise FloatingPointError(
-            f"{len(streak)} optimizer steps in a row were skipped (the limit is {self.max_consecutive_skips}), the last"
-            f" at loss scale {exact(last.scale)}: {num_loss} with a non-finite loss, {len(streak) - num_loss} with"
-            f" non-finite gradients under a finite loss. {details}{'. ' if details else ''}{advice}."
-        )
+        return _stuck.why(self._streak, self.max_consecutive_skips, last.scale) + (f" {details}." if details else "")
 
-
-_BROKEN_FORWARD = (
-    "The forward pass itself is broken: look at the data and at the learning rate, or run the module with precision"
-    " 'fp32' to see whether it happens there too"
-)
-
-
-def _advice_on_gradients(last: StepRecord) -> str:
-    if last.scale == last.next_scale == 1:
-        return (
-            "The gradients are not finite although the loss is, and no scale is to blame: look for roots, logarithms"
-            " and quotients at 0, which want an epsilon, and run the module with precision 'fp32' to see whether it"
-            " happens there too"
-        )
-    if last.scale == last.next_scale > 1:
-        return (
-            "The gradients overflow although the loss is finite, and this scale does not fall: use a smaller static"
-            " scale or `min_scale`, or leave `scaler` out for a dynamic one"
-        )
-    return (
-        "The gradients overflow although the loss is finite: look for a module whose gradients are unusually large,"
-        " keep it in fp32, clip its inputs, or use 'bf16', whose range is that of fp32"
-    )
+    def _raise_stuck(self, last: StepRecord) -> None:
+        fallback = self._offers_fallback and self._precision == "fp16"
+        advice = _stuck.advice(self._streak, last.scale, last.next_scale, fallback=fallback)
+        text = f"{self._why_stuck(last)} {advice}"
+        self._end_streak()
+        raise FloatingPointError(text)
 
 
 def _read(values: Sequence[Tensor | bool | None]) -> list[float]:

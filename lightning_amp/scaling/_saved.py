@@ -10,7 +10,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import is_count, is_number
 from lightning_amp._compat import _torch
-from lightning_amp.scaling._records import Reason, StepRecord
+from lightning_amp.scaling._records import Reason, StepPrecision, StepRecord
 
 
 @final
@@ -77,6 +77,7 @@ class Saved:
                 and all(is_number(scale) for scale in (record.scale, record.next_scale))
                 and isinstance(record.skipped, bool)
                 and record.reason in get_args(Reason)
+                and record.precision in get_args(StepPrecision)
             )
         except TypeError:
             fits = False

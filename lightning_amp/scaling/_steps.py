@@ -69,6 +69,21 @@ class OptimizerSteps:
         """Note that the scale was set from outside. Waits for the device."""
         self._first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
 
+    def change_scaler(
+        self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool, watch: BackwardWatch | None
+    ) -> None:
+        """Go on with another scaler, or none, between two batches. Gradients that are still there become true ones."""
+        for state in self._states.values():
+            if self._watch is None or not self._watch.came_plain(state.optimizer):
+                self.unscale(state)
+        for state in self._states.values():
+            state.release()
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.skips = self.scaler is not None or skip_nonfinite
+        self._watch = watch
+        self._attempts = BatchAttempts()
+        self.restart_scale()
+
     def state(self, optimizer: Optimizer) -> GradientState:
         """Return what is known of an optimizer; one that was made inside the training step gets the next index."""
         state = self._states.get(id(optimizer))

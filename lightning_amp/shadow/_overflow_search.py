@@ -106,15 +106,23 @@ class Finding:
     largest_gradient: float | None = None
 
 
-def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: float) -> Finding:
+def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: float, precision: str = "") -> Finding:
     """Run the batches of the window again until one is not finite. Never raises, changes nothing.
 
     All ranks must call. They run as many passes, whatever each of them finds: a step may talk to the other ranks
     (`self.all_gather`, SyncBatchNorm).
+
+    Args:
+        trainer: The trainer.
+        module: What it trains.
+        window: The batches.
+        scale: That the step was taken at.
+        precision: That it was taken in, by our name; the plugin may have gone on in another. Empty: as of now.
+
     """
     steps = list(window.kept)
     steps = steps[-min(gather(trainer, len(steps))) :]
-    search = _Search(trainer, module, scale, steps[-1])
+    search = _Search(trainer, module, scale, precision, steps[-1])
     search.run(steps)
     note = "; ".join(filter(None, (_edited(steps[-1]), search.unseen)))
     return search.finding or Finding(Diagnosis("none"), steps[-1].batch_idx, len(steps), note=note, step=steps[-1])
@@ -124,9 +132,12 @@ def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: 
 class _Search:
     """One replay of a window, on all ranks in step."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, scale: float, last: KeptBatch) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, scale: float, precision: str, last: KeptBatch
+    ) -> None:
         self.finding: Finding | None = None
         self._trainer, self._module, self._loss_scale = trainer, module, scale
+        self._precision = precision
         self._step, self._number = last, 0
         self._replay: TrainingPass | None = None
         self._is_new = False
@@ -182,7 +193,7 @@ class _Search:
         return self._is_new and self.finding is not None and self.finding.diagnosis.cause == "backward"
 
     def _begin(self) -> None:
-        self._replay = TrainingPass(self._trainer, self._module)
+        self._replay = TrainingPass(self._trainer, self._module, precision=self._precision)
 
     def _run_step(self) -> None:
         assert self._replay is not None
@@ -218,7 +229,7 @@ def _run(
         loss = replay.run(
             step.batch,
             step.batch_idx,
-            context=trainer.precision_plugin.forward_context(),
+            context=replay.forward_context(),
             random_state=step.random_state,
             scale=scale,
             trace=trace,

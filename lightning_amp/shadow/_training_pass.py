@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules
+from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.shadow._views import View, replaying
@@ -33,12 +34,13 @@ class TrainingPass:
         trainer: The trainer, inside a training epoch.
         module: The real module. Neither is changed.
         upcast: Parameters, buffers and batches in half precision become float32. For a pass in fp32.
+        precision: Of the step, by our name: a plugin that fell back goes on in another. Empty: as of now.
 
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, *, upcast: bool = False) -> None:
-        self._trainer, self._upcast = trainer, upcast
+    def __init__(self, trainer: Trainer, module: LightningModule, *, upcast: bool = False, precision: str = "") -> None:
+        self._trainer, self._upcast, self._precision = trainer, upcast, precision
         self._device_type = trainer.strategy.root_device.type
         self._automatic = module.automatic_optimization
         self._factor: float | Tensor = 1.0
@@ -71,6 +73,13 @@ class TrainingPass:
                 for group in stand_in.param_groups
             ]
             vars(stand_in).update(param_groups=groups)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return what the step ran in."""
+        plugin = self._trainer.precision_plugin
+        if isinstance(plugin, AmpPrecision):
+            return plugin.forward_context_of(self._precision)
+        return plugin.forward_context()
 
     @property
     def module(self) -> LightningModule:

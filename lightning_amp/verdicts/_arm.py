@@ -10,6 +10,7 @@ from statistics import fmean
 
 from typing_extensions import final
 
+from lightning_amp.scaling import before_fallback
 from lightning_amp.verdicts._arm_run import ArmRun, Point
 from lightning_amp.verdicts._statistics import Difference, Direction, Quartiles
 
@@ -141,8 +142,9 @@ class Arm:
 
     @property
     def final_scales(self) -> list[float]:
-        """Return the loss scale at the end of each run; empty without loss scaling."""
-        return [run.scale[-1].next_scale for run in self.finished if run.scale]
+        """Return the loss scale at the end of each run, or of its part with one; empty without loss scaling."""
+        scaled = [run for run in self.finished if run.scale and run.scale[0].precision in ("", "fp16")]
+        return [before_fallback(run.scale)[-1].next_scale for run in scaled]
 
     @property
     def matmul_flops(self) -> dict[str, float]:

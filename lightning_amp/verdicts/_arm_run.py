@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from typing_extensions import final
 
-from lightning_amp.scaling import StepRecord
+from lightning_amp.scaling import StepPrecision, StepRecord, fallbacks
 from lightning_amp.verdicts import _fields
 
 
@@ -34,7 +34,8 @@ class ArmRun:
         label: Of the arm.
         seed: Of the run.
         error: What ended it: the exception, or the signal that killed its process. `None` if it finished.
-        precision: What the plugin settled on: `"fp16"`, `"bf16-mixed"`.
+        precision: What the plugin settled on: `"fp16"`, `"bf16-mixed"`; `"fp16, bf16 from step 64 on"` if
+            the run was stuck and fell back.
         device: Where it ran: `"cpu: AMD EPYC"`.
         tf32: Whether fp32 matrix products were allowed to use TF32.
         versions: Of torch, lightning, lightning_amp, Python.
@@ -90,6 +91,11 @@ class ArmRun:
         """Return whether it trained to its end."""
         return self.error is None
 
+    @property
+    def fell_back(self) -> bool:
+        """Return whether it was stuck and went on in another precision."""
+        return bool(fallbacks(self.scale))
+
     def to_data(self) -> dict[str, Any]:
         """Return what :func:`json.dumps` takes; NaN and infinities as text, since JSON has none."""
         data = {name: getattr(self, name) for name in _READERS}
@@ -112,6 +118,8 @@ def _point(data: object) -> Point:
 
 
 def _step_record(data: object) -> StepRecord:
+    if isinstance(data, Mapping):  # older files have no precision
+        data = {"precision": "", **data}
     return StepRecord(**_fields.read("a step", _STEP_RECORD, data))
 
 
@@ -123,6 +131,7 @@ _STEP_RECORD: dict[str, _fields.Reader[Any]] = {
     "next_scale": _fields.number,
     "skipped": _fields.boolean,
     "reason": _fields.choice("none", "loss", "gradient"),
+    "precision": _fields.choice(*get_args(StepPrecision)),
 }
 _READERS: dict[str, _fields.Reader[Any]] = {
     "label": _fields.text,

@@ -289,7 +289,7 @@ def _facts(report: PrecisionReport) -> list[Fact]:
 
 
 def _description(arm: Arm) -> str:
-    ran_as = next((run.precision for run in arm.finished), "")
+    ran_as = "; ".join(dict.fromkeys(run.precision for run in arm.finished))
     return f"{arm.description}, ran as {ran_as}" if ran_as else arm.description
 
 

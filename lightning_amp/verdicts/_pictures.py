@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_amp._text import counted
+from lightning_amp.scaling import before_fallback
 from lightning_amp.verdicts._arm import ArmMetric
 from lightning_amp.verdicts._arm_run import ArmRun, Point
 from lightning_amp.verdicts._axes import axis_from_zero, axis_of, axis_of_exponents
@@ -168,7 +169,7 @@ def scale_charts(report: PrecisionReport) -> list[Chart]:
     """Draw the loss scale of each arm that has one; all share their axes."""
     of = styles(report)
     histories = {
-        label: [run.scale for run in arm.finished if run.scale]
+        label: [before_fallback(run.scale) for run in arm.finished if run.scale]
         for label, arm in report.arms.items()
         if arm.final_scales
     }

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from lightning_amp._text import counted, exact, rounded
+from lightning_amp._text import counted, exact, named, rounded
 from lightning_amp._text import memory as bytes_in_words
 from lightning_amp.verdicts._arm import Arm, ArmMetric, mean
 
@@ -86,7 +86,7 @@ def arm_row(arm: Arm) -> list[str]:
     times, speeds = arm.step_s, arm.samples_per_s
     return [
         arm.label,
-        next((run.precision for run in arm.finished), NONE),
+        "; ".join(dict.fromkeys(run.precision for run in arm.finished)) or NONE,
         NONE if speeds is None else f"{speeds.median:,.0f}" if speeds.median >= 100 else rounded(speeds.median),
         NONE
         if times is None
@@ -114,6 +114,15 @@ def notes(report: PrecisionReport) -> str:
         )
     elif plan.num_seeds == 1:
         lines.append("One seed never decides: training is chaotic, and two runs of one precision differ as well.")
+    fell_back = [arm for arm in arms if any(run.fell_back for run in arm.finished)]
+    if fell_back:
+        several = plan.num_seeds > 1
+        which = named([arm.label for arm in fell_back])
+        where = f" with {'some of its' if len(fell_back) == 1 else 'some of their'} seeds" if several else ""
+        lines.append(
+            f"{which} was stuck{where} and fell back to another precision (`fallback`): the figures are of both"
+            " precisions together."
+        )
     if any(arm.step_s is not None for arm in arms):
         lines.append(
             "Times are of steady training steps, with their middle half: without the first steps, the compilation, and"

@@ -121,6 +121,7 @@ QUIET = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:No seed found")  # unless a test before has set one
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
 @pytest.mark.parametrize(
     ("spelling", "precision"),
@@ -134,3 +135,22 @@ def test_from_the_command_line(spelling: str, precision: str, tmp_path: Path, mo
     assert type(plugin) is AmpPrecision
     assert plugin.precision == precision
     assert plugin.num_steps + plugin.num_skipped == 8
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("[bf16, fp32]", ["bf16", "fp32"]),
+        ("[bf16-mixed, 32]", ["bf16", "fp32"]),
+        ("[torch.float32]", ["fp32"]),
+        ("[]", []),
+    ],
+)
+def test_fallback_from_yaml(written: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(precision="fp16", scaler=f"        fallback: {written}"))
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
+    monkeypatch.chdir(tmp_path)
+    plugin = LightningCLI(CliToy, save_config_callback=None).trainer.strategy.precision_plugin
+    assert [choice.name for choice in plugin._fallback.left] == expected

@@ -160,6 +160,7 @@ def report(trainer: L.Trainer, plugin: AmpPrecision, records: Records) -> dict[s
         "reasons": [r.reason for r in records.all],
         "scales": [r.next_scale for r in records.all],
         "indices": [(r.index, r.optimizer_idx) for r in records.all],
+        "precisions": [r.precision for r in records.all],
         "counts": (plugin.num_steps, plugin.num_skipped),
     }
 
@@ -609,6 +610,33 @@ def half_parameters() -> Any:
         return train(module, plugin=AmpPrecision("bf16", upcast_parameters=half), fresh=False, max_epochs=2, **kwargs)
 
     return {"whole": run(True, callbacks=[Save(path)]), "resumed": run(True, ckpt_path=path), "float32": run(False)}
+
+
+def falling() -> AmpPrecision:
+    scaler = DynamicLossScaler(1024.0, growth_interval=3, max_consecutive_skips=2)
+    return WithoutAutocast("fp16", scaler=scaler, fallback=["fp32"])
+
+
+TWO_IN_A_ROW: Trouble = {(1, 1): "gradient", (0, 2): "gradient"}
+
+
+@scenario
+def fall_back_unfused() -> Any:
+    return both(Net, TWO_IN_A_ROW, (1, 2), plugin=falling)
+
+
+class OneRankAsks(Net):
+    """Rank 0 reads its records, and so hears of the skips before the others do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 0:
+            _ = self.trainer.precision_plugin.num_skipped
+        return super().training_step(batch, batch_idx)
+
+
+@scenario
+def fall_back_fused() -> Any:
+    return both(lambda trouble: OneRankAsks(trouble, fused), TWO_IN_A_ROW, (1, 2), plugin=falling, max_epochs=8)
 
 
 def sync_batch_norm() -> Any:

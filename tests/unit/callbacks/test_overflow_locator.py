@@ -44,7 +44,7 @@ def test_report_has_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     locator = OverflowLocator(dirpath=tmp_path / "out")
     fit(BadRow, fp16(), with_bad(5), callbacks=[locator])
     (report,) = locator.reports
-    assert report.record == StepRecord(5, 0, 64.0, 64.0, skipped=True, reason="loss")
+    assert report.record == StepRecord(5, 0, 64.0, 64.0, skipped=True, reason="loss", precision="fp16")
     assert (report.rank, report.world_size, report.epoch, report.batch_idx) == (0, 1, 0, 5)
     assert (report.window, report.num_replayed, report.cause, report.note) == ((5, 5), 1, "loss", "")
     assert report.parameters[0] == "net.0.weight"
@@ -255,3 +255,20 @@ def test_a_copy_in_the_middle_of_a_fit_takes_nothing_of_it() -> None:
     assert not any(isinstance(value, of_the_fit) for one in copies for value in vars(one).values())
     fit(BadRow, fp16(), with_bad(2), callbacks=[copies[3]])
     assert [report.batch_idx for report in copies[3].reports] == [2]
+
+
+@pytest.mark.parametrize("fallback", ["bf16", "fp32"])
+def test_the_skip_after_which_the_plugin_fell_back_is_run_again_as_it_was(fallback: str) -> None:
+    """In the new precision there would be nothing to find."""
+
+    class Large(Toy):
+        def loss(self, batch: Any) -> Any:
+            return (self.net(batch).float() * 1e7).square().mean()
+
+    locator = OverflowLocator()
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(1.0, max_consecutive_skips=1), fallback=[fallback])
+    with pytest.warns(UserWarning, match=f"goes on in '{fallback}'"):
+        fit(Large, plugin, batches(2), callbacks=[locator])
+    [report] = locator.reports
+    assert (report.cause, report.precision, report.record.precision) == ("backward", "16-mixed", "fp16")
+    assert plugin.num_steps == 1

@@ -20,7 +20,7 @@ LAYERS: dict[str, str | None] = {"0": None, "2": None, "4": None}
 
 
 class Stage:
-    evaluating = False
+    in_fp8 = True
 
 
 def net() -> nn.Sequential:
@@ -62,7 +62,7 @@ def test_trains_in_fp8_and_nothing_else_does(converted: nn.Sequential, stage: St
     assert torch.equal(step(converted, x, autocast=False), exact)
     other = torch.float16
     assert torch.equal(step(converted, x, dtype=other), step(plain, x, dtype=other)), "the user asked for fp16"
-    stage.evaluating = True
+    stage.in_fp8 = False
     assert torch.equal(step(converted, x), half)
 
 
@@ -185,7 +185,7 @@ def test_compiles_into_one_graph(stage: Stage) -> None:
     layers = Float8Linears(module, LAYERS, emulated(), "cpu", stage)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.equal(step(compiled, batch()), step(module, batch()))
-    stage.evaluating = True
+    stage.in_fp8 = False
     assert torch.equal(step(compiled, batch()), step(net(), batch()))
     layers.remove()
 

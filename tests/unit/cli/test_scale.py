@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from support.scale_runs import scale_run
+from support.scale_runs import fallen_back, scale_run
 
 from lightning_amp.cli import main
 from lightning_amp.reports import PolicyReplay, ScaleHistory
@@ -232,3 +232,13 @@ def test_numbers(text: str, value: float, scale: Any) -> None:
     name = "growth_interval" if isinstance(value, int) else "init_scale"
     scale("runs/first", "--policy", f"{name}={text}", "--json", "x.json")
     assert json.loads(Path("x.json").read_text())["runs"][0]["replay"]["policy"][name] == value
+
+
+def test_a_run_that_fell_back(scale: Any, in_tmp_path: Path) -> None:
+    fallen_back().to_csv("fallen.csv")
+    lines = scale("fallen.csv", "--json", "out.json", "--policy", "init_scale=8", "max_consecutive_skips=6")
+    assert "> bf16 from step 6 on" in "\n".join(lines)
+    [run] = json.loads(Path("out.json").read_text())["runs"]
+    assert run["fallbacks"] == [{"step": 6, "precision": "bf16"}]
+    assert [run[f"{name}_scale"] for name in ("first", "last", "lowest", "highest")] == [8.0, 0.125, 0.125, 8.0]
+    assert run["replay"]["equals_record"]

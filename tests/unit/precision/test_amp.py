@@ -47,8 +47,8 @@ def test_a_step_is_known_as_soon_as_it_returned(bad: set[int], optimizer: str) -
         skips = len(bad & {*range(i + 1)})
         assert (num_steps, num_skipped) == (i + 1 - skips, skips)
         assert scale == 64.0 * 0.5 ** len(bad & {*range(i)})
-        assert last == StepRecord(i, 0, scale, scale, i in bad, "gradient" if i in bad else "none")
-    assert plugin.last_step == StepRecord(3, 0, 16.0, 16.0, False, "none")
+        assert last == StepRecord(i, 0, scale, scale, i in bad, "gradient" if i in bad else "none", "fp16")
+    assert plugin.last_step == StepRecord(3, 0, 16.0, 16.0, False, "none", "fp16")
     assert (plugin.num_steps, plugin.num_skipped) == (2, 2)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.scale_runs import scale_run
+from support.scale_runs import fallen_back, scale_run
 
 from lightning_amp.reports import ScaleHistory, scale_chart
 from lightning_amp.scaling import StepRecord
@@ -68,3 +68,10 @@ def test_a_scale_of_zero_is_the_lowest_line() -> None:
 
 def test_no_step() -> None:
     assert scale_chart(ScaleHistory()) == "no optimizer step was recorded"
+
+
+def test_a_fallback_is_marked_and_the_scale_does_not_lead_there() -> None:
+    lines = scale_chart(fallen_back(12, 8), width=30).splitlines()
+    assert lines[-1] == "skipped: v 13 steps overflowed; > bf16 from step 12 on"
+    assert lines[-3].strip() == "|vvvvvvv vvvvv>    v"
+    assert not any("|" in line.partition("|")[2][13:] for line in lines[:-3])

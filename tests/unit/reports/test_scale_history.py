@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.scale_runs import fallen_back, scale_run
 from support.tables import scale_records
 
 from lightning_amp.reports import ScaleHistory
@@ -97,3 +98,56 @@ def test_index_and_repr() -> None:
     one = ScaleHistory()
     one.extend(scale_records({}, 1))
     assert repr(one).startswith("ScaleHistory(1 record: 0 of 1 steps skipped; scale 1024 ")
+
+
+OLD = HEADER + b"0,0,8.0,4.0,1,gradient\n1,0,4.0,4.0,0,none\n"
+
+
+def test_a_fallback() -> None:
+    history = fallen_back(to=("bf16", "fp32"))
+    assert [(r.index, r.precision) for r in history.fallbacks] == [(6, "bf16"), (16, "fp32")]
+    assert history.summary() == (
+        "8 of 26 steps skipped, 7 in the first 20; scale 8 -> 0.125, bf16 from step 6 on, fp32 from step 16 on"
+    )
+    assert history.before_fallback().summary() == "6 of 6 steps skipped; scale 8 -> 0.125"
+    assert [(r.index, r.precision) for r in history][5:] == [
+        (5, "fp16"), (6, "bf16"), (10, "bf16"), (15, "bf16"), (16, "fp32"), (20, "fp32"), (25, "fp32"),
+    ]  # fmt: skip
+    plain = scale_run("O...")
+    assert plain.before_fallback() is plain
+    assert plain.fallbacks == []
+
+
+def test_precisions_come_back_from_a_file_and_a_checkpoint(tmp_path: Path) -> None:
+    history, again = fallen_back(), ScaleHistory()
+    history.to_csv(tmp_path / "history.csv")
+    assert (tmp_path / "history.csv").read_text().splitlines()[0].endswith(",reason,precision")
+    assert list(ScaleHistory.from_csv(tmp_path / "history.csv")) == list(history)
+    again.load_state_dict(history.state_dict())
+    assert list(again) == list(history)
+    (tmp_path / "history.csv").write_text((tmp_path / "history.csv").read_text().replace("bf16", "bf17"))
+    with pytest.raises(ValueError, match="line 8, is not a row"):
+        ScaleHistory.from_csv(tmp_path / "history.csv")
+    with pytest.raises(ValueError, match=r"ScaleHistory.precision` must be a number from 0 to 4"):
+        again.load_state_dict(history.state_dict() | {"precision": torch.full((8,), 5, dtype=torch.int8)})
+
+
+def test_what_an_older_version_saved_has_no_precision(tmp_path: Path) -> None:
+    (tmp_path / "old.csv").write_bytes(OLD)
+    old, again = ScaleHistory.from_csv(tmp_path / "old.csv"), ScaleHistory()
+    assert [(r.index, r.precision) for r in old] == [(0, ""), (1, "")]
+    state = old.state_dict()
+    del state["precision"]
+    state["last"] = state["last"][:-1]
+    again.load_state_dict(state)
+    assert list(again) == list(old)
+    again.extend([StepRecord(2, 0, 4.0, 4.0, False, "none", "fp16"), StepRecord(3, 0, 1.0, 1.0, False, "none", "bf16")])
+    assert [r.index for r in again.fallbacks] == [3]  # that it is known from step 2 on is none
+
+
+def test_steps_that_are_counted_anew_in_another_precision() -> None:
+    """Resumed in bf16 from a checkpoint whose records were taken out."""
+    history = fallen_back(to=())
+    history.extend([StepRecord(i, 0, 1.0, 1.0, False, "none", "bf16") for i in range(3)])
+    assert history.summary().endswith("scale 8 -> 0.125, bf16 from step 0 on")
+    assert [r.precision for r in history.before_fallback()] == ["fp16"] * 6

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.scale_runs import fallen_back, scale_run
 from support.tables import scale_records
 
 from lightning_amp.reports import ScaleHistory, plot_histories
@@ -113,3 +115,14 @@ def test_many_runs_repeat_colours_and_long_names_take_a_line_each() -> None:
 def test_no_run_with_a_step() -> None:
     axes: Any = plot_histories({"a": ScaleHistory()}).axes[0]
     assert [text.get_text() for text in axes.texts] == ["no optimizer step was taken"]
+
+
+def test_a_fallback_is_a_line_of_its_own_and_the_scale_does_not_lead_there() -> None:
+    figure: Any = fallen_back().plot()
+    curve, *others = figure.axes[0].lines
+    x, y = curve.get_data()
+    assert [a for a, b in zip(x, y, strict=True) if math.isnan(b)] == [6]
+    assert [line.get_xdata()[0] for line in others if line.get_label() == "bf16 from step 6 on"] == [6]
+    several: Any = plot_histories({"mine": fallen_back(), "other": scale_run("O...")})
+    labels = several.axes[0].get_legend_handles_labels()[1]
+    assert labels[:2] == ["mine: 7 of 16 steps skipped, bf16 from step 6 on", "other: 1 of 4 steps skipped"]

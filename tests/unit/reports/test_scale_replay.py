@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import Poison, Toy, batches, fit
-from support.scale_runs import scale_run
+from support.scale_runs import fallen_back, scale_run
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor, StepRecord
@@ -127,3 +127,10 @@ def test_there_is_nothing_to_replay() -> None:
 def test_it_says_what_it_cannot_know() -> None:
     assert "weights are others" in PolicyReplay.LIMITS
     assert "Above the scales of the record nothing was tried" in PolicyReplay.LIMITS
+
+
+def test_of_a_run_that_fell_back_the_part_before_is_replayed() -> None:
+    replay = fallen_back().replay(init_scale=8.0, max_consecutive_skips=6)
+    assert replay.equals_record
+    assert replay.recorded.num_attempted == replay.optimistic.num_attempted == 6
+    assert replay.stopped_at == (5, 5)

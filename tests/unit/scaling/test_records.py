@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -104,3 +105,92 @@ def test_a_step_in_between_breaks_the_row() -> None:
         log.close_batch(None)
     log.flush()
     assert log.streak == ("gradient",)
+
+
+def skips(log: RecordLog, count: int, *, known: bool = True, losses: int = 0) -> None:
+    for i in range(count):
+        log.append(0, None, Skip.YES if known else Skip(scalar(1.0)), scalar(float("nan") if i < losses else 1.0))
+        log.close_batch(None)
+
+
+def test_records_have_the_precision_of_their_step() -> None:
+    log, found = RecordLog(), list[StepRecord]()
+    log.subscribe(found.extend)
+    for precision in ("fp16", "bf16"):
+        log.go_on_in(precision, 64)
+        log.append(0, None, Skip.NO, None)
+        log.close_batch(None)
+        log.flush()
+    assert [record.precision for record in found] == ["fp16", "bf16"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_who_comes_to_the_rescue_is_told_at_the_end_of_a_batch(known: bool) -> None:
+    log, told = RecordLog(block=8, describe_skips=lambda: "Parameter `x` is bad"), list[str]()
+    log.go_on_in("fp16", 3, told.append)
+    skips(log, 2, known=known)
+    assert told == []
+    skips(log, 1, known=known)
+    if not known:
+        log.flush()  # who asks hears of it, and nobody else
+        assert told == []
+        skips(log, 5, known=known)
+    number = 3 if known else 8
+    assert told == [
+        f"{number} optimizer steps in a row were skipped (the limit is 3), the last at loss scale 1: 0 with a"
+        f" non-finite loss, {number} with non-finite gradients under a finite loss. Parameter `x` is bad."
+    ]
+    log.go_on_in("bf16", 4)
+    assert log.streak == ()
+    skips(log, 3, known=known)
+    with pytest.raises(FloatingPointError, match=r"4 optimizer steps in a row .*\(the limit is 4\)"):
+        skips(log, 1) if known else (skips(log, 1, known=False), log.flush())
+
+
+def test_a_good_step_does_not_end_what_was_found() -> None:
+    """All that is read at once is of one block, and some ranks may have read its first part already."""
+    log, told = RecordLog(block=8), list[str]()
+    log.go_on_in("fp16", 3, told.append)
+    skips(log, 3, known=False)
+    log.flush()
+    for _ in range(5):
+        log.append(0, None, Skip(scalar(0.0)), None)
+        log.close_batch(None)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(("losses", "helps"), [(1, True), (2, True), (3, False)])
+def test_nobody_can_help_against_losses(losses: int, helps: bool) -> None:
+    log, told = RecordLog(), list[str]()
+    log.go_on_in("fp16", 4, told.append)
+    with (
+        contextlib.nullcontext() if helps else pytest.raises(FloatingPointError, match="forward pass itself is broken")
+    ):
+        skips(log, 4, losses=losses)
+    assert len(told) == helps
+
+
+def test_a_smaller_limit_than_a_checkpoint_had_stops_at_the_next_skip() -> None:
+    log = RecordLog()
+    log.restore(0, 10, ["gradient"] * 10, None)
+    log.go_on_in("fp16", 5)
+    assert len(log.streak) == 10
+    log.append(0, None, Skip.NO, None)
+    log.close_batch(None)
+    log.flush()
+    assert log.streak == ()
+    log.restore(0, 10, ["gradient"] * 10, None)
+    with pytest.raises(FloatingPointError, match="11 optimizer steps in a row"):
+        skips(log, 1)
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_the_error_offers_a_fallback_in_fp16_alone(fallback: bool) -> None:
+    for precision in ("fp16", "bf16"):
+        log = RecordLog(offers_fallback=fallback)
+        log.go_on_in(precision, 2)
+        with pytest.raises(FloatingPointError) as error:
+            for _ in range(2):
+                log.append(0, scalar(8.0), Skip.YES, scalar(1.0))
+                log.close_batch(scalar(8.0))
+        assert ("`fallback=['bf16']`" in str(error.value)) == (fallback and precision == "fp16")

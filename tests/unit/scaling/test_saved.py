@@ -109,3 +109,10 @@ def test_each_entry_of_a_scaler_is_checked(key: str, bad: Any) -> None:
     if key in torch.amp.GradScaler("cpu").state_dict():
         with pytest.raises(ValueError, match=rf"no entry `scaler\.{key}`"):
             check_scaler_state({name: value for name, value in state.items() if name != key}, "scaler")
+
+
+def test_a_step_of_an_older_version_has_no_precision() -> None:
+    assert saved(list(astuple(RECORD))[:-1]).record("entry") == RECORD
+    assert saved([*astuple(RECORD)[:-1], "bf16"]).record("entry").precision == "bf16"  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="the fields of a step"):
+        saved([*astuple(RECORD)[:-1], "bf17"]).record("entry")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.reports import make_report
+from support.scale_runs import fallen_back
 from support.synthetic import failed
 
 from lightning_amp.scaling import StepRecord
@@ -156,3 +157,11 @@ def test_what_a_newer_version_wrote_besides() -> None:
     record = {**RECORD, "colour": "red"}
     run = ArmRun.from_data({**FULL.to_data(), "scale": [record], "mood": "good"})
     assert run == replace(FULL, scale=(StepRecord(0, 0, 1.0, 1.0, False, "none"),))
+
+
+def test_a_run_of_an_older_version_has_steps_without_precision() -> None:
+    data = replace(FULL, scale=tuple(fallen_back())).to_data()
+    assert ArmRun.from_data(data).scale == tuple(fallen_back())
+    for record in data["scale"]:
+        del record["precision"]
+    assert {record.precision for record in ArmRun.from_data(data).scale} == {""}
