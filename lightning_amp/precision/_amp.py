@@ -82,22 +82,19 @@ class AmpPrecision(FallsBack):
             centres, codebooks, of any dtype, in place or replaced.
         upcast_parameters: Make trainable parameters that are fp16 or bf16 when a fit begins (a model loaded in
             bfloat16) float32, for good, before optimizers exist; the same in `"fp32"`. Half-precision buffers beside
-            them become float32 too, frozen parameters stay. One line says what it costs. `False`: they are an error,
-            but in `"fp32"`. Where your code keeps half precision on purpose, leave it.
+            them become float32 too, frozen parameters stay. `False`: they are an error, but in `"fp32"`.
         fp8_recipe: For `"fp8"` only: how values are scaled before they are rounded to 8 bits. `None` is
             `"rowwise_with_gw_hp"`, the most accurate; `"rowwise"`, `"tensorwise"` (the fastest), or a
             `torchao.float8.Float8LinearConfig`, with `emulate=True` for a device without fp8.
         fallback: Precisions to go on in, in order, when the run is stuck: `["bf16", "fp32"]`. After so many skips in a
             row, at least half of them because of gradients, the next batch is in the next one, which a warning says.
-            The loss scale ends there, and the count starts at 0. A checkpoint resumes in the precision that it was
-            written in, a second fit of the same Trainer goes on in it; another Trainer starts in `precision`. With
-            `"auto"` what was picked, and what stands before it, is passed over. Empty: a stuck run stops.
+            The loss scale ends there, and the count starts at 0. A checkpoint resumes in its own precision, another
+            Trainer starts in `precision`. With `"auto"`, what stands before the one that was picked is passed over.
 
     Raises:
-        ValueError: For an unknown precision, a scaler with `"bf16"` or `"fp8"`, or a `fallback` that names one twice,
-            `precision` itself, `"auto"`, or `"fp16"` or `"fp8"`, which hold no more than others; when the Trainer
-            attaches, for a precision that the device cannot run, a rule that matches nothing, or if no layer qualifies
-            for fp8.
+        ValueError: For an unknown precision, a scaler with `"bf16"` or `"fp8"`, a `fallback` that cannot help; when the
+            Trainer attaches, for a precision that the device cannot run, a rule that matches nothing, or if no layer
+            qualifies for fp8.
         ImportError: When the Trainer attaches, if fp8 lacks a torchao of 0.18 or later.
         FloatingPointError: During training, after so many skipped steps in a row that the run is stuck.
 
