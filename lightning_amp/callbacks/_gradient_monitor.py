@@ -214,7 +214,7 @@ class GradientMonitor(Callback):
         metrics = {UNDERFLOW_FRACTION: total.underflow_fraction, HEADROOM_BITS: total.headroom_bits}
         if not math.isnan(total.sqnr_db):
             metrics[GRADIENT_SQNR_DB] = total.sqnr_db
-        if not math.isnan(total.fp8_underflow_fraction):
+        if total.fp8_underflow_fraction is not None:
             metrics[FP8_UNDERFLOW_FRACTION] = total.fp8_underflow_fraction
         log_metrics(trainer, metrics)
 
@@ -235,7 +235,7 @@ class GradientMonitor(Callback):
             return "No sample had finite gradients in fp32: there is no scale to recommend, and no precision can help."
         if scale is None:
             return "All gradients are zero."
-        if not math.isnan(last.fp8_underflow_fraction):
+        if last.fp8_underflow_fraction is not None:
             return self._fp8_verdict(last)
         if scale < 1:
             return (
@@ -254,11 +254,11 @@ class GradientMonitor(Callback):
             return "The gradient of the last sample overflowed: `OverflowLocator` tells where."
         noise = percent(10 ** (-last.sqnr_db / 20))
         text = f"The noise of fp8 (and bf16) is {noise} of the gradient"
-        rows = [row for row in self._table.last if row.name != TOTAL and row.fp8_underflow_fraction > 0.01]
-        if not rows:
+        lost = {row.name: row.fp8_underflow_fraction or 0.0 for row in self._table.last if row.name != TOTAL}
+        worst = max(lost, key=lambda name: lost[name])
+        if lost[worst] < 0.01:
             return f"{text}; casts to 8 bits make less than 1 % of what reaches any layer zero."
-        worst = max(rows, key=lambda row: row.fp8_underflow_fraction)
         return (
-            f"{text}; casts to 8 bits make {percent(worst.fp8_underflow_fraction)} of what reaches `{worst.name}` zero."
+            f"{text}; casts to 8 bits make {percent(lost[worst])} of what reaches `{worst}` zero."
             " `compare_precisions` tells whether that costs quality."
         )

@@ -112,12 +112,12 @@ def _grid(samples: Sequence[Sequence[GradientRow]], quantity: Quantity) -> dict[
 
 
 def _cell(row: GradientRow, quantity: Quantity) -> _Cell:
-    value: float = getattr(row, quantity)
+    value: float | None = getattr(row, quantity)
     if row.largest == 0:
         return _Mark.ZERO
     if quantity == "sqnr_db" and value == math.inf:
         return _Mark.EQUAL
-    if quantity == "fp8_underflow_fraction" and math.isnan(value):
+    if value is None:
         return _Mark.NOT_IN_FP8
     return float(value) if math.isfinite(value) else _Mark.NOT_FINITE
 

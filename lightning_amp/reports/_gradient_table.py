@@ -37,8 +37,8 @@ class GradientRow(NamedTuple):
         cosine: Between the two; NaN if it overflowed.
         largest: Largest magnitude, unscaled.
         fp8_underflow_fraction: In fp8, share of the non-zero gradients reaching the layer that its cast to 8 bits makes
-            zero; NaN for what does not run in fp8.
-        fp8_saturated_fraction: Share that is cut to the largest number of the format; NaN likewise.
+            zero; `None` for what does not run in fp8.
+        fp8_saturated_fraction: Share that is cut to the largest number of the format; `None` likewise.
     """
 
     step: int
@@ -51,8 +51,8 @@ class GradientRow(NamedTuple):
     sqnr_db: float
     cosine: float
     largest: float
-    fp8_underflow_fraction: float = math.nan
-    fp8_saturated_fraction: float = math.nan
+    fp8_underflow_fraction: float | None = None
+    fp8_saturated_fraction: float | None = None
 
 
 @final
@@ -95,7 +95,7 @@ class GradientTable(SampledTable[GradientRow]):
         rows = [row for row in self.last if row.name != TOTAL]
         shown = _worst(rows, max_rows)
         total = [row for row in self.last if row.name == TOTAL]
-        if any(not math.isnan(row.fp8_underflow_fraction) for row in total):
+        if any(row.fp8_underflow_fraction is not None for row in total):
             header = ("name", "to zero in fp8", "saturated", "SQNR", "cosine")
             lines = [header, *(_fp8_cells(row) for row in (*sorted(shown, key=_fidelity), *total))]
         else:
@@ -148,7 +148,7 @@ def _fp8_cells(row: GradientRow) -> tuple[str, ...]:
     if row.largest == 0:
         return (row.name, "all zero", "", "", "")
     shares = (row.fp8_underflow_fraction, row.fp8_saturated_fraction)
-    return (row.name, *("" if math.isnan(share) else f"{share:.1%}" for share in shares), *_distance(row))
+    return (row.name, *("" if share is None else f"{share:.1%}" for share in shares), *_distance(row))
 
 
 def _distance(row: GradientRow) -> tuple[str, str]:

@@ -170,7 +170,7 @@ def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor) -> Grad
     sqnr_db, cosine = (float(value) for value in fidelity(added[5:8]))
     room = float(headroom_bits(top, "fp16", scale))
     underflow, saturated, reaching = added[8:11].tolist()
-    fp8 = (underflow / reaching, saturated / reaching) if reaching else (math.nan, math.nan)
+    fp8 = (underflow / reaching, saturated / reaching) if reaching else (None, None)
     return GradientRow(
         step, name, scale, int(counted), zero / number, subnormal / number, room, sqnr_db, cosine, float(top), *fp8
     )
