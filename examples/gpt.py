@@ -5,7 +5,9 @@ python examples/gpt.py --precision bf16 fp8 --compile           on a GPU from Ad
 python examples/gpt.py --precision bf16 fp8 --emulate           elsewhere: what fp8 costs in accuracy, not in time
 
 Without options the model fits the device: small on a CPU; on a GPU as wide as fp8 needs to gain anything, three blocks
-and 600 million parameters (about 20 GiB; `--width 2560` takes half of it). fp8 needs torchao: `pip install torchao`.
+and 600 million parameters (9 GiB with gradients and Adam's state, and as much again for activations; `--width` and
+`--batch-size` make it smaller). fp8 needs torchao: `pip install torchao`.
+
 The table is one run of each: whether a difference in the loss is more than chance is what `compare_precisions` answers.
 """
 

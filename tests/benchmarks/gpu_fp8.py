@@ -229,8 +229,8 @@ def measure(sizes: Sizes, **kwargs: int) -> None:
 
     print(
         "\nErrors are those of the gradient of the blocks against fp32, from the same weights: SQNR in dB, of all"
-        " weights together and of the worst one.\n\n| | layers in fp8 | tokens/s | x as fast as bf16 | peak GiB | SQNR | worst"
-        " weight | SQNR, outlier channels | worst weight |\n|---|---|---|---|---|---|---|---|---|"
+        " weights and of the worst one.\n\n| | layers in fp8 | tokens/s | x as fast as bf16 | peak GiB | SQNR |"
+        " worst weight | SQNR, outlier channels | worst weight |\n|---|---|---|---|---|---|---|---|---|"
     )
     for name, cells in errors.items():
         print(row(name, times[name], ratios[name], sizes, cells), flush=True)
