@@ -72,7 +72,7 @@ class Net(nn.Module):
     def __init__(self, depth: int = 2, *, compiled: bool | Any = False, checkpointing: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Linear(8, WIDTH)
+        self.embed = nn.Linear(8, WIDTH, bias=False)  # so that a row of zeros is one inside of the blocks, too
         self.blocks = nn.ModuleList(Block(nn.LayerNorm if i % 2 else nn.RMSNorm) for i in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 1)
