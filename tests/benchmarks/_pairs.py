@@ -51,14 +51,21 @@ class Turns(L.Callback):
         if self.seen == 0:
             self.wait()
         if (self.seen - self.warmup) % self.steps == 0 and self.seen >= self.warmup:
-            self.started = time.perf_counter()
+            self.started = now()
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.seen += 1
         if self.seen >= self.warmup and (self.seen - self.warmup) % self.steps == 0:
             if self.seen > self.warmup:
-                self.times.append((time.perf_counter() - self.started) / self.steps)
+                self.times.append((now() - self.started) / self.steps)
             self.wait()
+
+
+def now() -> float:
+    """The time when all that was launched so far has been done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def fit(module: L.LightningModule, plugin: Any, turns: Turns, batch: torch.Tensor, **kwargs: Any) -> None:
@@ -66,8 +73,9 @@ def fit(module: L.LightningModule, plugin: Any, turns: Turns, batch: torch.Tenso
     loader = torch.utils.data.DataLoader([batch] * turns.total, batch_size=None)  # type: ignore[arg-type]
     callbacks = [turns, *kwargs.pop("callbacks", [])]
     trainer = L.Trainer(
-        accelerator="cpu", plugins=[plugin], max_steps=turns.total, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, **kwargs,
+        accelerator=kwargs.pop("accelerator", "cpu"), devices=1, plugins=[plugin], max_steps=turns.total,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=callbacks, **kwargs,
     )  # fmt: skip
     trainer.fit(module, loader)
 

@@ -28,9 +28,31 @@ def test_there_are_examples() -> None:
     assert ROOT / "examples" / "digits.py" in EXAMPLES
 
 
-@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.stem != "symptoms"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.stem not in ("gpt", "symptoms")], ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path) -> None:
     run_example(path, "--fast", "--out", tmp_path)
+
+
+def test_gpt_learns_the_same_in_every_precision(tmp_path: Path) -> None:
+    precisions = ["fp32", "bf16", "fp16"]
+    emulated = ["fp8", "--emulate"] if importlib.util.find_spec("torchao") else []
+    printed = run_example(
+        ROOT / "examples" / "gpt.py", "--fast", "--out", tmp_path, "--precision", *precisions, *emulated
+    ).splitlines()  # fmt: skip
+    start = next(i for i, line in enumerate(printed) if line.split()[:3] == ["precision", "val", "loss"])
+    rows = {line.split()[0]: line.split() for line in printed[start + 2 : printed.index("", start)]}
+    assert list(rows) == precisions + emulated[:1]
+    exact = float(rows["fp32"][1])
+    assert exact < 3.6  # 4.85 before the first step
+    for name, row in rows.items():
+        assert float(row[1]) == pytest.approx(exact, abs=0.01)
+        assert row[-1] == "0", "no step is skipped"
+        with open(tmp_path / "gpt" / name / "metrics.csv", newline="", encoding="utf-8") as file:
+            assert float(list(csv.DictReader(file))[-1]["val_loss"]) == pytest.approx(float(row[1]), abs=1e-4)
+    if emulated:
+        assert rows["fp8"][-4:-1] == ["7", "of", "9"]
+        assert any("emulated" in line for line in printed)
+    assert printed[-1], "what the model has written"
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
