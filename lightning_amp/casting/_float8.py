@@ -68,6 +68,13 @@ class _Float8Forward(MethodOverride):
             and (torch.compiler.is_compiling() or not _modules.is_transformed_or_traced())
         )
 
+    @property
+    @override
+    def replacement(self) -> Callable[..., Any]:
+        # A bound method, not an object that is called: `torch.compile` guards on the identity of the latter, so that
+        # each block would be compiled anew, and from the ninth on (`recompile_limit`) not at all.
+        return self.__call__
+
     @override
     def for_copy(self, owner: Any, inner: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:
         # the copy of the twin has the copied layer's parameters: both find the same dictionary in the memo

@@ -38,12 +38,17 @@ class MethodOverride(ABC):
 
     def install(self) -> None:
         """Install the replacement, bypassing `__setattr__` of modules and metrics."""
-        vars(self.owner)[self.name] = self
+        vars(self.owner)[self.name] = self.replacement
+
+    @property
+    def replacement(self) -> Callable[..., Any]:
+        """Return what is put there."""
+        return self
 
     @property
     def installed(self) -> bool:
         """Return whether nobody has put something else there since."""
-        return vars(self.owner).get(self.name) is self
+        return vars(self.owner).get(self.name) == self.replacement
 
     def restore(self) -> None:
         """Put back what was there. What somebody else put there in the meantime stays."""
