@@ -71,9 +71,7 @@ class _Float8Forward(MethodOverride):
     @property
     @override
     def replacement(self) -> Callable[..., Any]:
-        # A bound method, not an object that is called: `torch.compile` guards on the identity of the latter, so that
-        # each block would be compiled anew, and from the ninth on (`recompile_limit`) not at all.
-        return self.__call__
+        return self.as_method()
 
     @override
     def for_copy(self, owner: Any, inner: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:

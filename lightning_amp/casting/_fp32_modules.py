@@ -114,6 +114,11 @@ class _Fp32Forward(MethodOverride):
         with torch.autocast(self.device_type, enabled=False):
             return self.inner(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
 
+    @property
+    @override
+    def replacement(self) -> Callable[..., Any]:
+        return self.as_method()
+
     @override
     def for_copy(self, owner: nn.Module, inner: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:
         return _Fp32Forward(owner, self.device_type, inner, self.ran)

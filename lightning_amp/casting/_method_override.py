@@ -6,7 +6,18 @@ import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
+
+
+@functools.cache
+def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: MethodOverride, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)
+
+    functools.update_wrapper(call, function, updated=())
+    call.__name__ = "__call__"  # by which a pickle finds it on the plain method
+    return call
 
 
 class MethodOverride(ABC):
@@ -42,8 +53,17 @@ class MethodOverride(ABC):
 
     @property
     def replacement(self) -> Callable[..., Any]:
-        """Return what is put there."""
+        """Return what is put there: the same object, or an equal one, each time."""
         return self
+
+    def as_method(self) -> Callable[..., Any]:
+        """Return a bound method that calls this, with the signature of the replaced one.
+
+        For what is compiled: `torch.compile` guards on the identity of an object that is called, so that each of many
+        equal blocks would be compiled anew, and from the ninth on (`recompile_limit`) not at all.
+        """
+        function = getattr(self.inner, "__func__", None)
+        return self.__call__ if function is None else MethodType(_calling(function), self)
 
     @property
     def installed(self) -> bool:

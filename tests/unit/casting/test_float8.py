@@ -194,3 +194,16 @@ def test_what_is_not_chosen_is_left_alone(stage: Stage) -> None:
     module = net()
     Float8Linears(module, {"0": "the first", "2": None, "4": "the last"}, emulated(), "cpu", stage)
     assert ["forward" in vars(m) for m in module] == [False, False, True, False, False]
+
+
+def test_blocks_that_are_alike_are_compiled_once(stage: Stage) -> None:
+    """`torch.compile` gives up at the ninth compilation of one piece of code."""
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(10)))
+    graphs: list[Any] = []
+    for block in module:
+        block.compile(backend=lambda graph, inputs: (graphs.append(graph), graph)[1])
+    layers = Float8Linears(module, dict.fromkeys(f"{i}.0" for i in range(10)), emulated(), "cpu", stage)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        module(torch.randn(4, 32))
+    assert len(graphs) == 1
+    layers.remove()

@@ -332,3 +332,16 @@ class TestRules:
         assert "forward" not in vars(net.head)
         with pytest.raises(ValueError, match="matches no module"):
             Fp32Modules(net, ["nothing"], "cpu", active=False)
+
+
+def test_blocks_that_are_alike_are_compiled_once() -> None:
+    """`torch.compile` gives up at the ninth compilation of one piece of code."""
+    module = nn.Sequential(*(Block() for _ in range(10)))
+    graphs: list[Any] = []
+    for block in module:
+        block.compile(backend=lambda graph, inputs: (graphs.append(graph), graph)[1])
+    islands = Fp32Modules(module, ["*.norm"], "cpu", active=True)
+    with autocast():
+        module(torch.randn(4, 8))
+    assert len(graphs) == 1
+    islands.remove()

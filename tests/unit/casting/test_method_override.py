@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -112,3 +113,23 @@ def test_copies_may_be_overridden_too() -> None:
     assert other.step(torch.ones(1))[1] == id(other)
     assert value(other) == 6
     assert value(pickle.loads(pickle.dumps(module))) == 3
+
+
+class AsMethod(DoubledInCopies):
+    @property
+    def replacement(self) -> Callable[..., Any]:
+        return self.as_method()
+
+
+def test_as_a_method_it_has_the_signature_and_goes_as_it_came() -> None:
+    module = Model()
+    before, signature = dict(vars(module)), inspect.signature(module.step)
+    doubled = AsMethod(module, "step")
+    doubled.install()
+    assert doubled.installed
+    assert isinstance(module.step, MethodType)
+    assert inspect.signature(module.step) == signature
+    assert value(module) == value(copy.deepcopy(module)) == 6
+    assert value(pickle.loads(pickle.dumps(module))) == 3
+    doubled.restore()
+    assert vars(module) == before
