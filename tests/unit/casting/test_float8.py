@@ -196,9 +196,18 @@ def test_what_is_not_chosen_is_left_alone(stage: Stage) -> None:
     assert ["forward" in vars(m) for m in module] == [False, False, True, False, False]
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
 def test_blocks_that_are_alike_are_compiled_once(stage: Stage) -> None:
     """`torch.compile` gives up at the ninth compilation of one piece of code."""
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(10)))
+    module = nn.Sequential(*(Block() for _ in range(10)))
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -207,7 +216,7 @@ def test_blocks_that_are_alike_are_compiled_once(stage: Stage) -> None:
 
     for block in module:
         block.compile(backend=backend)
-    layers = Float8Linears(module, dict.fromkeys(f"{i}.0" for i in range(10)), emulated(), "cpu", stage)
+    layers = Float8Linears(module, dict.fromkeys(f"{i}.layer" for i in range(10)), emulated(), "cpu", stage)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         for block in module:  # one after the other: torch itself warns of the `.grad` of what comes from another
             block(torch.randn(4, 32))
