@@ -201,6 +201,8 @@ def _precision(plugin: Any, history: ScaleHistory | None) -> str:
     if history is not None and history.fallbacks and history.first is not None:
         return f"{history.first.precision}{describe_fallbacks(history)}"
     if isinstance(plugin, AmpPrecision):
+        if history is not None and history.last is not None and history.last.precision:
+            return history.last.precision  # of fp8 Lightning's name is that of bf16
         return {"32-true": "fp32", "16-mixed": "fp16", "bf16-mixed": "bf16"}[plugin.precision]
     return f"{plugin.precision} ({type(plugin).__name__})"
 

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from support import FEATURES, Poison, Toy, assert_same, batches, fit, quiet_trainer, weights
+from support.compared import Waves, here, task
 from support.fp8 import RECIPES, Deep, emulated
 from support.promises import plain_adamw
 from support.resuming import Resumable
@@ -202,6 +203,23 @@ def test_records_name_fp8() -> None:
     amp = fp8()
     fit(Net, amp, batches(2))
     assert amp.last_step.precision == "fp8"
+
+
+class DeepWaves(Waves):
+    """For a comparison of whole runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Deep()
+
+
+def test_an_arm_of_a_comparison_says_what_it_multiplied_in(tmp_path: Path) -> None:
+    run = here(task(tmp_path, {"precision": "fp8", "fp8_recipe": emulated()}, DeepWaves, max_epochs=1))
+    assert run.error is None
+    assert run.precision == "fp8"
+    shares = {name: flops / sum(run.matmul_flops.values()) for name, flops in run.matmul_flops.items()}
+    assert 0.5 < shares["float8_e4m3fn"] < 0.7
+    assert set(shares) == {"float8_e4m3fn", "bfloat16"}
 
 
 class Critic(L.LightningModule):
