@@ -64,6 +64,7 @@ class _Float8Forward(MethodOverride):
             and weight.requires_grad  # else a gradient would be computed that nobody asked for
             and weight.dtype in (torch.float32, torch.bfloat16)  # the second: FSDP2 gathers it so, if it is told to
             and values.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and values.device.type == device_type  # autocast is off elsewhere
             and values.numel() > 0
             and (torch.compiler.is_compiling() or not _modules.is_transformed_or_traced())
         )

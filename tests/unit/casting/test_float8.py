@@ -106,6 +106,12 @@ def test_no_rows_at_all(converted: nn.Sequential) -> None:
     assert torch.equal(step(converted, batch(0)), step(net(), batch(0)))
 
 
+def test_another_device_has_no_autocast(converted: nn.Sequential) -> None:
+    layer = converted[0].to("meta")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.ones(2, 64, device="meta")).dtype == torch.float32
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_so(bad: float, converted: nn.Sequential) -> None:
     x = batch()
