@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.fp8 import sqnr_db
+from support.fp8 import needs_torchao, sqnr_db
 from support.launch import launch
 
 SCRIPT = Path(__file__).parent / "fp8_scenarios.py"
@@ -14,6 +14,7 @@ NEAR = {"ddp": 60, "fsdp": 60, "fsdp_bf16": 54, "tensor_parallel": 60}
 """In dB. From bf16, fp8 in one process is some 53 away; where weights are gathered in bf16 both are rounded more."""
 
 
+@needs_torchao
 def test_trains_as_one_process_in_fp8(tmp_path: Path) -> None:
     """One test, since one launch serves all of it."""
     ranks: list[dict[str, Any]] = launch(SCRIPT, 2, tmp_path)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 from support.compared import here
+from support.fp8 import needs_torchao
 
 from lightning_amp.comparison import _compare
 
@@ -62,11 +62,13 @@ def arms_in_this_process(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("arms_in_this_process")
-@pytest.mark.parametrize("document", EXECUTABLE, ids=lambda path: str(path.relative_to(ROOT)))
 @pytest.mark.filterwarnings("ignore:lightning_amp. fp8 is emulated")
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(path, marks=[needs_torchao] if path.stem == "fp8" else []) for path in EXECUTABLE],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_blocks_run(document: Path) -> None:
-    if document.stem == "fp8":
-        importlib.import_module("support.fp8")  # skips where there is no torchao
     run_blocks(document)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import FEATURES, Poison, Toy, assert_same, batches, fit, quiet_trainer, weights
 from support.compared import Waves, here, task
-from support.fp8 import RECIPES, Deep, emulated
+from support.fp8 import RECIPES, Deep, emulated, needs_torchao
 from support.promises import plain_adamw
 from support.resuming import Resumable
 from torch import Tensor, nn
@@ -19,11 +19,14 @@ from torch.utils.data import DataLoader
 
 from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:lightning_amp. fp8 is emulated",
-    "ignore:Checkpoint directory .* exists and is not empty",
-    "ignore:You defined a `validation_step` but have no",
-)
+pytestmark = [
+    needs_torchao,
+    pytest.mark.filterwarnings(
+        "ignore:lightning_amp. fp8 is emulated",
+        "ignore:Checkpoint directory .* exists and is not empty",
+        "ignore:You defined a `validation_step` but have no",
+    ),
+]
 
 
 def fp8(recipe: str = RECIPES[0], **kwargs: Any) -> AmpPrecision:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-if not hasattr(torch.nn.functional, "ScalingType"):  # an import that fails once may half succeed the next time
-    pytest.skip("torchao 0.18 needs a newer torch", allow_module_level=True)
-
-with warnings.catch_warnings():  # its own, when Python compiles it for the first time
-    warnings.simplefilter("ignore")
-    from torchao.float8 import Float8LinearConfig
-
 RECIPES = ("rowwise_with_gw_hp", "rowwise", "tensorwise")
+
+needs_torchao = pytest.mark.skipif(
+    find_spec("torchao") is None or not hasattr(torch.nn.functional, "ScalingType"),
+    reason="needs torchao 0.18, and that a newer torch",
+)
+
+
+def float8() -> Any:
+    """`torchao.float8`, without the warnings that Python has when it compiles torchao for the first time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torchao.float8
+    return torchao.float8
 
 
 def emulated(recipe: str = RECIPES[0], **changes: Any) -> Any:
-    return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, **changes)
+    return replace(float8().Float8LinearConfig.from_recipe_name(recipe), emulate=True, **changes)
 
 
 def sqnr_db(value: Tensor, reference: Tensor) -> float:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.fp8 import RECIPES, emulated, sqnr_db
+from support.fp8 import RECIPES, emulated, needs_torchao, sqnr_db
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.casting import Float8Linears
+
+pytestmark = needs_torchao
 
 LAYERS: dict[str, str | None] = {"0": None, "2": None, "4": None}
 

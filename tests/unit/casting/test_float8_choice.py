@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.fp8 import emulated
+from support.fp8 import emulated, float8, needs_torchao
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_amp.casting import _float8_choice
 from lightning_amp.casting._float8_choice import choose_fp8_layers, nothing_qualifies, num_converted, share_of_flops
+
+pytestmark = needs_torchao
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -95,8 +97,7 @@ def test_names_are_those_before_compilation() -> None:
     ],
 )
 def test_small_layers_stay_in_bf16_on_cuda(recipe: str, inputs: int, outputs: int, chosen: bool) -> None:
-    from torchao.float8 import Float8LinearConfig
-
+    Float8LinearConfig = float8().Float8LinearConfig
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(16, 16), nn.Linear(inputs, outputs), nn.Linear(16, 16))
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -114,8 +115,7 @@ def test_share_counts_sizes() -> None:
 
 
 def test_layers_that_the_user_converted_are_left_alone() -> None:
-    from torchao.float8 import convert_to_float8_training
-
+    convert_to_float8_training = float8().convert_to_float8_training
     module = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     module[1] = convert_to_float8_training(module[1], config=emulated())
     assert num_converted(module) == 1

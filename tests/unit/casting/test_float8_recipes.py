@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.fp8 import emulated
-from torchao.float8 import Float8LinearConfig, Float8LinearRecipeName
+from support.fp8 import emulated, float8, needs_torchao
 
 from lightning_amp._compat import _torchao
 from lightning_amp.casting import _float8_recipes as recipes
 from lightning_amp.numerics import ScaledCast
 
+pytestmark = needs_torchao
+
 
 def test_names_and_configurations_are_taken() -> None:
     assert recipes.checked_recipe(None) == "rowwise_with_gw_hp"
     assert recipes.checked_recipe("tensorwise") == "tensorwise"
-    assert recipes.checked_recipe(Float8LinearRecipeName.ROWWISE) == "rowwise"
+    assert recipes.checked_recipe(float8().Float8LinearRecipeName.ROWWISE) == "rowwise"
     assert recipes.checked_recipe(emulated()) is not None
     assert recipes.name_of("rowwise") == "recipe 'rowwise'"
     assert recipes.name_of(emulated()) == "own recipe, emulated"
@@ -41,22 +42,22 @@ def test_what_needs_blackwell_is_refused_by_name(name: str) -> None:
 
 def test_a_configuration_that_changes_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather=True"):
-        recipes.checked_recipe(Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+        recipes.checked_recipe(float8().Float8LinearConfig(enable_fsdp_float8_all_gather=True))
 
 
 def test_names_pad_what_a_ragged_batch_needs_padded() -> None:
     assert not recipes.config_of("rowwise_with_gw_hp").pad_inner_dim  # no sum over rows is in fp8
     assert recipes.config_of("rowwise").pad_inner_dim
     assert recipes.config_of("tensorwise").pad_inner_dim
-    own = Float8LinearConfig()
+    own = float8().Float8LinearConfig()
     assert recipes.config_of(own) is own
 
 
 def test_whole_tiles_are_needed_by_who_sums_over_rows_in_fp8() -> None:
-    assert recipes.needs_whole_tiles(Float8LinearConfig())
-    assert not recipes.needs_whole_tiles(Float8LinearConfig(pad_inner_dim=True))
-    assert not recipes.needs_whole_tiles(Float8LinearConfig(emulate=True))
-    assert not recipes.needs_whole_tiles(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
+    assert recipes.needs_whole_tiles(float8().Float8LinearConfig())
+    assert not recipes.needs_whole_tiles(float8().Float8LinearConfig(pad_inner_dim=True))
+    assert not recipes.needs_whole_tiles(float8().Float8LinearConfig(emulate=True))
+    assert not recipes.needs_whole_tiles(float8().Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
     assert not recipes.needs_whole_tiles("tensorwise")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.fp8 import RECIPES, emulated
+from support.fp8 import RECIPES, emulated, needs_torchao
 from torch import nn
 
 from lightning_amp._compat._torchao import float8_linear, float8_twin
+
+pytestmark = needs_torchao
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
+from support.fp8 import float8, needs_torchao
 from torch import Tensor
 
 from lightning_amp.numerics import ScaledCast
@@ -13,8 +12,7 @@ from lightning_amp.numerics import ScaledCast
 
 def cast_by_torchao(values: Tensor, cast: ScaledCast) -> Tensor:
     """The values as the products see them."""
-    import_module("support.fp8")  # torchao, without its warnings
-    from torchao.float8 import ScalingGranularity
+    ScalingGranularity = float8().ScalingGranularity
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
     return hp_tensor_to_float8_dynamic(
@@ -27,6 +25,7 @@ def cast_by_torchao(values: Tensor, cast: ScaledCast) -> Tensor:
     ).to_original_precision()
 
 
+@needs_torchao
 @pytest.mark.parametrize("number_format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("rowwise", [True, False])
 @pytest.mark.parametrize("power_of_two", [True, False])

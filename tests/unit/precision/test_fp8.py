@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import Toy, attributes, batches, fit, quiet_trainer
-from support.fp8 import Deep, emulated
+from support.fp8 import Deep, emulated, float8, needs_torchao
 from torch import nn
 
 from lightning_amp import AmpPrecision
@@ -17,6 +17,7 @@ from lightning_amp._compat import _torchao
 from lightning_amp.casting import _precision_choice
 from lightning_amp.precision import _fp8
 
+pytestmark = needs_torchao
 EMULATED = "ignore:lightning_amp. fp8 is emulated"
 
 
@@ -102,8 +103,7 @@ def test_no_layer_qualifies() -> None:
 
 @pytest.mark.filterwarnings(EMULATED)
 def test_layers_that_the_user_converted_count(caplog: pytest.LogCaptureFixture) -> None:
-    from torchao.float8 import convert_to_float8_training
-
+    convert_to_float8_training = float8().convert_to_float8_training
     module = net()
     theirs = convert_to_float8_training(module.net[4], config=emulated())
     theirs.register_forward_pre_hook(lambda layer, args: (args[0].bfloat16(),))  # which torchao does on CUDA alone
@@ -125,8 +125,7 @@ def real(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("real")
 def test_a_recipe_of_ones_own_may_need_whole_tiles() -> None:
-    from torchao.float8 import Float8LinearConfig
-
+    Float8LinearConfig = float8().Float8LinearConfig
     with pytest.warns(UserWarning, match=r"with `pad_inner_dim=False` a batch whose rows .* Set it to `True`"):
         fit(net(), AmpPrecision("fp8", fp8_recipe=Float8LinearConfig()), batches(1, size=16))
 
