@@ -46,6 +46,22 @@ def is_transformed_or_traced() -> bool:
     return torch._C._are_functorch_transforms_active() or bool(torch._C._get_tracing_state())
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether this is one of the gradients that `torch.autograd.grad(..., is_grads_batched=True)` takes at once.
+
+    Its `vmap` is older than those of `torch.func`, and no question knows of it. Can go when torch has removed it.
+    """
+    return torch._C._dispatch_keys(tensor).has(torch._C._dispatch_key_parse("Batched"))
+
+
+def in_forward_mode() -> bool:
+    """Return whether a level of forward-mode differentiation is open, in which any tensor may have a tangent.
+
+    Can go when there is a public question for it that does not ask about one tensor.
+    """
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 _REPLAYING = (_checkpoint_module._CachingTorchDispatchMode, _checkpoint_module._CachedTorchDispatchMode)
 
 

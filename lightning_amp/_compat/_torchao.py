@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import final, override
 
+from lightning_amp._compat._modules import is_batched, is_transformed_or_traced
+
 _OLDEST = (0, 18)
 _INSTALL = "Run `pip install 'torchao>=0.18'`, or use precision 'bf16', which needs no other package."
 
@@ -67,8 +69,15 @@ def _product() -> Any:
     class Product(matmul_with_hp_or_float8_args):
         @staticmethod
         @override
+        def forward(ctx: Any, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            output = matmul_with_hp_or_float8_args.forward(ctx, *args)
+            base = output._base  # a view of the whole of it, which autograd would not let anybody edit in place
+            return output if base is None or base.shape != output.shape else base
+
+        @staticmethod
+        @override
         def backward(ctx: Any, grad_output: Tensor) -> Any:
-            if not torch.is_grad_enabled():
+            if not (torch.is_grad_enabled() or is_transformed_or_traced() or is_batched(grad_output)):
                 return matmul_with_hp_or_float8_args.backward(ctx, grad_output)
             values, weight_t = ctx.saved_tensors
             weight_t = weight_t.to(grad_output.dtype)
@@ -79,9 +88,10 @@ def _product() -> Any:
 
 
 def float8_linear(twin: Any, values: Tensor) -> Tensor:
-    """Compute what the twin does, so that its gradient can be differentiated again: then it is one of bf16 products.
+    """Compute what the twin does, for rows of bf16 values, so that more can be done with it.
 
-    torchao's own product fails there with an `AssertionError`. Can go when it does not.
+    Its gradient can be differentiated again, and be taken for many directions at once: then it is one of bf16 products.
+    And the result can be edited in place. torchao's own product fails in all three. Can go when it does not.
     """
     out = _product().apply(values, twin.weight.t(), twin.linear_mm_config, twin.config)
     return out if twin.bias is None else out + twin.bias.to(out.dtype)

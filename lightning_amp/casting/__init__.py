@@ -4,6 +4,7 @@ from lightning_amp.casting._float8 import Float8Linears
 from lightning_amp.casting._float8_choice import (
     choose_fp8_layers,
     linear_layers,
+    may_run_in_fp8,
     nothing_qualifies,
     num_converted,
     share_of_flops,
@@ -46,6 +47,7 @@ __all__ = [
     "fp32_region",
     "gradient_cast",
     "linear_layers",
+    "may_run_in_fp8",
     "mend_rounding",
     "name_of",
     "needs_whole_tiles",

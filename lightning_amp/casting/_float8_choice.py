@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_amp._compat import _modules
 from lightning_amp._text import counted, listed
 from lightning_amp.casting._float8_recipes import emulates
 from lightning_amp.casting._fp32_metrics import is_metric
+from lightning_amp.casting._method_override import calling
 
 _CONVERTED = "converted to fp8 by you already"
+_FROZEN = "frozen; in fp8 from when it is not"
 
 
 def linear_layers(root: nn.Module) -> dict[str, nn.Linear]:
@@ -55,23 +58,34 @@ def choose_fp8_layers(
             return "`nn.MultiheadAttention` uses its weight and never calls it"
         if weight is None:
             return "its weight is computed from something else (a parametrization, pruning)"
-        if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
+        if not _is_plain(layer):
             return "its `forward` is not that of `nn.Linear`"
         if layer is ends[0]:
             return "the first linear layer"
         if layer is ends[-1]:
             return "the last linear layer"
-        if not weight.requires_grad:
-            return "frozen"
+        if is_lazy(weight):
+            return "lazy: its size is not known when the fit begins"
         if weight.dtype != torch.float32:
             return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
-        if layer.in_features % 16 or layer.out_features % 16:
+        if layer.in_features % 16 or layer.out_features % 16 or not weight.numel():
             return f"{layer.in_features} x {layer.out_features}: not both are multiples of 16"
         if small is not None and small(layer.in_features, layer.out_features):
             return f"{layer.in_features} x {layer.out_features}: too small, casts would cost more than fp8 saves"
-        return None
+        return None if weight.requires_grad else _FROZEN
 
     return {name: why_not(layer) for name, layer in layers.items()}
+
+
+def may_run_in_fp8(layers: Mapping[str, str | None]) -> set[str]:
+    """Return the names of layers that run in fp8, or will when somebody unfreezes them."""
+    return {name for name, why in layers.items() if why is None or why == _FROZEN}
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Return whether its `forward` is that of `nn.Linear`; also in a copy that was made while it multiplied in fp8."""
+    function = getattr(layer.forward, "__func__", None)
+    return function is nn.Linear.forward or function is calling(nn.Linear.forward)
 
 
 def _is_converted(layer: nn.Module) -> bool:
@@ -112,8 +126,9 @@ def nothing_qualifies(root: nn.Module, layers: Mapping[str, str | None]) -> str:
     others = Counter(type(m).__name__ for m in root.modules() if _computes_a_linear_map(m))
     if others:
         found = listed([f"`{name}` ({count})" for name, count in others.most_common()])
-        layer = counted(sum(others.values()), "layer")
-        lines.append(f"  - {layer} that multiply by a weight without being an `nn.Linear`: {found}")
+        number = sum(others.values())
+        verb = "multiplies" if number == 1 else "multiply"
+        lines.append(f"  - {counted(number, 'layer')} that {verb} by a weight without being an `nn.Linear`: {found}")
     what = counted(len(layers), "linear layer")
     text = f"none of the {what} qualifies" if len(layers) > 1 else "the only linear layer does not qualify"
     title = f"precision 'fp8' has nothing to do here: {text if layers else 'there is no `nn.Linear`'}."

@@ -120,7 +120,7 @@ class _Fp32Forward(MethodOverride):
         return self.as_method()
 
     @override
-    def for_copy(self, owner: nn.Module, inner: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:
+    def for_copy(self, owner: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
         return _Fp32Forward(owner, self.device_type, inner, self.ran)
 
 

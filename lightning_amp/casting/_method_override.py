@@ -11,7 +11,9 @@ from typing import Any
 
 
 @functools.cache
-def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
+def calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of what :meth:`MethodOverride.as_method` puts in the place of a method; one for each."""
+
     def call(self: MethodOverride, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)
 
@@ -63,7 +65,7 @@ class MethodOverride(ABC):
         equal blocks would be compiled anew, and from the ninth on (`recompile_limit`) not at all.
         """
         function = getattr(self.inner, "__func__", None)
-        return self.__call__ if function is None else MethodType(_calling(function), self)
+        return self.__call__ if function is None else MethodType(calling(function), self)
 
     @property
     def installed(self) -> bool:
@@ -78,7 +80,7 @@ class MethodOverride(ABC):
             else:
                 del vars(self.owner)[self.name]
 
-    def for_copy(self, owner: Any, inner: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:
+    def for_copy(self, owner: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return what a deep copy of the owner gets in this place: by default the method as it was."""
         return inner
 
@@ -86,7 +88,7 @@ class MethodOverride(ABC):
         # `deepcopy` enters a new object in the memo before it copies the attributes, of which this is one
         owner = copy.deepcopy(self.owner, memo)
         inner = copy.deepcopy(self.inner, memo) if self.was_attribute else getattr(owner, self.name)
-        return self.for_copy(owner, inner, memo)
+        return self.for_copy(owner, inner)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Likewise: when this is loaded, the owner exists and has no attributes yet, so `getattr` finds the method.

@@ -127,7 +127,8 @@ def parse_precision(value: Any, argument: str = "precision") -> Precision:
 
 _EMULATE = (
     " To see here what fp8 does to a model, not how fast it is:"
-    " `fp8_recipe=torchao.float8.Float8LinearConfig(emulate=True)`."
+    " `fp8_recipe=dataclasses.replace(torchao.float8.Float8LinearConfig.from_recipe_name('rowwise_with_gw_hp'),"
+    " emulate=True)`."
 )
 
 

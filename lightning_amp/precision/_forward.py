@@ -12,13 +12,22 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import WarningCache
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import final
 
-from lightning_amp._containers import tensors_in, to_fp32
-from lightning_amp.casting import Choice, EpochEnd, Fp32Metrics, Fp32Modules, Fp32Outputs, ReusedWeights, Rule
+from lightning_amp._containers import tensors_in
+from lightning_amp.casting import (
+    Choice,
+    EpochEnd,
+    Float8Linears,
+    Fp32Metrics,
+    Fp32Modules,
+    Fp32Outputs,
+    ReusedWeights,
+    Rule,
+)
 from lightning_amp.precision._fit import Fit
+from lightning_amp.precision._float64_batches import downcast, obviously_fine
 from lightning_amp.precision._unused_rules import IdleRules
 
 _NOTHING = contextlib.nullcontext()
@@ -28,7 +37,6 @@ _EPOCH_ENDS = {
     "test_step": "on_test_epoch_end",
     "predict_step": "on_predict_epoch_end",
 }
-_said = WarningCache()
 
 
 @final
@@ -73,6 +81,7 @@ class ForwardContexts:
         self._fp32_metrics = Fp32Metrics(module, device_type)
         # of shadows of the module that a callback validates beside it
         self._shadows: WeakKeyDictionary[nn.Module, Fp32Metrics] = WeakKeyDictionary()
+        self._fp8: Float8Linears | None = None
         self._step: str | None = None  # which kind of step ran last
         self._epoch_ends: dict[str, EpochEnd] = {}
         self._training_step: _TrainingStep | None = None
@@ -93,7 +102,7 @@ class ForwardContexts:
     def change(self, training: Choice, evaluation: Choice) -> None:
         """Go on in other precisions, between two steps.
 
-        Modules that compute in fp32 stay as they are where everything does from here on: nothing is left to switch off.
+        Modules that compute in fp32 stay as they are where everything does from here on.
         """
         was_mixed = self._mixed
         self.training, self.evaluation = training, evaluation
@@ -154,10 +163,10 @@ class ForwardContexts:
         What training takes evaluation takes too, also when it is in fp32.
         """
         self._float64_entries = []
-        if _obviously_fine(data):
+        if obviously_fine(data):
             return data
         if self.training.mixed or (self.evaluation.mixed and not self._module.trainer.training):
-            return _downcast(data, self._module)
+            return downcast(data, self._module)
         self._float64_entries = [path for path, tensor in tensors_in(data) if tensor.dtype == torch.float64]
         return data
 
@@ -196,6 +205,14 @@ class ForwardContexts:
         if self._step != "training_step":
             self._begin("training_step", self.autocast)
         return self._fp32_metrics
+
+    def use_fp8(self, layers: Float8Linears) -> None:
+        """Have these layers multiply in fp8 in training steps and backwards."""
+        self._fp8 = layers
+
+    def in_fp8_layers(self) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds a training step or a backward."""
+        return _NOTHING if self._fp8 is None else self._fp8.inside()
 
     def sharing_copies(self, step: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a weight that is used again is cast once; see `ReusedWeights.inside`."""
@@ -289,6 +306,8 @@ class _TrainingStep:
             self._fit.begin_training_step()
         self._around = self._contexts.around_training_step()
         self._around.__enter__()
+        self._fp8 = self._contexts.in_fp8_layers()
+        self._fp8.__enter__()
         self._sharing.__enter__()
         if self._autocast is None or not self._contexts.autocast_stays:
             self._autocast = self._contexts.autocast()
@@ -302,31 +321,9 @@ class _TrainingStep:
             self._autocast.__exit__(*exc)
         finally:
             self._sharing.__exit__(*exc)
+            self._fp8.__exit__(*exc)
             self._around.__exit__(*exc)
         if exc[0] is not None:
             self._contexts.explain(exc[1])
         elif self._fit is not None:
             self._fit.end_training_step()
-
-
-def _obviously_fine(data: Any) -> bool:
-    """Return whether a batch is a tensor, or a plain list or tuple of tensors, without float64: no need to search."""
-    if type(data) is Tensor:
-        return data.dtype != torch.float64
-    items = data if type(data) in (list, tuple) else (data,)
-    return all(isinstance(item, Tensor) and item.dtype != torch.float64 for item in items)
-
-
-def _downcast(data: Any, module: LightningModule) -> Any:
-    """Return the batch with float64 tensors as float32, said once; as it is if the module computes in float64.
-
-    Autocast leaves float64 tensors alone, so a linear layer would meet a float64 input and a half-precision weight.
-    """
-    converted = to_fp32(data, (torch.float64,))
-    if converted is data or any(p.dtype == torch.float64 for p in module.parameters()):
-        return data
-    _said.info(
-        "lightning_amp: batches hold float64 tensors, which autocast does not take; they are cast to float32. Make the"
-        " dataset return float32 (numpy's default is float64) to save the copy."
-    )
-    return converted

@@ -1,20 +1,24 @@
-"""fp8 in one fit: which layers, what is said about them, and the end of it."""
+"""fp8 in one fit: which layers, and what is said about them."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
 from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._compat import _modules
-from lightning_amp._text import counted, percent
+from lightning_amp._text import counted, named, percent
 from lightning_amp.casting import (
     Float8Linears,
     choose_fp8_layers,
     emulates,
+    may_run_in_fp8,
     name_of,
     needs_whole_tiles,
     nothing_qualifies,
@@ -26,7 +30,7 @@ from lightning_amp.precision._forward import ForwardContexts
 
 @final
 class Fp8:
-    """The linear layers of a module that multiply in fp8 while it trains, until :meth:`detach`.
+    """The linear layers of a module that multiply in fp8 while it trains.
 
     Args:
         module: The user's.
@@ -46,10 +50,13 @@ class Fp8:
 
     def __init__(self, module: LightningModule, forward: ForwardContexts, recipe: Any, device: torch.device) -> None:
         self.layers = choose_fp8_layers(module, forward.fp32_modules, recipe, device)
+        self._names, self._recipe, self._device_type = may_run_in_fp8(self.layers), recipe, device.type
+        self._linears = Float8Linears(module, self._names, recipe, device.type, forward)
+        forward.use_fp8(self._linears)
         converted = num_converted(module)
         num_chosen = sum(1 for why in self.layers.values() if why is None)
-        self._linears = Float8Linears(module, self.layers, recipe, device.type, forward)
-        if not (num_chosen or converted):
+        unfreezes = any(isinstance(callback, BaseFinetuning) for callback in module.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        if not (num_chosen or converted or (self._names and unfreezes)):
             raise ValueError(
                 f"{nothing_qualifies(module, self.layers)}\nUse precision 'bf16', or see `docs/guide/fp8.md`, which"
                 " says what a layer needs."
@@ -63,9 +70,24 @@ class Fp8:
             self.summary += f" beside {converted} that you converted yourself"
         _warn(module, recipe, device)
 
-    def detach(self) -> None:
-        """Leave the layers as they were."""
-        self._linears.remove()
+    def finish(self) -> None:
+        """Note at the end of a fit which layers have left fp8, and say which never were in it."""
+        self.layers.update(dict.fromkeys(self._linears.replaced(), "its weight was replaced during the fit (pruning)"))
+        idle = [name for name in self._linears.idle() if self.layers[name] is None]
+        if idle and len(idle) < sum(1 for why in self.layers.values() if why is None):
+            _messages.info(
+                f"lightning_amp: {named(idle)} could multiply in fp8, but the `forward` there has not run in a training"
+                " step: what uses the weight itself computes in bf16."
+            )
+
+    def on(self, copy: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which the layers of a copy of the module multiply in fp8, under autocast."""
+        return Float8Linears(copy, self._names, self._recipe, self._device_type, _Training()).inside()
+
+
+@final
+class _Training:
+    in_fp8 = True
 
 
 def _warn(module: LightningModule, recipe: Any, device: torch.device) -> None:

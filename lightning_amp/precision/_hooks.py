@@ -112,6 +112,19 @@ class RunHooks(MixedPrecision):
     def _own_evaluation(self, step: str) -> contextlib.AbstractContextManager[None]:
         return self.evaluation_context(None if self._run is None else self._run.module, step)
 
+    def fp8_on(self, module: nn.Module, precision: str = "") -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a copy of the attached module multiplies in fp8, as its training steps do.
+
+        Args:
+            module: The copy.
+            precision: Of the step, by our name; empty: as of now.
+
+        """
+        run = self._run
+        if run is None or run.fp8 is None or (precision or run.forward.training.name) != "fp8":
+            return _NOTHING
+        return run.fp8.on(module)
+
     # -- backward ------------------------------------------------------------------------------------------------------
 
     @override
@@ -131,7 +144,7 @@ class RunHooks(MixedPrecision):
         fit = self._run.fit
         run = partial(super().backward, tensor, model, optimizer, *args)
         # modules that activation checkpointing calls again share the casts of their weights
-        with self._autocast_off(), self._run.forward.sharing_copies():
+        with self._autocast_off(), self._run.forward.in_fp8_layers(), self._run.forward.sharing_copies():
             if fit is None:
                 run(**kwargs)
             else:
@@ -194,7 +207,7 @@ class RunHooks(MixedPrecision):
             with contextlib.suppress(*([Exception] if interrupted else [])):
                 self.flush()
                 if run is not None and not interrupted:
-                    run.forward.finish()
+                    run.finish()
         finally:
             self._detach_run()
             super().teardown()

@@ -122,6 +122,12 @@ class Run:
         if self.fit is not None:
             self.fit.change_scaler(scaler, mixed=training.mixed)
 
+    def finish(self) -> None:
+        """Say at the end of a fit which settings have done nothing."""
+        self.forward.finish()
+        if self.fp8 is not None:
+            self.fp8.finish()
+
     def evaluation_step(self, module: Any, step: str | None) -> AbstractContextManager[None]:
         """Return what an evaluation step, or a hook around it, runs in; see `AmpPrecision.evaluation_context`."""
         if self.fit is not None:
@@ -134,6 +140,4 @@ class Run:
             if self.fit is not None:
                 self.fit.detach()
         finally:
-            if self.fp8 is not None:
-                self.fp8.detach()
             self.forward.detach()

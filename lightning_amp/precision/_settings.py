@@ -12,6 +12,11 @@ from lightning_amp._compat import _torch
 from lightning_amp.casting import Choice, Precision, checked_recipe, emulates, parse_precision
 from lightning_amp.scaling import DynamicLossScaler
 
+_SCALES = {
+    "bf16": "Its range is that of fp32, so nothing underflows",
+    "fp8": "It scales each tensor, or each row, by itself",
+}
+
 
 @final
 class Settings:
@@ -91,9 +96,9 @@ class Settings:
             return self._own_scaler
         if self.given_scaler is not None and self.requested not in ("auto", "fp32"):
             raise ValueError(
-                f"`precision={self.requested!r}` does not use a loss scaler, got `scaler={self.given_scaler!r}`. Its"
-                " range is that of fp32, so nothing underflows: leave `scaler` out, or use precision 'fp16'. With"
-                " 'auto', one that is not needed is left unused."
+                f"`precision={self.requested!r}` does not use a loss scaler, got `scaler={self.given_scaler!r}`."
+                f" {_SCALES[self.requested]}: leave `scaler` out, or use precision 'fp16'. With 'auto', one that is not"
+                " needed is left unused."
             )
         return None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp.casting import gradient_cast, linear_layers
+from lightning_amp.casting import gradient_cast, linear_layers, may_run_in_fp8
 
 
 @final
@@ -27,7 +27,8 @@ class Float8Losses:
     def __init__(self, module: nn.Module, plugin: Any) -> None:
         layers: dict[str, str | None] = dict(getattr(plugin, "fp8_layers", {}))
         self.counts: dict[str, list[Tensor]] = {}
-        self._layers = {n: m for n, m in linear_layers(module).items() if layers.get(n, "") is None}
+        chosen = may_run_in_fp8(layers)
+        self._layers = {n: m for n, m in linear_layers(module).items() if n in chosen and m.weight.requires_grad}
         self._cast = gradient_cast(plugin.fp8_recipe) if self._layers else None
         self._handles: list[Any] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,12 @@ class TrainingPass:
             return plugin.forward_context_of(self._precision)
         return plugin.forward_context()
 
+    def _in_fp8(self) -> AbstractContextManager[None]:
+        plugin = self._trainer.precision_plugin
+        if self._upcast or not isinstance(plugin, AmpPrecision):
+            return nullcontext()
+        return plugin.fp8_on(self._shadow.module, self._precision)
+
     @property
     def module(self) -> LightningModule:
         """Return the shadow's module."""
@@ -112,7 +118,7 @@ class TrainingPass:
         self._factor, self._trace, self._losses = scale, trace, list[Tensor]()
         self._stepped.clear()
         shadow = self._shadow
-        with paired_random(self._device_type, random_state), torch.enable_grad(), _frozen(self._real):
+        with paired_random(self._device_type, random_state), torch.enable_grad(), _frozen(self._real), self._in_fp8():
             batch = copy_batch(batch, upcast=self._upcast)
             with shadow.reduce.suspended():
                 if is_overridden("on_train_batch_start", shadow.module):

@@ -11,19 +11,22 @@ import lightning as L
 import pytest
 import torch
 from support import quiet_trainer
-from support.fp8 import emulated
+from support.fp8 import emulated, needs_torchao
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp import AmpPrecision
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:lightning_amp. fp8 is emulated",
-    "ignore:You defined a `validation_step` but have no",
-    "ignore:.*in eval mode at the start of training",
-    "ignore:.torch.jit.script. is deprecated",  # torch's own, where forward mode loads its decompositions
-    "ignore:The .grad attribute of a Tensor that is not a leaf",  # Dynamo looks at it
-)
+pytestmark = [
+    needs_torchao,
+    pytest.mark.filterwarnings(
+        "ignore:lightning_amp. fp8 is emulated",
+        "ignore:You defined a `validation_step` but have no",
+        "ignore:.*in eval mode at the start of training",
+        "ignore:.torch.jit.script. is deprecated",  # torch's own, where forward mode loads its decompositions
+        "ignore:The .grad attribute of a Tensor that is not a leaf",  # Dynamo looks at it
+    ),
+]
 WIDTH = 32
 ROWS = torch.randn(64, 16, WIDTH, generator=torch.Generator().manual_seed(0))
 

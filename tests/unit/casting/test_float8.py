@@ -18,7 +18,7 @@ from lightning_amp.casting import Float8Linears
 
 pytestmark = needs_torchao
 
-LAYERS: dict[str, str | None] = {"0": None, "2": None, "4": None}
+LAYERS = {"0", "2", "4"}
 
 
 class Stage:
@@ -51,9 +51,8 @@ def stage() -> Stage:
 @pytest.fixture(params=RECIPES)
 def converted(request: pytest.FixtureRequest, stage: Stage) -> Iterator[nn.Sequential]:
     module = net()
-    layers = Float8Linears(module, LAYERS, emulated(request.param), "cpu", stage)
-    yield module
-    layers.remove()
+    with Float8Linears(module, LAYERS, emulated(request.param), "cpu", stage).inside():
+        yield module
     assert not any("forward" in vars(m) for m in module.modules())
 
 
@@ -75,16 +74,14 @@ def test_the_module_is_the_users(converted: nn.Sequential) -> None:
     assert torch.equal(step(pickle.loads(pickle.dumps(converted)), batch()), step(plain, batch()))
 
 
-def test_a_copy_computes_with_its_own_weights(converted: nn.Sequential) -> None:
-    original, twice = step(converted, batch()), copy.deepcopy(converted)
+def test_a_copy_is_a_plain_module(converted: nn.Sequential) -> None:
+    twice = copy.deepcopy(converted)
     with torch.no_grad():
         for parameter in twice.parameters():
             parameter.mul_(2)
     fresh = net()
     fresh.load_state_dict(twice.state_dict())
-    assert sqnr_db(step(twice, batch()), step(fresh, batch(), autocast=False)) > 18
-    assert not torch.equal(step(twice, batch()), step(fresh, batch())), "it is in fp8, too"
-    assert torch.equal(step(converted, batch()), original)
+    assert torch.equal(step(twice, batch()), step(fresh, batch()))
 
 
 def test_hooks_and_replaced_parameters_count(converted: nn.Sequential) -> None:
@@ -191,17 +188,38 @@ def test_a_frozen_or_pruned_layer_runs_as_it_did(converted: nn.Sequential) -> No
 def test_compiles_into_one_graph(stage: Stage) -> None:
     module = net()
     layers = Float8Linears(module, LAYERS, emulated(), "cpu", stage)
+    layers.enter()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.equal(step(compiled, batch()), step(module, batch()))
     stage.in_fp8 = False
     assert torch.equal(step(compiled, batch()), step(net(), batch()))
-    layers.remove()
+    layers.leave()
 
 
-def test_what_is_not_chosen_is_left_alone(stage: Stage) -> None:
+def test_layers_are_in_fp8_inside_alone(stage: Stage) -> None:
     module = net()
-    Float8Linears(module, {"0": "the first", "2": None, "4": "the last"}, emulated(), "cpu", stage)
-    assert ["forward" in vars(m) for m in module] == [False, False, True, False, False]
+    layers = Float8Linears(module, {"2"}, emulated(), "cpu", stage)
+    has = lambda: ["forward" in vars(m) for m in module]  # noqa: E731
+    assert not any(has())
+    with layers.inside():
+        with layers.inside():
+            assert has() == [False, False, True, False, False]
+        assert has() == [False, False, True, False, False]
+    assert not any(has())
+
+
+def test_a_bias_or_none_the_result_can_be_edited(stage: Stage) -> None:
+    module = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(inplace=True), nn.Linear(32, 32, bias=False))
+    with Float8Linears(module, {"0", "2"}, emulated(), "cpu", stage).inside():
+        step(module, torch.randn(4, 3, 32))
+        step(torch.compile(module, fullgraph=True, backend="aot_eager"), torch.randn(4, 3, 32))
+
+
+def test_rows_may_be_anywhere(converted: nn.Sequential) -> None:
+    x = batch().view(4, 6, 64)
+    output = step(converted, x.transpose(0, 1))
+    straight = step(converted, x.transpose(0, 1).contiguous())
+    assert torch.equal(output, straight)
 
 
 class Block(nn.Module):
@@ -224,9 +242,8 @@ def test_blocks_that_are_alike_are_compiled_once(stage: Stage) -> None:
 
     for block in module:
         block.compile(backend=backend)
-    layers = Float8Linears(module, dict.fromkeys(f"{i}.layer" for i in range(10)), emulated(), "cpu", stage)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+    layers = Float8Linears(module, {f"{i}.layer" for i in range(10)}, emulated(), "cpu", stage)
+    with layers.inside(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         for block in module:  # one after the other: torch itself warns of the `.grad` of what comes from another
             block(torch.randn(4, 32))
     assert len(graphs) == 1
-    layers.remove()

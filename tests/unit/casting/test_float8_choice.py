@@ -68,7 +68,7 @@ def test_each_layer_has_its_reason() -> None:
         "loud": "its `forward` is not that of `nn.Linear`",
         "sharded": None,
         "own": "its `forward` is not that of `nn.Linear`",
-        "frozen": "frozen",
+        "frozen": "frozen; in fp8 from when it is not",
         "wide": "its weight is float64",
         "normed": "its weight is computed from something else (a parametrization, pruning)",
         "attention.out_proj": "`nn.MultiheadAttention` uses its weight and never calls it",

@@ -33,7 +33,7 @@ class Doubled(MethodOverride):
 
 
 class DoubledInCopies(Doubled):
-    def for_copy(self, owner: Any, inner: Callable[..., Any], memo: dict[int, Any]) -> Callable[..., Any]:
+    def for_copy(self, owner: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
         return type(self)(owner, self.name, inner)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from support import Toy, attributes, batches, fit, quiet_trainer
 from support.fp8 import Deep, emulated, float8, needs_torchao
 from torch import nn
 
-from lightning_amp import AmpPrecision
+from lightning_amp import AmpPrecision, GradientMonitor
 from lightning_amp._compat import _torchao
 from lightning_amp.casting import _precision_choice
 from lightning_amp.precision import _fp8
@@ -147,3 +148,33 @@ def test_cuda_without_a_compiler_is_warned_about() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _fp8._warn(module, "rowwise", cuda)
+
+
+@pytest.mark.filterwarnings(EMULATED)
+def test_layers_that_never_run_are_named_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    module = net()
+    module.aside = nn.Linear(32, 32)
+    module.net, module.end = module.net, nn.Linear(32, 1)
+    with caplog.at_level(logging.INFO):
+        fit(module, plugin(), batches(1))
+    assert "`aside` could multiply in fp8, but the `forward` there has not run in a training step" in caplog.text
+
+
+@pytest.mark.filterwarnings(EMULATED, "ignore:The model layers do not require gradients", "ignore:.*in eval mode")
+def test_a_backbone_that_is_unfrozen_later_is_in_fp8_from_then_on() -> None:
+    class Unfreeze(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(list(pl_module.net)[:-1])
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(list(pl_module.net)[:-1], optimizer)
+
+    amp, module = plugin(), Toy(lambda params: torch.optim.SGD([p for p in params if p.requires_grad], 0.01), Deep())
+    monitor = GradientMonitor(1)
+    trainer = fit(module, amp, batches(2), max_epochs=2, callbacks=[Unfreeze(), monitor])
+    assert trainer.global_step == 4
+    assert amp.fp8_layers["net.4"] == "frozen; in fp8 from when it is not"
+    assert monitor.table[-1].fp8_underflow_fraction is not None
+    with pytest.raises(ValueError, match="(?s)none of the 6 linear layers qualifies.*frozen"):
+        fit(Toy(lambda p: torch.optim.SGD([*p][-2:], 0.01), Deep().requires_grad_(False)), plugin())
