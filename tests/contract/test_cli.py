@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from support import Toy, batches
+from support.fp8 import Deep, float8, needs_torchao
 from torch import nn
 
 from lightning_amp import AmpPrecision, ScaleMonitor
@@ -154,3 +155,31 @@ def test_fallback_from_yaml(written: str, expected: list[str], tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     plugin = LightningCLI(CliToy, save_config_callback=None).trainer.strategy.precision_plugin
     assert [choice.name for choice in plugin._fallback.left] == expected
+
+
+FP8 = """
+        fp8_recipe:
+          class_path: torchao.float8.Float8LinearConfig
+          init_args:
+            emulate: true
+"""
+
+
+class DeepCliToy(Toy):
+    def __init__(self) -> None:
+        super().__init__(net=Deep())
+
+    def train_dataloader(self) -> object:
+        return batches(2)
+
+
+@needs_torchao
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:lightning_amp. fp8 is emulated")
+def test_fp8_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    float8()
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(precision="fp8", scaler=FP8.strip("\n")))
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])
+    monkeypatch.chdir(tmp_path)
+    plugin = LightningCLI(DeepCliToy, save_config_callback=None).trainer.strategy.precision_plugin
+    assert list(plugin.fp8_layers.values()).count(None) == 4
