@@ -17,7 +17,6 @@ _OLDEST = (0, 18)
 _INSTALL = "Run `pip install 'torchao>=0.18'`, or use precision 'bf16', which needs no other package."
 
 
-@functools.cache
 def torchao_float8() -> Any:
     """Return the module `torchao.float8`.
 

@@ -50,7 +50,7 @@ class _Float8Forward(MethodOverride):
         if torch.compiler.is_compiling():
             output = self.twin(rows)
             if self.twin.bias is None:
-                output = output.clone()  # else it cannot be edited in place; the compiler has that for nothing
+                output = output.clone()  # else it cannot be edited in place; a compiler fuses this
         else:
             output = _torchao.float8_linear(self.twin, rows)
         return output.reshape(*input.shape[:-1], output.shape[-1])

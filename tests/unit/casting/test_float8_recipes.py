@@ -12,7 +12,6 @@ import pytest
 import torch
 from support.fp8 import emulated, float8, needs_torchao
 
-from lightning_amp._compat import _torchao
 from lightning_amp.casting import _float8_recipes as recipes
 from lightning_amp.numerics import ScaledCast
 
@@ -95,13 +94,6 @@ def test_hardware(
     assert not recipes.has_fp8(torch.device("cpu"))
 
 
-@pytest.fixture
-def forgotten() -> Any:
-    _torchao.torchao_float8.cache_clear()
-    yield
-    _torchao.torchao_float8.cache_clear()
-
-
 def version(found: str | None) -> Any:
     def of(name: str) -> str:
         if found is None:
@@ -111,7 +103,6 @@ def version(found: str | None) -> Any:
     return of
 
 
-@pytest.mark.usefixtures("forgotten")
 def test_torchao_is_named_where_it_is_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version(None))
     with pytest.raises(
@@ -123,7 +114,6 @@ def test_torchao_is_named_where_it_is_missing_or_too_old(monkeypatch: pytest.Mon
         recipes.config_of("rowwise")
 
 
-@pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize("found", ["0.18.0", "0.19.0.dev20261101+cpu", "1.0"])
 def test_a_torchao_that_cannot_be_imported_says_why(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version(found))
