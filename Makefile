@@ -27,7 +27,7 @@ demo: $(VENV)/.demo
 	@$(BIN)/python examples/compare_digits.py --out $(DEMO_OUT) $(DEMO_ARGS)
 
 test: $(VENV)/.test
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(TEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) $(TEST_ARGS)
 
 # make test-versions VERSIONS="python==3.12,torch==2.11.0,lightning==2.6.1 lowest,python==3.10"; without VERSIONS all of the table.
 test-versions: $(VENV)/.versions

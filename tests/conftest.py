@@ -36,14 +36,6 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         parser.addini("timeout", "Has no effect without pytest-timeout.")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep tests that share one launch of several processes on one worker (`--dist loadgroup`): each would launch anew."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.path.parent.name == "distributed" or item.path.name == "test_page_in_browser.py":
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 def pytest_runtest_setup() -> None:
     """Seed each test, so that its outcome does not depend on which ran before. (A hook, because hypothesis objects to
     function-scoped fixtures.)"""

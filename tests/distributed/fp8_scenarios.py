@@ -91,21 +91,20 @@ def sharded(tensor_parallel: bool = False) -> ModelParallelStrategy:
     return ModelParallelStrategy(*sizes, timeout=timedelta(seconds=60))
 
 
-def both(layout: str, make: Callable[[], Any], replicas: int = 2) -> dict[str, Any]:
-    return {precision: run(layout, precision, make(), replicas) for precision in ("fp8", "bf16")}
-
-
-def single() -> Any:
+def alone() -> Any:
     """In one process, and only on rank 0."""
-    return run("", "fp8") if torch.distributed.get_rank() == 0 else None
+    if torch.distributed.get_rank() > 0:
+        return None
+    return {precision: run("", precision) for precision in ("fp8", "bf16")}
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {
-    "ddp": lambda: both("", lambda: DDPStrategy(timeout=timedelta(seconds=60))),
-    "fsdp": lambda: both("fsdp", sharded),
-    "fsdp_bf16": lambda: both("fsdp bf16", sharded),
-    "tensor_parallel": lambda: both("tp", lambda: sharded(tensor_parallel=True), replicas=1),
-    "single": single,
+    "ddp": lambda: run("", "fp8", DDPStrategy(timeout=timedelta(seconds=60)), 2),
+    "fsdp": lambda: run("fsdp", "fp8", sharded(), 2),
+    "fsdp_bf16": lambda: run("fsdp bf16", "fp8", sharded(), 2),
+    "fsdp_without_fp8": lambda: run("fsdp", "bf16", sharded(), 2),
+    "tensor_parallel": lambda: run("tp", "fp8", sharded(tensor_parallel=True), 1),
+    "alone": alone,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from distributed.fsdp_models import CASES, MODULES, Overflow, TwoParts
 from support import assert_same, batches, quiet_trainer, scaled_fp32
-from support.launch import launch
+from support.launch import launch_once
 
 from lightning_amp import AmpPrecision, ScaleMonitor
 
@@ -24,9 +25,11 @@ class Runs:
         self.rounding = {"rtol": 0.0, "atol": 2e-6 if accelerator == "cpu" else 1e-4}
         plugin = scaled_fp32(init_scale=256.0, growth_interval=3)
         trainer = self.one_device(MODULES["automatic"], plugin, 3, Overflow((1,)), arguments=("fused adamw",))
-        trainer.save_checkpoint(folder / "one_device.ckpt")
+        mine = folder / f"one_device-{os.getpid()}.ckpt"  # another worker of this test run may write one as well
+        trainer.save_checkpoint(mine)
+        os.replace(mine, folder / "one_device.ckpt")
         script = Path(__file__).parent / "fsdp_script.py"
-        self.ranks = launch(script, world_size, folder, accelerator, str(world_size))
+        self.ranks = launch_once(script, world_size, folder, accelerator, str(world_size))
 
     def one_device(
         self, make: Any, plugin: Any, count: int, *callbacks: L.Callback, arguments: Any = (), **kwargs: Any

@@ -11,7 +11,7 @@ import pytest
 import torch
 from distributed.ddp_scenarios import SCENARIOS, Net, assert_agree, fused, train
 from support import assert_same
-from support.launch import launch
+from support.launch import launch_once, shared_folder
 
 from lightning_amp import AmpPrecision
 from lightning_amp.tracing import replay
@@ -36,12 +36,12 @@ TRAINED = [name for name in SCENARIOS if name not in ("no_gradients_on_one_rank"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ddp")
+    return shared_folder(tmp_path_factory, "ddp")
 
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    return launch(SCRIPT, 2, folder)
+    return launch_once(SCRIPT, 2, folder)
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -18,16 +18,16 @@ NEAR = {"ddp": 60, "fsdp": 60, "fsdp_bf16": 54, "tensor_parallel": 60}
 def test_trains_as_one_process_in_fp8(tmp_path: Path) -> None:
     """One test, since one launch serves all of it."""
     ranks: list[dict[str, Any]] = launch(SCRIPT, 2, tmp_path)
-    single = ranks[0]["single"]
+    single, half = ranks[0]["alone"]["fp8"], ranks[0]["alone"]["bf16"]
     assert list(single["layers"].values()) == ["the first linear layer", *[None] * 4, "the last linear layer"]
     for name, near in NEAR.items():
-        here, there = (rank[name]["fp8"] for rank in ranks)
-        half = ranks[0][name]["bf16"]
+        here, there = (rank[name] for rank in ranks)
         assert torch.equal(here["parameters"], there["parameters"])
         assert (
             sqnr_db(here["parameters"], single["parameters"]) > near > sqnr_db(here["parameters"], half["parameters"])
         )
         assert here["layers"] == there["layers"] == single["layers"]
         assert here["counts"] == (6, 0)
-        for key in ("keys", "types"):
-            assert here[key] == half[key]
+        assert here["keys"] == half["keys"]
+    assert ranks[0]["fsdp"]["types"] == ranks[0]["fsdp_without_fp8"]["types"]
+    assert single["types"] == half["types"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from distributed.fsdp_models import CASES
 from distributed.fsdp_runs import Runs
+from support.launch import shared_folder
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("fsdp"), "cpu", 2)
+    return Runs(shared_folder(tmp_path_factory, "fsdp"), "cpu", 2)
 
 
 @pytest.mark.parametrize("name", CASES)

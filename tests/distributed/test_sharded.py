@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from distributed.ddp_scenarios import assert_agree
 from support import assert_same
-from support.launch import launch
+from support.launch import launch_once, shared_folder
 
 SCRIPT = Path(__file__).parent / "sharded_scenarios.py"
 ONE_PER_BATCH = ["none", "loss", "loss", "none", "gradient", "none", "loss", "none", "none"]
@@ -24,12 +24,12 @@ Ranks = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return launch(SCRIPT, 2, tmp_path_factory.mktemp("two"))
+    return launch_once(SCRIPT, 2, shared_folder(tmp_path_factory, "two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return launch(SCRIPT, 4, tmp_path_factory.mktemp("four"))
+    return launch_once(SCRIPT, 4, shared_folder(tmp_path_factory, "four"))
 
 
 def agreed(ranks: Ranks, name: str) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_validation_in_the_middle_of_a_fit_is_that_of_bf16() -> None:
 def test_module_and_checkpoint_are_those_of_a_bf16_run(tmp_path: Path) -> None:
     class Look(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-            types[str(trainer.precision_plugin)] = [type(m) for m in module.modules()]
+            types[repr(trainer.precision_plugin)] = [type(m) for m in module.modules()]
 
     types: dict[str, list[type]] = {}
     keys: dict[str, list[str]] = {}

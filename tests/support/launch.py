@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -11,9 +12,34 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+
+
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
+    """A folder for this name: the same on all workers of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared-{name}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def launch_once(script: Path, world_size: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """As :func:`launch`, but on one worker; the others wait for it, and read what it left in the shared folder."""
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = folder.with_suffix(".done")
+        if not done.exists():
+            launch(script, world_size, folder, *arguments)
+            done.touch()
+    return read(folder, world_size)
+
+
+def read(folder: Path, world_size: int) -> list[dict[str, Any]]:
+    """What the ranks have left."""
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
 def launch(
@@ -67,4 +93,4 @@ def launch(
                 process.wait()
         printed.seek(0)
         assert codes == [0] * world_size, f"exit codes {codes}\n{printed.read().decode(errors='replace')[-6000:]}"
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
+    return read(folder, world_size)
