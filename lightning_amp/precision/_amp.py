@@ -25,7 +25,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -45,9 +45,6 @@ from lightning_amp.precision._run import Run
 from lightning_amp.precision._settings import Settings
 from lightning_amp.scaling import RecordLog, Saved, StepRecord
 from lightning_amp.skipped_steps import checked_buffer_rules
-
-if TYPE_CHECKING:
-    from torchao.float8 import Float8LinearConfig
 
 
 class AmpPrecision(FallsBack):
@@ -113,7 +110,7 @@ class AmpPrecision(FallsBack):
         skip_nonfinite: bool = True,
         restore_buffers: Sequence[str] = (),
         upcast_parameters: bool = False,
-        fp8_recipe: str | Float8LinearConfig | None = None,
+        fp8_recipe: Any = None,  # a name, or of a class that is torchao's, which a LightningCLI would import to see it
         fallback: Sequence[str | int | torch.dtype] = (),
     ) -> None:
         self._settings = Settings(precision, eval_precision, scaler, fp8_recipe)
