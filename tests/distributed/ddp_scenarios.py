@@ -19,7 +19,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from support import DEVICE, WithoutAutocast, assert_same, quiet_trainer, run_scenarios
+from support import DEVICE, ForbidSync, WithoutAutocast, assert_same, quiet_trainer, run_scenarios
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -644,17 +644,6 @@ def sync_batch_norm() -> Any:
     return both(lambda t: Net(t, fused), EVERY_KIND, (1, 2, 4, 6), sync_batchnorm=True)
 
 
-class ForbidSync(L.Callback):
-    """Raises if the host waits for the device inside a batch, after the first ones, in which DDP builds its buckets."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= 4:
-            torch.cuda.set_sync_debug_mode("error")
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 class Silent(Net):
     """Reads nothing of its batch on the host."""
 
@@ -667,7 +656,7 @@ class Silent(Net):
 
 def never_waits() -> Any:
     return {
-        "with": train(Silent(), callbacks=[ForbidSync()], gradient_clip_val=0.5),
+        "with": train(Silent(), callbacks=[ForbidSync(first=4)], gradient_clip_val=0.5),
         "without": train(Silent(), gradient_clip_val=0.5),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Poison, Toy, assert_same, batches, fit, weights
+from support import ForbidSync, Poison, Toy, assert_same, batches, fit, weights
 from support.promises import fused_adamw, fused_sgd, plain_adamw
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -21,17 +21,6 @@ PLUGINS: dict[str, Callable[[], AmpPrecision]] = {
     "fp16": lambda: AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0)),
     "fp32": lambda: AmpPrecision("fp32"),
 }
-
-
-class ForbidSync(L.Callback):
-    """Raises if anything waits for the device between the start and the end of a batch, from the third batch on."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= 2:
-            torch.cuda.set_sync_debug_mode("error")
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(autouse=True)

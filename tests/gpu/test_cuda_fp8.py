@@ -18,7 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from support import CountReads, Toy, assert_same, batches, fit, quiet_trainer, weights
+from support import CountReads, ForbidSync, Toy, assert_same, batches, fit, quiet_trainer, weights
 from support.fp8 import RECIPES, emulated, sqnr_db
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -331,17 +331,6 @@ def test_layers_that_are_too_small_are_listed(recipe: str) -> None:
     assert plugin.fp8_layers["3"] is None
     with pytest.raises(ValueError, match=r"none of the 3 linear layers qualifies(.|\n)*too small"):
         run(fp8(recipe), Looks(nn.Sequential(*list(net)[:2], nn.Linear(1024, 1))), batches(1, ROWS))
-
-
-class ForbidSync(L.Callback):
-    """Raises if anything waits for the device between the start and the end of a batch, from the third batch on."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= 2:
-            torch.cuda.set_sync_debug_mode("error")
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @each_recipe

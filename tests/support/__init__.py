@@ -1,6 +1,6 @@
 """What the tests share: a quiet Trainer, small models, injected overflow, and comparisons with fp32."""
 
-from support.devices import DEVICE, CountReads, flags_on_a_device, run_scenarios
+from support.devices import DEVICE, CountReads, ForbidSync, flags_on_a_device, run_scenarios
 from support.models import FEATURES, Toy, assert_same, attributes, batches, weights
 from support.plugins import StockWithoutAutocast, WithoutAutocast, scaled_fp32, stock, stock_fp32
 from support.poison import Poison, Recorder
@@ -10,6 +10,7 @@ __all__ = [
     "DEVICE",
     "FEATURES",
     "CountReads",
+    "ForbidSync",
     "Poison",
     "Recorder",
     "StockWithoutAutocast",

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +33,20 @@ class CountReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
+
+
+class ForbidSync(L.Callback):
+    """Raises if anything waits for the device between the start and the end of a batch, from the `first` one on."""
+
+    def __init__(self, first: int = 2) -> None:
+        self.first = first
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= self.first:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def run_scenarios(scenarios: dict[str, Callable[[], Any]], wanted: Sequence[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from support.fp8 import RECIPES, emulated, needs_torchao, sqnr_db
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -234,16 +235,11 @@ class Block(nn.Module):
 def test_blocks_that_are_alike_are_compiled_once(stage: Stage) -> None:
     """`torch.compile` gives up at the ninth compilation of one piece of code."""
     module = nn.Sequential(*(Block() for _ in range(10)))
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
+    counter = torch._dynamo.testing.CompileCounter()
     for block in module:
-        block.compile(backend=backend)
+        block.compile(backend=counter)
     layers = Float8Linears(module, {f"{i}.layer" for i in range(10)}, emulated(), "cpu", stage)
     with layers.inside(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         for block in module:  # one after the other: torch itself warns of the `.grad` of what comes from another
             block(torch.randn(4, 32))
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
