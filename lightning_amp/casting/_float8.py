@@ -13,7 +13,7 @@ from typing_extensions import final, override
 from lightning_amp._compat import _modules, _torchao
 from lightning_amp.casting._float8_choice import linear_layers
 from lightning_amp.casting._float8_recipes import config_of
-from lightning_amp.casting._method_override import MethodOverride
+from lightning_amp.casting._method_override import MethodOverride, not_run
 
 
 class Stage(Protocol):
@@ -37,13 +37,13 @@ class _Float8Forward(MethodOverride):
     def __init__(self, owner: nn.Module, twin: Any, device_type: str, stage: Stage) -> None:
         super().__init__(owner, "forward")
         self.twin, self.device_type, self.stage = twin, device_type, stage
-        self.ran, self.lost_weight = _modules.Flag(), _modules.Flag()
+        self.lost_weight = _modules.Flag()
 
     @override
     def __call__(self, input: Tensor) -> Tensor:  # the name that `nn.Linear.forward` has
         if not self._in_fp8(input):
             return self.inner(input)
-        self.ran.set()
+        self.note_call()
         # As rows: torchao cannot flatten what it has cast, if that is transposed. Its own cast to autocast's dtype
         # looks at CUDA's autocast only.
         rows = input.reshape(-1, input.shape[-1]).to(torch.bfloat16)
@@ -140,7 +140,7 @@ class Float8Linears:
 
     def idle(self) -> list[str]:
         """Name the layers that have not multiplied in fp8."""
-        return [name for name, forward in self._overrides.items() if not forward.ran.is_set]
+        return not_run(self._overrides)
 
     def replaced(self) -> list[str]:
         """Name the layers whose weight has not been a parameter of theirs in some step."""

@@ -16,7 +16,7 @@ from lightning_amp._compat import _modules
 from lightning_amp._containers import to_fp32
 from lightning_amp._text import listed
 from lightning_amp.casting._fp32_metrics import is_metric
-from lightning_amp.casting._method_override import MethodOverride
+from lightning_amp.casting._method_override import MethodOverride, not_run
 from lightning_amp.numerics import HALF_DTYPES
 
 Rule = type[nn.Module] | str
@@ -106,11 +106,11 @@ class _Fp32Forward(MethodOverride):
     ) -> None:
         super().__init__(owner, "forward", inner)
         self.device_type = device_type
-        self.ran = ran or _modules.Flag()
+        self.ran = ran or self.ran
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.ran.set()
+        self.note_call()
         with torch.autocast(self.device_type, enabled=False):
             return self.inner(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
 
@@ -173,7 +173,8 @@ class Fp32Modules:
 
         """
         active: set[nn.Module] = set()
-        running = [forward.owner for forward in self._overrides.values() if forward.ran.is_set]
+        waiting = set(not_run(self._overrides))
+        running = [forward.owner for name, forward in self._overrides.items() if name not in waiting]
         for module in running:
             active.update(module.modules())
         idle = {n for n, f in self._overrides.items() if active.isdisjoint(f.owner.modules())}

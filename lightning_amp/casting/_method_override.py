@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
+
+import torch
+
+from lightning_amp._compat import _modules
+
+
+def not_run(overrides: Mapping[str, MethodOverride]) -> list[str]:
+    """Name the overrides that have not run, as far as can be known.
+
+    Blocks that are alike share one compiled graph, in which only the first of them is seen: where `blocks.0.norm` was
+    traced, `blocks.1.norm` may have run.
+    """
+    traced = {_kind(name, override) for name, override in overrides.items() if override.traced.is_set}
+    return [n for n, override in overrides.items() if not override.ran.is_set and _kind(n, override) not in traced]
+
+
+def _kind(name: str, override: MethodOverride) -> tuple[str, type]:
+    return re.sub(r"\d+", "*", name), type(override.owner)
 
 
 @functools.cache
@@ -39,11 +58,18 @@ class MethodOverride(ABC):
     def __init__(self, owner: Any, name: str, inner: Callable[..., Any] | None = None) -> None:
         self.owner = owner
         self.name = name
+        self.ran, self.traced = _modules.Flag(), _modules.Flag()
         self.was_attribute = name in vars(owner) if inner is None else True
         self.inner: Callable[..., Any] = getattr(owner, name) if inner is None else inner
         # Signature and `__wrapped__`, which Lightning follows to see whether a hook is overridden. Not the attributes:
         # those of a compiled function mean something to torch.
         functools.update_wrapper(self, self.inner, updated=())
+
+    def note_call(self) -> None:
+        """Note that it has run, for :func:`not_run`."""
+        self.ran.set()
+        if torch.compiler.is_compiling():
+            self.traced.set()
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

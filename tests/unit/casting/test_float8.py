@@ -243,3 +243,4 @@ def test_blocks_that_are_alike_are_compiled_once(stage: Stage) -> None:
         for block in module:  # one after the other: torch itself warns of the `.grad` of what comes from another
             block(torch.randn(4, 32))
     assert counter.frame_count == 1
+    assert layers.idle() == [], "the graph was traced for the first alone"

@@ -347,3 +347,18 @@ def test_blocks_that_are_alike_are_compiled_once() -> None:
             block(torch.randn(4, 8))
     assert counter.frame_count == 1
     islands.remove()
+
+
+def test_blocks_that_share_a_graph_have_all_run() -> None:
+    """The graph is traced for the first of them alone."""
+    module = nn.Sequential(*(Block() for _ in range(3)))
+    for block in module:
+        block.compile(backend="eager")
+    islands = Fp32Modules(module, ["0.norm", "1.norm", "2.norm", "2.layer"], "cpu", active=True)
+    with autocast():
+        for block in list(module)[:2]:
+            block(torch.randn(4, 8))
+    rules, others = islands.idle()
+    assert set(rules) <= {"2.layer"}
+    assert not others
+    islands.remove()
