@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from lightning_amp.cli._class_options import CLASS_OPTIONS, user_classes
 from lightning_amp.cli._exits import FINE, TO_DO, Interrupted, UsageError
 from lightning_amp.cli._markdown import markdown
-from lightning_amp.cli._output import check_output, is_terminal, note, require_extra, save, show, write
+from lightning_amp.cli._output import check_output, is_terminal, save, show, write
 from lightning_amp.cli._parser import Parser
 
 _NAME = "lightning-amp compare"
 _MARGINS = "--margins."
-_EXTRA = ("jsonargparse", "docstring_parser", "typeshed_client", "rich")
-"""What the extra `cli` brings: jsonargparse needs the two in the middle for the arguments of classes."""
-
 _DESCRIPTION = """\
 Train the same module once per precision and seed, each in a fresh process, and
 say which precision to use.
@@ -36,9 +34,7 @@ more or less is better.
 Exit status: 0, or 1 if a precision is worse or could not be trained."""
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "--model": {"metavar": "CLASS", "help": "the LightningModule: package.module.Class"},
-    "--data": {"metavar": "CLASS", "help": "the LightningDataModule: package.module.Class"},
-    "--config": {"metavar": "FILE", "help": "the YAML of a LightningCLI", "action": "append", "default": []},
+    **CLASS_OPTIONS,
     "--precisions": {
         "metavar": "NAME",
         "help": "the first is the reference; default: fp32 bf16 fp16",
@@ -60,25 +56,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
     options, margins, others = _options(arguments)
-    require_extra(*_EXTRA)
-    from lightning_amp.cli._lightning_config import read_config
-    from lightning_amp.cli._user_classes import parse_user_classes
-
     check_output("--json", options.json)
     check_output("--html", options.html)
-    configs = [read_config(path, options.model, options.data) for path in options.config]
-    for path, config in zip(options.config, configs, strict=True):
-        if config.dropped:
-            dropped = ", ".join(config.dropped)
-            note(f"{_NAME}: of --config {path}, {dropped} is left out: precisions are what is compared")
-    seeds = [config.seed for config in configs if config.seed is not None]
-    user = parse_user_classes([config.sections for config in configs], [*_classes(options, configs), *others])
+    user, seed = user_classes(_NAME, options, others)
     report = _compare(
         user.make_module,
         user.make_data,
         precisions=tuple(options.precisions),
         trainer_kwargs=user.trainer_kwargs,
-        seed=options.seed if options.seed is not None else seeds[-1] if seeds else 0,
+        seed=options.seed if options.seed is not None else seed or 0,
         num_seeds=options.seeds,
         margins=margins or None,
         control=None if options.control is None else options.control == "true",
@@ -100,14 +86,6 @@ def _options(arguments: Sequence[str]) -> tuple[Any, dict[str, Any], list[str]]:
     margins, rest = _margins(arguments)
     options, others = parser.parse_known_args(rest)
     return options, margins, others
-
-
-def _classes(options: Any, configs: Sequence[Any]) -> Iterator[str]:
-    """Hand on `--model` and `--data`, unless they only named the class that a YAML leaves out."""
-    for key in ("model", "data"):
-        given = getattr(options, key)
-        if given is not None and not any(config.sections.get(key, {}).get("class_path") == given for config in configs):
-            yield from (f"--{key}", given)
 
 
 def _margins(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -61,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
-        command = importlib.import_module(f"lightning_amp.cli._{arguments[0]}")
+        command = importlib.import_module(f"lightning_amp.cli._{arguments[0].replace('-', '_')}")
         return command.run(arguments[1:])
-    listed = "\n".join(f"  {command:9} {what}" for command, what in COMMANDS.items())
+    listed = "\n".join(f"  {command:12} {what}" for command, what in COMMANDS.items())
     parser = Parser(
         NAME,
         f"Which precision to use, and what it did.\n\ncommands:\n{listed}",

@@ -6,6 +6,7 @@ from lightning_amp.shadow._gradient_sample import take_sample
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._overflow_search import BatchWindow, Finding, find, packed_step, unpacked_step
 from lightning_amp.shadow._paired_evaluation import PairedEvaluation
+from lightning_amp.shadow._private_fit import own_data, own_module, private_trainer, unnoticed
 from lightning_amp.shadow._ranks import gather, gather_on_zero
 
 __all__ = [
@@ -18,7 +19,11 @@ __all__ = [
     "gather",
     "gather_on_zero",
     "matmul_flops",
+    "own_data",
+    "own_module",
     "packed_step",
+    "private_trainer",
     "take_sample",
+    "unnoticed",
     "unpacked_step",
 ]

@@ -12,11 +12,12 @@ LAYERS = [
     [""],  # the helpers at the top: `_files.py`, `_text.py`, ...
     ["numerics"],
     ["scaling", "casting", "tracing"],
-    ["reports", "verdicts", "skipped_steps"],
+    ["reports", "verdicts", "advice", "skipped_steps"],
     ["precision"],
     ["shadow"],
-    ["callbacks", "tuning"],
+    ["callbacks"],
     ["comparison"],
+    ["profiling", "tuning"],
     ["__init__"],
     ["cli"],
     ["__main__"],
@@ -26,7 +27,8 @@ LAYERS = [
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
-WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in ("numerics", "scaling", "tracing", "reports", "verdicts")} | {
+_PLAIN = ("numerics", "scaling", "tracing", "reports", "verdicts", "advice")
+WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in _PLAIN} | {
     "casting": LIGHTNING,
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},
     "_compat/_modules.py": {*LIGHTNING, "torchmetrics"},

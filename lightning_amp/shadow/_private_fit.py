@@ -1,0 +1,157 @@
+"""A whole fit in the caller's own process that leaves no trace: on a copy, by a Trainer of its own, without a word."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_amp._compat import _modules
+from lightning_amp.tracing import paired_random
+
+_LEFT_OUT = (
+    "barebones",
+    "default_root_dir",
+    "enable_checkpointing",
+    "enable_model_summary",
+    "enable_progress_bar",
+    "fast_dev_run",
+    "max_epochs",
+    "max_steps",
+    "max_time",
+    "min_epochs",
+    "min_steps",
+    "num_nodes",
+    "num_sanity_val_steps",
+    "plugins",
+    "precision",
+    "profiler",
+    "strategy",
+    "sync_batchnorm",
+)
+"""Arguments of the user's Trainer that say how long, how many, or what is written."""
+
+_LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_amp")
+_MANY_EPOCHS = 1000
+"""Epochs of a fit that a callback ends; schedules that ask how many steps there are get a number."""
+
+
+@contextmanager
+def unnoticed(device: torch.device) -> Generator[None]:
+    """Leave the caller's process as it was found: random generators, seed of Lightning, settings of torch, loggers.
+
+    Inside, Lightning and this package say nothing, and warnings are not shown.
+    """
+    seeds = {name: os.environ.get(name) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    threads, dtype, benchmark = torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        for name in _LOGGERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        with warnings.catch_warnings(), paired_random(device.type), torch.inference_mode(False), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        for name, seed in seeds.items():
+            if seed is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = seed
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
+    """Make a module that may be trained and thrown away, also where the factory returns one that others hold.
+
+    Raises:
+        TypeError: If the factory returns something else.
+        ValueError: If it returns the same object each time, and that one cannot be copied.
+
+    """
+    made = _made(make_module, "make_module", LightningModule)
+    try:
+        return copy.deepcopy(made)
+    except Exception as error:
+        again = _made(make_module, "make_module", LightningModule)
+        if again is made:
+            raise ValueError(
+                f"`make_module` returns the same object each time, and it cannot be copied: {type(error).__name__}:"
+                f" {error}. Return a new module: it is going to be trained for some steps."
+            ) from error
+        return again
+
+
+@contextmanager
+def own_data(make_data: Callable[[], LightningDataModule]) -> Generator[LightningDataModule]:
+    """Make a data module; what a fit sets on it is put back, in case others hold it.
+
+    Raises:
+        TypeError: If the factory returns something else.
+
+    """
+    made = _made(make_data, "make_data", LightningDataModule)
+    before = dict(vars(made))
+    try:
+        yield made
+    finally:
+        vars(made).clear()
+        vars(made).update(before)
+
+
+def _made(factory: Callable[[], Any], argument: str, kind: type) -> Any:
+    made = factory()
+    made = _modules.uncompiled_module(made) or made if kind is LightningModule else made
+    if not isinstance(made, kind):
+        raise TypeError(f"`{argument}` must return a {kind.__name__}; it returned {type(made).__name__}.")
+    return made
+
+
+def private_trainer(
+    device: torch.device, plugin: Any, callbacks: Sequence[Callback], trainer_kwargs: Mapping[str, Any]
+) -> Trainer:
+    """Make a Trainer of one device that writes nothing and goes on until a callback says `trainer.should_stop = True`.
+
+    Callbacks of the user run as copies; those that write or stop are left out, and so are loggers: what the module
+    writes to them by itself goes nowhere.
+
+    Args:
+        device: Where.
+        plugin: The precision plugin, new.
+        callbacks: What watches; after the user's own.
+        trainer_kwargs: The user's arguments; those that say how long, how many and what is written are left out.
+
+    """
+    kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
+    given = kwargs.pop("callbacks", None) or []
+    given = [given] if isinstance(given, Callback) else list(given)
+    kept = [callback for callback in given if not isinstance(callback, (Checkpoint, EarlyStopping))]
+    settings: dict[str, Any] = {
+        "accelerator": device.type if device.type != "cuda" else "gpu",
+        "devices": 1 if device.index is None or device.type == "cpu" else [device.index],
+        "max_epochs": _MANY_EPOCHS,
+        "limit_val_batches": 1,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": DummyLogger(),
+    }
+    return Trainer(
+        **{**kwargs, **settings}, callbacks=[*(copy.deepcopy(kept)), *callbacks], plugins=[plugin] if plugin else None
+    )

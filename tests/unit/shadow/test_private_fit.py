@@ -1,0 +1,129 @@
+"""A fit that leaves no trace."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
+
+from lightning_amp import AmpPrecision
+from lightning_amp.shadow import own_data, own_module, private_trainer, unnoticed
+
+CPU = torch.device("cpu")
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.total_steps = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.experiment.add_scalar("x", 1.0)  # type: ignore[union-attr]
+        loss = self.layer(batch).square().mean() * random.random()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        self.total_steps = float(self.trainer.estimated_stepping_batches)
+        return torch.optim.Adam(self.parameters())
+
+
+class Data(LightningDataModule):
+    def setup(self, stage: str) -> None:
+        self.rows = torch.ones(8, 4)
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.rows, batch_size=4)
+
+
+class Stop(Callback):
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step >= self.after
+
+
+def fit(make_module: Callable[[], LightningModule], make_data: Callable[[], LightningDataModule], **kwargs: Any) -> Any:
+    with unnoticed(CPU), own_data(make_data) as data:
+        module = own_module(make_module)
+        trainer = private_trainer(CPU, AmpPrecision("bf16"), [Stop(5)], kwargs)
+        trainer.fit(module, datamodule=data)
+    return trainer, module
+
+
+def test_a_module_and_data_that_others_hold_stay_as_they_were() -> None:
+    module, data = Net(), Data()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    random_state, python_state = torch.get_rng_state(), random.getstate()
+    trainer, fitted = fit(lambda: module, lambda: data)
+    assert trainer.global_step == 5  # over the ends of epochs
+    assert fitted.total_steps == 2000
+    assert not torch.equal(fitted.layer.weight, module.layer.weight)
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
+    assert module.total_steps == 0
+    assert module.layer.weight.grad is None
+    assert not hasattr(data, "rows")
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert random.getstate() == python_state
+
+
+def test_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    level, threads = logging.getLogger("lightning.pytorch").level, torch.get_num_threads()
+
+    def make() -> Net:
+        seed_everything(3)
+        torch.set_num_threads(1)
+        torch.set_default_dtype(torch.float64)
+        return Net().float()
+
+    fit(make, Data)
+    assert "PL_GLOBAL_SEED" not in os.environ
+    assert logging.getLogger("lightning.pytorch").level == level
+    assert torch.get_num_threads() == threads
+    assert torch.get_default_dtype() == torch.float32
+    assert capsys.readouterr() == ("", "")
+
+
+def test_callbacks_of_the_user_run_as_copies_and_none_of_them_ends_the_fit() -> None:
+    class Counts(Callback):
+        num_batches = 0
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.num_batches += 1
+
+    mine = Counts()
+    trainer, _ = fit(Net, Data, callbacks=[mine, EarlyStopping("loss", check_on_train_epoch_end=True)], max_steps=1)
+    assert mine.num_batches == 0
+    assert next(c for c in trainer.callbacks if isinstance(c, Counts)).num_batches == 5
+
+
+def test_what_cannot_be_copied_must_be_made_anew() -> None:
+    class Locked(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+    trainer, _ = fit(Locked, Data)
+    assert trainer.global_step == 5
+    locked = Locked()
+    with pytest.raises(ValueError, match="returns the same object each time, and it cannot be copied"):
+        fit(lambda: locked, Data)
+
+
+def test_a_factory_of_something_else_is_an_error() -> None:
+    with pytest.raises(TypeError, match="`make_module` must return a LightningModule; it returned Linear"):
+        fit(lambda: torch.nn.Linear(1, 1), Data)  # type: ignore[arg-type,return-value]
+    with pytest.raises(TypeError, match="`make_data` must return a LightningDataModule; it returned NoneType"):
+        fit(Net, lambda: None)  # type: ignore[arg-type,return-value]
