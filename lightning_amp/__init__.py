@@ -7,6 +7,7 @@ if _typing.TYPE_CHECKING:
     from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
     from lightning_amp.comparison import compare_precisions
     from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
+    from lightning_amp.profiling import doctor
     from lightning_amp.scaling import DynamicLossScaler, StepRecord
     from lightning_amp.verdicts import PrecisionReport
 
@@ -24,17 +25,19 @@ __all__ = [
     "StepRecord",
     "__version__",
     "compare_precisions",
+    "doctor",
 ]
 
 _PUBLIC = {
     "callbacks": ("GradientMonitor", "MetricComparison", "OverflowLocator", "ScaleMonitor"),
     "comparison": ("compare_precisions",),
     "precision": ("AmpPrecision", "FSDPAmpPrecision"),
+    "profiling": ("doctor",),
     "scaling": ("DynamicLossScaler", "StepRecord"),
     "verdicts": ("PrecisionReport",),
 }
 _ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
-_ROOMS = ("casting", "cli", "numerics", "reports", "shadow", "skipped_steps", "tracing", *_PUBLIC)
+_ROOMS = ("advice", "casting", "cli", "numerics", "reports", "shadow", "skipped_steps", "tracing", *_PUBLIC)
 
 
 def __getattr__(name: str) -> _typing.Any:

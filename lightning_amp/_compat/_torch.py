@@ -250,7 +250,8 @@ class _OlderMatmul:
 
     @fp32_precision.setter
     def fp32_precision(self, precision: str) -> None:
-        torch.set_float32_matmul_precision("highest" if precision in {"ieee", "none"} else precision)
+        words = {"ieee": "highest", "none": "highest", "tf32": "high"}
+        torch.set_float32_matmul_precision(words.get(precision, precision))
 
 
 @final

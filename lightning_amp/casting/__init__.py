@@ -11,11 +11,11 @@ from lightning_amp.casting._float8_choice import (
 )
 from lightning_amp.casting._float8_recipes import checked_recipe, emulates, gradient_cast, name_of, needs_whole_tiles
 from lightning_amp.casting._fp32_metrics import Fp32Metrics, fp32_region
-from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules
+from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, modules_matching
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
-from lightning_amp.casting._matmul_flops import MatmulFlops
+from lightning_amp.casting._matmul_flops import MatmulFlops, flop_formulas, multiplied_dtype
 from lightning_amp.casting._method_override import MethodOverride
-from lightning_amp.casting._precision_choice import Canonical, Choice, Precision, cpu_has_bf16, parse_precision
+from lightning_amp.casting._precision_choice import Canonical, Choice, Precision, cpu_has, parse_precision, runnable
 from lightning_amp.casting._reused_weights import ReusedWeights
 from lightning_amp.casting._upcast_parameters import (
     Upcast,
@@ -42,18 +42,22 @@ __all__ = [
     "checked_module_rules",
     "checked_recipe",
     "choose_fp8_layers",
-    "cpu_has_bf16",
+    "cpu_has",
     "emulates",
+    "flop_formulas",
     "fp32_region",
     "gradient_cast",
     "linear_layers",
     "may_run_in_fp8",
     "mend_rounding",
+    "modules_matching",
+    "multiplied_dtype",
     "name_of",
     "needs_whole_tiles",
     "nothing_qualifies",
     "num_converted",
     "parse_precision",
+    "runnable",
     "sharded_parameters",
     "share_of_flops",
     "upcast_like",

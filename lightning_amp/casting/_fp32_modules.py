@@ -33,7 +33,7 @@ def checked_module_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return checked_rules("fp32_modules", rules, legal, "*.norm", nn.Module)
 
 
-def matches(root: nn.Module, rules: Iterable[Rule]) -> dict[Rule, list[tuple[str, nn.Module]]]:
+def modules_matching(root: nn.Module, rules: Iterable[Rule]) -> dict[Rule, list[tuple[str, nn.Module]]]:
     """Find for each rule the modules that it matches, by the first of their names over all rules.
 
     The root is no candidate: to compute all of it in fp32 there is precision 'fp32'. A shared module matches under any
@@ -140,7 +140,7 @@ class Fp32Modules:
     """
 
     def __init__(self, root: nn.Module, rules: Iterable[Rule], device_type: str, *, active: bool) -> None:
-        by_rule = matches(root, rules)
+        by_rule = modules_matching(root, rules)
         found = dict(pair for pairs in by_rule.values() for pair in pairs)
         self._overrides: dict[str, _Fp32Forward] = {}
         self._rules: dict[Rule, list[str]] = {}

@@ -38,14 +38,8 @@ class MatmulFlops(DispatchMode):
     """
 
     def __init__(self) -> None:
-        from torch.utils.flop_counter import flop_registry
-
         super().__init__()
-        self._formulas: dict[Any, Callable[..., int]] = {
-            **flop_registry,
-            **{operation: flop_registry[known] for operation, known in SAME_FLOPS.items()},
-            **{operation: partial(_recurrent, times) for operation, times in RECURRENT.items()},
-        }
+        self._formulas = flop_formulas()
         self.by_dtype = Counter[str]()
 
     @override
@@ -53,9 +47,25 @@ class MatmulFlops(DispatchMode):
         out = func(*args, **(kwargs or {}))
         formula = self._formulas.get(getattr(func, "overloadpacket", func))
         if formula is not None:
-            dtype = next((_stored_dtype(a) for a in args if isinstance(a, torch.Tensor)), torch.float32)
-            self.by_dtype[str(dtype).removeprefix("torch.")] += formula(*args, **(kwargs or {}), out_val=out)
+            self.by_dtype[multiplied_dtype(args)] += formula(*args, **(kwargs or {}), out_val=out)
         return out
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Return the FLOPs of operations that are matrix products: functions of their arguments and `out_val`."""
+    from torch.utils.flop_counter import flop_registry
+
+    return {
+        **flop_registry,
+        **{operation: flop_registry[known] for operation, known in SAME_FLOPS.items()},
+        **{operation: partial(_recurrent, times) for operation, times in RECURRENT.items()},
+    }
+
+
+def multiplied_dtype(args: Any) -> str:
+    """Return the name of the dtype that an operation multiplies."""
+    dtype = next((_stored_dtype(a) for a in args if isinstance(a, torch.Tensor)), torch.float32)
+    return str(dtype).removeprefix("torch.")
 
 
 def _stored_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -61,7 +61,7 @@ class Choice(NamedTuple):
                 return cls.of("fp16"), f"{here} has float16 but no bfloat16 matrix units (sm_{major}{minor})"
             return cls.of("fp32"), f"{here} has no half-precision matrix units (sm_{major}{minor})"
         if device.type == "cpu":
-            if cpu_has_bf16():
+            if cpu_has("bf16"):
                 return cls.of("bf16"), "this CPU has bfloat16 instructions"
             return cls.of("fp32"), "this CPU would emulate half precision, which is slower than float32"
         if "bf16" in names:
@@ -144,9 +144,12 @@ def runnable(device: torch.device) -> list[str]:
     return [*half, *(["fp8"] if "bf16" in half and has_fp8(device) else []), "fp32"]
 
 
-def cpu_has_bf16() -> bool:
-    """Return whether the CPU computes in bfloat16 (AMX or AVX512-BF16 on x86, BF16 on Arm) rather than emulating it."""
-    return any(bool(value) for name, value in _torch.cpu_capabilities().items() if "bf16" in name)
+def cpu_has(name: str) -> list[str]:
+    """Return with which instructions the CPU computes in `"bf16"` or `"fp16"`; empty if it would emulate it.
+
+    AMX or AVX512-BF16 on x86, for example, and BF16 on Arm.
+    """
+    return [feature for feature, value in _torch.cpu_capabilities().items() if name in feature and value]
 
 
 def _autocast_runs(device: torch.device, dtype: torch.dtype) -> bool:

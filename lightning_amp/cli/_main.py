@@ -18,6 +18,7 @@ DEBUG = "LIGHTNING_AMP_DEBUG"
 
 COMMANDS = {
     "compare": "train a module in several precisions, and say which one to use",
+    "doctor": "say what this machine can do, and why a module is not faster",
     "scale": "show saved scale histories, and replay other scale policies",
 }
 """What each command does. It is `run` of the module in this room that is named after it, imported when it is wanted."""

@@ -24,6 +24,7 @@ from lightning.pytorch import Callback
 from typing_extensions import final
 
 from lightning_amp._compat import _lightning
+from lightning_amp._cpu_name import cpu_name
 from lightning_amp._files import write_atomically
 from lightning_amp.callbacks import MetricComparison, ScaleMonitor
 from lightning_amp.comparison._factories import can_be_found
@@ -211,17 +212,9 @@ def _device_name(device: torch.device, trainer: Trainer | None) -> str:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"{device.type} ({_cpu_name()})" if device.type == "cpu" else device.type
+        name = f"{device.type} ({cpu_name()})" if device.type == "cpu" else device.type
     number = 1 if trainer is None else trainer.world_size
     return name if number == 1 else f"{number} x {name}"
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _thinned(values: list[float], most: int = 1000) -> tuple[float, ...]:

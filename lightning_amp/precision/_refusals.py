@@ -24,7 +24,7 @@ from torch import nn
 from lightning_amp import _messages
 from lightning_amp._compat import _modules
 from lightning_amp._text import named
-from lightning_amp.casting import Choice, cpu_has_bf16
+from lightning_amp.casting import Choice, cpu_has
 from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import _upcast_parameters
 
@@ -124,7 +124,7 @@ def _slow(choice: Choice, device: torch.device) -> list[str]:
     emulated = (
         not torch.cuda.is_bf16_supported(including_emulation=False)
         if device.type == "cuda"
-        else device.type == "cpu" and not cpu_has_bf16()
+        else device.type == "cpu" and not cpu_has("bf16")
     )
     return (
         ["this device emulates bfloat16, which is slower than float32; precision 'auto' picks another"]

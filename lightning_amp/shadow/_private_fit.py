@@ -123,7 +123,12 @@ def _made(factory: Callable[[], Any], argument: str, kind: type) -> Any:
 
 
 def private_trainer(
-    device: torch.device, plugin: Any, callbacks: Sequence[Callback], trainer_kwargs: Mapping[str, Any]
+    device: torch.device,
+    plugin: Any,
+    callbacks: Sequence[Callback],
+    trainer_kwargs: Mapping[str, Any],
+    *,
+    limit_val_batches: int = 1,
 ) -> Trainer:
     """Make a Trainer of one device that writes nothing and goes on until a callback says `trainer.should_stop = True`.
 
@@ -135,6 +140,7 @@ def private_trainer(
         plugin: The precision plugin, new.
         callbacks: What watches; after the user's own.
         trainer_kwargs: The user's arguments; those that say how long, how many and what is written are left out.
+        limit_val_batches: Of each validation; schedules may wait for a metric of one.
 
     """
     kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
@@ -145,7 +151,7 @@ def private_trainer(
         "accelerator": device.type if device.type != "cuda" else "gpu",
         "devices": 1 if device.index is None or device.type == "cpu" else [device.index],
         "max_epochs": _MANY_EPOCHS,
-        "limit_val_batches": 1,
+        "limit_val_batches": limit_val_batches,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

@@ -15,6 +15,7 @@ def test_every_public_name_works_and_nothing_else_is_public() -> None:
     contract = {
         "AmpPrecision", "FSDPAmpPrecision", "DynamicLossScaler", "StepRecord", "ScaleMonitor", "MetricComparison",
         "OverflowLocator", "GradientMonitor", "compare_precisions", "PrecisionReport", "__version__",
+        "doctor",
     }  # fmt: skip
     public = set(lightning_amp.__all__)
     assert public <= contract

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanSquaredError, MetricCollection
 
 from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
-from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, matches
+from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, modules_matching
 
 autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def matching(root: nn.Module, rules: list[Rule]) -> dict[str, nn.Module]:
-    return dict(pair for pairs in matches(root, rules).values() for pair in pairs)
+    return dict(pair for pairs in modules_matching(root, rules).values() for pair in pairs)
 
 
 def computing_in_fp32(root: nn.Module, *rules: Any) -> Fp32Modules:

@@ -93,7 +93,7 @@ def test_the_cpu_runs_all() -> None:
 
 @pytest.mark.parametrize(("has_bf16", "name"), [(True, "bf16"), (False, "fp32")])
 def test_auto_on_the_cpu(monkeypatch: pytest.MonkeyPatch, has_bf16: bool, name: str) -> None:
-    monkeypatch.setattr(_precision_choice, "cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(_precision_choice, "cpu_has", lambda name: has_bf16)
     picked, why = Choice.pick(torch.device("cpu"))
     assert picked.name == name
     assert "CPU" in why

@@ -1,0 +1,84 @@
+"""Where the memory of a training step is, and what would save some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_amp._text import memory, percent, rounded
+from lightning_amp.advice._facts import Machine, Step
+from lightning_amp.advice._findings import Finding
+
+_FULL = 0.7
+"""Of the memory of a device; beyond, what holds the most is a warning."""
+_LARGE_LOGITS = 16 * 2**20
+_ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lamb")
+
+
+def memory_findings(step: Step, machine: Machine) -> Iterator[Finding]:
+    """Yield what holds the memory."""
+    yield from _logits(step)
+    yield from _state(step, machine)
+
+
+def _logits(step: Step) -> Iterator[Finding]:
+    held, peak = step.memory.logits, max(step.memory.peak, 1)
+    share = held / peak
+    if step.logits is None or share < 0.1 or step.logits[1] < 256:
+        return
+    rows, classes = step.logits
+    text = (
+        f"The logits, {rows:,} x {classes:,}, hold {memory(held)} at the peak, {percent(share)} of it: autocast"
+        " computes the loss in fp32, so there are copies in both formats, and their gradients."
+    )
+    action = (
+        "Compute the loss in chunks of rows, each under activation checkpointing: `sum(checkpoint(chunk_loss, h, t,"
+        " use_reentrant=False) for h, t in zip(hidden.chunk(8), targets.chunk(8))) / len(targets)`, where `chunk_loss`"
+        ' is `F.cross_entropy(head(h), t, reduction="sum")`: an eighth of it is there at a time.'
+    )
+    large = share >= 0.25 and held >= _LARGE_LOGITS
+    yield Finding("warning" if large else "note", "large-logits", text, action, share)
+
+
+def _state(step: Step, machine: Machine) -> Iterator[Finding]:
+    found = step.memory
+    state = found.weights + found.gradients + found.states
+    share = state / max(found.peak, 1)
+    if share < 0.5 or not step.num_parameters:
+        return
+    per = (found.weights + _gradients(step) + found.states) / step.num_parameters
+    text = (
+        f"Weights, gradients and optimizer states hold {memory(state)}, {percent(share)} of the peak"
+        f" ({rounded(per)} bytes per parameter), and mixed precision leaves them as they are"
+    )
+    if step.fp32_memory is not None:
+        text += f": the peak is {memory(found.peak)}, and {memory(step.fp32_memory.peak)} in fp32"
+    limit = machine.memory_gib * 2**30
+    full = limit > 0 and found.peak > _FULL * limit
+    yield Finding("warning" if full else "note", "state-dominates", f"{text}.", " ".join(_savings(step)), share)
+
+
+def _gradients(step: Step) -> int:
+    """Return the bytes of gradients when all of them are there, which the peak need not be."""
+    return max(step.memory.gradients, 4 * sum(optimizer.num_parameters for optimizer in step.optimizers))
+
+
+def _savings(step: Step) -> Iterator[str]:
+    found = step.memory
+    if step.batch_size:
+        rest = max(0, found.peak - found.weights - found.gradients - found.states)
+        per_row = rest / step.batch_size
+        yield (
+            f"A larger batch uses what is free: a row of it takes {memory(int(per_row))}"
+            " (`find_batch_size` says how many fit)."
+        )
+    states = found.states
+    adam = [optimizer for optimizer in step.optimizers if optimizer.name.startswith(_ADAM)]
+    if adam and states:
+        number = sum(optimizer.num_parameters for optimizer in adam)
+        yield (
+            f"States in 8 bits (`torchao.optim.AdamW8bit`) save {memory(max(0, states - 2 * number))}, in bf16"
+            f" {memory(states // 2)}."
+        )
+    sharded = (found.weights + _gradients(step) + states) * 7 // 8
+    yield f"Sharding over 8 devices (FSDP2) saves {memory(sharded)} on each."
+    yield f"Activation checkpointing can save part of {memory(found.activations)} of activations."

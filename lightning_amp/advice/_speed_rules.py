@@ -1,0 +1,301 @@
+"""Why a training step is not faster in mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_amp._text import counted, memory, percent, rounded
+from lightning_amp.advice._facts import Machine, Reason, Step
+from lightning_amp.advice._findings import Finding, Severity
+from lightning_amp.advice._gains import (
+    AS_IT_IS,
+    CHANNELS_LAST,
+    FUSED,
+    LARGER_BATCH,
+    TIMES_LARGER,
+    WITHOUT_RULES,
+    best_speed_up,
+    gain,
+    speed_up,
+)
+
+_MS = 1e3
+
+
+def speed_findings(step: Step, machine: Machine) -> Iterator[Finding]:
+    """Yield what costs time."""
+    yield from _data(step)
+    yield from _fp32_products(step)
+    yield from _fp32_modules(step)
+    yield from _casts(step)
+    yield from _sizes(step)
+    yield from _optimizer(step)
+    yield from _channels_last(step)
+    yield from _waits(step, machine)
+    yield from _callbacks(step)
+    yield from _settings(step)
+    yield from _too_small(step, machine)
+
+
+def _total(step: Step) -> float:
+    return sum(step.parts.values())
+
+
+def _share(step: Step, part: str) -> float:
+    return step.parts.get(part, 0.0) / max(_total(step), 1e-12)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def _data(step: Step) -> Iterator[Finding]:
+    share, wait_s = _share(step, "data"), step.parts.get("data", 0.0)
+    if share < 0.1 or wait_s < 2e-4:
+        return
+    wait = f"A step waits {rounded(wait_s * _MS)} ms for its batch, {percent(share)} of its time"
+    text = f"{wait}; no precision helps there."
+    loading = step.loading
+    if loading is None:
+        action = "Make the loader faster: decode and collate in worker processes, or ahead of time."
+    elif loading.workers:
+        action = (
+            f"{counted(loading.workers, 'worker')} cannot keep up: raise `num_workers`, or do less per item"
+            " (decode and resize once, and save the result)."
+        )
+    elif 0 < loading.tried_s < 0.7 * loading.wait_s:
+        action = (
+            f"Pass `num_workers={loading.tried_workers}, persistent_workers=True` to the DataLoader: tried here, a"
+            f" batch then takes {rounded(loading.tried_s * _MS)} ms."
+        )
+    elif loading.tried_s:
+        action = (
+            f"Workers do not help ({loading.tried_workers} were tried: {rounded(loading.tried_s * _MS)} ms per batch)."
+            " Fetch whole batches at once: a dataset with `__getitems__`, or one that indexes tensors by batch."
+        )
+    else:
+        action = "Pass `num_workers=...` to the DataLoader, or do less per item."
+    yield Finding("warning" if share >= 0.25 else "note", "data-bound", text, action, share)
+
+
+# -- what stays in fp32 ------------------------------------------------------------------------------------------------
+
+
+def _fp32_products(step: Step) -> Iterator[Finding]:
+    total = sum(sum(by_dtype.values()) for by_dtype in step.module_flops.values())
+    for why, code, what, advice in (
+        (
+            "autocast off", "autocast-off", "run where autocast is turned off",
+            "Take that region out, or keep only the operation in it that needs fp32; what needs it in a module of its"
+            " own can be named in `fp32_modules`.",
+        ),
+        (
+            "float64", "float64", "are computed in float64, which autocast leaves alone",
+            "Make the tensors float32: `.float()` on what is loaded, and no `torch.float64` constants.",
+        ),
+        (
+            "not on autocast's list", "not-on-autocast-list",
+            "run in operations that autocast does not compute in half precision",
+            "Write them as `matmul`, `linear`, `conv` or `scaled_dot_product_attention`, which it does.",
+        ),
+    ):  # fmt: skip
+        own = [reason for reason in step.reasons if reason.why == why]
+        share = sum(reason.flops for reason in own) / max(total, 1)
+        if share >= 0.02:
+            text = f"{percent(share)} of the FLOPs of the forward {what}: {_places(own)}."
+            yield Finding(_graded(share, 0.1), code, text, advice, share)
+
+
+def _places(reasons: list[Reason]) -> str:
+    more = f", and in {counted(len(reasons) - 2, 'other place')}" if len(reasons) > 2 else ""
+    return "; ".join(reason.where or "the module itself" for reason in reasons[:2]) + more
+
+
+def _graded(share: float, warning: float) -> Severity:
+    return "warning" if share >= warning else "note"
+
+
+def _fp32_modules(step: Step) -> Iterator[Finding]:
+    total = sum(sum(by_dtype.values()) for by_dtype in step.module_flops.values())
+    own = [reason for reason in step.reasons if reason.why == "fp32_modules"]
+    share = sum(reason.flops for reason in own) / max(total, 1)
+    if share < 0.1:
+        return
+    without = gain(step, WITHOUT_RULES)
+    text = (
+        f"`fp32_modules` keeps {percent(share)} of the FLOPs of the forward in fp32, most of them in `{own[0].where}`"
+    )
+    clear = share >= 0.5
+    if without is not None:
+        text += f"; without it a step is {without.words}"
+        clear = without.is_clear
+    action = "Name fewer modules: `find_fp32_modules` searches for the smallest set that keeps the gradients."
+    yield Finding("warning" if clear else "note", "fp32-modules-dominate", f"{text}.", action, share)
+
+
+# -- casts and sizes ---------------------------------------------------------------------------------------------------
+
+
+def _casts(step: Step) -> Iterator[Finding]:
+    beyond = [site for site in step.casts if site.kind in ("explicit", "weight again")]
+    count = sum(site.count for site in beyond)
+    if not count:
+        return
+    share = sum(site.seconds for site in beyond) / max(step.recorded_s, 1e-12)
+    if share < 0.02 and count < 10:
+        return
+    size = sum(site.num_bytes for site in beyond)
+    worst = beyond[0]
+    what = "casts of your own" if worst.kind == "explicit" else "casts of weights that were cast already"
+    text = (
+        f"{count} {what} in a step, beyond autocast's one per weight, write {memory(size)} and take {percent(share)} of"
+        f" the time in operations; most at {worst.where or 'the module itself'}."
+    )
+    action = (
+        "Take the casts out: autocast casts where an operation needs it, and keeps what it is given elsewhere."
+        if worst.kind == "explicit"
+        else "Call the module once on all rows instead of once per row, so that its weight is cast once."
+    )
+    yield Finding(_graded(share, 0.1), "many-casts", text, action, share)
+
+
+def _sizes(step: Step) -> Iterator[Finding]:
+    total = sum(step.flops.values())
+    share = sum(found.flops for found in step.unaligned) / max(total, 1)
+    if share < 0.05:
+        return
+    as_is = step.variant(AS_IT_IS)
+    step_s = min(as_is.step_s) if as_is is not None else max(_total(step), 1e-12)
+    saved = sum(max(0.0, found.seconds - found.padded_seconds) for found in step.unaligned if found.seconds)
+    gained = saved / max(step_s, 1e-12)
+    worst = step.unaligned[0]
+    before, after = (" x ".join(map(str, sizes)) for sizes in (worst.sizes, worst.padded))
+    text = (
+        f"{percent(share)} of the FLOPs are products with sizes that are no multiples of {step.alignment}, most in"
+        f" `{worst.module}` ({before}); padded to {after} they would save {percent(min(1.0, gained))} of a step,"
+        " measured product by product."
+    )
+    action = (
+        f"Pad vocabularies, features and sequence lengths to multiples of {step.alignment}"
+        f" ({_pads(worst.sizes, worst.padded)})."
+    )
+    yield Finding(_graded(gained, 0.05), "sizes-not-aligned", text, action, max(gained, 0.01))
+
+
+def _pads(sizes: tuple[int, int, int], padded: tuple[int, int, int]) -> str:
+    return ", ".join(f"{a} to {b}" for a, b in zip(sizes, padded, strict=True) if a != b)
+
+
+# -- optimizer, layout -------------------------------------------------------------------------------------------------
+
+
+def _optimizer(step: Step) -> Iterator[Finding]:
+    share = _share(step, "optimizer")
+    plain = [optimizer for optimizer in step.optimizers if optimizer.can_fuse]
+    fused = gain(step, FUSED)
+    if not plain or (share < 0.05 and not (fused and fused.is_clear)):
+        return
+    name = plain[0].name
+    text = f"`{name}` takes {percent(share)} of a step, in several kernels"
+    if fused is not None:
+        text += f"; with `fused=True`, tried here, a step is {fused.words}"
+    clear = fused is not None and fused.is_clear
+    action = f"Pass `fused=True`: `torch.optim.{name}(..., fused=True)`."
+    if fused is not None and not clear:
+        action = "Leave it as it is: `fused=True` was tried and gains nothing clear here."
+    saved = 1 - 1 / fused.ratio if fused is not None and clear else 0.0
+    yield Finding("warning" if clear else "note", "optimizer-not-fused", f"{text}.", action, saved)
+
+
+def _channels_last(step: Step) -> Iterator[Finding]:
+    share = step.convolutions / max(sum(step.flops.values()), 1)
+    if step.channels_last or share < 0.1:
+        return
+    tried = gain(step, CHANNELS_LAST)
+    text = f"{percent(share)} of the FLOPs are convolutions whose images have the channels first"
+    if tried is None:
+        yield Finding("note", "channels-last", f"{text}.", "Try `module.to(memory_format=torch.channels_last)`.", 0.01)
+        return
+    text += f"; with channels_last, tried here, a step is {tried.words}."
+    action = "Write `self.to(memory_format=torch.channels_last)` at the end of the module's `__init__`."
+    if not tried.is_clear:
+        action = "Leave it as it is: channels_last gains nothing clear here."
+    saved = 1 - 1 / tried.ratio if tried.is_clear else 0.0
+    yield Finding("warning" if tried.is_clear else "note", "channels-last", text, action, saved)
+
+
+# -- the host ----------------------------------------------------------------------------------------------------------
+
+
+def _waits(step: Step, machine: Machine) -> Iterator[Finding]:
+    own = [wait for wait in step.waits if wait.by_user]
+    count = sum(wait.count for wait in own)
+    if not count:
+        return
+    on_cpu = machine.device_type == "cpu"
+    often = counted(count, "time")
+    text = f"The host reads a value from the device {often} in a step: {own[0].operation} in {own[0].where}"
+    if len(own) > 1:
+        text += f", and in {counted(len(own) - 1, 'other place')}"
+    text += ". On a CPU that is free; on a GPU each one waits for all that was queued." if on_cpu else "."
+    action = "Keep it on the device (`.detach()` instead of `.item()`), and log with `self.log`, which waits seldom."
+    severity: Severity = "note" if on_cpu or count < 2 else "warning"
+    yield Finding(severity, "host-waits", text, action, 0.0 if on_cpu else min(0.3, 0.02 * count))
+
+
+def _callbacks(step: Step) -> Iterator[Finding]:
+    share = _share(step, "callbacks")
+    if share < 0.1:
+        return
+    name, seconds = max(step.callbacks.items(), key=lambda item: item[1])
+    text = f"Callbacks take {percent(share)} of a step, most of it `{name}`: {rounded(seconds * _MS)} ms."
+    yield Finding(_graded(share, 0.2), "slow-callback", text, "Let it work less often, or outside of training.", share)
+
+
+def _settings(step: Step) -> Iterator[Finding]:
+    if "anomaly detection" in step.settings:
+        text = "Anomaly detection is on (`detect_anomaly=True`): it checks every gradient and keeps every stack."
+        yield Finding("warning", "anomaly-detection", text, "Turn it off, but to search for a NaN.", 0.5)
+    if "deterministic algorithms" in step.settings:
+        text = "Deterministic algorithms are on, which may be several times as slow."
+        yield Finding("note", "deterministic", text, "Turn `deterministic` off where you do not need the same bits.")
+
+
+# -- nothing to gain ---------------------------------------------------------------------------------------------------
+
+
+def _too_small(step: Step, machine: Machine) -> Iterator[Finding]:
+    measured, products = speed_up(step), machine.gain(step.precision)
+    if measured is None or step.precision == "fp32" or products <= 1:
+        return
+    best = best_speed_up(step, products)
+    share = step.fp32_product_share
+    larger = gain(step, LARGER_BATCH)
+    if share < 0.35 and best < 1.35 and not measured.is_clear:
+        text = (
+            f"Matrix products that run in {step.precision} are {percent(share)} of a step in fp32, so that at best"
+            f" {rounded(best)} times the speed is possible; measured: {measured.words}."
+        )
+        more = larger.ratio * TIMES_LARGER if larger is not None else 0.0
+        if more >= 1.3:
+            action = (
+                f"Use a larger batch: {TIMES_LARGER} times as many rows train {rounded(more)} times as many per second,"
+                " tried here (a learning rate goes with the batch size). Or stay in fp32."
+            )
+        else:
+            action = 'Stay in "fp32", which is as fast here, or try `torch.compile`, which merges the small operations.'
+        yield Finding("note" if measured.ratio > 1.02 else "warning", "model-too-small", text, action, 1 - share)
+    elif measured.is_loss or (best >= 1.5 and not measured.is_clear):
+        text = (
+            f"A step is {measured.words} as in fp32, although {percent(share)} of one in fp32 are products that run in"
+            f" {step.precision}: {_slow_products(step)}."
+        )
+        action = "Look at the table of parts, and try `torch.compile`; convolutions may be faster in another layout."
+        yield Finding("warning" if measured.is_loss else "note", "not-faster", text, action, share)
+
+
+def _slow_products(step: Step) -> str:
+    now, before = step.product_s, step.fp32_product_s
+    if before and now > 0.9 * before:
+        return f"the products themselves take {rounded(now * _MS)} ms, and {rounded(before * _MS)} ms in fp32"
+    rest = max(0.0, step.recorded_s - step.product_s)
+    return f"all other operations take {rounded(rest * _MS)} ms, and the products {rounded(now * _MS)} ms"

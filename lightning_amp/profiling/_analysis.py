@@ -1,0 +1,231 @@
+"""From the operations of a recorded step to facts."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_amp._compat import _torch
+from lightning_amp.advice import CastSite, Memory, OptimizerFacts, Reason, Unaligned, Wait
+from lightning_amp.profiling._clock import FORWARD, OPTIMIZER
+from lightning_amp.profiling._machine import product_s
+from lightning_amp.profiling._operations import Operation
+from lightning_amp.profiling._recorder import Recorder
+from lightning_amp.profiling._variants import can_fuse
+
+HALF = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
+_FULL = ("float32", "float64")
+_MOST = 8
+"""How many places of a kind are kept."""
+_CASTING = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
+_NOT_MULTIPLIED = 32
+"""A dimension this small (the classes of a head, a single output) is not worth a pad."""
+
+
+def flops_by_dtype(operations: Iterable[Operation]) -> dict[str, int]:
+    """Return the FLOPs of matrix products, the most first."""
+    found = Counter[str]()
+    for operation in operations:
+        if operation.flops:
+            found[operation.dtype] += operation.flops
+    return dict(found.most_common())
+
+
+def flops_by_module(operations: Iterable[Operation]) -> dict[str, dict[str, int]]:
+    """Return the FLOPs of the forward by module and dtype, the most first."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for operation in operations:
+        if operation.flops and operation.part == FORWARD:
+            found[operation.module][operation.dtype] += operation.flops
+    ordered = sorted(found.items(), key=lambda item: -sum(item[1].values()))
+    return {name: dict(count.most_common()) for name, count in ordered}
+
+
+def reasons(operations: Iterable[Operation]) -> tuple[Reason, ...]:
+    """Return why products of the forward ran in fp32, the most FLOPs first."""
+    found = Counter[tuple[str, str]]()
+    for operation in operations:
+        if not operation.flops or operation.dtype not in _FULL or operation.part != FORWARD:
+            continue
+        if operation.in_fp32_module:
+            key = "fp32_modules", operation.module
+        elif operation.dtype == "float64":
+            key = "float64", str(operation.place or operation.module)
+        elif not operation.autocast:
+            key = "autocast off", str(operation.place or operation.module)
+        else:
+            key = "not on autocast's list", f"{operation.name} in {operation.place or operation.module or 'the module'}"
+        found[key] += operation.flops
+    return tuple(Reason(why, where, flops) for (why, where), flops in found.most_common(_MOST))
+
+
+def casts(operations: Iterable[Operation]) -> tuple[CastSite, ...]:
+    """Return the casts between floating formats by place, those that take longest first."""
+    seen: set[int] = set()
+    sites: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for operation in operations:
+        if not operation.cast_bytes:
+            continue
+        place = str(operation.place) if operation.place else ""
+        if operation.part == FORWARD and operation.asked.rpartition(".")[2] in _CASTING and place:
+            key = "explicit", place
+        elif operation.cast_of and operation.part == FORWARD:
+            key = ("weight again" if operation.cast_of in seen else "weight"), operation.module
+        else:
+            key = "activation", operation.module if operation.part == FORWARD else operation.part
+        if operation.cast_of:
+            seen.add(operation.cast_of)
+        for number, value in enumerate((1, operation.cast_bytes, operation.seconds)):
+            sites[key][number] += value
+    found = [CastSite(kind, where, int(n), int(size), s) for (kind, where), (n, size, s) in sites.items()]
+    found.sort(key=lambda site: (-site.seconds, site.kind, site.where))
+    # Sums must stay true: of each kind the first ones by place, and the others as one.
+    kept: list[CastSite] = []
+    for kind in dict.fromkeys(site.kind for site in found):
+        own = [site for site in found if site.kind == kind]
+        kept.extend(own[:_MOST])
+        if rest := own[_MOST:]:
+            sums = (sum(s.count for s in rest), sum(s.num_bytes for s in rest), sum(s.seconds for s in rest))
+            kept.append(CastSite(kind, f"{len(rest)} other places", *sums))
+    return tuple(kept)
+
+
+def waits(recorder: Recorder) -> tuple[Wait, ...]:
+    """Return where the host waited, the most first."""
+    return tuple(Wait(where, what, count, own) for (where, what, own), count in recorder.waits.most_common())
+
+
+def unaligned(
+    operations: Sequence[Operation], multiple: int, device: torch.device, budget_s: float = 3.0
+) -> tuple[Unaligned, ...]:
+    """Return products in half precision whose sizes are no multiples, those with the most FLOPs measured with padding.
+
+    Args:
+        operations: Of a step.
+        multiple: What sizes should be multiples of.
+        device: Where.
+        budget_s: How long measuring may take.
+
+    """
+    groups: defaultdict[tuple[tuple[int, int, int], str], list[Operation]] = defaultdict(list)
+    for operation in operations:
+        if operation.sizes and operation.dtype in HALF and not _fits(operation.sizes, multiple):
+            groups[operation.sizes, operation.dtype].append(operation)
+    most = sorted(groups.items(), key=lambda item: -sum(o.flops for o in item[1]))[:_MOST]
+    found: list[Unaligned] = []
+    for (sizes, dtype), own in most:
+        padded = (_padded(sizes[0], multiple), _padded(sizes[1], multiple), _padded(sizes[2], multiple))
+        module = next((o.module for o in own if o.part == FORWARD and o.module), "")
+        seconds = padded_seconds = 0.0
+        if budget_s > 0:
+            per_run = min(0.2, budget_s / 4)
+            name = HALF[dtype] if HALF[dtype] != "fp8" else "bf16"
+            before, after = (product_s(name, size, device, most_s=per_run) for size in (sizes, padded))
+            seconds, padded_seconds = before * len(own), after * len(own)
+            budget_s -= 2 * per_run
+        found.append(Unaligned(sizes, padded, module, len(own), sum(o.flops for o in own), seconds, padded_seconds))
+    return tuple(found)
+
+
+def _fits(sizes: tuple[int, int, int], multiple: int) -> bool:
+    return all(size % multiple == 0 or size < _NOT_MULTIPLIED for size in sizes)
+
+
+def _padded(size: int, multiple: int) -> int:
+    return size if size < _NOT_MULTIPLIED else -(-size // multiple) * multiple
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def memory(recorder: Recorder, trainer: Trainer, module: LightningModule) -> Memory:
+    """Return what tensors held at the peak of the recorded step."""
+    weights = _bytes(chain(module.parameters(), module.buffers()))
+    states = sum(_bytes(_state_tensors(optimizer)) for optimizer in trainer.optimizers)
+    changes = Counter[int]()
+    last = len(recorder.operations) + 1
+    for made in recorder.allocations:
+        changes[made.begin] += made.num_bytes
+        changes[last if made.end is None else made.end] -= made.num_bytes
+    held = top = 0
+    peak_at = -1
+    for moment in sorted(changes):
+        held += changes[moment]
+        if held > top and moment != last:
+            top, peak_at = held, moment
+    there = [a for a in recorder.allocations if a.begin <= peak_at and (a.end is None or a.end > peak_at)]
+    gradients_at = {p.grad.untyped_storage().data_ptr() for p in module.parameters() if _is_plain(p.grad)}
+    loss_sizes = {loss.rows * loss.classes for loss in recorder.losses if loss.classes > 1}
+    gradients = logits = copies = activations = temporaries = 0
+    for made in there:
+        if made.begin == -1 or (made.pointer in gradients_at and made.end is None):
+            gradients += made.num_bytes
+        elif made.part == OPTIMIZER:
+            temporaries += made.num_bytes
+        elif made.numel in loss_sizes:
+            logits += made.num_bytes
+        elif made.is_cast:
+            copies += made.num_bytes
+        else:
+            activations += made.num_bytes
+    return Memory(weights, gradients, states, activations, logits, copies, temporaries, weights + states + top)
+
+
+def largest_loss(recorder: Recorder) -> tuple[int, int] | None:
+    """Return rows and classes of the largest loss over classes; `None` without any."""
+    found = max(recorder.losses, key=lambda loss: loss.rows * loss.classes, default=None)
+    return None if found is None else (found.rows, found.classes)
+
+
+def optimizer_facts(trainer: Trainer) -> tuple[OptimizerFacts, ...]:
+    """Return what there is to say about each optimizer."""
+    found: list[OptimizerFacts] = []
+    for optimizer in trainer.optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        number = sum(p.numel() for p in parameters)
+        has_flag = all("fused" in group for group in optimizer.param_groups)
+        found.append(
+            OptimizerFacts(
+                type(optimizer).__name__,
+                has_flag and _torch.is_fused(optimizer),
+                can_fuse(optimizer),
+                _bytes(_state_tensors(optimizer)) / max(1, number),
+                number,
+            )
+        )
+    return tuple(found)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (value for state in optimizer.state.values() for value in _tensors_in(state))
+
+
+def _tensors_in(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        if _is_plain(tensor):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    lazy = isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+    return tensor is not None and not lazy and tensor.layout is torch.strided and not tensor.is_meta

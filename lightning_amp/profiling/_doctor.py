@@ -1,0 +1,119 @@
+"""`doctor`: what this machine can do, and why a module is not faster in mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from lightning_amp._arguments import require
+from lightning_amp.advice import DoctorReport
+from lightning_amp.casting import Choice
+from lightning_amp.comparison import check_trainer_kwargs, parse_arms
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.profiling._examine_step import StepExamination
+from lightning_amp.profiling._machine import examine
+from lightning_amp.shadow import unnoticed
+
+
+def doctor(
+    make_module: Callable[[], LightningModule] | None = None,
+    make_data: Callable[[], LightningDataModule] | None = None,
+    *,
+    precision: Any = "auto",
+    trainer_kwargs: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+) -> DoctorReport:
+    """Measure what this machine can do and, with a module, say why mixed precision is not faster or saves no memory.
+
+    .. code-block:: python
+
+        print(doctor())  # the machine
+        report = doctor(Model, Data, precision="bf16")
+        print(report)
+        print(report.findings[0].code, report.findings[0].action)
+
+    The machine: matrix products of several sizes in each precision; what is native, emulated or missing; TF32; known
+    traps of the versions that are installed; which precision it would use.
+
+    The module trains for some steps, as a copy, by a Trainer of its own, in this process: one step is recorded
+    operation by operation, others are timed, and then timed again in turns with one thing changed (fp32,
+    `fused=True`, channels_last, without `fp32_modules`, a larger batch), so that what is advised was tried. Nothing is
+    written, and the module, the random generators and the settings of the process stay as they were. One device is
+    looked at, whatever the strategy. What `torch.compile` compiled is timed compiled and recorded eagerly.
+
+    Args:
+        make_module: Returns the LightningModule: its class, or a function without arguments. It need not be new.
+        make_data: Likewise for a LightningDataModule; `None` if the module has a `train_dataloader` of its own.
+        precision: What is looked at: a name, a plugin, or the arguments of :class:`AmpPrecision` as a mapping.
+        trainer_kwargs: Arguments of the Trainer, without `precision` and `plugins`. Callbacks run as copies; loggers,
+            checkpoints and what says how long to train are left out.
+        device: Where; default: CUDA if there is a device, else what `trainer_kwargs["accelerator"]` says, else the CPU.
+
+    Returns:
+        The findings, worst first, with all that was measured.
+
+    Raises:
+        ValueError: If an argument is wrong, if the device cannot run the precision, if there is no training batch.
+        TypeError: If a factory returns something else.
+        Exception: What the user's own code raises.
+
+    Cost: some 5 s for the machine; at most a minute for a module, beside what its own steps take (about 150). Memory
+    of three copies of the module with gradients and optimizer states, one after the other where one does not fit.
+
+    """
+    require(
+        make_data is None or make_module is not None,
+        "make_data",
+        "passed together with `make_module`",
+        make_data,
+        "Without a module the doctor looks at the machine alone.",
+    )
+    kwargs = check_trainer_kwargs(trainer_kwargs)
+    for name, factory in (("make_module", make_module), ("make_data", make_data)):
+        rule = "callable without arguments: a class, or a function"
+        require(factory is None or callable(factory), name, rule, factory, "Write `lambda: module`.")
+    arm = next(iter(parse_arms(_arm(precision)).values()))
+    where = _device(device, kwargs)
+    name = _name(arm.source, where)
+    with unnoticed(where):
+        machine = examine(where, short=make_module is not None)
+        if make_module is None:
+            return DoctorReport(machine, None, name)
+        step = StepExamination(make_module, make_data, arm, machine, where, kwargs).run()
+        return DoctorReport(machine, step, step.precision)
+
+
+def _arm(precision: Any) -> Mapping[str, Any]:
+    """Return what `parse_arms` takes; its errors name `precisions['doctor']`."""
+    return {"precision": precision}
+
+
+def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> torch.device:
+    if device is None:
+        accelerator = kwargs.get("accelerator", "auto")
+        if accelerator == "cpu" or not torch.cuda.is_available():
+            return torch.device("mps" if accelerator == "mps" else "cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"`device` must be a device such as 'cpu' or 'cuda:0', got {device!r}.") from error
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"`device` is {device!r}, and there is no CUDA device here. Pass 'cpu', or nothing.")
+        return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    return found
+
+
+def _name(source: Any, device: torch.device) -> str:
+    """Return our name of a precision; of a foreign plugin Lightning's."""
+    if isinstance(source, Mapping):
+        given = source.get("precision", "auto")
+        return Choice.pick(device)[0].name if given == "auto" else str(given)
+    if isinstance(source, AmpPrecision):
+        return {"32-true": "fp32", "16-mixed": "fp16", "bf16-mixed": "bf16"}[source.precision]
+    words = {"16-mixed": "fp16", "bf16-mixed": "bf16", "32-true": "fp32"}
+    return words.get(str(source.precision), str(source.precision))

@@ -1,0 +1,296 @@
+"""A few training steps of the user's own module and batches, watched; then the same with one thing changed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch.utils.data import DataLoader
+from typing_extensions import final
+
+from lightning_amp.advice import (
+    AS_IT_IS,
+    CHANNELS_LAST,
+    FUSED,
+    IN_FP32,
+    LARGER_BATCH,
+    TIMES_LARGER,
+    WITHOUT_RULES,
+    Loading,
+    Machine,
+    Step,
+    Variant,
+)
+from lightning_amp.casting import Choice
+from lightning_amp.comparison import ArmSpec
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.profiling import _analysis
+from lightning_amp.profiling._clock import OPTIMIZER
+from lightning_amp.profiling._variants import (
+    Contestant,
+    fuse_optimizers,
+    has_convolutions,
+    joined,
+    race,
+    to_channels_last,
+)
+from lightning_amp.profiling._watch import Watch
+from lightning_amp.shadow import own_data, own_module, private_trainer
+
+
+@final
+class StepExamination:
+    """One examination.
+
+    Args:
+        make_module: As of :func:`doctor`.
+        make_data: Likewise; `None` if the module has loaders of its own.
+        arm: How to make the plugin.
+        machine: What the machine can do.
+        device: Where.
+        trainer_kwargs: The user's.
+
+    """
+
+    def __init__(
+        self,
+        make_module: Callable[[], LightningModule],
+        make_data: Callable[[], LightningDataModule] | None,
+        arm: ArmSpec,
+        machine: Machine,
+        device: torch.device,
+        trainer_kwargs: Mapping[str, Any],
+    ) -> None:
+        self._make_module, self._make_data, self._arm = make_module, make_data, arm
+        self._machine, self._device, self._kwargs = machine, device, trainer_kwargs
+        self._notes: list[str] = []
+
+    def run(self) -> Step:
+        """Run it.
+
+        Raises:
+            Exception: What the user's own code raises in its first fit.
+
+        """
+        with ExitStack() as stack:
+            data = stack.enter_context(own_data(self._make_data)) if self._make_data is not None else None
+            module = own_module(self._make_module)
+            plugin = self._arm.plugin()
+            watch = Watch(self._device, __file__)
+            found: dict[str, Any] = {}
+            watch.on_end = lambda trainer, module: found.update(self._look(watch, trainer, module))
+            trainer = private_trainer(self._device, plugin, [watch], self._kwargs)
+            trainer.profiler = watch.profiler()  # type: ignore[attr-defined]
+            trainer.fit(module, **({} if data is None else {"datamodule": data}))
+            if watch.recorder is None:
+                raise ValueError(_too_short(watch))
+            variants, fp32 = self._race(watch, module, plugin, data, found)
+            return self._step(watch, module, plugin, found, variants, fp32)
+
+    # -- the step as it is ---------------------------------------------------------------------------------------------
+
+    def _look(self, watch: Watch, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+        if watch.recorder is None:
+            return {}
+        return {
+            "memory": _analysis.memory(watch.recorder, trainer, module),
+            "optimizers": _analysis.optimizer_facts(trainer),
+            "loading": self._loading(trainer, watch),
+            "choice": _choice(trainer),
+            "anomaly": torch.is_anomaly_enabled(),
+        }
+
+    def _loading(self, trainer: Trainer, watch: Watch) -> Loading | None:
+        """Measure the loader alone where the step waits for it: as it is, and with two workers."""
+        loader: Any = trainer.train_dataloader
+        if type(loader) is not DataLoader:
+            return None
+        wait_s = watch.parts.get("data", 0.0) / max(1, watch.num_timed)
+        waits = wait_s > 0.1 * sum(watch.parts.values()) / max(1, watch.num_timed)
+        if loader.num_workers or not waits or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            return Loading(loader.num_workers, wait_s)
+        workers = max(2, min(8, os.cpu_count() or 2))
+        try:
+            return Loading(0, wait_s, workers, _batch_s(loader, workers, wait_s))
+        except Exception as error:
+            self._notes.append(f"loading with {workers} workers was not tried: {type(error).__name__}: {error}")
+            return Loading(0, wait_s)
+
+    # -- with one thing changed ----------------------------------------------------------------------------------------
+
+    def _race(
+        self,
+        watch: Watch,
+        module: LightningModule,
+        plugin: Any,
+        data: LightningDataModule | None,
+        found: Mapping[str, Any],
+    ) -> tuple[tuple[Variant, ...], dict[str, Any]]:
+        batches = watch.batches
+        fp32: dict[str, Any] = {}
+        in_fp32 = Watch(self._device, __file__, timed=False)
+        in_fp32.on_end = lambda trainer, module: fp32.update(
+            memory=_analysis.memory(in_fp32.recorder, trainer, module), recorder=in_fp32.recorder
+        )
+        taking_part = [Contestant(AS_IT_IS, lambda: (module, plugin), batches)]
+        choice: Choice | None = found["choice"]
+        if choice is None or choice.mixed:
+            make = lambda: (own_module(self._make_module), AmpPrecision("fp32"))  # noqa: E731
+            taking_part.append(Contestant(IN_FP32, make, batches, in_fp32))
+        parts, total = watch.parts, max(sum(watch.parts.values()), 1e-9)
+        if any(o.can_fuse for o in found["optimizers"]) and parts.get(OPTIMIZER, 0.0) / total > 0.03:
+            taking_part.append(Contestant(FUSED, lambda: (fuse_optimizers(self._own()), self._plugin()), batches))
+        if self._is_large(watch, convolutions=True) and has_convolutions(module):
+            taking_part.append(
+                Contestant(CHANNELS_LAST, lambda: (to_channels_last(self._own()), self._plugin()), batches)
+            )
+        if getattr(plugin, "fp32_modules", ()) and not isinstance(self._arm.source, AmpPrecision):
+            without = replace(self._arm, source={k: v for k, v in self._arm.source.items() if k != "fp32_modules"})
+            taking_part.append(Contestant(WITHOUT_RULES, lambda: (self._own(), without.plugin()), batches))
+        larger = joined(batches, TIMES_LARGER)
+        if larger is not None and watch.batch_size:
+            taking_part.append(Contestant(LARGER_BATCH, lambda: (self._own(), self._plugin()), larger))
+        kwargs = {**self._kwargs, "accumulate_grad_batches": 1} if module.automatic_optimization else self._kwargs
+        return race(taking_part, self._device, kwargs, data), fp32
+
+    def _own(self) -> LightningModule:
+        return own_module(self._make_module)
+
+    def _plugin(self) -> Any:
+        return self._arm.plugin()
+
+    def _is_large(self, watch: Watch, *, convolutions: bool) -> bool:
+        """Return whether convolutions in other layouts than channels_last are a tenth of the products."""
+        assert watch.recorder is not None
+        products = [o for o in watch.recorder.operations if o.flops]
+        own = [o for o in products if o.is_convolution and not o.channels_last]
+        return sum(o.flops for o in own) > 0.1 * sum(o.flops for o in products)
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+
+    def _step(
+        self,
+        watch: Watch,
+        module: LightningModule,
+        plugin: Any,
+        found: Mapping[str, Any],
+        variants: tuple[Variant, ...],
+        fp32: Mapping[str, Any],
+    ) -> Step:
+        recorder = watch.recorder
+        assert recorder is not None
+        operations = recorder.operations
+        choice: Choice | None = found["choice"]
+        name = choice.name if choice else str(getattr(plugin, "precision", "another"))
+        alignment = 16 if name == "fp8" else 8
+        number = max(1, watch.num_timed)
+        convolutions = [o for o in operations if o.is_convolution]
+        conv_flops = sum(o.flops for o in convolutions)
+        last_flops = sum(o.flops for o in convolutions if o.channels_last)
+        return Step(
+            precision=name,
+            plugin=self._arm.description,
+            batch_size=watch.batch_size,
+            num_parameters=sum(p.numel() for p in module.parameters()),
+            parts={part: seconds / number for part, seconds in watch.parts.items()},
+            num_timed=watch.num_timed,
+            callbacks={callback: seconds / number for callback, seconds in watch.callbacks.items()},
+            loading=found["loading"],
+            flops=_analysis.flops_by_dtype(operations),
+            module_flops=_analysis.flops_by_module(operations),
+            product_s=_product_s(operations),
+            fp32_product_s=_product_s(fp32["recorder"].operations) if fp32 else 0.0,
+            fp32_product_share=self._product_share(fp32, operations, variants),
+            recorded_s=sum(o.seconds for o in operations),
+            reasons=_analysis.reasons(operations) if choice is None or choice.mixed else (),
+            unaligned=self._unaligned(operations, alignment),
+            alignment=alignment,
+            casts=_analysis.casts(operations),
+            waits=_analysis.waits(recorder),
+            variants=variants,
+            memory=found["memory"],
+            fp32_memory=fp32.get("memory"),
+            logits=_analysis.largest_loss(recorder),
+            optimizers=found["optimizers"],
+            convolutions=conv_flops,
+            channels_last=bool(conv_flops) and last_flops >= 0.5 * conv_flops,
+            settings=_settings(found),
+            fp32_modules=tuple(map(_rule_name, getattr(plugin, "fp32_modules", ()))),
+            skipped=watch.num_skipped,
+            notes=(*self._notes, *(f"{v.label}: {v.error}" for v in variants if v.error)),
+        )
+
+    def _product_share(self, fp32: Mapping[str, Any], operations: Sequence[Any], variants: Sequence[Variant]) -> float:
+        """Return which share of a step in fp32 are products that this precision computes in half."""
+        recorder = fp32.get("recorder")
+        timed = next((v.step_s for v in variants if v.label == IN_FP32 and v.step_s), None)
+        if recorder is None or timed is None:
+            return 0.0
+        total = sum(o.flops for o in operations)
+        half = sum(o.flops for o in operations if o.dtype in _analysis.HALF)
+        return min(1.0, _product_s(recorder.operations) / min(timed)) * (half / total if total else 0.0)
+
+    def _unaligned(self, operations: Sequence[Any], alignment: int) -> Any:
+        try:
+            return _analysis.unaligned(operations, alignment, self._device)
+        except Exception as error:
+            self._notes.append(f"padding was not measured: {type(error).__name__}: {error}")
+            return ()
+
+
+def _product_s(operations: Sequence[Any]) -> float:
+    return sum(operation.seconds for operation in operations if operation.flops)
+
+
+def _choice(trainer: Trainer) -> Choice | None:
+    plugin = trainer.precision_plugin
+    if not isinstance(plugin, AmpPrecision):
+        return None
+    record = plugin.last_step
+    return Choice.of(record.precision) if record is not None and record.precision else None
+
+
+def _settings(found: Mapping[str, Any]) -> tuple[str, ...]:
+    settings = []
+    if found["anomaly"]:
+        settings.append("anomaly detection")
+    if torch.are_deterministic_algorithms_enabled():
+        settings.append("deterministic algorithms")
+    return tuple(settings)
+
+
+def _rule_name(rule: Any) -> str:
+    return rule if isinstance(rule, str) else rule.__name__
+
+
+def _batch_s(loader: DataLoader[Any], workers: int, alone_s: float) -> float:
+    """Return the seconds per batch that a loader takes with so many workers, when it has started."""
+    settings: dict[str, Any] = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "num_workers": workers}
+    if loader.batch_sampler is not None:
+        settings["batch_sampler"] = loader.batch_sampler
+    else:
+        settings.update(batch_size=loader.batch_size, sampler=loader.sampler)
+    wanted = max(2 * workers, min(40, int(2.0 / max(alone_s, 1e-4))))
+    began, number = 0.0, 0
+    for _ in DataLoader(**settings):
+        number += 1
+        if number == 2 * workers:  # those that were loaded while it started
+            began = time.perf_counter()
+        if number >= 2 * workers + wanted:
+            break
+    measured = number - 2 * workers
+    if measured < 1:
+        raise ValueError("there are too few batches")
+    return (time.perf_counter() - began) / measured
+
+
+def _too_short(watch: Watch) -> str:
+    if not watch.batches:
+        return "The training loader gave no batch. Check its dataset, `limit_train_batches` and `drop_last`."
+    return f"Training ended after {watch.num_timed} timed steps, before one could be recorded; it stopped by itself."

@@ -1,0 +1,304 @@
+"""Watches every operation of a training step, from below autograd and from where the user called it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from typing_extensions import final, override
+
+from lightning_amp._compat import _modules
+from lightning_amp.casting import flop_formulas, multiplied_dtype
+from lightning_amp.profiling._clock import BACKWARD, FORWARD
+from lightning_amp.profiling._operations import Allocation, Loss, Operation
+from lightning_amp.profiling._places import Place, called_by_optimizer, library_place, user_place
+
+_aten = torch.ops.aten
+_WAITS = {
+    _aten._local_scalar_dense: "reads a value",
+    _aten.nonzero: "nonzero",
+    _aten.masked_select: "masked_select",
+    _aten.equal: "equal",
+    _aten._unique2: "unique",
+    _aten.unique_dim: "unique",
+    _aten.unique_consecutive: "unique_consecutive",
+}
+"""Operations whose result, or its size, the host needs."""
+
+_READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
+"""Methods that give the values of a tensor to the host; on a CPU some of them are no operation."""
+
+_COPIES = {_aten._to_copy, _aten.copy_}
+_SOFTMAX = {_aten._log_softmax}
+_CONVOLUTIONS = {_aten.convolution, _aten._convolution, _aten.convolution_backward}
+_PRODUCTS = {_aten.mm: (0, 1), _aten.addmm: (1, 2), _aten.bmm: (0, 1), _aten.baddbmm: (1, 2)}
+"""Products of two matrices, and which arguments these are."""
+
+
+@final
+class Recorder:
+    """Records what runs inside of `with recorder:`; everything runs as it would without, but for the time it takes.
+
+    What `torch.compile` compiled runs eagerly.
+
+    Args:
+        module: Whose submodules are named.
+        device: Where it computes.
+        fp32_modules: Modules that the plugin keeps in fp32, those inside of them included.
+        part: Returns the part of the step that is running.
+        boundary: The file of who runs the step: nothing outside of it is the user's.
+
+    Attributes:
+        operations: In their order.
+        allocations: Memory that was made.
+        losses: Softmaxes over classes.
+        waits: How often the host waited, by line and operation.
+
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        fp32_modules: Iterable[nn.Module],
+        part: Callable[[], str],
+        boundary: str,
+    ) -> None:
+        self.operations: list[Operation] = []
+        self.allocations: list[Allocation] = []
+        self.losses: list[Loss] = []
+        self.waits = Counter[tuple[str, str, bool]]()
+        self.device = device
+        self.asked, self.autocast, self.reading = "", False, False
+        self._module, self._part, self._boundary = module, part, boundary
+        self._fp32 = {id(m) for m in fp32_modules}
+        self._parameters = {p.data_ptr() for p in module.parameters() if p.numel() and p.layout is torch.strided}
+        self._stack: list[tuple[str, nn.Module, bool]] = []
+        self._live: dict[int, Allocation] = {}
+        self._events: list[tuple[Operation, Any, Any]] = []
+        self._handles: list[Any] = []
+        self._open = contextlib.ExitStack()
+        self._is_open = False
+
+    def __enter__(self) -> Recorder:
+        for full_name, module in self._module.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # they take no hooks
+                name = _modules.plain_name(full_name)
+                self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                self._allocated(parameter.grad, begin=-1)
+        self._open.enter_context(torch.compiler.set_stance("force_eager"))
+        self._open.enter_context(_Asked(self))
+        self._open.enter_context(_Ran(self))
+        self._is_open = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._open.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._events:
+            torch.cuda.synchronize(self.device)
+            for operation, start, end in self._events:
+                operation.seconds = start.elapsed_time(end) / 1e3
+            self._events.clear()
+
+    # -- where ---------------------------------------------------------------------------------------------------------
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self._stack.append((name, module, id(module) in self._fp32))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self._stack:
+            if self._stack.pop()[1] is module:
+                return
+
+    def place(self) -> Place | None:
+        """Return the line of the user that is running."""
+        return user_place(self._boundary)
+
+    def note_wait(self, what: str) -> None:
+        """Note that the host waits here."""
+        if called_by_optimizer():
+            return
+        own = self.place()
+        place = own or library_place(self._boundary)
+        self.waits[str(place) if place else "a library", what, own is not None] += 1
+
+    # -- what ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, packet: Any, args: Any) -> Operation:
+        """Note an operation that is about to run."""
+        name, _, is_fp32 = self._stack[-1] if self._stack else ("", None, False)
+        part = self._part()
+        operation = Operation(
+            str(packet).removeprefix("aten."),
+            part,
+            name,
+            in_fp32_module=is_fp32 or any(fp32 for _, _, fp32 in self._stack),
+            asked="" if part == BACKWARD else self.asked,
+            autocast=self.autocast,
+        )
+        wait = _WAITS.get(packet)
+        if wait is not None and not self.reading:
+            self.note_wait(wait)
+        if packet in _SOFTMAX and isinstance(args[0], Tensor) and args[0].dim():
+            classes = args[0].shape[args[1]]
+            self.losses.append(Loss(args[0].numel() // max(1, classes), classes, args[0].dtype))
+        self.operations.append(operation)
+        return operation
+
+    def end(self, operation: Operation, packet: Any, args: Any, kwargs: Any, out: Any, formula: Any) -> None:
+        """Note what an operation did."""
+        if formula is not None:
+            operation.flops = formula(*args, **kwargs, out_val=out)
+            operation.dtype = multiplied_dtype(args)
+            operation.sizes = _sizes(packet, args)
+            self._note_convolution(operation, packet, args)
+            if operation.dtype in ("float32", "float64") and operation.part == FORWARD:
+                operation.place = self.place()
+        elif packet in _COPIES:
+            self._note_cast(operation, packet, args, out)
+        for tensor in _tensors(out):
+            self._allocated(tensor, begin=len(self.operations) - 1, is_cast=operation.cast_bytes > 0)
+
+    def _note_convolution(self, operation: Operation, packet: Any, args: Any) -> None:
+        if packet in _CONVOLUTIONS:
+            image = args[1] if packet is _aten.convolution_backward else args[0]
+            weight = args[2] if packet is _aten.convolution_backward else args[1]
+            operation.is_convolution = image.dim() in (4, 5)
+            last = torch.channels_last if image.dim() == 4 else torch.channels_last_3d
+            operation.channels_last = operation.is_convolution and (
+                image.is_contiguous(memory_format=last) or weight.is_contiguous(memory_format=last)
+            )
+
+    def _note_cast(self, operation: Operation, packet: Any, args: Any, out: Any) -> None:
+        source = args[1] if packet is _aten.copy_ else args[0]
+        if not (isinstance(source, Tensor) and isinstance(out, Tensor)):
+            return
+        floating = source.is_floating_point() and out.is_floating_point()
+        if floating and source.dtype != out.dtype and source.numel():
+            operation.cast_bytes = out.numel() * out.element_size()
+            with contextlib.suppress(RuntimeError):  # no storage of its own
+                pointer = source.data_ptr()
+                operation.cast_of = pointer if pointer in self._parameters else 0
+            if operation.part != BACKWARD:
+                operation.place = self.place()
+
+    def _allocated(self, tensor: Tensor, *, begin: int, is_cast: bool = False) -> None:
+        try:
+            storage = tensor.untyped_storage()
+            pointer, size = storage.data_ptr(), storage.nbytes()
+        except (RuntimeError, NotImplementedError):  # sparse, or a subclass without one
+            return
+        if not size or not pointer or pointer in self._live:
+            return
+        made = Allocation(pointer, size, tensor.numel(), begin, part=self._part(), is_cast=is_cast)
+        self._live[pointer] = made
+        self.allocations.append(made)
+        weakref.finalize(storage, self._freed, made).atexit = False
+
+    def _freed(self, made: Allocation) -> None:
+        if self._is_open:
+            made.end = len(self.operations)
+            if self._live.get(made.pointer) is made:
+                del self._live[made.pointer]
+
+    def timed(self, operation: Operation, run: Callable[[], Any]) -> Any:
+        """Run an operation and note its time."""
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            try:
+                return run()
+            finally:
+                operation.seconds = time.perf_counter() - start
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        try:
+            return run()
+        finally:
+            last.record()
+            self._events.append((operation, first, last))
+
+
+@final
+class _Asked(TorchFunctionMode):
+    """Notes which function of torch was called, and whether autocast was on there."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = self._recorder
+        before = recorder.asked, recorder.autocast, recorder.reading
+        name = resolve_name(func) or getattr(func, "__name__", "")
+        recorder.asked, recorder.autocast = name, torch.is_autocast_enabled(recorder.device.type)
+        if name.rpartition(".")[2] in _READS and args and _is_on(args[0], recorder.device) and not recorder.reading:
+            recorder.note_wait(f".{name.rpartition('.')[2].strip('_')}()")
+            recorder.reading = True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            recorder.asked, recorder.autocast, recorder.reading = before
+
+
+@final
+class _Ran(_modules.DispatchMode):
+    """Hands each operation to the recorder."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._formulas = flop_formulas()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = getattr(func, "overloadpacket", func)
+        recorder = self._recorder
+        operation = recorder.begin(packet, args)
+        out = recorder.timed(operation, lambda: func(*args, **kwargs))
+        recorder.end(operation, packet, args, kwargs, out, self._formulas.get(packet))
+        return out
+
+
+def _is_on(value: Any, device: torch.device) -> bool:
+    return isinstance(value, Tensor) and value.device.type == device.type
+
+
+def _sizes(packet: Any, args: Any) -> tuple[int, int, int] | None:
+    where = _PRODUCTS.get(packet)
+    if where is None:
+        return None
+    left, right = args[where[0]], args[where[1]]
+    return left.shape[-2], left.shape[-1], right.shape[-1]
+
+
+def _tensors(out: Any) -> Iterable[Tensor]:
+    if isinstance(out, Tensor):
+        return (out,)
+    if isinstance(out, (tuple, list)):
+        return [tensor for item in out for tensor in _tensors(item)]
+    return ()

@@ -1,0 +1,314 @@
+"""The callback and the profiler that watch a fit: some steps to settle, some that are timed, one that is recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.utilities.data import extract_batch_size
+from typing_extensions import final, override
+
+from lightning_amp.casting import modules_matching
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.profiling._clock import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, Clock
+from lightning_amp.profiling._recorder import Recorder
+from lightning_amp.shadow import copy_batch
+
+_SETTLED = 3
+"""Steps in which memory is allocated, kernels are chosen and optimizers make their states."""
+_MOST_SETTLING = 40
+_BATCHES_KEPT = 4
+_BETWEEN = "between epochs"
+_TIMED = (8, 60)
+_TIMED_S = (2.0, 8.0)
+"""At least and at most: how many steps are timed, and for how long."""
+
+
+@final
+class PartsProfiler(Profiler):
+    """Tells the clock what Lightning is doing.
+
+    Args:
+        clock: Of the fit.
+        own: Names of callbacks that are not the user's.
+
+    """
+
+    def __init__(self, clock: Clock, own: tuple[str, ...]) -> None:
+        super().__init__()
+        self._clock, self._own = clock, own
+        self._open: list[tuple[str, bool]] = []
+
+    @override
+    def start(self, action_name: str) -> None:
+        part, detail = self._part(action_name)
+        self._open.append((action_name, bool(part)))
+        if part:
+            self._clock.push(part, detail)
+
+    @override
+    def stop(self, action_name: str) -> None:
+        if self._open and self._open[-1][0] == action_name and self._open.pop()[1]:
+            self._clock.pop()
+
+    def _part(self, action: str) -> tuple[str, str]:
+        if action.endswith("train_dataloader_next"):
+            return DATA, ""
+        if action.startswith("[Strategy]") and action.endswith(".training_step"):
+            return FORWARD, ""
+        if action.startswith("[LightningModule]") and "optimizer_step" in action.rpartition(".")[2]:
+            return SCALING, ""
+        if action.startswith("[Callback]"):
+            name = action.removeprefix("[Callback]").rpartition(".")[0].partition("{")[0]
+            return ("", "") if name in self._own else (CALLBACKS, name)
+        return "", ""
+
+
+@final
+class Watch(Callback):
+    """Lets a fit settle, times some steps, records one, and ends the fit.
+
+    Args:
+        device: Where.
+        boundary: The file of who runs the fit.
+        timed: Whether steps are timed.
+        recorded: Whether one is recorded.
+
+    Attributes:
+        batches: Copies of some batches.
+        parts: Seconds by part, of all timed steps.
+        callbacks: Seconds by callback of the user, likewise.
+        num_timed: How many.
+        num_skipped: Steps that were skipped in all.
+        recorder: What was recorded; `None` before.
+        batch_size: Rows of a batch; 0 if unknown.
+        states: Bytes of optimizer states after the steps.
+
+    """
+
+    def __init__(self, device: torch.device, boundary: str, *, timed: bool = True, recorded: bool = True) -> None:
+        self._where, self._boundary = device, boundary
+        self._timed, self._recorded = timed, recorded
+        self.clock = Clock(device)
+        self._phase = "settling"
+        self._num_batches = 0
+        self._began_s = 0.0
+        self._between_epochs = False
+        self._handles: list[Any] = []
+        self._skipped_at_start = 0
+        self.batches: list[Any] = []
+        self.parts: dict[str, float] = {}
+        self.callbacks: dict[str, float] = {}
+        self.num_timed = 0
+        self.num_skipped = 0
+        self.recorder: Recorder | None = None
+        self.batch_size = 0
+        self.on_end: Callable[[Trainer, LightningModule], None] | None = None
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def profiler(self) -> PartsProfiler:
+        """Return the profiler that belongs to it."""
+        return PartsProfiler(self.clock, (type(self).__name__,))
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        plugin = trainer.precision_plugin
+        self._skipped_at_start = plugin.num_skipped if isinstance(plugin, AmpPrecision) else 0
+        for optimizer in trainer.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.clock.push(OPTIMIZER)))
+            self._handles.append(optimizer.register_step_post_hook(lambda *_: self.clock.pop()))
+
+    @override
+    def on_before_backward(self, *_: Any) -> None:
+        self.clock.push(BACKWARD)
+
+    @override
+    def on_after_backward(self, *_: Any) -> None:
+        self.clock.pop()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._between_epochs = True
+        self.clock.push(_BETWEEN)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.clock.push(_BETWEEN)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.clock.pop()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._between_epochs:
+            self._between_epochs = False
+            self.clock.pop()
+        if len(self.batches) < _BATCHES_KEPT:
+            self.batches.append(_on_cpu(copy_batch(batch)))
+            self.batch_size = self.batch_size or num_rows(batch)
+        if self._phase == "recorded" and _ends_a_step(trainer, pl_module, batch_idx):
+            kept = _fp32_modules(trainer, pl_module)
+            self.recorder = Recorder(pl_module, self._where, kept, lambda: self.clock.part, self._boundary)
+            self.recorder.__enter__()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._num_batches += 1
+        if self.recorder is not None:
+            self.recorder.close()
+            self._phase = "done"
+        elif self._phase == "settling":
+            if self._num_batches >= _SETTLED and (self._num_batches >= _MOST_SETTLING or not is_settling(trainer)):
+                self._begin("timed" if self._timed else "recorded")
+        elif self._phase == "timed":
+            self.num_timed += 1
+            elapsed = time.perf_counter() - self._began_s
+            enough = (self.num_timed >= _TIMED[0] and elapsed >= _TIMED_S[0]) or elapsed >= _TIMED_S[1]
+            if enough or self.num_timed >= _TIMED[1]:
+                self._stop_clock()
+                self._begin("recorded")
+        if self._phase == "recorded" and not self._recorded:
+            self._phase = "done"
+        if self._phase == "done":
+            trainer.should_stop = True
+
+    def _begin(self, phase: str) -> None:
+        self._phase = phase
+        if phase == "timed":
+            self._began_s = time.perf_counter()
+            self.clock.start()
+
+    def _stop_clock(self) -> None:
+        self.parts, self.callbacks = self.clock.stop()
+        self.parts.pop(_BETWEEN, None)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._phase == "timed" and self.num_timed:  # the data ended before
+            self._stop_clock()
+        plugin = trainer.precision_plugin
+        if isinstance(plugin, AmpPrecision):
+            self.num_skipped = plugin.num_skipped - self._skipped_at_start
+        if self.on_end is not None:
+            self.on_end(trainer, pl_module)
+        self._take_off()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._take_off()
+
+    def _take_off(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+@final
+class Laps(Callback):
+    """Times some steps of a fit that has settled, and ends it.
+
+    Args:
+        device: Where.
+        num_laps: How many steps are timed.
+        num_before: How many are not, at least.
+
+    Attributes:
+        step_s: Seconds of each.
+
+    """
+
+    def __init__(self, device: torch.device, num_laps: int, num_before: int = 1) -> None:
+        self._where, self._num_laps, self._before = device, num_laps, num_before
+        self._num_batches = 0
+        self._start_s = 0.0
+        self._events: list[Any] = []
+        self.step_s: list[float] = []
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._start_s = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._num_batches += 1
+        if self._num_batches < self._before:
+            return
+        if self._num_batches == self._before:
+            if is_settling(trainer) and self._before < _MOST_SETTLING:
+                self._before += 1
+            self._mark()
+            return
+        self._mark()
+        if self._where.type != "cuda":
+            self.step_s.append(time.perf_counter() - self._start_s)
+        if self._num_batches - self._before >= self._num_laps:
+            trainer.should_stop = True
+
+    def _mark(self) -> None:
+        if self._where.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._where))
+            self._events.append(event)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._events:
+            torch.cuda.synchronize(self._where)
+            laps = self._events[-self._num_laps - 1 :]
+            self.step_s = [a.elapsed_time(b) / 1e3 for a, b in pairwise(laps)]
+
+
+def is_settling(trainer: Trainer) -> bool:
+    """Return whether the last step was skipped: a dynamic loss scale that comes down. Waits for the device."""
+    plugin = trainer.precision_plugin
+    if not isinstance(plugin, AmpPrecision) or plugin.last_step is None:
+        return False
+    return plugin.last_step.skipped
+
+
+def num_rows(batch: Any) -> int:
+    """Return the rows of a batch; 0 if nobody knows."""
+    try:
+        return extract_batch_size(batch)
+    except Exception:  # it is the user's own structure
+        return 0
+
+
+def _ends_a_step(trainer: Trainer, module: LightningModule, batch_idx: int) -> bool:
+    if not module.automatic_optimization:
+        return True
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+def _fp32_modules(trainer: Trainer, module: LightningModule) -> list[torch.nn.Module]:
+    plugin = trainer.precision_plugin
+    if not isinstance(plugin, AmpPrecision):
+        return []
+    found = modules_matching(module, plugin.fp32_modules)
+    return [inner for pairs in found.values() for _, matched in pairs for inner in matched.modules()]
+
+
+def _on_cpu(value: Any) -> Any:
+    """Move what is kept off the device."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, Mapping) and type(value) is dict:
+        return {name: _on_cpu(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_on_cpu(item) for item in value)
+    return value
