@@ -115,7 +115,7 @@ class Reason:
     """Why matrix products of one place ran in fp32.
 
     Attributes:
-        why: `"autocast off"`, `"fp32_modules"`, `"not on autocast's list"`, `"float64"` or `"outside of the forward"`.
+        why: `"autocast off"`, `"fp32_modules"`, `"not on autocast's list"`, `"attention in fp32"` or `"float64"`.
         where: A module, or a line of code.
         flops: How many, in the forward.
 
@@ -149,6 +149,25 @@ class Unaligned:
     flops: int
     seconds: float
     padded_seconds: float
+
+
+@final
+@dataclass(frozen=True)
+class SlowProduct:
+    """Matrix products of one place that take longer than in fp32.
+
+    Attributes:
+        where: A module, or `"backward"`.
+        operation: As in `aten`.
+        seconds: Of a step.
+        fp32_s: Of a step in fp32.
+
+    """
+
+    where: str
+    operation: str
+    seconds: float
+    fp32_s: float
 
 
 @final
@@ -295,7 +314,8 @@ class Step:
         module_flops: Of the forward, by module and the name of the dtype.
         product_s: Seconds in matrix products; of the recorded step.
         fp32_product_s: The same of a step in fp32; 0 if it could not be run.
-        fp32_product_share: The share of a step in fp32 that matrix products take which autocast runs in half precision.
+        fp32_product_share: The share of a step in fp32 that matrix products take and that half precision could reduce.
+        slower: Products that take longer than in fp32, those that lose most first.
         recorded_s: Seconds in all operations of the recorded step.
         reasons: Why products ran in fp32, the most FLOPs first.
         unaligned: Products whose sizes are not aligned, the most FLOPs first.
@@ -329,6 +349,7 @@ class Step:
     product_s: float
     fp32_product_s: float
     fp32_product_share: float
+    slower: tuple[SlowProduct, ...]
     recorded_s: float
     reasons: tuple[Reason, ...]
     unaligned: tuple[Unaligned, ...]

@@ -16,11 +16,11 @@ _ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lamb")
 
 def memory_findings(step: Step, machine: Machine) -> Iterator[Finding]:
     """Yield what holds the memory."""
-    yield from _logits(step)
+    yield from _logits(step, machine)
     yield from _state(step, machine)
 
 
-def _logits(step: Step) -> Iterator[Finding]:
+def _logits(step: Step, machine: Machine) -> Iterator[Finding]:
     held, peak = step.memory.logits, max(step.memory.peak, 1)
     share = held / peak
     if step.logits is None or share < 0.1 or step.logits[1] < 256:
@@ -35,7 +35,8 @@ def _logits(step: Step) -> Iterator[Finding]:
         " use_reentrant=False) for h, t in zip(hidden.chunk(8), targets.chunk(8))) / len(targets)`, where `chunk_loss`"
         ' is `F.cross_entropy(head(h), t, reduction="sum")`: an eighth of it is there at a time.'
     )
-    large = share >= 0.25 and held >= _LARGE_LOGITS
+    scarce = share >= 0.25 and held >= 0.02 * machine.memory_gib * 2**30 > 0
+    large = scarce or (share >= 0.5 and held >= _LARGE_LOGITS)
     yield Finding("warning" if large else "note", "large-logits", text, action, share)
 
 

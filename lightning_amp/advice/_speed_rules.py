@@ -24,17 +24,19 @@ _MS = 1e3
 
 def speed_findings(step: Step, machine: Machine) -> Iterator[Finding]:
     """Yield what costs time."""
+    known = [*_fp32_products(step), *_fp32_modules(step), *_casts(step)]
+    yield from known
     yield from _data(step)
-    yield from _fp32_products(step)
-    yield from _fp32_modules(step)
-    yield from _casts(step)
     yield from _sizes(step)
     yield from _optimizer(step)
     yield from _channels_last(step)
     yield from _waits(step, machine)
     yield from _callbacks(step)
     yield from _settings(step)
-    yield from _too_small(step, machine)
+    support = machine.format(step.precision)
+    emulated = support is not None and support.support != "native"
+    if not emulated and not any(finding.is_problem for finding in known):  # these say why already
+        yield from _too_small(step, machine)
 
 
 def _total(step: Step) -> float:
@@ -95,7 +97,12 @@ def _fp32_products(step: Step) -> Iterator[Finding]:
         (
             "not on autocast's list", "not-on-autocast-list",
             "run in operations that autocast does not compute in half precision",
-            "Write them as `matmul`, `linear`, `conv` or `scaled_dot_product_attention`, which it does.",
+            "Write them as `matmul`, `linear` or a convolution, which it does.",
+        ),
+        (
+            "attention in fp32", "attention-in-fp32",
+            "are attention that torch computes step by step in fp32, since no fused kernel takes these arguments",
+            "Call it with what a fused kernel takes: without dropout on a CPU, and without returning its weights.",
         ),
     ):  # fmt: skip
         own = [reason for reason in step.reasons if reason.why == why]
@@ -267,35 +274,61 @@ def _too_small(step: Step, machine: Machine) -> Iterator[Finding]:
     measured, products = speed_up(step), machine.gain(step.precision)
     if measured is None or step.precision == "fp32" or products <= 1:
         return
-    best = best_speed_up(step, products)
-    share = step.fp32_product_share
-    larger = gain(step, LARGER_BATCH)
-    if share < 0.35 and best < 1.35 and not measured.is_clear:
+    best, share = best_speed_up(step, products), step.fp32_product_share
+    if best < 1.35 and not measured.is_clear:
         text = (
-            f"Matrix products that run in {step.precision} are {percent(share)} of a step in fp32, so that at best"
-            f" {rounded(best)} times the speed is possible; measured: {measured.words}."
+            f"Matrix products that half precision could make faster are {percent(share)} of a step in fp32, so that at"
+            f" best {rounded(best)} times the speed is possible; measured: {measured.words}."
         )
-        more = larger.ratio * TIMES_LARGER if larger is not None else 0.0
-        if more >= 1.3:
-            action = (
-                f"Use a larger batch: {TIMES_LARGER} times as many rows train {rounded(more)} times as many per second,"
-                " tried here (a learning rate goes with the batch size). Or stay in fp32."
-            )
-        else:
-            action = 'Stay in "fp32", which is as fast here, or try `torch.compile`, which merges the small operations.'
-        yield Finding("note" if measured.ratio > 1.02 else "warning", "model-too-small", text, action, 1 - share)
+        severity: Severity = "note" if measured.ratio > 1.02 else "warning"
+        yield Finding(severity, "model-too-small", text, _larger_or_fp32(step), 1 - share)
     elif measured.is_loss or (best >= 1.5 and not measured.is_clear):
         text = (
-            f"A step is {measured.words} as in fp32, although {percent(share)} of one in fp32 are products that run in"
-            f" {step.precision}: {_slow_products(step)}."
+            f"A step is {measured.words} as in fp32, although {percent(share)} of one in fp32 are products that half"
+            f" precision could make faster: {_instead(step)}."
         )
-        action = "Look at the table of parts, and try `torch.compile`; convolutions may be faster in another layout."
-        yield Finding("warning" if measured.is_loss else "note", "not-faster", text, action, share)
+        yield Finding("warning" if measured.is_loss else "note", "not-faster", text, _for_slow(step), share)
 
 
-def _slow_products(step: Step) -> str:
-    now, before = step.product_s, step.fp32_product_s
-    if before and now > 0.9 * before:
-        return f"the products themselves take {rounded(now * _MS)} ms, and {rounded(before * _MS)} ms in fp32"
+def _larger_or_fp32(step: Step) -> str:
+    return (
+        _larger(step) + " Or stay in fp32."
+        if _larger(step)
+        else ('Stay in "fp32", which is as fast here, or try `torch.compile`, which merges the small operations.')
+    )
+
+
+def _larger(step: Step) -> str:
+    """Advise a larger batch, if one was tried and trains more rows per second."""
+    larger = gain(step, LARGER_BATCH)
+    more = larger.ratio * TIMES_LARGER if larger is not None else 0.0
+    if more < 1.3:
+        return ""
+    return (
+        f"Use a larger batch: {TIMES_LARGER} times as many rows train {rounded(more)} times as many per second, tried"
+        " here (the learning rate goes with the batch size)."
+    )
+
+
+def _instead(step: Step) -> str:
+    casts = sum(site.seconds for site in step.casts)
+    lost = sum(product.seconds - product.fp32_s for product in step.slower)
     rest = max(0.0, step.recorded_s - step.product_s)
-    return f"all other operations take {rounded(rest * _MS)} ms, and the products {rounded(now * _MS)} ms"
+    if step.slower and lost > 0.3 * step.product_s:
+        worst = step.slower[0]
+        return (
+            f"`{worst.operation}` in {'the' if worst.where == 'backward' else 'module'} `{worst.where}` takes"
+            f" {rounded(worst.seconds * _MS)} ms, and {rounded(worst.fp32_s * _MS)} ms in fp32"
+        )
+    if casts > 0.2 * step.recorded_s:
+        return f"casts take {rounded(casts * _MS)} ms, and the products {rounded(step.product_s * _MS)} ms"
+    return f"all other operations take {rounded(rest * _MS)} ms, and the products {rounded(step.product_s * _MS)} ms"
+
+
+def _for_slow(step: Step) -> str:
+    lost = sum(product.seconds - product.fp32_s for product in step.slower)
+    if step.slower and lost > 0.3 * step.product_s:
+        slow = [p.where for p in step.slower if p.where not in ("backward", "")]
+        rules = f"`fp32_modules={slow[:3]!r}`" if slow else "`fp32_modules` with the modules of that kind"
+        return f"Keep those in fp32: {rules}, or try another version of torch; its kernels for this format are slow."
+    return _larger(step) or "Try `torch.compile`, which merges the operations around the products."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,15 +13,16 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_amp._compat import _torch
-from lightning_amp.advice import CastSite, Memory, OptimizerFacts, Reason, Unaligned, Wait
+from lightning_amp.advice import CastSite, Memory, OptimizerFacts, Reason, SlowProduct, Unaligned, Wait
 from lightning_amp.profiling._clock import FORWARD, OPTIMIZER
-from lightning_amp.profiling._machine import product_s
+from lightning_amp.profiling._machine import matmul_s
 from lightning_amp.profiling._operations import Operation
 from lightning_amp.profiling._recorder import Recorder
 from lightning_amp.profiling._variants import can_fuse
 
 HALF = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 _FULL = ("float32", "float64")
+_EMPTY = {"t", "view", "detach", "transpose", "expand", "slice", "select", "unsqueeze", "permute", "_unsafe_view"}
 _MOST = 8
 """How many places of a kind are kept."""
 _CASTING = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
@@ -59,6 +61,8 @@ def reasons(operations: Iterable[Operation]) -> tuple[Reason, ...]:
             key = "float64", str(operation.place or operation.module)
         elif not operation.autocast:
             key = "autocast off", str(operation.place or operation.module)
+        elif "attention" in operation.asked:
+            key = "attention in fp32", str(operation.place or operation.module)
         else:
             key = "not on autocast's list", f"{operation.name} in {operation.place or operation.module or 'the module'}"
         found[key] += operation.flops
@@ -126,7 +130,7 @@ def unaligned(
         if budget_s > 0:
             per_run = min(0.2, budget_s / 4)
             name = HALF[dtype] if HALF[dtype] != "fp8" else "bf16"
-            before, after = (product_s(name, size, device, most_s=per_run) for size in (sizes, padded))
+            before, after = (matmul_s(name, size, device, most_s=per_run) for size in (sizes, padded))
             seconds, padded_seconds = before * len(own), after * len(own)
             budget_s -= 2 * per_run
         found.append(Unaligned(sizes, padded, module, len(own), sum(o.flops for o in own), seconds, padded_seconds))
@@ -139,6 +143,26 @@ def _fits(sizes: tuple[int, int, int], multiple: int) -> bool:
 
 def _padded(size: int, multiple: int) -> int:
     return size if size < _NOT_MULTIPLIED else -(-size // multiple) * multiple
+
+
+def product_s(operations: Iterable[Operation]) -> float:
+    """Return the seconds in matrix products, but for what any call takes that computes nothing."""
+    all_ = list(operations)
+    empty = [operation.seconds for operation in all_ if operation.name in _EMPTY]
+    call_s = median(empty) if empty else 0.0
+    return sum(max(0.0, operation.seconds - call_s) for operation in all_ if operation.flops)
+
+
+def slower_products(now: Iterable[Operation], fp32: Iterable[Operation]) -> tuple[SlowProduct, ...]:
+    """Return modules whose products take longer than in fp32, those that lose most first."""
+    seconds: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for number, operations in enumerate((now, fp32)):
+        for operation in operations:
+            if operation.flops:
+                where = operation.module if operation.part == FORWARD else operation.part
+                seconds[where, operation.name][number] += operation.seconds
+    found = [SlowProduct(where, name, a, b) for (where, name), (a, b) in seconds.items() if a > b > 0]
+    return tuple(sorted(found, key=lambda product: product.fp32_s - product.seconds)[:_MOST])
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

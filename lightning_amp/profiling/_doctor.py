@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_amp._arguments import require
 from lightning_amp.advice import DoctorReport
 from lightning_amp.casting import Choice
-from lightning_amp.comparison import check_trainer_kwargs, parse_arms
+from lightning_amp.comparison import ArmSpec, check_trainer_kwargs, parse_arms
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling._examine_step import StepExamination
 from lightning_amp.profiling._machine import examine
@@ -75,7 +75,7 @@ def doctor(
     for name, factory in (("make_module", make_module), ("make_data", make_data)):
         rule = "callable without arguments: a class, or a function"
         require(factory is None or callable(factory), name, rule, factory, "Write `lambda: module`.")
-    arm = next(iter(parse_arms(_arm(precision)).values()))
+    arm = _arm(precision)
     where = _device(device, kwargs)
     name = _name(arm.source, where)
     with unnoticed(where):
@@ -86,9 +86,11 @@ def doctor(
         return DoctorReport(machine, step, step.precision)
 
 
-def _arm(precision: Any) -> Mapping[str, Any]:
-    """Return what `parse_arms` takes; its errors name `precisions['doctor']`."""
-    return {"precision": precision}
+def _arm(precision: Any) -> ArmSpec:
+    try:
+        return parse_arms({"precision": precision})["precision"]
+    except ValueError as error:
+        raise ValueError(str(error).replace("`precisions['precision']`", "`precision`")) from error
 
 
 def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> torch.device:

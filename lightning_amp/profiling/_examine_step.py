@@ -43,6 +43,9 @@ from lightning_amp.profiling._variants import (
 from lightning_amp.profiling._watch import Watch
 from lightning_amp.shadow import own_data, own_module, private_trainer
 
+_INEFFICIENT = 3.0
+"""How many times as long as at best a product may take in which its FLOPs still matter."""
+
 
 @final
 class StepExamination:
@@ -87,7 +90,12 @@ class StepExamination:
             watch.on_end = lambda trainer, module: found.update(self._look(watch, trainer, module))
             trainer = private_trainer(self._device, plugin, [watch], self._kwargs)
             trainer.profiler = watch.profiler()  # type: ignore[attr-defined]
-            trainer.fit(module, **({} if data is None else {"datamodule": data}))
+            try:
+                trainer.fit(module, **({} if data is None else {"datamodule": data}))
+            except Exception as error:
+                if not watch.batches and trainer.num_training_batches == 0:  # a schedule over no steps, for example
+                    raise ValueError(_too_short(watch)) from error
+                raise
             if watch.recorder is None:
                 raise ValueError(_too_short(watch))
             variants, fp32 = self._race(watch, module, plugin, data, found)
@@ -204,9 +212,10 @@ class StepExamination:
             loading=found["loading"],
             flops=_analysis.flops_by_dtype(operations),
             module_flops=_analysis.flops_by_module(operations),
-            product_s=_product_s(operations),
-            fp32_product_s=_product_s(fp32["recorder"].operations) if fp32 else 0.0,
-            fp32_product_share=self._product_share(fp32, operations, variants),
+            product_s=_analysis.product_s(operations),
+            fp32_product_s=_analysis.product_s(fp32["recorder"].operations) if fp32 else 0.0,
+            fp32_product_share=self._product_share(fp32, variants),
+            slower=_analysis.slower_products(operations, fp32["recorder"].operations) if fp32 else (),
             recorded_s=sum(o.seconds for o in operations),
             reasons=_analysis.reasons(operations) if choice is None or choice.mixed else (),
             unaligned=self._unaligned(operations, alignment),
@@ -226,15 +235,20 @@ class StepExamination:
             notes=(*self._notes, *(f"{v.label}: {v.error}" for v in variants if v.error)),
         )
 
-    def _product_share(self, fp32: Mapping[str, Any], operations: Sequence[Any], variants: Sequence[Variant]) -> float:
-        """Return which share of a step in fp32 are products that this precision computes in half."""
+    def _product_share(self, fp32: Mapping[str, Any], variants: Sequence[Variant]) -> float:
+        """Return which share of a step in fp32 the matrix products are, which half precision could make faster.
+
+        Small products take the time of a call and not that of their FLOPs: more than some times what the device needs
+        for these is not counted.
+        """
         recorder = fp32.get("recorder")
         timed = next((v.step_s for v in variants if v.label == IN_FP32 and v.step_s), None)
-        if recorder is None or timed is None:
+        full = self._machine.format("fp32")
+        if recorder is None or timed is None or full is None or not full.tflops:
             return 0.0
-        total = sum(o.flops for o in operations)
-        half = sum(o.flops for o in operations if o.dtype in _analysis.HALF)
-        return min(1.0, _product_s(recorder.operations) / min(timed)) * (half / total if total else 0.0)
+        seconds = _analysis.product_s(recorder.operations)
+        at_best_s = sum(_analysis.flops_by_dtype(recorder.operations).values()) / full.tflops / 1e12
+        return min(1.0, min(seconds, _INEFFICIENT * at_best_s) / min(timed))
 
     def _unaligned(self, operations: Sequence[Any], alignment: int) -> Any:
         try:
@@ -242,10 +256,6 @@ class StepExamination:
         except Exception as error:
             self._notes.append(f"padding was not measured: {type(error).__name__}: {error}")
             return ()
-
-
-def _product_s(operations: Sequence[Any]) -> float:
-    return sum(operation.seconds for operation in operations if operation.flops)
 
 
 def _choice(trainer: Trainer) -> Choice | None:

@@ -161,7 +161,7 @@ def _products(device: torch.device, sizes: dict[str, tuple[int, ...]], notes: li
             if 8 * last > _MOST_S:  # the next takes eight times as long
                 break
             try:
-                last = product_s(name, (size, size, size), device)
+                last = matmul_s(name, (size, size, size), device)
             except Exception as error:
                 what = "there was not enough memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
                 notes.append(f"{name} products of {size} were not measured: {what}")
@@ -169,7 +169,7 @@ def _products(device: torch.device, sizes: dict[str, tuple[int, ...]], notes: li
             yield Product(name, size, 2 * size**3 / last / 1e12)
 
 
-def product_s(name: str, sizes: tuple[int, int, int], device: torch.device, *, most_s: float = _MOST_S) -> float:
+def matmul_s(name: str, sizes: tuple[int, int, int], device: torch.device, *, most_s: float = _MOST_S) -> float:
     """Return the seconds of one matrix product, the best of several.
 
     Args:

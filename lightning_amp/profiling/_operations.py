@@ -27,8 +27,8 @@ class Operation:
         dtype: What a matrix product multiplies; empty for others.
         flops: Of a matrix product.
         sizes: Rows, depth and columns of a product of two matrices.
-        is_convolution: Whether it is one, of two or three dimensions.
-        channels_last: Whether such a convolution is given channels_last.
+        is_convolution: Whether it is the forward of one, of two or three dimensions.
+        channels_last: Whether its output has the channels last.
         cast_bytes: What a cast between floating formats writes; 0 for others.
         cast_of: Which parameter such a cast reads, by its pointer; 0 if none.
 

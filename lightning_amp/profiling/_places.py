@@ -21,6 +21,7 @@ def _folder(package: object) -> str:
 
 _LIBRARIES = tuple(_folder(package) for package in (torch, lightning, torchmetrics, lightning_amp))
 _LIGHTNING = tuple(_folder(package) for package in (lightning, torchmetrics, lightning_amp))
+_TORCH = _folder(torch)
 _OPTIMIZERS = _folder(torch.optim)
 _STANDARD = (_folder(linecache), "<")
 
@@ -60,16 +61,21 @@ def user_place(boundary: str) -> Place | None:
     return None
 
 
-def library_place(boundary: str) -> Place | None:
-    """Return the innermost line of Lightning, torchmetrics or this package, for what no user asked for."""
+def running_place(boundary: str) -> tuple[Place | None, bool]:
+    """Return the innermost line that is not torch's, and whether it is the user's: of no library that we know.
+
+    Args:
+        boundary: As of :func:`user_place`.
+
+    """
     frame = sys._getframe(1)
     own = str(Path(__file__).parent)
     while frame is not None and frame.f_code.co_filename != boundary:
         file = frame.f_code.co_filename
-        if file.startswith(_LIGHTNING) and not file.startswith(own):
-            return Place(file, frame.f_lineno)
+        if not file.startswith((_TORCH, own, *_STANDARD)):
+            return Place(file, frame.f_lineno), not file.startswith(_LIGHTNING)
         frame = frame.f_back
-    return None
+    return None, False
 
 
 def called_by_optimizer() -> bool:

@@ -19,7 +19,7 @@ from lightning_amp._compat import _modules
 from lightning_amp.casting import flop_formulas, multiplied_dtype
 from lightning_amp.profiling._clock import BACKWARD, FORWARD
 from lightning_amp.profiling._operations import Allocation, Loss, Operation
-from lightning_amp.profiling._places import Place, called_by_optimizer, library_place, user_place
+from lightning_amp.profiling._places import Place, called_by_optimizer, running_place, user_place
 
 _aten = torch.ops.aten
 _WAITS = {
@@ -33,12 +33,14 @@ _WAITS = {
 }
 """Operations whose result, or its size, the host needs."""
 
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}
+
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
 """Methods that give the values of a tensor to the host; on a CPU some of them are no operation."""
 
 _COPIES = {_aten._to_copy, _aten.copy_}
 _SOFTMAX = {_aten._log_softmax}
-_CONVOLUTIONS = {_aten.convolution, _aten._convolution, _aten.convolution_backward}
+_CONVOLUTIONS = {_aten.convolution, _aten._convolution}
 _PRODUCTS = {_aten.mm: (0, 1), _aten.addmm: (1, 2), _aten.bmm: (0, 1), _aten.baddbmm: (1, 2)}
 """Products of two matrices, and which arguments these are."""
 
@@ -139,9 +141,8 @@ class Recorder:
         """Note that the host waits here."""
         if called_by_optimizer():
             return
-        own = self.place()
-        place = own or library_place(self._boundary)
-        self.waits[str(place) if place else "a library", what, own is not None] += 1
+        place, is_own = running_place(self._boundary)
+        self.waits[str(place) if place else "a library", what, is_own] += 1
 
     # -- what ----------------------------------------------------------------------------------------------------------
 
@@ -157,7 +158,7 @@ class Recorder:
             asked="" if part == BACKWARD else self.asked,
             autocast=self.autocast,
         )
-        wait = _WAITS.get(packet)
+        wait = "a mask as an index" if packet in _INDEXING and _by_mask(args) else _WAITS.get(packet)
         if wait is not None and not self.reading:
             self.note_wait(wait)
         if packet in _SOFTMAX and isinstance(args[0], Tensor) and args[0].dim():
@@ -172,7 +173,7 @@ class Recorder:
             operation.flops = formula(*args, **kwargs, out_val=out)
             operation.dtype = multiplied_dtype(args)
             operation.sizes = _sizes(packet, args)
-            self._note_convolution(operation, packet, args)
+            self._note_convolution(operation, packet, args, out)
             if operation.dtype in ("float32", "float64") and operation.part == FORWARD:
                 operation.place = self.place()
         elif packet in _COPIES:
@@ -180,15 +181,11 @@ class Recorder:
         for tensor in _tensors(out):
             self._allocated(tensor, begin=len(self.operations) - 1, is_cast=operation.cast_bytes > 0)
 
-    def _note_convolution(self, operation: Operation, packet: Any, args: Any) -> None:
-        if packet in _CONVOLUTIONS:
-            image = args[1] if packet is _aten.convolution_backward else args[0]
-            weight = args[2] if packet is _aten.convolution_backward else args[1]
-            operation.is_convolution = image.dim() in (4, 5)
-            last = torch.channels_last if image.dim() == 4 else torch.channels_last_3d
-            operation.channels_last = operation.is_convolution and (
-                image.is_contiguous(memory_format=last) or weight.is_contiguous(memory_format=last)
-            )
+    def _note_convolution(self, operation: Operation, packet: Any, args: Any, out: Any) -> None:
+        if packet in _CONVOLUTIONS and out.dim() in (4, 5):
+            last = torch.channels_last if out.dim() == 4 else torch.channels_last_3d
+            operation.is_convolution = True
+            operation.channels_last = out.is_contiguous(memory_format=last)
 
     def _note_cast(self, operation: Operation, packet: Any, args: Any, out: Any) -> None:
         source = args[1] if packet is _aten.copy_ else args[0]
@@ -286,6 +283,11 @@ class _Ran(_modules.DispatchMode):
 
 def _is_on(value: Any, device: torch.device) -> bool:
     return isinstance(value, Tensor) and value.device.type == device.type
+
+
+def _by_mask(args: Any) -> bool:
+    """Return whether what is indexed is chosen by a mask, whose rows have to be counted."""
+    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _sizes(packet: Any, args: Any) -> tuple[int, int, int] | None:

@@ -41,8 +41,8 @@ _LEFT_OUT = (
 """Arguments of the user's Trainer that say how long, how many, or what is written."""
 
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_amp")
-_MANY_EPOCHS = 1000
-"""Epochs of a fit that a callback ends; schedules that ask how many steps there are get a number."""
+_MANY_EPOCHS, _MANY_STEPS = 1000, 1_000_000
+"""Of a fit that a callback ends; schedules that ask how many steps there are get a number, endless data or not."""
 
 
 @contextmanager
@@ -151,6 +151,7 @@ def private_trainer(
         "accelerator": device.type if device.type != "cuda" else "gpu",
         "devices": 1 if device.index is None or device.type == "cpu" else [device.index],
         "max_epochs": _MANY_EPOCHS,
+        "max_steps": _MANY_STEPS,
         "limit_val_batches": limit_val_batches,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": False,

@@ -1,0 +1,463 @@
+"""Projects that are slow, or large, for one known reason each, with the cure; and healthy ones. For `doctor`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+Make = Callable[[], L.LightningModule]
+
+
+class Project(L.LightningModule):
+    """A classifier of whatever its `net` takes."""
+
+    def __init__(self, net: nn.Module, optimizer: str = "AdamW", **settings: Any) -> None:
+        super().__init__()
+        self.net = net
+        self.optimizer, self.settings = optimizer, {"lr": 1e-3, "fused": True, **settings}
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.optimizer)(self.parameters(), **self.settings)
+
+
+class Rows(L.LightningDataModule):
+    """Batches that are there already: so that loading takes no time."""
+
+    def __init__(self, make: Callable[[], tuple[Tensor, ...]], number: int = 8) -> None:
+        super().__init__()
+        self.make, self.number = make, number
+
+    def train_dataloader(self) -> Any:
+        torch.manual_seed(0)
+        return There([self.make() for _ in range(self.number)])
+
+
+class There:
+    """Batches in a row; a list of them would be several loaders."""
+
+    def __init__(self, batches: list[tuple[Tensor, ...]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Loaded(L.LightningDataModule):
+    """A loader of a data set."""
+
+    def __init__(self, dataset: Dataset[Any], **settings: Any) -> None:
+        super().__init__()
+        self.dataset, self.settings = dataset, settings
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.dataset, **self.settings)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A project.
+
+    Attributes:
+        code: What is wrong; empty for a healthy one.
+        make: The module.
+        data: Its data.
+        cured: The module, or the data, or the precision, or the settings of the Trainer, with the cure.
+        precision: As for `doctor`.
+        kwargs: Of the Trainer.
+
+    """
+
+    code: str
+    make: Make
+    data: Callable[[], L.LightningDataModule]
+    cured: Mapping[str, Any] = field(default_factory=dict)
+    precision: Any = "bf16"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self, *, cured: bool = False) -> dict[str, Any]:
+        """Return what `doctor` takes."""
+        found = {
+            "make_module": self.make,
+            "make_data": self.data,
+            "precision": self.precision,
+            "trainer_kwargs": {"accelerator": "cpu", **self.kwargs},
+        }
+        return {**found, **self.cured} if cured else found
+
+
+def rows(*shape: int, classes: int = 10) -> Callable[[], Rows]:
+    return lambda: Rows(lambda: (torch.randn(*shape), torch.randint(0, classes, shape[:1])))
+
+
+def tokens(batch: int, length: int, vocabulary: int) -> Callable[[], Rows]:
+    def make() -> tuple[Tensor, ...]:
+        text = torch.randint(0, vocabulary, (batch, length + 1))
+        return text[:, :-1], text[:, 1:]
+
+    return lambda: Rows(make)
+
+
+def mlp(width: int = 1024, depth: int = 3, inputs: int = 512, outputs: int = 10) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Linear(inputs, width), nn.GELU()]
+    for _ in range(depth - 2):
+        layers += [nn.Linear(width, width), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(width, outputs))
+
+
+# -- slow ones ---------------------------------------------------------------------------------------------------------
+
+
+class SlowItems(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(1e-3)
+        return torch.ones(512), index % 10
+
+
+class ManyItems(Dataset[Any]):
+    """Each item is nothing; that there are so many is what takes time."""
+
+    x, y = torch.randn(200_000, 16), torch.zeros(200_000, dtype=torch.long)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index]
+
+
+class ManyItemsAtOnce(ManyItems):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.x[indices], self.y[indices]
+
+
+class Casting(nn.Module):
+    """Goes to float32 and back around everything."""
+
+    def __init__(self, casts: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+        self.head = nn.Linear(512, 10)
+        self.casts = casts
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+            for _ in range(6 if self.casts else 0):
+                x = x.float()
+                x = x.to(torch.bfloat16)
+        return self.head(x)
+
+
+class CastsItsWeight(nn.Module):
+    """Casts its own weight in each time step."""
+
+    def __init__(self, casts: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1024, 1024) / 64)
+        self.head = nn.Linear(1024, 10)
+        self.casts = casts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.casts:
+            for _ in range(8):
+                x = torch.tanh(x.to(torch.bfloat16) @ self.weight.to(torch.bfloat16))
+        else:
+            weight = self.weight.to(torch.bfloat16)
+            for _ in range(8):
+                x = torch.tanh(x @ weight)
+        return self.head(x)
+
+
+class AutocastOff(nn.Module):
+    def __init__(self, off: bool) -> None:
+        super().__init__()
+        self.net, self.off = mlp(), off
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.off:
+            return self.net(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.net(x.float())
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grads[0] @ w.T, x.T @ grads[0]
+
+
+class OwnProduct(nn.Module):
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.weight, self.head, self.own = nn.Parameter(torch.randn(512, 1024) / 32), mlp(inputs=1024), own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Product.apply(x, self.weight) if self.own else x @ self.weight)
+
+
+class InDouble(nn.Module):
+    def __init__(self, double: bool) -> None:
+        super().__init__()
+        self.net, self.double_ = mlp(), double
+        self.basis = nn.Buffer(torch.randn(512, 512, dtype=torch.float64 if double else torch.float32) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net((x.to(self.basis.dtype) @ self.basis).float())
+
+
+class Recurrent(nn.Module):
+    """A recurrent network whose steps are tiny."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(8, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 16)
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+        return self.head(h)
+
+
+class Language(Project):
+    """A small language model; its loss over the vocabulary at once, or in chunks of rows."""
+
+    def __init__(self, vocabulary: int, width: int = 64, chunks: int = 1) -> None:
+        super().__init__(nn.Embedding(vocabulary, width), "SGD")
+        block = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
+        self.block = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+        self.head, self.chunks = nn.Linear(width, vocabulary, bias=False), chunks
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.block(self.net(x)).flatten(0, 1)
+        if self.chunks == 1:
+            return F.cross_entropy(self.head(h), y.flatten())
+        pairs = zip(h.chunk(self.chunks), y.flatten().chunk(self.chunks), strict=True)
+        losses = [checkpoint(self.chunk_loss, *pair, use_reentrant=False) for pair in pairs]
+        return torch.stack(losses).sum() / y.numel()
+
+    def chunk_loss(self, h: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(h), y, reduction="sum")
+
+
+class Waiting(Project):
+    """Reads its loss in each step."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(mlp())
+        self.how, self.seen = how, []
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.net(x)
+        if self.how == "mask":
+            return F.cross_entropy(out[y > 0], y[y > 0])
+        loss = F.cross_entropy(out, y)
+        self.seen.append(loss.item() if self.how == "item" else loss.detach())
+        return loss
+
+
+class Norms(Callback):
+    """Computes more about the weights than a step takes."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: L.LightningModule, *_: Any) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.dim() == 2:
+                torch.linalg.svdvals(parameter.detach()[:256, :256])
+
+
+def depthwise() -> nn.Sequential:
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        own = nn.Conv2d(inputs, inputs, 3, padding=1, groups=inputs)
+        return [own, nn.Conv2d(inputs, outputs, 1), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), *block(64, 64), *block(64, 64), *block(64, 64),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def last(net: nn.Module) -> nn.Module:
+    return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+SLOW: dict[str, Case] = {
+    "a data set that sleeps": Case(
+        "data-bound", lambda: Project(mlp()), lambda: Loaded(SlowItems(), batch_size=32),
+        {"make_data": lambda: Loaded(SlowItems(), batch_size=32, num_workers=16, persistent_workers=True)},
+    ),
+    "a data set of many small items": Case(
+        "data-bound", lambda: Project(mlp(64, 3, 16)), lambda: Loaded(ManyItems(), batch_size=2048),
+        {"make_data": lambda: Loaded(ManyItemsAtOnce(), batch_size=2048, collate_fn=tuple)},
+    ),
+    "a tiny perceptron": Case(
+        "model-too-small", lambda: Project(mlp(16, 3, 8)), rows(4, 8), {"precision": "fp32"}
+    ),
+    "a tiny recurrent network": Case(
+        "model-too-small", lambda: Project(Recurrent()), rows(4, 20, 8), {"precision": "fp32"}
+    ),
+    "casts to and fro": Case(
+        "many-casts", lambda: Project(Casting(True)), rows(2048, 512), {"make_module": lambda: Project(Casting(False))}
+    ),
+    "a weight that is cast in each time step": Case(
+        "many-casts", lambda: Project(CastsItsWeight(True)), rows(32, 1024),
+        {"make_module": lambda: Project(CastsItsWeight(False))},
+    ),
+    "autocast turned off": Case(
+        "autocast-off", lambda: Project(AutocastOff(True)), rows(256, 512),
+        {"make_module": lambda: Project(AutocastOff(False))},
+    ),
+    "a function that casts to float32": Case(
+        "autocast-off", lambda: Project(OwnProduct(True)), rows(256, 512),
+        {"make_module": lambda: Project(OwnProduct(False))},
+    ),
+    "a basis in float64": Case(
+        "float64", lambda: Project(InDouble(True)), rows(256, 512), {"make_module": lambda: Project(InDouble(False))}
+    ),
+    "most modules in fp32": Case(
+        "fp32-modules-dominate", lambda: Project(mlp()), rows(512, 512), {"precision": "bf16"},
+        {"precision": "bf16", "fp32_modules": ["net.0", "net.2"]},
+    ),
+    "AdamW in many kernels": Case(
+        "optimizer-not-fused", lambda: Project(mlp(1024, 8), fused=False), rows(16, 512),
+        {"make_module": lambda: Project(mlp(1024, 8))},
+    ),
+    "a large vocabulary": Case(
+        "large-logits", lambda: Language(32_000), tokens(4, 128, 32_000),
+        {"make_module": lambda: Language(32_000, chunks=8)},
+    ),
+    "a loss that is read": Case(
+        "host-waits", lambda: Waiting("item"), rows(256, 512), {"make_module": lambda: Waiting("keep")}
+    ),
+    "a mask that chooses rows": Case(
+        "host-waits", lambda: Waiting("mask"), rows(256, 512), {"make_module": lambda: Waiting("keep")}
+    ),
+    "Adam and a batch of one row": Case(
+        "state-dominates", lambda: Project(mlp(2048, 4), "Adam"), rows(1, 512),
+        {"make_module": lambda: Project(mlp(256, 4), "SGD"), "make_data": rows(4096, 512)},
+    ),
+    "fp16 on a CPU": Case(
+        "emulated-precision", lambda: Project(mlp()), rows(64, 512), {"precision": "bf16"}, "fp16"
+    ),
+    "depthwise convolutions, channels first": Case(
+        "channels-last", lambda: Project(depthwise()), rows(16, 3, 32, 32),
+        {"make_module": lambda: Project(last(depthwise()))}, "fp32",
+    ),
+    "odd widths": Case(
+        "sizes-not-aligned", lambda: Project(mlp(333, 6, 333)), rows(333, 333),
+        {"make_module": lambda: Project(mlp(336, 6, 336)), "make_data": rows(336, 336)},
+    ),
+    "a callback that computes": Case(
+        "slow-callback", lambda: Project(mlp(512)), rows(64, 512), {"trainer_kwargs": {"accelerator": "cpu"}},
+        kwargs={"callbacks": [Norms()]},
+    ),
+    "anomaly detection": Case(
+        "anomaly-detection", lambda: Project(mlp()), rows(256, 512), {"trainer_kwargs": {"accelerator": "cpu"}},
+        kwargs={"detect_anomaly": True},
+    ),
+}  # fmt: skip
+
+
+# -- healthy ones ------------------------------------------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True)
+        self.body, self.head = nn.TransformerEncoder(block, 2, enable_nested_tensor=False), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).mean(1))
+
+
+class Contrastive(Project):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = (F.normalize(self.net(x + 0.1 * torch.randn_like(x)).float(), dim=1) for _ in range(2))
+        return F.cross_entropy(a @ b.T / 0.1, torch.arange(len(a), device=a.device))
+
+
+class Adversarial(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = mlp(1024, 3, 512, 512), mlp(1024, 3, 512, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        first, second = self.optimizers()  # type: ignore[misc]
+        fake = self.generator(torch.randn_like(x))
+        self.step(first, F.softplus(-self.critic(fake)).mean())
+        loss = F.softplus(self.critic(fake.detach())).mean() + F.softplus(-self.critic(x)).mean()
+        self.step(second, loss)
+
+    def step(self, optimizer: Any, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(m.parameters(), fused=True) for m in (self.generator, self.critic)]
+
+
+class LongShort(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.LSTM(256, 512, batch_first=True), nn.Linear(512, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)[0][:, -1])
+
+
+class Auto(Project):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.net(x).float(), x)
+
+
+HEALTHY: dict[str, Case] = {
+    "a perceptron": Case("", lambda: Project(mlp()), rows(512, 512)),
+    "a transformer": Case("", lambda: Project(Transformer()), rows(16, 64, 256)),
+    "an autoencoder": Case("", lambda: Auto(mlp(1024, 4, 512, 512)), rows(512, 512)),
+    "a contrastive learner": Case("", lambda: Contrastive(mlp(1024, 3, 512, 128)), rows(512, 512)),
+    "two networks against each other": Case("", Adversarial, rows(512, 512)),
+    "an LSTM": Case("", lambda: Project(LongShort()), rows(64, 16, 256)),
+    "convolutions, channels last": Case("", lambda: Project(last(nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 128, 3, 2, 1), nn.ReLU(),
+        nn.Conv2d(128, 128, 3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
+    ))), rows(32, 3, 32, 32)),
+    "a language model with a small vocabulary": Case("", lambda: Language(512, 256), tokens(8, 64, 512)),
+    "gradients that accumulate": Case(
+        "", lambda: Project(mlp()), rows(512, 512), kwargs={"accumulate_grad_batches": 4}
+    ),
+}  # fmt: skip
