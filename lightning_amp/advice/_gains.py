@@ -44,16 +44,21 @@ class Gain(NamedTuple):
     rounds: int
 
     @property
+    def is_sure(self) -> bool:
+        """Return whether there are enough rounds to say anything."""
+        return self.rounds >= _FEW
+
+    @property
     def is_clear(self) -> bool:
         """Return whether it is faster by more than noise and by more than 5 %."""
         low = self.low if self.rounds >= _MANY else self.lowest
-        return self.rounds >= _FEW and self.ratio >= _CLEARLY and low > 1.0
+        return self.is_sure and self.ratio >= _CLEARLY and low > 1.0
 
     @property
     def is_loss(self) -> bool:
         """Return whether it is slower by more than noise and by more than 5 %."""
         high = self.high if self.rounds >= _MANY else self.highest
-        return self.rounds >= _FEW and self.ratio <= 1 / _CLEARLY and high < 1.0
+        return self.is_sure and self.ratio <= 1 / _CLEARLY and high < 1.0
 
     @property
     def words(self) -> str:

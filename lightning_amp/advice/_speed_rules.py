@@ -280,7 +280,7 @@ def _too_small(step: Step, machine: Machine) -> Iterator[Finding]:
             f"Matrix products that half precision could make faster are {percent(share)} of a step in fp32, so that at"
             f" best {rounded(best)} times the speed is possible; measured: {measured.words}."
         )
-        severity: Severity = "note" if measured.ratio > 1.02 else "warning"
+        severity: Severity = "warning" if measured.ratio <= 1.02 and measured.is_sure else "note"
         yield Finding(severity, "model-too-small", text, _larger_or_fp32(step), 1 - share)
     elif measured.is_loss or (best >= 1.5 and not measured.is_clear):
         text = (

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_amp._text import memory, percent, rounded
+from lightning_amp._text import memory, percent, rounded, span
 from lightning_amp.advice._facts import Machine, Memory, Step
 from lightning_amp.advice._findings import Finding
 from lightning_amp.advice._gains import AS_IT_IS, IN_FP32, best_speed_up, gain, speed_up
@@ -101,7 +101,7 @@ def _variants(step: Step) -> Iterator[tuple[str, str, str]]:
 
 
 def _ends(low: float, high: float) -> str:
-    return f"{rounded(low)} to {rounded(high)}"
+    return span([rounded(low), rounded(high)])
 
 
 def _modules(step: Step) -> Iterator[tuple[str, str, str]]:

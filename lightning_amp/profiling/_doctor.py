@@ -74,7 +74,8 @@ def doctor(
     kwargs = check_trainer_kwargs(trainer_kwargs)
     for name, factory in (("make_module", make_module), ("make_data", make_data)):
         rule = "callable without arguments: a class, or a function"
-        require(factory is None or callable(factory), name, rule, factory, "Write `lambda: module`.")
+        made = isinstance(factory, (LightningModule, LightningDataModule))
+        require(factory is None or (callable(factory) and not made), name, rule, factory, "Write `lambda: ...`.")
     arm = _arm(precision)
     where = _device(device, kwargs)
     name = _name(arm.source, where)

@@ -1,0 +1,67 @@
+"""Facts of a machine and a step in which nothing is wrong; each test changes what it is about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_amp.advice import Format, Loading, Machine, Memory, OptimizerFacts, Product, Step, Variant
+
+MIB = 2**20
+
+
+def machine(**changes: Any) -> Machine:
+    found = Machine(
+        device="a CPU, 2 threads",
+        device_type="cpu",
+        memory_gib=16.0,
+        versions={"torch": "2.13.0"},
+        formats=(
+            Format("fp32", "native", "", 1.0, 256),
+            Format("bf16", "native", "avx512_bf16", 4.0, 512),
+            Format("fp16", "emulated", "this CPU has no instructions for fp16", 0.1, 512),
+            Format("fp8", "missing", "no matrix units for it"),
+        ),
+        products=(Product("fp32", 256, 1.0), Product("bf16", 256, 4.0)),
+        tf32="",
+        precision="bf16",
+        precision_reason="this CPU has bfloat16 instructions",
+    )
+    return replace(found, **changes)
+
+
+def step(**changes: Any) -> Step:
+    found = Step(
+        precision="bf16",
+        plugin="AmpPrecision('bf16')",
+        batch_size=64,
+        num_parameters=1000,
+        parts={"data": 0.001, "forward": 0.03, "backward": 0.06, "optimizer": 0.002, "rest": 0.001},
+        num_timed=20,
+        callbacks={},
+        loading=Loading(0, 0.001),
+        flops={"bfloat16": 10**9},
+        module_flops={"net": {"bfloat16": 3 * 10**8}},
+        product_s=0.05,
+        fp32_product_s=0.2,
+        fp32_product_share=0.8,
+        slower=(),
+        recorded_s=0.1,
+        reasons=(),
+        unaligned=(),
+        alignment=8,
+        casts=(),
+        waits=(),
+        variants=(Variant("as it is", (0.1,) * 5), Variant("fp32", (0.25,) * 5)),
+        memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 100 * MIB, 0, 0, 0, 140 * MIB),
+        fp32_memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 180 * MIB, 0, 0, 0, 220 * MIB),
+        logits=None,
+        optimizers=(OptimizerFacts("AdamW", True, False, 8.0, 1000),),
+        convolutions=0,
+        channels_last=False,
+    )
+    return replace(found, **changes)
+
+
+def timed(label: str, seconds: float, *, rounds: int = 5) -> Variant:
+    return Variant(label, (seconds,) * rounds)

@@ -1,0 +1,71 @@
+"""Where memory is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.doctor_facts import MIB, machine, step
+
+from lightning_amp.advice import Memory
+from lightning_amp.advice._memory_rules import memory_findings
+
+
+def memory(**parts: int) -> Memory:
+    names = ("weights", "gradients", "states", "activations", "logits", "casts", "temporaries")
+    held = {name: parts.get(name, 0) * MIB for name in names}
+    return Memory(**held, peak=sum(held.values()))
+
+
+def found(on: Any = None, **facts: Any) -> list[Any]:
+    return list(memory_findings(step(**facts), on or machine()))
+
+
+def test_where_activations_are_most_there_is_nothing_to_say() -> None:
+    assert found() == []
+
+
+@pytest.mark.parametrize(
+    ("logits", "rest", "severity"), [(300, 100, "warning"), (60, 100, "note"), (5, 100, None), (3, 1, "note")]
+)
+def test_logits(logits: int, rest: int, severity: str | None) -> None:
+    facts = {"memory": memory(logits=logits, activations=rest), "logits": (512, 32_000)}
+    assert [f.severity for f in found(**facts)] == ([severity] if severity else [])
+    if severity:
+        assert found(**facts)[0].code == "large-logits"
+        assert f"512 x 32,000, hold {logits} MiB" in found(**facts)[0].message
+        assert "checkpoint(chunk_loss" in found(**facts)[0].action
+
+
+def test_logits_that_are_a_good_part_of_a_small_device_are_a_warning() -> None:
+    facts = {"memory": memory(logits=40, activations=100), "logits": (512, 32_000)}
+    assert [f.severity for f in found(machine(memory_gib=1.0), **facts)] == ["warning"]
+
+
+def test_a_loss_over_ten_classes_has_no_logits_to_speak_of() -> None:
+    assert found(memory=memory(logits=300, activations=100), logits=(10**6, 10)) == []
+
+
+def test_states_that_dominate() -> None:
+    held = memory(weights=40, gradients=40, states=80, activations=20)
+    facts = {"memory": held, "fp32_memory": held, "num_parameters": 10 * MIB}
+    (finding,) = found(**facts)
+    assert (finding.severity, finding.code) == ("note", "state-dominates")
+    assert "hold 160 MiB, 88.9 % of the peak (16 bytes per parameter)" in finding.message
+    assert "the peak is 180 MiB, and 180 MiB in fp32" in finding.message
+    assert "a row of it takes 320 KiB" in finding.action
+    assert "Sharding over 8 devices" in finding.action
+    (finding,) = found(machine(memory_gib=0.2), **facts)
+    assert finding.severity == "warning"  # the device is full
+
+
+def test_states_in_eight_bits_are_for_adam() -> None:
+    from lightning_amp.advice import OptimizerFacts
+
+    held = memory(weights=40, gradients=40, states=80, activations=20)
+    adam, sgd = (
+        found(memory=held, optimizers=(OptimizerFacts(name, True, False, 8.0, 10 * MIB),))[0].action
+        for name in ("AdamW", "SGD")
+    )
+    assert "States in 8 bits (`torchao.optim.AdamW8bit`) save 60 MiB, in bf16 40 MiB" in adam
+    assert "8 bits" not in sgd
