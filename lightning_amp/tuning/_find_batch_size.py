@@ -42,9 +42,10 @@ def find_batch_size(
 
     The module is trained for some steps at its own batch size and at another one, each time in a fresh process and
     without validation; a line through the two peaks leads to the size that is run next. If that one is beyond the
-    limit, or the line was not straight, it goes on from there, at most eight runs for a precision, until no more than
-    one percent is to be gained. What is returned was run, and was within the limit. From 64 rows on it is rounded down to a multiple of 8, which tensor cores are fast
-    with and which costs an eighth at most; never beyond the number of rows.
+    limit, or the line was not straight, it goes on from there, at most ten runs for a precision, until no more than
+    one percent is to be gained. What is returned was run, and was within the limit. From 64 rows on it is rounded down
+    to a multiple of 8, which tensor cores are fast with and which costs an eighth at most; never beyond the number of
+    rows.
 
     The size is set as Lightning's own finder sets it: the attribute `batch_size`, or `hparams.batch_size`, of the data
     module and of the module, whichever there are; before `setup` and the loaders, which have to use it. It is the size
@@ -56,7 +57,7 @@ def find_batch_size(
     Args:
         make_module: Returns a new LightningModule: its class, or a function without arguments. Another process has to
             import it: a function at the top level of a file, a script's own too if it has a `__main__` guard.
-        make_data: Likewise for a LightningDataModule; an empty one if the module has the loaders.
+        make_data: Likewise for a LightningDataModule; `LightningDataModule` itself if the module has the loaders.
         precisions: Names, or a mapping from labels to names, plugins, or arguments of :class:`AmpPrecision`, as
             :func:`compare_precisions` takes them.
         memory_limit_gib: Limit in GiB (2**30 bytes) for each device. `None`: what the device has free; on the CPU,
@@ -75,8 +76,8 @@ def find_batch_size(
         RuntimeError: If no precision could be trained, with the module's own error and its line; if it is called on
             several ranks, or by a file that is imported in the process of a run.
 
-    Cost: about three runs for each precision, each some seconds to start and at least nine steps; the largest holds up
-    to the limit, and, where memory bends upwards, up to twice of it for a moment.
+    Cost: about three runs for each precision, each some seconds to start and at least nine steps. Where memory bends
+    upwards, a run may hold more than the limit, in most cases less than twice as much.
 
     """
     check_place("find_batch_size")

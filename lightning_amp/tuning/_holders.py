@@ -8,7 +8,8 @@ from numbers import Integral
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
-from typing_extensions import final
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import final, override
 
 NAME = "batch_size"
 _MISSING = object()
@@ -50,9 +51,21 @@ class Sized:
 
     def __call__(self) -> Any:
         made = self.__wrapped__()
+        if isinstance(made, LightningDataModule) and not is_overridden("train_dataloader", made):
+            made = ModuleLoaders()
         if self._size is not None and isinstance(made, (LightningModule, LightningDataModule)):
             hold_size(made, self._size)
         return made
+
+
+@final
+class ModuleLoaders(LightningDataModule):
+    """Has the training loaders of the module: with a data module, Lightning does not ask for them."""
+
+    @override
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return self.trainer.lightning_module.train_dataloader()
 
 
 def _values(owner: Any) -> Iterator[Any]:

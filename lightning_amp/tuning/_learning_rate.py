@@ -54,7 +54,9 @@ def suggested_rate(used: Sequence[UsedRate], from_size: int, to_size: int) -> tu
         each = listed([rounded(rate) for rate in rates])
         text = f"There are several learning rates ({each}): multiply each by {rounded(factor)}"
         return None, f"{text} ({rule} rule for {optimizer}, from batch size {from_size:,}), only as a start to try."
-    suggestion = float(f"{rates[0] * factor:.3g}") if to_size != from_size else rates[0]
+    if to_size == from_size:
+        return rates[0], f"The learning rate stays {rates[0]:g}: it is the module's own batch size."
+    suggestion = float(f"{rates[0] * factor:.3g}")
     text = f"Learning rate to try: {suggestion:g}, scaled from {rates[0]:g} at batch size {from_size:,}"
     return suggestion, f"{text} ({rule} rule for {optimizer}); only a start."
 

@@ -103,6 +103,7 @@ class PrecisionSearch:
     def _measure(self, size: int | None) -> None:
         """Run a size, or the user's own, and keep what came of it."""
         run, facts = self._run(size)
+        self._own_size = self._own_size or facts.own_size
         tried = size or facts.own_size
         if run.error is None and facts.num_batches == 0:
             if not facts.num_rows or facts.num_rows >= tried:
@@ -111,7 +112,8 @@ class PrecisionSearch:
             return self._measure(self._most)
         if run.error is not None and (tried < 1 or not is_out_of_memory(run)):
             return self._fail(run, tried)
-        self._learn(facts)
+        if math.isnan(self._limit_gib) and facts.device:
+            self._limit_gib = _limit(self._given_gib, facts)
         if run.error is None:
             self._refuse_what_does_not_follow(tried, facts)
             self._last_facts = facts
@@ -134,16 +136,10 @@ class PrecisionSearch:
     def _fail(self, run: ArmRun, size: int) -> None:
         self._shown.finish(f"{self._arm.label}, batch size {size:,}: failed")
         text = failure(run)
-        if self._points and largest_within(self._points, self._limit_gib) is None:  # BatchNorm takes no single row
+        if self._points and largest_within(self._points, self._limit_gib) is None:  # BatchNorm refuses a single row
             raise LimitTooLowError(f"{self._too_low()} A batch of {size:,} failed: {text}")
         at = f" at batch size {size:,}" if size else ""
         raise RunFailedError(f"Training in {self._arm.label} failed{at}: {text}.")
-
-    def _learn(self, facts: Facts) -> None:
-        """Keep what holds for all runs: it is in the first one that got so far."""
-        self._own_size = self._own_size or facts.own_size
-        if math.isnan(self._limit_gib) and facts.device:
-            self._limit_gib = _limit(self._given_gib, facts)
 
     def _refuse_what_does_not_follow(self, size: int, facts: Facts) -> None:
         if self._first is None:

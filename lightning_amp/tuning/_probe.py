@@ -29,7 +29,7 @@ from typing_extensions import final, override
 
 from lightning_amp._text import literal
 from lightning_amp.comparison import is_settled
-from lightning_amp.tuning._holders import held_sizes, is_size
+from lightning_amp.tuning._holders import ModuleLoaders, held_sizes, is_size
 
 _LEFT_OUT = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelSummary, ProgressBar, Timer)
 """Callbacks that write, stop, or try sizes of their own."""
@@ -43,7 +43,7 @@ _MOST_BATCHES = 1000
 
 _NO_PLACE = (
     "`make_data` or `make_module` must have a `batch_size`, an attribute or one of `hparams`, that the loaders are made"
-    " with; neither {data} nor {module} has one. Write `self.batch_size = batch_size` in `__init__`, and"
+    " with; there is none in {found}. Write `self.batch_size = batch_size` in `__init__`, and"
     " `DataLoader(..., batch_size=self.batch_size)` in `train_dataloader`."
 )
 
@@ -113,8 +113,8 @@ class Probe(Callback):
         sizes = held_sizes(pl_module, data)
         known = [int(size) for size in sizes if is_size(size)]
         if not sizes:
-            names = {"data": f"`{type(data).__name__}`", "module": f"`{type(pl_module).__name__}`"}
-            self._refuse(_NO_PLACE.format(**names))
+            owners = [pl_module] if isinstance(data, ModuleLoaders) else [data, pl_module]
+            self._refuse(_NO_PLACE.format(found=" and ".join(f"`{type(owner).__name__}`" for owner in owners)))
         elif not known:
             self._refuse(f"`batch_size` must be an integer of 1 or more to begin with, got {literal(sizes[-1])}.")
         self._note(own_size=known[-1])
@@ -183,7 +183,7 @@ def _facts_of_data(trainer: Trainer) -> dict[str, Any]:
 
 
 def _loader_size(loader: Any) -> int | None:
-    size = getattr(loader, "batch_size", None)
+    size: Any = getattr(loader, "batch_size", None)
     size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if size is None else size
     return int(size) if is_size(size) else None
 
@@ -223,7 +223,7 @@ def _rates(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
     """Return the rate of each group, as it was set: a schedule may have changed it already."""
     found: list[tuple[str, float]] = []
     for group in optimizer.param_groups:
-        rate = group.get("max_lr", group.get("initial_lr", group.get("lr")))
+        rate: Any = group.get("max_lr", group.get("initial_lr", group.get("lr")))
         with contextlib.suppress(TypeError, ValueError):
             found.append((type(optimizer).__name__, float(rate)))
     return found

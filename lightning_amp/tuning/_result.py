@@ -112,9 +112,7 @@ def _number(value: float) -> str:
 
 def _plain(result: BatchSizeResult) -> dict[str, Any]:
     data = {name: _or_none(getattr(result, name)) for name in BatchSizeResult.__dataclass_fields__}
-    data["measured"] = [
-        {name: _or_none(value) for name, value in point._asdict().items()} for point in result.measured
-    ]
+    data["measured"] = [{name: _or_none(value) for name, value in point._asdict().items()} for point in result.measured]
     return data
 
 

@@ -130,7 +130,7 @@ def measurement(run: ArmRun, facts: Facts, size: int) -> Measurement:
 
 def failure(run: ArmRun) -> str:
     """Write the error that ended a run, with the line of the user's own file that it came from."""
-    text = " ".join((run.error or "").split())
+    text = " ".join((run.error or "").split()).rstrip(".")
     frames = _FRAME.findall(run.log)
     own = [frame for frame in frames if not _is_of_a_library(frame[0])]
     if not own:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_amp.tuning._result import Measurement
 
-MOST_RUNS = 8
+MOST_RUNS = 10
 """For one precision. A straight line takes three: two sizes, and the one that the line leads to."""
 
 _ROUND_FROM = 64
@@ -15,6 +15,10 @@ _MULTIPLE = 8
 _SMALL_GAIN = 1.01
 """After :data:`_ENOUGH_RUNS` a size that is larger by less is not worth a run."""
 _ENOUGH_RUNS = 3
+_APART = 1.25
+"""How far two sizes are apart at least for a line through them."""
+_STEP = 4
+"""A line leads to so many times the largest size at most: farther on, memory may have bent upwards."""
 
 
 def largest_within(points: Sequence[Measurement], limit_gib: float) -> Measurement | None:
@@ -56,7 +60,9 @@ def next_size(points: Sequence[Measurement], limit_gib: float, most: int | None 
         return None
     if len(points) == 1:
         guess = floor_size(_proportional(best, limit_gib), most)
-        return guess if guess > best.batch_size else best.batch_size // 2 or None
+        if guess >= _APART * best.batch_size or guess == most:
+            return guess
+        return best.batch_size // 2 or 2
     beyond = [p for p in points if p.batch_size > best.batch_size]
     guess = floor_size(_estimate(points, best, limit_gib), most)
     if beyond:
@@ -71,7 +77,8 @@ def _estimate(points: Sequence[Measurement], best: Measurement, limit_gib: float
     if above is None:
         assert below is not None
         # Twice the proportional guess holds at most twice the limit, however the memory bends.
-        return min(_on_line(below, best, limit_gib), 2 * _proportional(best, limit_gib))
+        farthest = max(2 * _proportional(best, limit_gib), _STEP * best.batch_size)
+        return min(_on_line(below, best, limit_gib), farthest)
     if math.isfinite(above.peak_gib):
         return _on_line(best, above, limit_gib)
     middle = (best.batch_size + above.batch_size) / 2
@@ -83,12 +90,14 @@ def _smaller(points: Sequence[Measurement], limit_gib: float) -> int | None:
     smallest, *others = sorted(points, key=lambda p: p.batch_size)
     if smallest.batch_size == 1:
         return None
-    guess = smallest.batch_size / 4
-    if math.isfinite(smallest.peak_gib):
+    guess = math.inf
+    if others and math.isfinite(others[0].peak_gib):
+        guess = _on_line(smallest, others[0], limit_gib)
+    elif math.isfinite(smallest.peak_gib):
         guess = _proportional(smallest, limit_gib)
-        if others and math.isfinite(others[0].peak_gib):
-            guess = _on_line(smallest, others[0], limit_gib)
-    return max(1, min(floor_size(max(guess, 1)), smallest.batch_size // 2))
+    if math.isinf(guess):
+        guess = smallest.batch_size / _STEP
+    return max(1, min(floor_size(guess), smallest.batch_size // 2))
 
 
 def _proportional(point: Measurement, limit_gib: float) -> float:
