@@ -76,8 +76,8 @@ def find_batch_size(
         RuntimeError: If no precision could be trained, with the module's own error and its line; if it is called on
             several ranks, or by a file that is imported in the process of a run.
 
-    Cost: about three runs for each precision, each some seconds to start and at least nine steps. Where memory bends
-    upwards, a run may hold more than the limit, in most cases less than twice as much.
+    Cost: three or four runs for each precision, each some seconds to start and at least nine steps. Where memory bends
+    upwards (a loss over all pairs of rows), a run may hold several times the limit on the CPU, which nothing stops.
 
     """
     check_place("find_batch_size")

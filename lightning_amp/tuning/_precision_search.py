@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from typing_extensions import final
 
-from lightning_amp._text import rounded
+from lightning_amp._text import listed, rounded
 from lightning_amp.comparison import ArmSpec, Progress
 from lightning_amp.tuning._learning_rate import UsedRate, suggested_rate
 from lightning_amp.tuning._probe import Facts
@@ -139,6 +139,8 @@ class PrecisionSearch:
         if self._points and largest_within(self._points, self._limit_gib) is None:  # BatchNorm refuses a single row
             raise LimitTooLowError(f"{self._too_low()} A batch of {size:,} failed: {text}")
         at = f" at batch size {size:,}" if size else ""
+        if self._points:
+            at += f" (it ran at {listed([f'{point.batch_size:,}' for point in sorted(self._points)])})"
         raise RunFailedError(f"Training in {self._arm.label} failed{at}: {text}.")
 
     def _refuse_what_does_not_follow(self, size: int, facts: Facts) -> None:

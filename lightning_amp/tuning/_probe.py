@@ -34,7 +34,7 @@ from lightning_amp.tuning._holders import ModuleLoaders, held_sizes, is_size
 _LEFT_OUT = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelSummary, ProgressBar, Timer)
 """Callbacks that write, stop, or try sizes of their own."""
 
-_STEADY_BATCHES, _STEADY_S = 6, 1.0
+_STEADY_BATCHES, _STEADY_S = 6, 2.0
 _MOST_STEADY_BATCHES = 100
 _LONG_S = 10.0
 """Seconds of steady steps after which fewer of them do."""

@@ -13,7 +13,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import final
 
-import lightning_amp
 from lightning_amp.comparison import ArmSpec, Task, run_in_process
 from lightning_amp.tuning._holders import Sized
 from lightning_amp.tuning._probe import Facts, Probe
@@ -141,5 +140,5 @@ def failure(run: ArmRun) -> str:
 
 def _is_of_a_library(file: str) -> bool:
     parts = Path(file).parts
-    libraries = [sysconfig.get_path("stdlib"), str(Path(lightning_amp.__file__).parent)]
+    libraries = [sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])]
     return "site-packages" in parts or file.startswith("<") or any(file.startswith(library) for library in libraries)

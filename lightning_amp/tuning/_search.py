@@ -17,8 +17,12 @@ _SMALL_GAIN = 1.01
 _ENOUGH_RUNS = 3
 _APART = 1.25
 """How far two sizes are apart at least for a line through them."""
+_MARGIN = 0.01
+"""So much farther below what did not fit a guess is with each size that did not: peaks vary from run to run."""
 _STEP = 4
-"""A line leads to so many times the largest size at most: farther on, memory may have bent upwards."""
+"""A line leads to so many times the largest size at most, unless it was found to be straight: it may bend upwards."""
+_FIRST_STEP = 32
+_NOISE = 0.05
 
 
 def largest_within(points: Sequence[Measurement], limit_gib: float) -> Measurement | None:
@@ -44,8 +48,8 @@ def next_size(points: Sequence[Measurement], limit_gib: float, most: int | None 
     """Return the size to run next; `None` if no run could find a larger one, or if not even one row fits.
 
     Memory is a straight line, or bends upwards: small batches leave the peak to the optimizer's step, and a loss over
-    all pairs grows with the square. So the proportional guess from one size is within the limit, a line through two
-    sizes may lead beyond it, and the line from there back to a size that fits is within it again.
+    all pairs grows with the square. So a line through two sizes may lead beyond the limit, and the line from there back
+    to a size that fits is within it again.
 
     Args:
         points: What was measured, at least one; a peak is infinite where memory ran out.
@@ -59,30 +63,40 @@ def next_size(points: Sequence[Measurement], limit_gib: float, most: int | None 
     if most is not None and best.batch_size >= most:
         return None
     if len(points) == 1:
-        guess = floor_size(_proportional(best, limit_gib), most)
+        guess = floor_size(min(_proportional(best, limit_gib), _FIRST_STEP * best.batch_size), most)
         if guess >= _APART * best.batch_size or guess == most:
             return guess
         return best.batch_size // 2 or 2
     beyond = [p for p in points if p.batch_size > best.batch_size]
     guess = floor_size(_estimate(points, best, limit_gib), most)
     if beyond:
-        guess = min(guess, floor_size(min(p.batch_size for p in beyond) - 1))
+        nearest = min(p.batch_size for p in beyond)
+        guess = min(guess, floor_size(nearest - max(1, _MARGIN * nearest * (len(beyond) - 1))))
     needed = best.batch_size * (_SMALL_GAIN if len(points) >= _ENOUGH_RUNS else 1)
     return guess if guess > needed else None
 
 
 def _estimate(points: Sequence[Measurement], best: Measurement, limit_gib: float) -> float:
-    below = max((p for p in points if p.batch_size < best.batch_size), key=lambda p: p.batch_size, default=None)
+    below = sorted((p for p in points if p.batch_size < best.batch_size), key=lambda p: p.batch_size)
     above = min((p for p in points if p.batch_size > best.batch_size), key=lambda p: p.batch_size, default=None)
+    onwards = _on_line(below[-1], best, limit_gib) if below else math.inf
     if above is None:
-        assert below is not None
-        # Twice the proportional guess holds at most twice the limit, however the memory bends.
-        farthest = max(2 * _proportional(best, limit_gib), _STEP * best.batch_size)
-        return min(_on_line(below, best, limit_gib), farthest)
-    if math.isfinite(above.peak_gib):
-        return _on_line(best, above, limit_gib)
-    middle = (best.batch_size + above.batch_size) / 2
-    return middle if below is None else min(middle, _on_line(below, best, limit_gib))
+        trusted = math.isfinite(onwards) and _is_straight(below, best)
+        return onwards if trusted else min(onwards, _STEP * best.batch_size)
+    if not math.isfinite(above.peak_gib):
+        return min(onwards, (best.batch_size + above.batch_size) / 2)
+    back = _on_line(best, above, limit_gib)
+    # What bends upwards lies between the two lines, nearer to the one back.
+    return (2 * back + min(onwards, above.batch_size)) / 3 if below else back
+
+
+def _is_straight(below: Sequence[Measurement], best: Measurement) -> bool:
+    """Return whether the line through two sizes led to what a third one held, so that it may be trusted far off."""
+    if len(below) < 2:
+        return False
+    (size, peak, _), (other_size, other_peak, _) = below[-2:]
+    expected = peak + (other_peak - peak) / (other_size - size) * (best.batch_size - size)
+    return abs(expected - best.peak_gib) <= _NOISE * best.peak_gib
 
 
 def _smaller(points: Sequence[Measurement], limit_gib: float) -> int | None:

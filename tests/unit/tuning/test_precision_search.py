@@ -31,14 +31,15 @@ class MadeUp:
         return self.outcome(rows), self.noted(rows)
 
     def outcome(self, rows: int) -> ArmRun:
-        peak = self.memory(rows)
+        peak = self.memory(min(rows, self.facts.num_rows or rows))
         if math.isinf(peak):
             return ArmRun("fp32", 0, error="OutOfMemoryError: CUDA out of memory.")
         return ArmRun("fp32", 0, peak_memory_bytes=int(peak * GIB), step_s=(0.5,), samples_per_s=(2.0 * rows,))
 
     def noted(self, rows: int) -> Facts:
-        rows = rows if self.facts.num_rows is None else min(rows, self.facts.num_rows)
-        return replace(self.facts, own_size=rows, loader_sizes=(rows,), batch_rows=rows)
+        return replace(
+            self.facts, own_size=rows, loader_sizes=(rows,), batch_rows=min(rows, self.facts.num_rows or rows)
+        )
 
 
 def linear(rows: int) -> float:
@@ -50,22 +51,22 @@ def search(runs: Any, limit: float | None = 1.0, before: Found | None = None) ->
 
 
 def test_two_sizes_and_the_one_that_they_lead_to(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = MadeUp(linear)
+    runs = MadeUp(linear, replace(FACTS, own_size=100))
     found = search(runs).run()
-    assert runs.sizes == [None, 136, 800]
+    assert runs.sizes == [None, 328, 800]
     result = found.result
     assert (result.batch_size, result.samples_per_s, result.error) == (800, 1600.0, None)
     assert result.peak_gib == pytest.approx(1.0)
-    assert [p.batch_size for p in result.measured] == [32, 136, 800]
-    assert [p.samples_per_s for p in result.measured] == [64.0, 272.0, 1600.0]
-    assert result.lr == 2.5
+    assert [p.batch_size for p in result.measured] == [100, 328, 800]
+    assert [p.samples_per_s for p in result.measured] == [200.0, 656.0, 1600.0]
+    assert result.lr == 0.8
     assert result.message == (
-        "A batch of 800 holds 1 of 1 GiB (what tensors hold): memory is the limit. Learning rate to try: 2.5, scaled"
-        " from 0.1 at batch size 32 (linear rule for SGD); only a start."
+        "A batch of 800 holds 1 of 1 GiB (what tensors hold): memory is the limit. Learning rate to try: 0.8, scaled"
+        " from 0.1 at batch size 100 (linear rule for SGD); only a start."
     )
     assert capsys.readouterr().err.splitlines() == [
-        "[1/3] fp32, batch size 32: 0.232 GiB, 0 s",
-        "[2/3] fp32, batch size 136: 0.336 GiB, 0 s",
+        "[1/3] fp32, batch size 100: 0.3 GiB, 0 s",
+        "[2/3] fp32, batch size 328: 0.528 GiB, 0 s",
         "[3/3] fp32, batch size 800: 1 GiB, 0 s",
     ]
 

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:Total length of `DataLoader` across ranks is zero"),
+    pytest.mark.filterwarnings("ignore:Total length of `\\w+` across ranks is zero"),
 ]
 
 

@@ -52,7 +52,7 @@ def test_each_run_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(2):
         found, facts = runs.run(ArmSpec("bf16", {"precision": "bf16"}), 7)
         assert facts == Facts(own_size=3, loader_sizes=(3,), rates=(("SGD", 1),))
-    assert found.label == "bf16"
+        assert found.label == "bf16"
     assert len({task.work_folder for task in tasks}) == 2
     assert isinstance(tasks[0].make_module(), Waves)
     assert isinstance(tasks[0].make_data(), Sea)
