@@ -62,6 +62,7 @@ class Progress:
         """Say how it ended; it is `fresh` if it took its time just now."""
         self._done += 1
         self._fresh += fresh
+        self.expect(max(self._total, self._done))
         if self._bar is not None:
             bar, task = self._bar
             bar.update(task, completed=self._done)

@@ -33,8 +33,10 @@ def test_a_number_of_runs_that_changes(capsys: pytest.CaptureFixture[str]) -> No
         shown.finish("fp32, batch size 8: 3 GiB")
         shown.expect(2)
         shown.finish("fp32, batch size 16: 5 GiB")
+        shown.finish("one that nobody expected")
     assert capsys.readouterr().err.splitlines() == [
         "[1/3] fp32, batch size 8: 3 GiB", "[2/2] fp32, batch size 16: 5 GiB",
+        "[3/3] one that nobody expected",
     ]  # fmt: skip
 
 
