@@ -8,7 +8,7 @@ from typing import NamedTuple
 from typing_extensions import final
 
 from lightning_amp._text import rounded, span
-from lightning_amp.advice._facts import Step
+from lightning_amp.advice._step_facts import Step
 
 AS_IT_IS = "as it is"
 IN_FP32 = "fp32"
@@ -76,7 +76,8 @@ def gain(step: Step, label: str, base: str = AS_IT_IS) -> Gain | None:
     if not ratios:
         return None
     if len(ratios) == 1:
-        return Gain(*(ratios * 5), 1)
+        only = ratios[0]
+        return Gain(only, only, only, only, only, 1)
     low, middle, high = quantiles(ratios, n=4, method="inclusive")
     return Gain(middle, low, high, ratios[0], ratios[-1], len(ratios))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_amp._text import rounded
-from lightning_amp.advice._facts import Format, Machine, Step
 from lightning_amp.advice._findings import Finding
+from lightning_amp.advice._machine_facts import Format, Machine
+from lightning_amp.advice._step_facts import Step
 
 _FASTER = 1.1
 

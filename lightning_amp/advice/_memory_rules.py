@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_amp._text import memory, percent, rounded
-from lightning_amp.advice._facts import Machine, Step
 from lightning_amp.advice._findings import Finding
+from lightning_amp.advice._machine_facts import Machine
+from lightning_amp.advice._step_facts import Step
 
 _FULL = 0.7
 """Of the memory of a device; beyond, what holds the most is a warning."""

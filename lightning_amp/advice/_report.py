@@ -11,11 +11,12 @@ from typing_extensions import final, override
 
 from lightning_amp._files import write_atomically
 from lightning_amp.advice import _words
-from lightning_amp.advice._facts import Machine, Step
 from lightning_amp.advice._findings import Finding, worst_first
+from lightning_amp.advice._machine_facts import Machine
 from lightning_amp.advice._machine_rules import machine_findings, verdict
 from lightning_amp.advice._memory_rules import memory_findings
 from lightning_amp.advice._speed_rules import speed_findings
+from lightning_amp.advice._step_facts import Step
 
 _FORMAT = 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_amp._text import counted, memory, percent, rounded
-from lightning_amp.advice._facts import Machine, Reason, Step
 from lightning_amp.advice._findings import Finding, Severity
 from lightning_amp.advice._gains import (
     AS_IT_IS,
@@ -18,6 +17,8 @@ from lightning_amp.advice._gains import (
     gain,
     speed_up,
 )
+from lightning_amp.advice._machine_facts import Machine
+from lightning_amp.advice._step_facts import Reason, Step
 
 _MS = 1e3
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_amp._text import memory, percent, rounded, span
-from lightning_amp.advice._facts import Machine, Memory, Step
 from lightning_amp.advice._findings import Finding
 from lightning_amp.advice._gains import AS_IT_IS, IN_FP32, best_speed_up, gain, speed_up
+from lightning_amp.advice._machine_facts import Machine
+from lightning_amp.advice._step_facts import Memory, Step
 
 _MOST_ROWS = 6
 SIGNS = {"error": "✗", "warning": "!", "note": "·", "ok": "✓"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FINE = 0
 TO_DO = 1
-"""There is something to do: a verdict "worse", an arm that failed."""
+"""There is something to do: a verdict "worse", an arm or a precision that failed."""
 WRONG_USE = 2
 CRASHED = 70
 """An error of our own, which must not look like something to do; `EX_SOFTWARE` of sysexits.h."""

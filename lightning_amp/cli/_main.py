@@ -17,6 +17,7 @@ NAME = "lightning-amp"
 DEBUG = "LIGHTNING_AMP_DEBUG"
 
 COMMANDS = {
+    "batch-size": "find the largest batch that fits into memory, in each precision",
     "compare": "train a module in several precisions, and say which one to use",
     "doctor": "say what this machine can do, and why a module is not faster",
     "scale": "show saved scale histories, and replay other scale policies",
@@ -24,7 +25,7 @@ COMMANDS = {
 """What each command does. It is `run` of the module in this room that is named after it, imported when it is wanted."""
 
 _EXIT_STATUS = f"""\
-exit status: {FINE} fine; {TO_DO} something to do (a verdict "worse", an arm that
+exit status: {FINE} fine; {TO_DO} something to do (a verdict "worse", a run that
 failed); {WRONG_USE} wrong use, with one line on stderr; {CRASHED} an error inside of
 {NAME}; {INTERRUPTED} interrupted. `--debug`, or the environment variable
 {DEBUG}=1, shows the traceback of an error."""

@@ -170,7 +170,7 @@ def _legal(text: str, configs: Sequence[Mapping[str, Any]], arguments: Sequence[
 
 def _other_options() -> str:
     sections = ", ".join(f"--{section}.*" for section in SECTIONS)
-    return f"there are {sections}, and those that `lightning-amp compare --help` lists"
+    return f"there are {sections}, and those that `--help` lists"
 
 
 def _trainer_names(name: str) -> str:

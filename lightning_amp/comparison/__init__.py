@@ -1,7 +1,24 @@
-"""Train whole runs side by side, each in a process of its own, as one would by hand."""
+"""Train whole runs, each in a process of its own, as one would by hand; side by side."""
 
-from lightning_amp.comparison._checks import check_trainer_kwargs
+from lightning_amp.comparison._arm_process import Task
+from lightning_amp.comparison._checks import check_place, check_trainer_kwargs
 from lightning_amp.comparison._compare import compare_precisions
+from lightning_amp.comparison._factories import check_factory
+from lightning_amp.comparison._peak_memory import is_settled
+from lightning_amp.comparison._process import run_in_process
+from lightning_amp.comparison._progress import Progress, progress
 from lightning_amp.comparison._specs import ArmSpec, parse_arms
 
-__all__ = ["ArmSpec", "check_trainer_kwargs", "compare_precisions", "parse_arms"]
+__all__ = [
+    "ArmSpec",
+    "Progress",
+    "Task",
+    "check_factory",
+    "check_place",
+    "check_trainer_kwargs",
+    "compare_precisions",
+    "is_settled",
+    "parse_arms",
+    "progress",
+    "run_in_process",
+]

@@ -20,8 +20,11 @@ IN_AN_ARM = "LIGHTNING_AMP_ARM"
 """Set in the process of an arm."""
 
 
-def check_place() -> None:
-    """Refuse to compare inside of an arm, or on several ranks at once.
+def check_place(name: str) -> None:
+    """Refuse to train whole runs inside of one of them, or on several ranks at once.
+
+    Args:
+        name: Of the function that was called.
 
     Raises:
         RuntimeError: Saying what to write.
@@ -29,12 +32,12 @@ def check_place() -> None:
     """
     if os.environ.get(IN_AN_ARM):
         raise RuntimeError(
-            "`compare_precisions` was called while the process of an arm imported this file. Put the call under"
-            ' `if __name__ == "__main__":`, so that importing the file does not start a comparison.'
+            f"`{name}` was called while the process of an arm imported this file. Put the call under"
+            ' `if __name__ == "__main__":`, so that importing the file does not start it again.'
         )
     if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
         raise RuntimeError(
-            "`compare_precisions` runs in one process and starts those of each arm itself; this one was started by"
+            f"`{name}` runs in one process and starts those of each arm itself; this one was started by"
             " torchrun. Start it with `python`, and pass `trainer_kwargs=dict(devices=..., strategy=...)`."
         )
 

@@ -102,7 +102,7 @@ def compare_precisions(
     more, by :class:`MetricComparison`, and one training step runs again to count its FLOPs; neither counts as training.
 
     """
-    check_place()
+    check_place("compare_precisions")
     check_factory("make_module", make_module, LightningModule)
     check_factory("make_data", make_data, LightningDataModule)
     kwargs = check_trainer_kwargs(trainer_kwargs)

@@ -87,7 +87,7 @@ def source_files(*factories: Any) -> dict[str, str]:
     """Return the file of each module that a factory is defined in, for a process that does not find it by its name."""
     files: dict[str, str] = {}
     for factory in factories:
-        name = _module_name(factory)
+        name = _module_name(getattr(factory, "__wrapped__", factory))
         file = getattr(sys.modules.get(name), "__file__", None)
         if name != "__main__" and file is not None:
             files[name] = str(Path(file).resolve())

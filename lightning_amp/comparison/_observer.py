@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning
-from lightning_amp.comparison._peak_memory import WATCHED_STEPS, PeakMemory
+from lightning_amp.comparison._peak_memory import PeakMemory, is_settled
 from lightning_amp.comparison._stopwatch import Stopwatch
 from lightning_amp.shadow import matmul_flops
 
@@ -81,7 +81,7 @@ class Observer(Callback):
         assert memory is not None
         watching = self.memory_of is None and memory.memory_of == "tensors"
         watch.lap(_num_samples(batch, trainer.world_size), watched=watching)
-        if watching and trainer.global_step - self._steps_at_start >= WATCHED_STEPS:
+        if watching and is_settled(trainer, watch.num_laps, self._steps_at_start):
             self._close_memory()
             watch.resume()
         self._keep_loss(watch.num_laps, outputs)

@@ -7,14 +7,33 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import final, override
 
 from lightning_amp._compat import _torch
 
-WATCHED_STEPS = 3
+_SETTLED_STEPS = 3
 """Optimizer steps that are watched on the CPU: from the second on gradients and optimizer state are all there."""
+_MOST_STEPS = 64
+"""So many are enough where none of them is applied."""
+
+
+def is_settled(trainer: Trainer, num_batches: int, steps_before: int = 0) -> bool:
+    """Return whether memory has been at its peak: gradients, optimizer state and activations were there together.
+
+    A step that was skipped makes no state, and several optimizers may step in one batch.
+
+    Args:
+        trainer: In a fit, after a batch.
+        num_batches: How many were trained.
+        steps_before: What `trainer.global_step` was before the first.
+
+    """
+    attempted = trainer.global_step - steps_before
+    applied = attempted - getattr(trainer.precision_plugin, "num_skipped", 0)
+    return num_batches >= _SETTLED_STEPS and (applied >= _SETTLED_STEPS or attempted >= _MOST_STEPS)
 
 
 class PeakMemory:

@@ -30,9 +30,20 @@ class Progress:
         self._name = ""
 
     def begin(self, label: str, seed: int) -> None:
-        """Say which run begins."""
-        self._name = f"{label}, seed {seed}"
+        """Say which run of a comparison begins."""
+        self.start(f"{label}, seed {seed}")
+
+    def start(self, name: str) -> None:
+        """Say what begins."""
+        self._name = name
         self.move(None, "starting")
+
+    def expect(self, total: int) -> None:
+        """Correct the number of runs, with those that are done."""
+        self._total = total
+        if self._bar is not None:
+            bar, task = self._bar
+            bar.update(task, total=total)
 
     def move(self, share: float | None, text: str) -> None:
         """Say how far it is: a share from 0 to 1, or `None`, and where."""
@@ -43,11 +54,15 @@ class Progress:
             bar.update(task, completed=self._done + (share or 0.0), description=name, left=left)
 
     def end(self, run: ArmRun, *, kept: bool = False) -> None:
-        """Say how it ended; `kept` if it was done before."""
-        self._done += 1
-        self._fresh += not kept
+        """Say how a run of a comparison ended; `kept` if it was done before."""
         how = "kept from before" if kept else f"{run.total_s:.0f} s" if run.finished else f"failed: {_line(run.error)}"
-        text = f"{run.label}, seed {run.seed}: {how}"
+        self.finish(f"{run.label}, seed {run.seed}: {how}", fresh=not kept)
+
+    def finish(self, text: str, *, fresh: bool = True) -> None:
+        """Say how it ended; it is `fresh` if it took its time just now."""
+        self._done += 1
+        self._fresh += fresh
+        self.expect(max(self._total, self._done))
         if self._bar is not None:
             bar, task = self._bar
             bar.update(task, completed=self._done)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_amp._compat import _torch
 from lightning_amp.advice import CastSite, Memory, OptimizerFacts, Reason, SlowProduct, Unaligned, Wait
@@ -184,7 +185,9 @@ def memory(recorder: Recorder, trainer: Trainer, module: LightningModule) -> Mem
         if held > top and moment != last:
             top, peak_at = held, moment
     there = [a for a in recorder.allocations if a.begin <= peak_at and (a.end is None or a.end > peak_at)]
-    gradients_at = {p.grad.untyped_storage().data_ptr() for p in module.parameters() if _is_plain(p.grad)}
+    gradients_at = {
+        g.untyped_storage().data_ptr() for g in (p.grad for p in module.parameters()) if g is not None and _is_plain(g)
+    }
     loss_sizes = {loss.rows * loss.classes for loss in recorder.losses if loss.classes > 1}
     gradients = logits = copies = activations = temporaries = 0
     for made in there:
@@ -250,6 +253,5 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _is_plain(tensor: Tensor | None) -> bool:
-    lazy = isinstance(tensor, nn.parameter.UninitializedTensorMixin)
-    return tensor is not None and not lazy and tensor.layout is torch.strided and not tensor.is_meta
+def _is_plain(tensor: Tensor) -> bool:
+    return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta

@@ -28,7 +28,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._device = device
+        self._where = device
         self._stack: list[tuple[str, str]] = []
         self._since: Any = None
         self._since_host = 0.0
@@ -64,7 +64,7 @@ class Clock:
         self._close()
         self._since = None
         if self._events:
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self._where)
             for part, detail, first, last in self._events:
                 self._add(part, detail, first.elapsed_time(last) / 1e3)
         return dict(self._seconds), dict(self._details)
@@ -89,5 +89,5 @@ class Clock:
         if not self._on_cuda:
             return True
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self._where))
         return event

@@ -30,6 +30,8 @@ def doctor(
 
     .. code-block:: python
 
+        from models import Model, Data  # your LightningModule and LightningDataModule
+
         print(doctor())  # the machine
         report = doctor(Model, Data, precision="bf16")
         print(report)
@@ -107,7 +109,7 @@ def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> tor
     if found.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"`device` is {device!r}, and there is no CUDA device here. Pass 'cpu', or nothing.")
-        return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+        return torch.device("cuda", found.index if ":" in str(device) else torch.cuda.current_device())
     return found
 
 

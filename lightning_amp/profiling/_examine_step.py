@@ -71,7 +71,7 @@ class StepExamination:
         trainer_kwargs: Mapping[str, Any],
     ) -> None:
         self._make_module, self._make_data, self._arm = make_module, make_data, arm
-        self._machine, self._device, self._kwargs = machine, device, trainer_kwargs
+        self._machine, self._where, self._kwargs = machine, device, trainer_kwargs
         self._notes: list[str] = []
 
     def run(self) -> Step:
@@ -85,13 +85,12 @@ class StepExamination:
             data = stack.enter_context(own_data(self._make_data)) if self._make_data is not None else None
             module = own_module(self._make_module)
             plugin = self._arm.plugin()
-            watch = Watch(self._device, __file__)
             found: dict[str, Any] = {}
-            watch.on_end = lambda trainer, module: found.update(self._look(watch, trainer, module))
-            trainer = private_trainer(self._device, plugin, [watch], self._kwargs)
+            watch = Watch(self._where, __file__, lambda *seen: found.update(self._look(*seen)))
+            trainer = private_trainer(self._where, plugin, [watch], self._kwargs)
             trainer.profiler = watch.profiler()  # type: ignore[attr-defined]
             try:
-                trainer.fit(module, **({} if data is None else {"datamodule": data}))
+                trainer.fit(module, datamodule=data)
             except Exception as error:
                 if not watch.batches and trainer.num_training_batches == 0:  # a schedule over no steps, for example
                     raise ValueError(_too_short(watch)) from error
@@ -142,10 +141,12 @@ class StepExamination:
     ) -> tuple[tuple[Variant, ...], dict[str, Any]]:
         batches = watch.batches
         fp32: dict[str, Any] = {}
-        in_fp32 = Watch(self._device, __file__, timed=False)
-        in_fp32.on_end = lambda trainer, module: fp32.update(
-            memory=_analysis.memory(in_fp32.recorder, trainer, module), recorder=in_fp32.recorder
-        )
+
+        def keep(watch: Watch, trainer: Trainer, module: LightningModule) -> None:
+            if watch.recorder is not None:
+                fp32.update(memory=_analysis.memory(watch.recorder, trainer, module), recorder=watch.recorder)
+
+        in_fp32 = Watch(self._where, __file__, keep, timed=False)
         taking_part = [Contestant(AS_IT_IS, lambda: (module, plugin), batches)]
         choice: Choice | None = found["choice"]
         if choice is None or choice.mixed:
@@ -165,7 +166,7 @@ class StepExamination:
         if larger is not None and watch.batch_size:
             taking_part.append(Contestant(LARGER_BATCH, lambda: (self._own(), self._plugin()), larger))
         kwargs = {**self._kwargs, "accumulate_grad_batches": 1} if module.automatic_optimization else self._kwargs
-        return race(taking_part, self._device, kwargs, data), fp32
+        return race(taking_part, self._where, kwargs, data), fp32
 
     def _own(self) -> LightningModule:
         return own_module(self._make_module)
@@ -252,7 +253,7 @@ class StepExamination:
 
     def _unaligned(self, operations: Sequence[Any], alignment: int) -> Any:
         try:
-            return _analysis.unaligned(operations, alignment, self._device)
+            return _analysis.unaligned(operations, alignment, self._where)
         except Exception as error:
             self._notes.append(f"padding was not measured: {type(error).__name__}: {error}")
             return ()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from typing_extensions import final
 
+from lightning_amp._compat import _aten
 from lightning_amp._cpu_name import cpu_name
 from lightning_amp.advice import Format, Machine, Product
 from lightning_amp.casting import Choice, cpu_has, runnable
@@ -195,7 +196,7 @@ def _multiplication(name: str, sizes: tuple[int, int, int], device: torch.device
         one = torch.ones((), device=device)
         left = matrix(rows, depth).to(torch.float8_e4m3fn)
         right = matrix(columns, depth).to(torch.float8_e4m3fn).t()
-        return lambda: torch.ops.aten._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+        return lambda: _aten.scaled_product(left, right, one, one)
     left, right = matrix(rows, depth).to(DTYPES[name]), matrix(columns, depth).to(DTYPES[name]).t()
     return lambda: left @ right
 

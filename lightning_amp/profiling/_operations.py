@@ -50,6 +50,22 @@ class Operation:
     cast_bytes: int = 0
     cast_of: int = 0
 
+    def took(self, seconds: float) -> None:
+        """Note its time."""
+        self.seconds = seconds
+
+    def multiplied(self, dtype: str, flops: int, sizes: tuple[int, int, int] | None, place: Place | None) -> None:
+        """Note that it is a matrix product."""
+        self.dtype, self.flops, self.sizes, self.place = dtype, flops, sizes, place
+
+    def convolved(self, *, channels_last: bool) -> None:
+        """Note that it is a convolution."""
+        self.is_convolution, self.channels_last = True, channels_last
+
+    def casted(self, num_bytes: int, parameter: int, place: Place | None) -> None:
+        """Note that it is a cast."""
+        self.cast_bytes, self.cast_of, self.place = num_bytes, parameter, place
+
 
 @final
 @dataclass(slots=True)
@@ -74,6 +90,10 @@ class Allocation:
     end: int | None = None
     part: str = ""
     is_cast: bool = False
+
+    def freed(self, moment: int) -> None:
+        """Note that it is gone."""
+        self.end = moment
 
 
 @final

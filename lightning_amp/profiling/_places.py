@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,15 +12,14 @@ import torch
 import torchmetrics
 from typing_extensions import final, override
 
-import lightning_amp
-
 
 def _folder(package: object) -> str:
     return str(Path(str(vars(package)["__file__"])).parent)
 
 
-_LIBRARIES = tuple(_folder(package) for package in (torch, lightning, torchmetrics, lightning_amp))
-_LIGHTNING = tuple(_folder(package) for package in (lightning, torchmetrics, lightning_amp))
+_OWN = str(Path(__file__).parent.parent)
+_LIGHTNING = (_folder(lightning), _folder(torchmetrics), _OWN)
+_LIBRARIES = (_folder(torch), *_LIGHTNING)
 _TORCH = _folder(torch)
 _OPTIMIZERS = _folder(torch.optim)
 _STANDARD = (_folder(linecache), "<")
@@ -50,7 +49,7 @@ def user_place(boundary: str) -> Place | None:
         The line; where only libraries are between here and the boundary, `None`.
 
     """
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
         if file == boundary:
@@ -68,7 +67,7 @@ def running_place(boundary: str) -> tuple[Place | None, bool]:
         boundary: As of :func:`user_place`.
 
     """
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     own = str(Path(__file__).parent)
     while frame is not None and frame.f_code.co_filename != boundary:
         file = frame.f_code.co_filename
@@ -80,7 +79,7 @@ def running_place(boundary: str) -> tuple[Place | None, bool]:
 
 def called_by_optimizer() -> bool:
     """Return whether an optimizer of torch is reading: its counts of steps are on the host."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     for _ in range(12):
         if frame is None:
             return False

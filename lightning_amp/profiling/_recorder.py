@@ -8,41 +8,30 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from typing_extensions import final, override
 
-from lightning_amp._compat import _modules
+from lightning_amp._compat import _aten, _modules
 from lightning_amp.casting import flop_formulas, multiplied_dtype
 from lightning_amp.profiling._clock import BACKWARD, FORWARD
 from lightning_amp.profiling._operations import Allocation, Loss, Operation
 from lightning_amp.profiling._places import Place, called_by_optimizer, running_place, user_place
 
-_aten = torch.ops.aten
-_WAITS = {
-    _aten._local_scalar_dense: "reads a value",
-    _aten.nonzero: "nonzero",
-    _aten.masked_select: "masked_select",
-    _aten.equal: "equal",
-    _aten._unique2: "unique",
-    _aten.unique_dim: "unique",
-    _aten.unique_consecutive: "unique_consecutive",
-}
-"""Operations whose result, or its size, the host needs."""
-
-_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}
-
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
 """Methods that give the values of a tensor to the host; on a CPU some of them are no operation."""
 
-_COPIES = {_aten._to_copy, _aten.copy_}
-_SOFTMAX = {_aten._log_softmax}
-_CONVOLUTIONS = {_aten.convolution, _aten._convolution}
-_PRODUCTS = {_aten.mm: (0, 1), _aten.addmm: (1, 2), _aten.bmm: (0, 1), _aten.baddbmm: (1, 2)}
-"""Products of two matrices, and which arguments these are."""
+
+@final
+class _Call(NamedTuple):
+    """A function of torch that is running: its name, whether autocast was on, whether it gives values to the host."""
+
+    name: str
+    autocast: bool
+    reads: bool
 
 
 @final
@@ -79,7 +68,7 @@ class Recorder:
         self.losses: list[Loss] = []
         self.waits = Counter[tuple[str, str, bool]]()
         self.device = device
-        self.asked, self.autocast, self.reading = "", False, False
+        self._called: _Call = _Call("", False, False)
         self._module, self._part, self._boundary = module, part, boundary
         self._fp32 = {id(m) for m in fp32_modules}
         self._parameters = {p.data_ptr() for p in module.parameters() if p.numel() and p.layout is torch.strided}
@@ -120,7 +109,7 @@ class Recorder:
         if self._events:
             torch.cuda.synchronize(self.device)
             for operation, start, end in self._events:
-                operation.seconds = start.elapsed_time(end) / 1e3
+                operation.took(start.elapsed_time(end) / 1e3)
             self._events.clear()
 
     # -- where ---------------------------------------------------------------------------------------------------------
@@ -137,7 +126,22 @@ class Recorder:
         """Return the line of the user that is running."""
         return user_place(self._boundary)
 
-    def note_wait(self, what: str) -> None:
+    def call(self, name: str, args: Any) -> _Call:
+        """Note that a function of torch is called; returns what was called before, for :meth:`back_to`."""
+        before = self._called
+        method = name.rpartition(".")[2]
+        reads = method in _READS and bool(args) and _is_on(args[0], self.device)
+        if reads and not before.reads:
+            self._note_wait(f".{method.strip('_')}()")
+        autocast = torch.is_autocast_enabled(self.device.type)
+        self._called = _Call(name, autocast, reads or before.reads)
+        return before
+
+    def back_to(self, before: _Call) -> None:
+        """Note that a function of torch has returned."""
+        self._called = before
+
+    def _note_wait(self, what: str) -> None:
         """Note that the host waits here."""
         if called_by_optimizer():
             return
@@ -155,13 +159,13 @@ class Recorder:
             part,
             name,
             in_fp32_module=is_fp32 or any(fp32 for _, _, fp32 in self._stack),
-            asked="" if part == BACKWARD else self.asked,
-            autocast=self.autocast,
+            asked="" if part == BACKWARD else self._called.name,
+            autocast=self._called.autocast,
         )
-        wait = "a mask as an index" if packet in _INDEXING and _by_mask(args) else _WAITS.get(packet)
-        if wait is not None and not self.reading:
-            self.note_wait(wait)
-        if packet in _SOFTMAX and isinstance(args[0], Tensor) and args[0].dim():
+        wait = "a mask as an index" if packet in _aten.INDEXING and _by_mask(args) else _aten.WAITS.get(packet)
+        if wait is not None and not self._called.reads:
+            self._note_wait(wait)
+        if packet in _aten.SOFTMAX and isinstance(args[0], Tensor) and args[0].dim():
             classes = args[0].shape[args[1]]
             self.losses.append(Loss(args[0].numel() // max(1, classes), classes, args[0].dtype))
         self.operations.append(operation)
@@ -170,35 +174,33 @@ class Recorder:
     def end(self, operation: Operation, packet: Any, args: Any, kwargs: Any, out: Any, formula: Any) -> None:
         """Note what an operation did."""
         if formula is not None:
-            operation.flops = formula(*args, **kwargs, out_val=out)
-            operation.dtype = multiplied_dtype(args)
-            operation.sizes = _sizes(packet, args)
-            self._note_convolution(operation, packet, args, out)
-            if operation.dtype in ("float32", "float64") and operation.part == FORWARD:
-                operation.place = self.place()
-        elif packet in _COPIES:
+            dtype = multiplied_dtype(args)
+            in_full = dtype in ("float32", "float64") and operation.part == FORWARD
+            flops = formula(*args, **kwargs, out_val=out)
+            operation.multiplied(dtype, flops, _sizes(packet, args), self.place() if in_full else None)
+            self._note_convolution(operation, packet, out)
+        elif packet in _aten.COPIES:
             self._note_cast(operation, packet, args, out)
         for tensor in _tensors(out):
             self._allocated(tensor, begin=len(self.operations) - 1, is_cast=operation.cast_bytes > 0)
 
-    def _note_convolution(self, operation: Operation, packet: Any, args: Any, out: Any) -> None:
-        if packet in _CONVOLUTIONS and out.dim() in (4, 5):
+    def _note_convolution(self, operation: Operation, packet: Any, out: Any) -> None:
+        if packet in _aten.CONVOLUTIONS and out.dim() in (4, 5):
             last = torch.channels_last if out.dim() == 4 else torch.channels_last_3d
-            operation.is_convolution = True
-            operation.channels_last = out.is_contiguous(memory_format=last)
+            operation.convolved(channels_last=out.is_contiguous(memory_format=last))
 
     def _note_cast(self, operation: Operation, packet: Any, args: Any, out: Any) -> None:
-        source = args[1] if packet is _aten.copy_ else args[0]
+        source = args[1] if operation.name == "copy_" else args[0]
         if not (isinstance(source, Tensor) and isinstance(out, Tensor)):
             return
         floating = source.is_floating_point() and out.is_floating_point()
         if floating and source.dtype != out.dtype and source.numel():
-            operation.cast_bytes = out.numel() * out.element_size()
+            pointer = 0
             with contextlib.suppress(RuntimeError):  # no storage of its own
                 pointer = source.data_ptr()
-                operation.cast_of = pointer if pointer in self._parameters else 0
-            if operation.part != BACKWARD:
-                operation.place = self.place()
+            of = pointer if pointer in self._parameters else 0
+            place = self.place() if operation.part != BACKWARD else None
+            operation.casted(out.numel() * out.element_size(), of, place)
 
     def _allocated(self, tensor: Tensor, *, begin: int, is_cast: bool = False) -> None:
         try:
@@ -215,7 +217,7 @@ class Recorder:
 
     def _freed(self, made: Allocation) -> None:
         if self._is_open:
-            made.end = len(self.operations)
+            made.freed(len(self.operations))
             if self._live.get(made.pointer) is made:
                 del self._live[made.pointer]
 
@@ -226,7 +228,7 @@ class Recorder:
             try:
                 return run()
             finally:
-                operation.seconds = time.perf_counter() - start
+                operation.took(time.perf_counter() - start)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         try:
@@ -246,17 +248,11 @@ class _Asked(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder = self._recorder
-        before = recorder.asked, recorder.autocast, recorder.reading
-        name = resolve_name(func) or getattr(func, "__name__", "")
-        recorder.asked, recorder.autocast = name, torch.is_autocast_enabled(recorder.device.type)
-        if name.rpartition(".")[2] in _READS and args and _is_on(args[0], recorder.device) and not recorder.reading:
-            recorder.note_wait(f".{name.rpartition('.')[2].strip('_')}()")
-            recorder.reading = True
+        before = self._recorder.call(resolve_name(func) or getattr(func, "__name__", ""), args)
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            recorder.asked, recorder.autocast, recorder.reading = before
+            self._recorder.back_to(before)
 
 
 @final
@@ -291,7 +287,7 @@ def _by_mask(args: Any) -> bool:
 
 
 def _sizes(packet: Any, args: Any) -> tuple[int, int, int] | None:
-    where = _PRODUCTS.get(packet)
+    where = _aten.PRODUCTS.get(packet)
     if where is None:
         return None
     left, right = args[where[0]], args[where[1]]

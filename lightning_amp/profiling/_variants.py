@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -40,7 +40,7 @@ class Batches:
 
 
 @contextmanager
-def giving(data: LightningDataModule | None, batches: Sequence[Any]) -> Iterator[Any]:
+def giving(data: LightningDataModule | None, batches: Sequence[Any]) -> Generator[Any]:
     """Let a data module give these batches, and prepare nothing; yields what `Trainer.fit` takes."""
     loader = Batches(batches)
     if data is None:
@@ -167,8 +167,9 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
     for group in groups:
         group.update(fused=True, foreach=False)
     legal = inspect.signature(type(optimizer)).parameters
-    settings = {name: value for name, value in optimizer.defaults.items() if name in legal}
-    type(optimizer).__init__(optimizer, groups, **{**settings, "fused": True, "foreach": False})
+    settings: Any = {name: value for name, value in optimizer.defaults.items() if name in legal}
+    make: Any = type(optimizer).__init__
+    make(optimizer, groups, **{**settings, "fused": True, "foreach": False})
 
 
 def can_fuse(optimizer: Any) -> bool:

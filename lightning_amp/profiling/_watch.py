@@ -76,8 +76,8 @@ class Watch(Callback):
     Args:
         device: Where.
         boundary: The file of who runs the fit.
+        on_end: Is told when training has ended, while the Trainer is still there; with this callback first.
         timed: Whether steps are timed.
-        recorded: Whether one is recorded.
 
     Attributes:
         batches: Copies of some batches.
@@ -91,9 +91,16 @@ class Watch(Callback):
 
     """
 
-    def __init__(self, device: torch.device, boundary: str, *, timed: bool = True, recorded: bool = True) -> None:
-        self._where, self._boundary = device, boundary
-        self._timed, self._recorded = timed, recorded
+    def __init__(
+        self,
+        device: torch.device,
+        boundary: str,
+        on_end: Callable[[Watch, Trainer, LightningModule], None],
+        *,
+        timed: bool = True,
+    ) -> None:
+        self._where, self._boundary, self._on_end = device, boundary, on_end
+        self._timed = timed
         self.clock = Clock(device)
         self._phase = "settling"
         self._num_batches = 0
@@ -108,7 +115,6 @@ class Watch(Callback):
         self.num_skipped = 0
         self.recorder: Recorder | None = None
         self.batch_size = 0
-        self.on_end: Callable[[Trainer, LightningModule], None] | None = None
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -125,11 +131,11 @@ class Watch(Callback):
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self.clock.pop()))
 
     @override
-    def on_before_backward(self, *_: Any) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         self.clock.push(BACKWARD)
 
     @override
-    def on_after_backward(self, *_: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.clock.pop()
 
     @override
@@ -178,8 +184,6 @@ class Watch(Callback):
             if enough or self.num_timed >= _TIMED[1]:
                 self._stop_clock()
                 self._begin("recorded")
-        if self._phase == "recorded" and not self._recorded:
-            self._phase = "done"
         if self._phase == "done":
             trainer.should_stop = True
 
@@ -200,8 +204,7 @@ class Watch(Callback):
         plugin = trainer.precision_plugin
         if isinstance(plugin, AmpPrecision):
             self.num_skipped = plugin.num_skipped - self._skipped_at_start
-        if self.on_end is not None:
-            self.on_end(trainer, pl_module)
+        self._on_end(self, trainer, pl_module)
         self._take_off()
 
     @override

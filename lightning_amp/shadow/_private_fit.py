@@ -149,7 +149,7 @@ def private_trainer(
     kept = [callback for callback in given if not isinstance(callback, (Checkpoint, EarlyStopping))]
     settings: dict[str, Any] = {
         "accelerator": device.type if device.type != "cuda" else "gpu",
-        "devices": 1 if device.index is None or device.type == "cpu" else [device.index],
+        "devices": [device.index] if device.type == "cuda" and ":" in str(device) else 1,
         "max_epochs": _MANY_EPOCHS,
         "max_steps": _MANY_STEPS,
         "limit_val_batches": limit_val_batches,

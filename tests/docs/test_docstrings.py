@@ -93,8 +93,10 @@ class Model(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
+    batch_size = 4
+
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(torch.randn(32, 8), batch_size=4)  # pyright: ignore[reportArgumentType]
+        return DataLoader(torch.randn(32, 8), batch_size=self.batch_size)  # pyright: ignore[reportArgumentType]
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         return self.train_dataloader()
@@ -120,8 +122,12 @@ def run_example(example: Example) -> dict[str, Any]:
 def whole_runs(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file `models`, arms in this process, and the report of a comparison."""
     import lightning_amp.comparison._compare as compare
+    import lightning_amp.tuning._probe as probe
+    import lightning_amp.tuning._runs as short_runs
 
-    monkeypatch.setattr(compare, "run_in_process", here)
+    for module in (compare, short_runs):
+        monkeypatch.setattr(module, "run_in_process", here)
+    monkeypatch.setattr(probe, "_STEADY_S", 0.0)
     monkeypatch.setitem(sys.modules, "models", sys.modules[__name__])
     runs = [ArmRun(label, 0, curves={"val_loss": (Point(8, 1.0, 0.5),)}) for label in ("fp32", "fp16")]
     plan = Plan("models.Model", "models.Data", {"fp32": "AmpPrecision('fp32')", "fp16": "AmpPrecision('fp16')"})

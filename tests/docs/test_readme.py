@@ -11,6 +11,7 @@ from support.compared import here
 from support.fp8 import needs_torchao
 
 from lightning_amp.comparison import _compare
+from lightning_amp.tuning import _probe, _runs
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -56,9 +57,11 @@ def test_no_block_is_overlooked() -> None:
 
 @pytest.fixture
 def arms_in_this_process(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`compare_precisions` imports from the current folder and starts no processes, each of which takes seconds."""
+    """What trains whole runs imports from the current folder and starts no processes, each of which takes seconds."""
     monkeypatch.syspath_prepend(in_tmp_path)
-    monkeypatch.setattr(_compare, "run_in_process", here)
+    for module in (_compare, _runs):
+        monkeypatch.setattr(module, "run_in_process", here)
+    monkeypatch.setattr(_probe, "_STEADY_S", 0.0)
 
 
 @pytest.mark.usefixtures("arms_in_this_process")

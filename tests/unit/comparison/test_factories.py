@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -108,6 +109,7 @@ def test_modules_that_no_path_leads_to(tmp_path: Path) -> None:
     sys.modules["odd_place"] = module
     try:
         assert source_files(module.make) == {"odd_place": str(file)}
+        assert source_files(SimpleNamespace(__wrapped__=module.make)) == {"odd_place": str(file)}
         assert not can_be_found("odd_place", str(file))
         assert can_be_found("support.compared", source_files(Waves)["support.compared"])
         assert not can_be_found("support.compared", str(file))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_amp.comparison._peak_memory import DevicePeak, PeakMemory, TensorPeak
+from lightning_amp.comparison._peak_memory import DevicePeak, PeakMemory, TensorPeak, is_settled
 
 MIB = 2**20
 
@@ -87,3 +90,22 @@ def test_a_device_counts_itself_and_validation_does_not_count(monkeypatch: pytes
     watch.resume()
     Backend.peak = 150
     assert watch.close() == 150
+
+
+@pytest.mark.parametrize(
+    ("steps", "skipped", "batches", "expected"),
+    [
+        (3, 0, 3, True),
+        (2, 0, 8, False),  # accumulation: a window of four
+        (4, 0, 2, False),  # two optimizers in each batch
+        (3, 0, 12, True),
+        (5, 3, 5, False),  # skipped steps make no optimizer state
+        (6, 3, 6, True),
+        (64, 64, 64, True),
+    ],
+)
+def test_how_many_steps_are_watched(steps: int, skipped: int, batches: int, expected: bool) -> None:
+    trainer: Any = SimpleNamespace(global_step=steps + 5, precision_plugin=SimpleNamespace(num_skipped=skipped))
+    assert is_settled(trainer, batches, steps_before=5) is expected
+    if not skipped:  # somebody else's plugin does not count them
+        assert is_settled(SimpleNamespace(global_step=steps, precision_plugin=object()), batches) is expected  # type: ignore[arg-type]

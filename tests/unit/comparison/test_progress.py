@@ -27,6 +27,19 @@ def test_a_line_for_each_run_where_there_is_no_terminal(capsys: pytest.CaptureFi
     ]
 
 
+def test_a_number_of_runs_that_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(3) as shown:
+        shown.start("fp32, batch size 8")
+        shown.finish("fp32, batch size 8: 3 GiB")
+        shown.expect(2)
+        shown.finish("fp32, batch size 16: 5 GiB")
+        shown.finish("one that nobody expected")
+    assert capsys.readouterr().err.splitlines() == [
+        "[1/3] fp32, batch size 8: 3 GiB", "[2/2] fp32, batch size 16: 5 GiB",
+        "[3/3] one that nobody expected",
+    ]  # fmt: skip
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

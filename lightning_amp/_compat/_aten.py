@@ -1,0 +1,40 @@
+"""Operations of torch below autograd that a recorded step is read by. Their names have an underscore."""
+
+from __future__ import annotations
+
+import torch
+
+_aten = torch.ops.aten
+
+WAITS = {
+    _aten._local_scalar_dense: "reads a value",
+    _aten.nonzero: "nonzero",
+    _aten.masked_select: "masked_select",
+    _aten.equal: "equal",
+    _aten._unique2: "unique",
+    _aten.unique_dim: "unique",
+    _aten.unique_consecutive: "unique_consecutive",
+}
+"""Operations whose result, or its size, the host needs. Can go when torch tags them as such."""
+
+INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}
+"""Operations that wait if an index is a mask, whose rows they count. Can go with `WAITS`."""
+
+COPIES = {_aten._to_copy, _aten.copy_}
+"""What casts, also where autocast does. Can go when `_to_copy` has a public name."""
+
+SOFTMAX = {_aten._log_softmax}
+"""What a loss over classes computes. Can go when it has a public name."""
+
+CONVOLUTIONS = {_aten.convolution, _aten._convolution}
+"""Forwards of convolutions. Can go when `_convolution` does."""
+
+PRODUCTS = {_aten.mm: (0, 1), _aten.addmm: (1, 2), _aten.bmm: (0, 1), _aten.baddbmm: (1, 2)}
+"""Products of two matrices, and which arguments these are. Can go with `CONVOLUTIONS`."""
+
+
+def scaled_product(
+    left: torch.Tensor, right: torch.Tensor, left_scale: torch.Tensor, right_scale: torch.Tensor
+) -> torch.Tensor:
+    """Multiply matrices in fp8, to bfloat16. Can go when torch 2.10, whose `scaled_mm` is public, is the oldest."""
+    return _aten._scaled_mm(left, right, left_scale, right_scale, out_dtype=torch.bfloat16)

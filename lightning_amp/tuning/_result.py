@@ -1,0 +1,120 @@
+"""What was found: a batch size for each precision, and what it rests on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from typing_extensions import final, override
+
+from lightning_amp._files import write_atomically
+from lightning_amp._text import rounded
+
+
+@final
+class Measurement(NamedTuple):
+    """One run: its batch size, the most memory that it held (infinite if memory ran out), and its speed (or NaN)."""
+
+    batch_size: int
+    peak_gib: float
+    samples_per_s: float
+
+
+@final
+@dataclass(frozen=True)
+class BatchSizeResult:
+    """The largest batch that fits in one precision. It was run, and is within the limit.
+
+    Attributes:
+        batch_size: Rows of a batch on each device; 0 if `error` says why there is none.
+        peak_gib: The most memory that its run held at once, in GiB; NaN with an `error`.
+        samples_per_s: Of steady steps of that run, data loading included, on all devices together; NaN if unknown.
+        lr: A learning rate to try, scaled from the module's own; `None` if `message` says why there is none.
+        measured: All that was run, by batch size.
+        limit_gib: What it had to fit into, in GiB.
+        message: What was found, what limits it (memory, or the rows there are), and where `lr` comes from.
+        error: Why there is no batch size: the module's own error, or a limit below the smallest batch. Else `None`.
+
+    """
+
+    batch_size: int
+    peak_gib: float
+    samples_per_s: float
+    lr: float | None
+    measured: tuple[Measurement, ...]
+    limit_gib: float
+    message: str
+    error: str | None = None
+
+
+@final
+class BatchSizes(Mapping[str, BatchSizeResult]):
+    """Results by label, in the order of `precisions`. Prints as Markdown."""
+
+    def __init__(self, results: Mapping[str, BatchSizeResult]) -> None:
+        self._results = dict(results)
+
+    @override
+    def __getitem__(self, label: str) -> BatchSizeResult:
+        return self._results[label]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._results)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._results)
+
+    @override
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+    @override
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{label!r}: {result.batch_size}" for label, result in self._results.items())
+        return f"BatchSizes({inside})"
+
+    def to_markdown(self) -> str:
+        """Write a table, and under it a paragraph for each precision."""
+        lines = ["| precision | batch size | peak memory | samples/s | learning rate to try |", "|---|--:|--:|--:|--:|"]
+        for label, result in self._results.items():
+            found = result.error is None
+            cells = [
+                label,
+                f"{result.batch_size:,}" if found else "none",
+                f"{rounded(result.peak_gib)} GiB" if found else "",
+                _number(result.samples_per_s),
+                "" if result.lr is None else f"{result.lr:g}",
+            ]
+            escaped = [cell.replace("|", "\\|") for cell in cells]
+            lines.append(f"| {' | '.join(escaped)} |")
+        messages = [f"**{label}**: {result.message}" for label, result in self._results.items()]
+        return "\n".join(lines) + "\n\n" + "\n\n".join(messages) + "\n"
+
+    def to_data(self) -> dict[str, Any]:
+        """Return what :func:`json.dumps` takes; infinities and NaN, which JSON has not, as `None`."""
+        return {label: _plain(result) for label, result in self._results.items()}
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write all of it as JSON to a path or a URL. The file is replaced at once or not at all."""
+        text = json.dumps(self.to_data(), indent=1, allow_nan=False)
+        write_atomically(path, lambda file: file.write(f"{text}\n"))
+
+
+def _number(value: float) -> str:
+    return rounded(value) if math.isfinite(value) else ""
+
+
+def _plain(result: BatchSizeResult) -> dict[str, Any]:
+    data = {name: _or_none(getattr(result, name)) for name in BatchSizeResult.__dataclass_fields__}
+    data["measured"] = [{name: _or_none(value) for name, value in point._asdict().items()} for point in result.measured]
+    return data
+
+
+def _or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

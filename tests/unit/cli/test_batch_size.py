@@ -1,0 +1,157 @@
+"""`lightning-amp batch-size`: from a command line to `find_batch_size`, and from what it finds to an exit status.
+
+`find_batch_size` itself is a stand-in: it is tested where it lives; but for one run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli_classes import Net, Rows
+
+import lightning_amp
+from lightning_amp.cli import main
+from lightning_amp.tuning import BatchSizeResult, BatchSizes, Measurement
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jsonargparse, about how Lightning calls it
+    pytest.mark.usefixtures("in_tmp_path"),
+]
+
+BOTH = ["--model", "support.cli_classes.Net", "--model.width", "3", "--data", "support.cli_classes.Rows"]
+FINE = BatchSizeResult(1000, 3.96, 12_345.6, 0.0057, (Measurement(1000, 3.96, 12_345.6),), 4.0, "It fits.")
+FAILED = BatchSizeResult(0, math.nan, math.nan, None, (), 4.0, "KeyError", "KeyError")
+
+
+class Found:
+    """Stands in for `find_batch_size`; sends to another process what it is given, as that one does."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.outcome: Any = BatchSizes({"fp32": FINE})
+
+    def __call__(self, make_module: Any, make_data: Any, precisions: Any = (), **kwargs: Any) -> Any:
+        call = {"make_module": make_module, "make_data": make_data, "precisions": precisions, **kwargs}
+        self.calls.append(pickle.loads(pickle.dumps(call)))
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Found:
+    found = Found()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(lightning_amp, "find_batch_size", found, raising=False)
+    return found
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(["batch-size", *arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def test_the_defaults(command: Any, found: Found) -> None:
+    assert command(*BOTH) == (0, str(found.outcome), "")
+    (call,) = found.calls
+    assert type(call.pop("make_module")()) is Net
+    assert type(call.pop("make_data")()) is Rows
+    assert call == {"precisions": ("fp32", "bf16"), "memory_limit_gib": None, "trainer_kwargs": {}}
+
+
+def test_everything(command: Any, found: Found) -> None:
+    options = ["--precisions", "fp32", "fp8", "--memory-limit-gib", "4.5", "--json", "x.json"]
+    assert command(*options, *BOTH, "--trainer.accumulate_grad_batches=2")[0] == 0
+    (call,) = found.calls
+    assert (call["precisions"], call["memory_limit_gib"]) == (("fp32", "fp8"), 4.5)
+    assert call["trainer_kwargs"] == {"accumulate_grad_batches": 2}
+    assert json.loads(Path("x.json").read_text())["fp32"]["batch_size"] == 1000
+
+
+def test_a_yaml(command: Any, found: Found) -> None:
+    Path("config.yaml").write_text(
+        "trainer: {precision: 16-mixed}\n"
+        "model: {class_path: support.cli_classes.Net, init_args: {width: 4}}\n"
+        "data: {class_path: support.cli_classes.Rows}\n"
+    )
+    status, _, err = command("--config", "config.yaml")
+    assert status == 0
+    assert err.startswith("lightning-amp batch-size: of --config config.yaml, trainer.precision is left out")
+    assert found.calls[0]["make_module"]().hparams["width"] == 4
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"), [({"fp32": FINE}, 0), ({"fp32": FINE, "bf16": FAILED}, 1), ({"fp32": FAILED}, 1)]
+)
+def test_the_exit_status(outcome: Any, status: int, command: Any, found: Found) -> None:
+    found.outcome = BatchSizes(outcome)
+    assert command(*BOTH) == (status, str(found.outcome), "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "--model is missing; name a LightningModule: `--model package.module.Class`, or a `model` in the YAML"),
+        ([*BOTH, "--memory-limit-gib", "much"], "argument --memory-limit-gib: invalid float value: 'much'"),
+        ([*BOTH, "--precisions"], "argument --precisions: expected at least one argument"),
+        ([*BOTH, "--json", "."], "--json must be a file, got '.'"),
+        ([*BOTH, "--nope", "3"], "nrecognized arguments: --nope 3; there are --trainer.*, --model.*"),
+        ([*BOTH, "--model.nope", "3"], "--model: Problem with given class_path 'support.cli_classes.Net': "),
+    ],
+)
+def test_wrong_use_is_one_line_before_anything_runs(
+    arguments: list[str], line: str, command: Any, found: Found
+) -> None:
+    status, out, err = command(*arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.removeprefix("lightning-amp batch-size: ").lstrip("uU").startswith(line)
+    assert found.calls == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ValueError("`memory_limit_gib` must be\n given"), 2, "`memory_limit_gib` must be given"),
+        (RuntimeError("Training in fp32 failed"), 2, "Training in fp32 failed"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (KeyError("broken"), 70, "this is an error of lightning-amp itself: KeyError: 'broken'."),
+    ],
+)
+def test_errors(error: BaseException, status: int, line: str, command: Any, found: Found) -> None:
+    found.outcome = error
+    done, out, err = command(*BOTH)
+    assert (done, out, err.count("\n")) == (status, "", 1)
+    assert err.startswith(f"lightning-amp batch-size: {line}")
+
+
+def test_on_a_terminal_it_is_laid_out(command: Any, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr("lightning_amp.cli._batch_size.is_terminal", lambda: True)
+    _, out, _ = command(*BOTH)
+    assert out.splitlines() == [
+        "precision  batch size  peak memory  samples/s  learning rate to try",
+        "fp32       1,000       3.96 GiB     12,300     0.0057",
+        "",
+        "fp32: It fits.",
+    ]
+
+
+def test_a_process_of_its_own_says_what_is_missing(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Rows` has no `batch_size`."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    status, out, err = command(*BOTH, "--memory-limit-gib", "1", "--trainer.accelerator", "cpu")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "must have a `batch_size`" in err
+    assert "there is none in `Rows` and `Net`" in err
