@@ -8,6 +8,7 @@ if _typing.TYPE_CHECKING:
     from lightning_amp.comparison import compare_precisions
     from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
     from lightning_amp.scaling import DynamicLossScaler, StepRecord
+    from lightning_amp.tuning import find_fp32_modules
     from lightning_amp.verdicts import PrecisionReport
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "StepRecord",
     "__version__",
     "compare_precisions",
+    "find_fp32_modules",
 ]
 
 _PUBLIC = {
@@ -31,6 +33,7 @@ _PUBLIC = {
     "comparison": ("compare_precisions",),
     "precision": ("AmpPrecision", "FSDPAmpPrecision"),
     "scaling": ("DynamicLossScaler", "StepRecord"),
+    "tuning": ("find_fp32_modules",),
     "verdicts": ("PrecisionReport",),
 }
 _ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}

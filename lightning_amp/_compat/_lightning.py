@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -182,6 +184,29 @@ def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float
 
 
 # Can go with `run_hook`.
+# Can go when the Trainer has a public way to do so.
+def to_device(trainer: Any, batch: Any, dataloader_idx: int) -> Any:
+    """Do with a batch of an evaluation's loader what the loop does before it hands it to the step."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
+
+
+@contextmanager
+def training_stage(trainer: Any) -> Generator[None]:
+    """Have the trainer be in its training epoch, for the length of a hook of the validation inside of it.
+
+    `self.log` of a training step then finds the results of training. Lightning does the same where it prepares the
+    loaders of validation. Can go with `own_results`.
+    """
+    stage = trainer.state.stage
+    trainer.training = True
+    try:
+        yield
+    finally:
+        trainer.state.stage = stage
+
+
 def call_module_hook(module: Any, name: str, *args: Any) -> Any:
     """Call a hook so that `self.log` works in it: it looks up `_current_fx_name`, which only the Trainer sets."""
     previous = module._current_fx_name
