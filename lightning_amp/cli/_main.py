@@ -18,13 +18,14 @@ DEBUG = "LIGHTNING_AMP_DEBUG"
 
 COMMANDS = {
     "compare": "train a module in several precisions, and say which one to use",
+    "fp32-modules": "find the modules that must stay in fp32",
     "scale": "show saved scale histories, and replay other scale policies",
 }
 """What each command does. It is `run` of the module in this room that is named after it, imported when it is wanted."""
 
 _EXIT_STATUS = f"""\
 exit status: {FINE} fine; {TO_DO} something to do (a verdict "worse", an arm that
-failed); {WRONG_USE} wrong use, with one line on stderr; {CRASHED} an error inside of
+failed, modules that need fp32); {WRONG_USE} wrong use, with one line on stderr; {CRASHED} an error inside of
 {NAME}; {INTERRUPTED} interrupted. `--debug`, or the environment variable
 {DEBUG}=1, shows the traceback of an error."""
 

@@ -43,7 +43,7 @@ class Request:
         advice = "Pass it as `precision=`: a name, or the arguments of `AmpPrecision` as a dict."
         self.trainer_kwargs = check_trainer_names(trainer_kwargs, "what is searched for", advice)
         self.device = _device(self.trainer_kwargs)
-        given = dict(precision) if isinstance(precision, Mapping) else {"precision": precision}
+        given: dict[str, Any] = dict(precision) if isinstance(precision, Mapping) else {"precision": precision}
         try:
             plugin = AmpPrecision(**given)
         except TypeError as error:
@@ -59,8 +59,8 @@ class Request:
             raise ValueError(f"`precision` must be 'fp16' or 'bf16', got 'fp32', in which all modules are.{picked}")
         if self.name == "fp8":
             raise ValueError(
-                "`precision` must be 'fp16' or 'bf16', got 'fp8'. Search in 'bf16', in which all else computes; what the"
-                " casts to 8 bits lose per layer is in the table of `GradientMonitor`."
+                "`precision` must be 'fp16' or 'bf16', got 'fp8'. Search in 'bf16', in which all else computes; what"
+                " the casts to 8 bits lose per layer is in the table of `GradientMonitor`."
             )
         Choice.of(self.name).require(self.device)
 

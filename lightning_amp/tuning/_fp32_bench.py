@@ -21,7 +21,7 @@ from lightning_amp.numerics import all_finite, fidelity_sums, fitting_scale, lar
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import EvaluationPass, TrainingPass, in_one_line, is_out_of_memory
 from lightning_amp.tracing import RandomState, full_precision
-from lightning_amp.tuning._fp32_errors import Errors, relative_error
+from lightning_amp.tuning._fp32_errors import Errors, NothingHelps, relative_error
 from lightning_amp.tuning._fp32_search import Tree
 from lightning_amp.tuning._fp32_watch import Watch, make_tree, names_of, suspicion
 
@@ -55,7 +55,7 @@ class Bench:
             device. Empty where there is none.
 
     Raises:
-        ValueError: If fp32 itself is not finite.
+        NothingHelps: If fp32 itself is not finite.
 
     """
 
@@ -95,11 +95,11 @@ class Bench:
             self._left_out = self._in_fp32_anyway(one.module)
         where = f"batch {point.step} of training"
         if loss is not None and not math.isfinite(float(loss)):
-            raise ValueError(_not_finite("the loss", f"{float(loss)}", where))
+            raise NothingHelps(_not_finite("the loss", f"{float(loss)}", where, _LOCATE))
         bad = [name for name, gradient in found.items() if not bool(all_finite([gradient]))]
         if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-            raise ValueError(_not_finite(f"the gradient of `{bad[0]}`{more}", "infinite or NaN", where))
+            raise NothingHelps(_not_finite(f"the gradient of `{bad[0]}`{more}", "infinite or NaN", where, _LOCATE))
         self._gradients.append(found)
         top = max((float(largest(gradient)) for gradient in found.values()), default=0.0)
         self._scales.append(fitting_scale(top) if self._plugin.scaler is not None else 1.0)
@@ -112,7 +112,8 @@ class Bench:
         self._called = watch.called
         for name, value in self.metrics.items():
             if not math.isfinite(value):
-                raise ValueError(_not_finite(f"the metric `{name}`", str(value), "validation"))
+                where = f"validation with {len(self.batches)} of its batches"
+                raise NothingHelps(_not_finite(f"the metric `{name}`", str(value), where, _DO_NOT_LOG))
 
     # -- the modules ---------------------------------------------------------------------------------------------------
 
@@ -154,24 +155,20 @@ class Bench:
             until: Stop as soon as an error is larger.
 
         """
-        gradient = 0.0
+        gradient, reason = 0.0, ""
         try:
             for number in range(len(self.points)):
                 error, reason = self._gradient_error(number, rules)
                 gradient = max(gradient, error)
                 if reason or error > until:
                     break
-            else:
-                reason = ""
             if gradient > until or not self.batches:
                 return Errors(gradient, {}, reason)
-            metrics = self._metric_errors(rules)
+            return Errors(gradient, self._metric_errors(rules), reason)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             return Errors(math.inf, {}, in_one_line(error))
-        bad = [name for name, error in metrics.items() if not math.isfinite(error)]
-        return Errors(gradient, metrics, reason or (f"`{bad[0]}` is not finite" if bad else ""))
 
     def _gradient_error(self, number: int, rules: Sequence[str]) -> tuple[float, str]:
         point, reference, scale = self.points[number], self._gradients[number], self._scales[number]
@@ -303,8 +300,9 @@ def _tensors(module: LightningModule) -> Mapping[str, Tensor]:
     return {_modules.plain_name(name): tensor for name, tensor in everything}
 
 
-def _not_finite(what: str, value: str, where: str) -> str:
-    return (
-        f"No precision can help: in fp32 {what} is not finite ({value}, {where}). Mend this first: `OverflowLocator` in a"
-        " run with `AmpPrecision('fp32')` tells where it begins."
-    )
+def _not_finite(what: str, value: str, where: str, advice: str) -> str:
+    return f"No precision can help: in fp32 {what} is not finite ({value}, {where}). {advice}"
+
+
+_LOCATE = "Mend this first: `OverflowLocator` in a run with `AmpPrecision('fp32')` tells where it begins."
+_DO_NOT_LOG = "Mend this first; if it only needs more batches than these, do not log it in what `make_module` returns."

@@ -11,6 +11,10 @@ from typing_extensions import final
 from lightning_amp._text import percent, rounded
 
 
+class NothingHelps(ValueError):  # noqa: N818 - says it better
+    """No set of modules in fp32 is enough, or fp32 itself is not finite."""
+
+
 @final
 @dataclass(frozen=True)
 class Errors:
@@ -19,7 +23,7 @@ class Errors:
     Attributes:
         gradient: Norm of the difference over the norm in fp32, over all parameters; of the worst batch.
         metrics: By validation metric.
-        reason: Why an error is infinite.
+        reason: Why the gradient's is infinite, in words.
 
     """
 
@@ -31,26 +35,21 @@ class Errors:
         """Return whether none is larger."""
         return all(error <= tolerance for error in (self.gradient, *self.metrics.values()))
 
-    def worst_metric(self) -> tuple[str, float] | None:
-        """Return the metric that is off most; `None` if there are none."""
-        return max(self.metrics.items(), key=lambda item: item[1], default=None)
-
     def describe(self, tolerance: float | None = None) -> str:
         """Write the errors, or only those beyond a tolerance: `gradients differ by 12 %, val_loss by 3.4 %`."""
         parts: list[str] = []
         if tolerance is None or self.gradient > tolerance:
-            parts.append(f"gradients differ by {as_percent(self.gradient)}")
-        worst = self.worst_metric()
-        if worst is not None and (tolerance is None or worst[1] > tolerance):
-            verb = "" if parts else " differs"
-            parts.append(f"`{worst[0]}`{verb} by {as_percent(worst[1])}")
-        return " and ".join(parts) + (f" ({self.reason})" if self.reason else "")
+            finite = math.isfinite(self.gradient)
+            parts.append(f"gradients differ by {as_percent(self.gradient)}" if finite else self.reason)
+        worst = max(self.metrics.items(), key=lambda item: item[1], default=("", 0.0))
+        if worst[0] and (tolerance is None or worst[1] > tolerance):
+            finite = math.isfinite(worst[1])
+            parts.append(f"`{worst[0]}` {f'differs by {as_percent(worst[1])}' if finite else 'is not finite'}")
+        return " and ".join(parts)
 
 
 def as_percent(error: float) -> str:
-    """Write a relative error: `0.12 %`, `340 %`, `an infinite amount`."""
-    if not math.isfinite(error):
-        return "an infinite amount"
+    """Write a relative error: `0.12 %`, `340 %`."""
     return percent(error) if error < 1 else f"{rounded(100 * error)} %"
 
 

@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning, _modules
+from lightning_amp._containers import tensors_in
+from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.shadow import copy_batch, own_data, own_module, private_trainer, unnoticed
+from lightning_amp.shadow import copy_batch, own_data, own_module, private_trainer, run_private_fit, unnoticed
 from lightning_amp.tracing import RandomState
 from lightning_amp.tuning._fp32_bench import Bench, Point, state_of
 
@@ -28,20 +30,24 @@ _NUM_VALIDATION_BATCHES = 3
 class _WarmUp(AmpPrecision):
     """The user's precision for what is measured, and fp32 for the training in between."""
 
-    _is_measuring = False
+    _in_fp32 = True
 
     @contextmanager
     def measuring(self) -> Generator[None]:
         """Compute in the user's precision."""
-        self._is_measuring = True
+        before, self._in_fp32 = self._in_fp32, False
         try:
             yield
         finally:
-            self._is_measuring = False
+            self._in_fp32 = before
+
+    def train_as_asked(self) -> None:
+        """Compute in the user's precision from here on: half-precision weights and inputs do not fit to others."""
+        self._in_fp32 = False
 
     @override
     def autocast_context_manager(self) -> torch.autocast:
-        return super().autocast_context_manager() if self._is_measuring else torch.autocast(self.device, enabled=False)
+        return torch.autocast(self.device, enabled=False) if self._in_fp32 else super().autocast_context_manager()
 
 
 @final
@@ -69,6 +75,8 @@ class _Probe(Callback, Generic[T]):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         number, last = self._num_batches, self._steps[-1]
+        if any(t.dtype in HALF_DTYPES for t in (*pl_module.parameters(), *(t for _, t in tensors_in(batch)))):
+            self._plugin.train_as_asked()
         self._num_batches += 1
         if number in self._steps:
             training = {_modules.plain_name(name): module.training for name, module in pl_module.named_modules()}
@@ -143,7 +151,7 @@ def measure(
     with unnoticed(device), own_data(make_data) as data:
         module = own_module(make_module)
         trainer = private_trainer(device, plugin, [probe], {**trainer_kwargs, **length, **other})
-        trainer.fit(module, datamodule=data)
+        run_private_fit(trainer, module, data)
     if not probe.results:
         raise ValueError("The data module must have batches of training; its loader gave none.")
     return probe.results[0]

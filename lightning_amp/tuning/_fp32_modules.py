@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from torch import nn
 from typing_extensions import final
 
-from lightning_amp._text import counted, listed, rounded
+from lightning_amp._arguments import require
+from lightning_amp._text import counted, listed
+from lightning_amp.casting import Rule
 from lightning_amp.tuning._fp32_arguments import Request
 from lightning_amp.tuning._fp32_bench import Bench
-from lightning_amp.tuning._fp32_errors import Errors, as_percent
+from lightning_amp.tuning._fp32_errors import Errors, NothingHelps, as_percent
 from lightning_amp.tuning._fp32_fit import measure
 from lightning_amp.tuning._fp32_rules import Fp32Rules
 from lightning_amp.tuning._fp32_search import Found, as_rules, search
 
-_STEPS = (0, 10)
+_STEPS: tuple[int, ...] = (0, 10)
 """Batches of training that are measured. At the start a norm may have weights of 1 and an output layer of 0, behind
 which no gradient passes; after some steps they have not."""
 
@@ -63,13 +66,13 @@ def find_fp32_modules(
         precision: `"fp16"`, `"bf16"`, another spelling of these, `"auto"`, or the arguments of `AmpPrecision` as a
             dict, whose own `fp32_modules` are kept. Scaler and fallback make no difference.
         tolerance: Largest relative error: of the gradient, the norm of the difference over the norm; of each metric
-            that is logged in validation, the difference over the value (the difference itself where that is 0). In bf16
-            some 0.02 to 0.05 is usual, in fp16 a tenth of that; below what the loss itself loses nothing helps.
+            that is logged in validation, the difference over the value (the difference itself where that is 0). The
+            gradients of healthy networks are off by 0.003 to 0.02 in bf16 and by 0.0005 to 0.001 in fp16: 0.05 is fair.
         trainer_kwargs: For the Trainer; its accelerator says where. Without: CUDA if there is one, else the CPU.
 
     Returns:
-        Globs on module names, for `fp32_modules=`; empty if nothing is needed. No rule can be left out, unless `.message`
-        says that the search was ended early.
+        Globs on module names, for `fp32_modules=`; empty if nothing is needed. No rule can be left out, unless
+        `.message` says that the search was ended early.
 
     Raises:
         ValueError: If an argument is out of its range; if fp32 itself is not finite; if it is not enough to have all
@@ -81,27 +84,33 @@ def find_fp32_modules(
     in fp32.
 
     """
+    for argument, factory in (("make_module", make_module), ("make_data", make_data)):
+        fine = callable(factory) and not isinstance(factory, LightningModule)
+        require(fine, argument, "a class or a function without arguments", factory, "Write `lambda: ...` around it.")
     request = Request(precision, tolerance, trainer_kwargs)
-    steps, further = list(_STEPS), _STEPS[-1] + _FURTHER
-    tried, extra = 0, ""
-    for number in range(_ROUNDS):
-        answer = _measure(make_module, make_data, request, steps, (), _search(request))
+    run = partial(_measure, make_module, make_data, request)
+    steps, tried = [*_STEPS], 0
+    while True:
+        answer: _Answer = run(steps, (), partial(_search, request))
         tried += answer.tried
-        rules = (*request.rules, *answer.rules)
-        checked = _measure(make_module, make_data, request, [0, further], rules, Bench.errors, later=number + 1)
-        extra = "" if checked.within(request.tolerance) else f" On a later batch {checked.describe(request.tolerance)}."
-        if not extra:
+        rules, further = (*request.rules, *answer.rules), steps[-1] + _FURTHER
+        checked: Errors = run([0, further], rules, Bench.errors, later=len(steps) - 1)
+        if checked.within(tolerance) or len(steps) - len(_STEPS) == _ROUNDS - 1:
             break
-        steps, further = [*steps, further], further + _FURTHER
+        steps.append(further)
+    more = "" if checked.within(tolerance) else f" On a later batch, {checked.describe(tolerance)}."
+    return _result(request, answer, rules, tried, more)
+
+
+def _result(request: Request, answer: _Answer, rules: Sequence[Rule], tried: int, more: str = "") -> Fp32Rules:
+    without, errors = answer.without, answer.errors
     return Fp32Rules(
         rules,
         cost=answer.cost,
-        message=_message(request, answer, tried) + extra,
+        message=_message(request, answer, tried) + more,
         tried=tried,
-        gradient_errors=(answer.without.gradient, answer.errors.gradient),
-        metric_errors={
-            name: (answer.without.metrics.get(name, float("inf")), error) for name, error in answer.errors.metrics.items()
-        },
+        gradient_errors=(without.gradient, errors.gradient),
+        metric_errors={name: (without.metrics.get(name, math.inf), error) for name, error in errors.metrics.items()},
     )
 
 
@@ -110,15 +119,13 @@ def _measure(
     make_data: Callable[[], LightningDataModule],
     request: Request,
     steps: Sequence[int],
-    rules: Sequence[type[nn.Module] | str],
+    rules: Sequence[Rule],
     work: Callable[[Bench], Any],
     *,
     later: int = 0,
 ) -> Any:
     arguments = {**request.arguments, **({"fp32_modules": rules} if rules else {})}
-    return measure(
-        make_module, make_data, arguments, request.device, request.trainer_kwargs, steps, work, later=later
-    )
+    return measure(make_module, make_data, arguments, request.device, request.trainer_kwargs, steps, work, later=later)
 
 
 @final
@@ -135,29 +142,23 @@ class _Answer(NamedTuple):
     num_validation: int
 
 
-def _search(request: Request) -> Callable[[Bench], _Answer]:
-    """Return what searches in a fit."""
-
-    def work(bench: Bench) -> _Answer:
-        without = bench.errors()
-        tree = bench.tree()
-        names = [name for name in tree if name]
-        found = Found((), 1, complete=True)
-        if not without.within(request.tolerance):
-            found = search(
-                tree,
-                lambda kept: bench.errors(_escaped(kept), until=request.tolerance).within(request.tolerance),
-                bench.suspicion(tree),
-            )
-        if found.names is None:
-            raise ValueError(_nothing_helps(request, without, bench.errors(_escaped(tree[""]))))
-        rules = as_rules(found.names, [name for name in names if name not in found.names])
-        errors = bench.errors(rules) if rules else without
-        cost = bench.step_time_ratio(rules) if rules else 1.0
-        counts = len(bench.points), len(bench.batches)
-        return _Answer(rules, without, errors, cost, found.tried, found.complete, *counts)
-
-    return work
+def _search(request: Request, bench: Bench) -> _Answer:
+    """Search in a fit."""
+    without, tree, tolerance = bench.errors(), bench.tree(), request.tolerance
+    found = Found((), 1, complete=True)
+    if not without.within(tolerance):
+        found = search(
+            tree,
+            lambda kept: bench.errors(_escaped(kept), until=tolerance).within(tolerance),
+            bench.suspicion(tree),
+        )
+    if found.names is None:
+        raise NothingHelps(_nothing_helps(request, without, bench.errors(_escaped(tree[""]))))
+    rules = as_rules(found.names, [name for name in tree if name and name not in found.names])
+    errors = bench.errors(rules) if rules else without
+    cost = bench.step_time_ratio(rules) if rules else 1.0
+    counts = len(bench.points), len(bench.batches)
+    return _Answer(rules, without, errors, cost, found.tried, found.complete, *counts)
 
 
 def _escaped(names: Sequence[str]) -> list[str]:
@@ -168,22 +169,24 @@ def _nothing_helps(request: Request, without: Errors, errors: Errors) -> str:
     return (
         f"No set of modules in fp32 is enough: with all of them in fp32, in {request.name!r} {errors.describe()}, and"
         f" `tolerance` is {as_percent(request.tolerance)} (without any, {without.describe()}). What remains is computed"
-        " outside of modules, in `training_step`, `validation_step` or `forward` of the LightningModule itself: put that"
-        " arithmetic under `lightning_amp.precision.fp32_region`, with `.float()` on what goes in, or into a module; or"
-        " raise the tolerance."
+        " outside of modules, in `training_step`, `validation_step` or `forward` of the LightningModule itself: put"
+        " that arithmetic under `lightning_amp.precision.fp32_region`, with `.float()` on what goes in, or into a"
+        " module; or raise the tolerance."
     )
 
 
 def _message(request: Request, answer: _Answer, tried: int) -> str:
     validation = f"{answer.num_validation} validation batch{'' if answer.num_validation == 1 else 'es'}"
     seen = f"{answer.num_training} training and {validation}"
-    seen += "" if answer.errors.metrics else "; gradients alone, since nothing was logged in validation"
+    if not answer.errors.metrics:
+        why = "the module logs nothing in it" if answer.num_validation else "there is no validation"
+        seen = f"{answer.num_training} training batches, gradients alone: {why}"
     own = " beside your own rules" if request.rules else ""
     if not answer.rules:
         return f"Nothing{own} needs fp32: in {request.name!r} {answer.without.describe()} ({seen})."
     what = listed([repr(rule) for rule in answer.rules], most=5)
     end = "" if answer.complete else " The search was ended there: fewer modules may be enough."
     return (
-        f"{what} in fp32{own}: {answer.errors.describe()}, instead of: {answer.without.describe()}. A training step takes"
-        f" {rounded(answer.cost)} times as long as without ({seen}; {counted(tried, 'set')} of modules tried).{end}"
+        f"{what} in fp32{own}: {answer.errors.describe()}; without, {answer.without.describe()} ({seen}). A training"
+        f" step takes {answer.cost:.2f} times as long. {counted(tried, 'set')} of modules tried.{end}"
     )

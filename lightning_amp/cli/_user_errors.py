@@ -1,0 +1,49 @@
+"""What the user's own code raised, in one line: which exception, and where."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_amp.cli._exits import UsageError
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
+
+
+def usage_error(error: Exception) -> UsageError | None:
+    """Turn an exception into one line; `None` if it is our own, which is an error of the command.
+
+    The line names the last place in a file that is no library's, also where a library has raised another exception over
+    it. Without one, the exception is that of a library about what the user wrote (a LightningModule without an
+    optimizer), or ours about an argument.
+    """
+    for raised in _chain(error):
+        own = [frame for frame in traceback.extract_tb(raised.__traceback__) if _is_users(frame.filename)]
+        if own:
+            place = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}"
+            return UsageError(f"{type(raised).__name__} in {place} (`{own[-1].name}`): {_text(raised)}")
+    if isinstance(error, (ValueError, TypeError, ImportError)):
+        return UsageError(_text(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and not frames[-1].filename.startswith(_OURS):
+        return UsageError(f"{type(error).__name__}: {_text(error)}")
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_users(file: str) -> bool:
+    libraries = (_OURS, _PYTHON, "<")
+    return not file.startswith(libraries) and "site-packages" not in file and "dist-packages" not in file
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(str(error).split())
