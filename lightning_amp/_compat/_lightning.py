@@ -183,7 +183,6 @@ def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float
     return number
 
 
-# Can go with `run_hook`.
 # Can go when the Trainer has a public way to do so.
 def to_device(trainer: Any, batch: Any, dataloader_idx: int) -> Any:
     """Do with a batch of an evaluation's loader what the loop does before it hands it to the step."""
@@ -207,6 +206,7 @@ def training_stage(trainer: Any) -> Generator[None]:
         trainer.state.stage = stage
 
 
+# Can go with `run_hook`.
 def call_module_hook(module: Any, name: str, *args: Any) -> Any:
     """Call a hook so that `self.log` works in it: it looks up `_current_fx_name`, which only the Trainer sets."""
     previous = module._current_fx_name

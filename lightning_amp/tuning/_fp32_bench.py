@@ -202,21 +202,22 @@ class Bench:
         )
         return {name: relative_error(found[name], true) for name, true in self.metrics.items() if name in found}
 
-    def step_time_ratio(self, rules: Sequence[str], *, budget_s: float = 3.0) -> float:
+    def step_time_ratio(self, rules: Sequence[str], *, at_least_s: float = 0.3, at_most_s: float = 3.0) -> float:
         """Measure the time of forward and backward with modules in fp32 over that without: the median of pairs."""
         point, scale = self.points[0], self._scales[0]
         ratios: list[float] = []
         with self._training(point, rules) as one, self._training(point) as other:
-            pair = [partial(self._timed, each, point, scale) for each in (one, other)]
-            for run in pair:
-                run()
-            end = time.perf_counter() + budget_s
-            while len(ratios) < 3 or (len(ratios) < 15 and time.perf_counter() < end):
-                pair.reverse()  # whoever is first finds other caches
-                times = {run: run() for run in pair}
-                swapped = len(ratios) % 2 == 0
-                first, second = (times[pair[1]], times[pair[0]]) if swapped else (times[pair[0]], times[pair[1]])
-                ratios.append(first / second)
+            with_rules, without = (partial(self._timed, each, point, scale) for each in (one, other))
+            with_rules(), without()
+            start = time.perf_counter()
+            while (spent := time.perf_counter() - start) < at_least_s or len(ratios) < 15:
+                if len(ratios) % 2:  # whoever is first finds other caches
+                    ratios.append(with_rules() / without())
+                else:
+                    after = without()
+                    ratios.append(with_rules() / after)
+                if spent > at_most_s and len(ratios) >= 3:
+                    break
         return statistics.median(ratios)
 
     def _timed(self, one: TrainingPass, point: Point, scale: float) -> float:

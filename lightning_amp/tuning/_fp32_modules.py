@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from typing_extensions import final
 
-from lightning_amp._arguments import require
 from lightning_amp._text import counted, listed
 from lightning_amp.casting import Rule
 from lightning_amp.tuning._fp32_arguments import Request
@@ -85,8 +84,11 @@ def find_fp32_modules(
 
     """
     for argument, factory in (("make_module", make_module), ("make_data", make_data)):
-        fine = callable(factory) and not isinstance(factory, LightningModule)
-        require(fine, argument, "a class or a function without arguments", factory, "Write `lambda: ...` around it.")
+        if isinstance(factory, (LightningModule, LightningDataModule)) or not callable(factory):
+            what = f"an object of {type(factory).__name__}"
+            raise ValueError(
+                f"`{argument}` must be a class or a function without arguments, got {what}. Write `lambda: ...` around it."
+            )
     request = Request(precision, tolerance, trainer_kwargs)
     run = partial(_measure, make_module, make_data, request)
     steps, tried = [*_STEPS], 0
