@@ -85,9 +85,9 @@ def find_fp32_modules(
     """
     for argument, factory in (("make_module", make_module), ("make_data", make_data)):
         if isinstance(factory, (LightningModule, LightningDataModule)) or not callable(factory):
-            what = f"an object of {type(factory).__name__}"
             raise ValueError(
-                f"`{argument}` must be a class or a function without arguments, got {what}. Write `lambda: ...` around it."
+                f"`{argument}` must be a class or a function without arguments, got an object of"
+                f" {type(factory).__name__}. Write `lambda: ...` around it."
             )
     request = Request(precision, tolerance, trainer_kwargs)
     run = partial(_measure, make_module, make_data, request)

@@ -17,6 +17,8 @@ from lightning_amp.casting import MethodOverride, is_metric
 from lightning_amp.numerics import HALF_DTYPES, fidelity, fidelity_sums
 from lightning_amp.tuning._fp32_search import Tree
 
+_NOT_FINITE_DB = 300.0
+
 
 def names_of(root: nn.Module) -> dict[str, nn.Module]:
     """Return the modules inside by the first of their names, as rules of `fp32_modules` know them.
@@ -133,9 +135,9 @@ class _Watched(MethodOverride):
 def suspicion(
     tree: Tree, called: Iterable[str], outputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Rate modules by how far half precision moves them: noise over signal in dB, of the output or of the gradient.
+    """Rate modules by how far half precision moves them: noise over signal in dB, the mean of output and gradient.
 
-    What is not finite rates infinite; among those, what ran first rates highest.
+    What is not finite rates highest, and among equals what ran first.
 
     Args:
         tree: The modules.
@@ -153,12 +155,11 @@ def suspicion(
                 inside[outer] = inside[outer] + sums if outer in inside else sums
     for name in (name for name in tree if name):
         noise = [_noise_db(sums[name]) for sums in (outputs, inside) if name in sums]
-        worst = max(noise, default=-math.inf)
-        # a large number instead of infinity, so that there is a first one
-        rated[name] = 1e6 - order.get(name, 0) if worst == math.inf else worst
+        # a culprit has both: what runs before it has bad gradients, what runs after it bad outputs
+        rated[name] = sum(noise) / len(noise) - 1e-6 * order.get(name, 0) if noise else -math.inf
     return rated
 
 
 def _noise_db(sums: Tensor) -> float:
     decibels = float(fidelity(sums)[0])
-    return math.inf if math.isnan(decibels) else -decibels
+    return _NOT_FINITE_DB if math.isnan(decibels) else -decibels

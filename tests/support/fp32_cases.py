@@ -63,7 +63,7 @@ class LargeInside(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * 1e5) / 1e5
+        return self.linear(x * 1e6) / 1e6
 
 
 class Centred(nn.Module):
@@ -181,8 +181,9 @@ class Contrastive(Case):
         self.encoder, self.similarity = nn.Linear(SIZE, 32), Cosine(32)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        logits = self.similarity(self.encoder(batch)).float() / 0.02
-        return F.cross_entropy(logits, torch.arange(len(batch)))
+        views = torch.cat([batch, batch.flip(1)])
+        logits = self.similarity(self.encoder(views))[: len(batch), len(batch) :]
+        return F.cross_entropy(logits.float() / 0.02, torch.arange(len(batch)))
 
 
 class LargeLogits(Case):
