@@ -26,8 +26,8 @@ validation metrics are within a relative tolerance of those in fp32.
 LightningCLI do: --model.width 64, --trainer.accelerator cpu.
 --config takes the YAML of a LightningCLI; the command line wins over it."""
 _EPILOG = """\
-  lightning-amp fp32-modules --model models.Net --model.width 64 --data models.Data \\
-      --precision fp16 --tolerance 0.05
+  lightning-amp fp32-modules --model models.Net --model.width 64 \\
+      --data models.Data --precision fp16 --tolerance 0.05
 
 Exit status: 0 if nothing is needed; 1 if modules are, or if nothing helps."""
 
@@ -35,14 +35,19 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     **CLASS_OPTIONS,
     "--precision": {"metavar": "NAME", "help": "fp16 (default) or bf16", "dest": "precision"},
     "--precisions": {"metavar": "NAME", "help": "the same; exactly one", "nargs": "+", "default": []},
-    "--tolerance": {"metavar": "X", "help": "largest relative error: 0.05 is 5 %", "type": float, "required": True},
+    "--tolerance": {
+        "metavar": "X",
+        "help": "largest relative error, such as 0.05",
+        "type": float,
+        "required": True,
+    },
     "--json": {"metavar": "FILE", "help": "save what was found as JSON"},
 }
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
-    parser = Parser(_NAME, _DESCRIPTION, _EPILOG, usage=f"{_NAME} --model CLASS --data CLASS --tolerance X [options]")
+    parser = Parser(_NAME, _DESCRIPTION, _EPILOG, usage=f"{_NAME} --model CLASS --data CLASS --tolerance X ...")
     for option, settings in _OPTIONS.items():
         parser.add_argument(option, **settings)
     options, others = parser.parse_known_args(arguments)

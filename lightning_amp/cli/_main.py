@@ -25,9 +25,9 @@ COMMANDS = {
 
 _EXIT_STATUS = f"""\
 exit status: {FINE} fine; {TO_DO} something to do (a verdict "worse", an arm that
-failed, modules that need fp32); {WRONG_USE} wrong use, with one line on stderr; {CRASHED} an error inside of
-{NAME}; {INTERRUPTED} interrupted. `--debug`, or the environment variable
-{DEBUG}=1, shows the traceback of an error."""
+failed, modules that need fp32); {WRONG_USE} wrong use, with one line on stderr; {CRASHED} an
+error inside of {NAME}; {INTERRUPTED} interrupted. `--debug`, or the environment
+variable {DEBUG}=1, shows the traceback of an error."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

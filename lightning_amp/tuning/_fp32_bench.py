@@ -37,7 +37,7 @@ class Point(NamedTuple):
     step: int
     batch: Any
     batch_idx: int
-    state: dict[str, Tensor]
+    weights: dict[str, Tensor]
     training: dict[str, bool]
     random_state: RandomState
 
@@ -69,7 +69,7 @@ class Bench:
     ) -> None:
         self._trainer, self._module, self._plugin = trainer, module, plugin
         self.points, self.batches = points, batches
-        self._device = trainer.strategy.root_device
+        self._place = trainer.strategy.root_device
         self._gradients: list[dict[str, Tensor]] = []
         self._scales: list[float] = []
         self._watch, self._called = Watch(), list[str]()
@@ -80,17 +80,12 @@ class Bench:
         if batches:
             self._add_metrics()
 
-    @property
-    def device(self) -> torch.device:
-        """Return where it computes."""
-        return self._device
-
     # -- fp32 ----------------------------------------------------------------------------------------------------------
 
     def _add_reference(self, point: Point) -> None:
         first = not self._gradients
         with self._training(point, upcast=True) as one, self._watch.on(one.module) if first else nullcontext():
-            loss = self._run(one, point, full_precision(self._device.type), 1.0)
+            loss = self._run(one, point, full_precision(self._place.type), 1.0)
             found = one.gradients()
             self._left_out = self._in_fp32_anyway(one.module)
         where = f"batch {point.step} of training"
@@ -106,7 +101,7 @@ class Bench:
 
     def _add_metrics(self) -> None:
         watch = Watch()
-        context = lambda _: full_precision(self._device.type)  # noqa: E731
+        context = lambda _: full_precision(self._place.type)  # noqa: E731
         self.metrics = self._evaluate(context, context, lambda _: nullcontext(), (), upcast=True, watch=watch)
         watch.forget()
         self._called = watch.called
@@ -123,7 +118,7 @@ class Bench:
 
     def _in_fp32_anyway(self, module: LightningModule) -> frozenset[str]:
         """Name the modules that the plugin's own rules match, and what is inside them."""
-        modules = Fp32Modules(module, self._plugin.fp32_modules, self._device.type, active=True).modules
+        modules = Fp32Modules(module, self._plugin.fp32_modules, self._place.type, active=True).modules
         return frozenset(name for name, inside in names_of(module).items() if inside in modules)
 
     def suspicion(self, tree: Tree) -> dict[str, float]:
@@ -208,7 +203,8 @@ class Bench:
         ratios: list[float] = []
         with self._training(point, rules) as one, self._training(point) as other:
             with_rules, without = (partial(self._timed, each, point, scale) for each in (one, other))
-            with_rules(), without()
+            with_rules()
+            without()
             start = time.perf_counter()
             while (spent := time.perf_counter() - start) < at_least_s or len(ratios) < 15:
                 if len(ratios) % 2:  # whoever is first finds other caches
@@ -229,8 +225,8 @@ class Bench:
         return time.perf_counter() - start
 
     def _wait(self) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device.type).synchronize()
+        if self._place.type != "cpu":
+            torch.get_device_module(self._place.type).synchronize()
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
@@ -241,14 +237,14 @@ class Bench:
             one = TrainingPass(self._trainer, self._module, upcast=upcast)
             try:
                 _load(one.module, point)
-                Fp32Modules(one.module, rules, self._device.type, active=True)
+                Fp32Modules(one.module, rules, self._place.type, active=True)
                 yield one
             finally:
                 one.close()
 
     def _run(self, one: TrainingPass, point: Point, context: AbstractContextManager[Any], scale: float) -> Any:
         # in fp32: that times a loss in half precision is no half precision
-        factor = torch.tensor(scale, device=self._device)
+        factor = torch.tensor(scale, device=self._place)
         batch, idx = point.batch, point.batch_idx
         return one.run(batch, idx, context=context, random_state=point.random_state, scale=factor)
 
@@ -272,7 +268,7 @@ class Bench:
             upcast=upcast,
         )
         try:
-            Fp32Modules(one.module, rules, self._device.type, active=True)
+            Fp32Modules(one.module, rules, self._place.type, active=True)
             with nullcontext() if watch is None else watch.on(one.module):
                 for batch, idx, loader_idx in self.batches:
                     one.step(batch, idx, loader_idx)
@@ -290,8 +286,8 @@ def state_of(module: LightningModule) -> dict[str, Tensor]:
 @torch.no_grad()
 def _load(module: LightningModule, point: Point) -> None:
     for name, own in _tensors(module).items():
-        if name in point.state and point.state[name].shape == own.shape:
-            own.copy_(point.state[name])
+        if name in point.weights and point.weights[name].shape == own.shape:
+            own.copy_(point.weights[name])
     for name, one in module.named_modules():
         one.train(point.training.get(_modules.plain_name(name), one.training))
 

@@ -122,7 +122,7 @@ def test_statistics_of_the_real_module_stay_as_they_are() -> None:
     def states(bench: Bench) -> list[dict[str, Tensor]]:
         bench.errors()
         bench.errors(("head",))
-        return [point.state for point in bench.points]
+        return [point.weights for point in bench.points]
 
     first, later = on(cases.Convolutional, "bf16", states)
     assert int(first["body.1.num_batches_tracked"]) == 0
