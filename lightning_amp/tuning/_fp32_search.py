@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -41,9 +41,10 @@ def search(
 
     From all modules at the top, halves are left out as long as what is left passes (delta debugging, Zeller and
     Hildebrandt 2002), those first that are least suspicious. What cannot be left out is replaced by what is inside it,
-    if that passes, and so on down the tree (hierarchical delta debugging, Misherghi and Su 2006). With k culprits among
-    n modules that takes about 2k log2(n) evaluations. At the end all are tried once more, one by one: where sets do not
-    behave (a larger one fails), what was needed before may not be now.
+    if that passes, and so on down the tree (hierarchical delta debugging, Misherghi and Su 2006). Modules that differ
+    in numbers alone, such as the blocks of a transformer, go down together, and are told apart at the end. With k
+    culprits among n modules that takes about 2k log2(n) evaluations. At last all are tried once more, one by one: where
+    sets do not behave (a larger one fails), what was needed before may not be now.
 
     Args:
         tree: Of modules.
@@ -63,18 +64,22 @@ class _Search:
     def __init__(
         self, tree: Tree, passes: Callable[[tuple[str, ...]], bool], suspicion: Mapping[str, float], budget: int
     ) -> None:
-        self._tree, self._ask, self._suspicion, self._budget = tree, passes, suspicion, budget
+        self._tree, self._ask, self._budget = tree, passes, budget
+        self._alike = _alike(tree)
+        self._suspicion = {**suspicion}
+        for pattern, names in self._alike.items():
+            self._suspicion[pattern] = max(suspicion.get(name, -math.inf) for name in names)
         self._known: dict[frozenset[str], bool] = {}
         self._refused = False
 
     def run(self) -> Found:
-        top = list(self._tree.get("", ()))
+        top = self._together(self._tree.get("", ()))
         if self._passes([]):
             return self._found([])
         if not self._passes(top):
             return Found(None, len(self._known), complete=True)
         kept = self._without(self._least_first(top), top)
-        kept = self._inside(kept)
+        kept = self._single(self._inside(kept))
         kept = self._one_by_one(kept)
         return self._found(self._merged(kept))
 
@@ -82,12 +87,13 @@ class _Search:
         return Found(tuple(kept), len(self._known), complete=not self._refused)
 
     def _passes(self, kept: Collection[str]) -> bool:
-        key = frozenset(kept)
+        single = self._single(kept)
+        key = frozenset(single)
         if key not in self._known:
             if len(self._known) >= self._budget:
                 self._refused = True
                 return False
-            self._known[key] = self._ask(tuple(kept))
+            self._known[key] = self._ask(tuple(single))
         return self._known[key]
 
     def _least_first(self, names: Collection[str]) -> list[str]:
@@ -108,15 +114,35 @@ class _Search:
         waiting = list(kept)
         while waiting:
             name = waiting.pop(0)
-            children = list(self._tree.get(name, ()))
-            if not children:
-                continue
             place = kept.index(name)
-            replaced = [*kept[:place], *children, *kept[place + 1 :]]
-            if self._passes(replaced):
-                kept = self._without(self._least_first(children), replaced)
-                waiting += [child for child in children if child in kept]
+            for parts in self._parts(name):
+                replaced = [*kept[:place], *parts, *kept[place + 1 :]]
+                if self._passes(replaced):
+                    kept = self._without(self._least_first(parts), replaced)
+                    waiting += [part for part in parts if part in kept]
+                    break
         return kept
+
+    def _parts(self, name: str) -> Iterator[list[str]]:
+        """Iterate over what a module, or several that are alike, can be replaced by: the larger parts last."""
+        names = self._single([name])
+        parts = self._together(part for one in names for part in self._tree.get(one, ()))
+        if parts:
+            yield [*parts, *(one for one in names if not self._tree.get(one))]
+        if len(names) > 1:
+            yield names
+
+    def _together(self, names: Iterable[str]) -> list[str]:
+        """Write modules that are alike as their pattern, where all that it stands for are there."""
+        given = list(dict.fromkeys(names))
+        pattern_of = {
+            name: pattern for pattern, alike in self._alike.items() if set(alike) <= set(given) for name in alike
+        }
+        return list(dict.fromkeys(pattern_of.get(name, name) for name in given))
+
+    def _single(self, names: Iterable[str]) -> list[str]:
+        """Write a pattern as the modules that it stands for."""
+        return list(dict.fromkeys(one for name in names for one in self._alike.get(name, (name,))))
 
     def _one_by_one(self, kept: list[str]) -> list[str]:
         """Leave out single modules until none can be."""
@@ -137,6 +163,14 @@ class _Search:
                 if self._passes(merged):
                     kept = merged
         return kept
+
+
+def _alike(tree: Tree) -> dict[str, tuple[str, ...]]:
+    """Find modules whose names differ in numbers alone, two or more; by name with a star for each number."""
+    groups: dict[str, list[str]] = {}
+    for name in (name for inside in tree.values() for name in inside):
+        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+    return {pattern: tuple(names) for pattern, names in groups.items() if len(names) > 1}
 
 
 def as_rules(names: Sequence[str], others: Collection[str]) -> tuple[str, ...]:

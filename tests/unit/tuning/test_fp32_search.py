@@ -45,6 +45,26 @@ def test_two_that_only_help_together() -> None:
     assert names_of(search(DEEP, needs("embed", "blocks.3.attn.v"), {})) == {"embed", "blocks.3.attn.v"}
 
 
+def test_blocks_that_are_alike_go_down_together() -> None:
+    """Two of four modules in each of twelve blocks: far fewer sets than there are modules."""
+    inside = [f"blocks.{i}.attn.{x}" for i in range(12) for x in "qk"]
+    found = search(DEEP, needs(*inside), {})
+    assert names_of(found) == set(inside)
+    assert found.complete
+    assert found.tried < 80
+
+
+def test_a_block_of_its_own_kind() -> None:
+    """The code of blocks 2 and 3 themselves, and not what is inside them."""
+    assert names_of(search(DEEP, needs("blocks.2", "blocks.3"), {})) == {"blocks.2", "blocks.3"}
+
+
+def test_layers_in_a_row_are_not_alike_inside() -> None:
+    tree = {"": ("0", "1", "2"), "1": ("1.a", "1.b"), "2": ("2.a",)}
+    for culprits in (("1.a",), ("0", "1.b"), ("0", "2.a"), ("1",)):
+        assert names_of(search({**tree, "0": ()}, needs(*culprits), {})) == set(culprits)
+
+
 def test_what_is_suspected_is_left_out_last() -> None:
     blind = search(FLAT, needs("17", "150"), {})
     guided = search(FLAT, needs("17", "150"), {"17": 2.0, "150": math.inf})
