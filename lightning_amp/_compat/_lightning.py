@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -179,6 +181,29 @@ def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float
     # As in `log_metrics`, which adds the epoch only where there is no `step`.
     connector.log_metrics(metrics if step is None else {**metrics, "step": torch.tensor(float(number))})
     return number
+
+
+# Can go when the Trainer has a public way to do so.
+def to_device(trainer: Any, batch: Any, dataloader_idx: int) -> Any:
+    """Do with a batch of an evaluation's loader what the loop does before it hands it to the step."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
+
+
+@contextmanager
+def training_stage(trainer: Any) -> Generator[None]:
+    """Have the trainer be in its training epoch, for the length of a hook of the validation inside of it.
+
+    `self.log` of a training step then finds the results of training. Lightning does the same where it prepares the
+    loaders of validation. Can go with `own_results`.
+    """
+    stage = trainer.state.stage
+    trainer.training = True
+    try:
+        yield
+    finally:
+        trainer.state.stage = stage
 
 
 # Can go with `run_hook`.

@@ -10,7 +10,7 @@ from lightning_amp.casting._float8_choice import (
     share_of_flops,
 )
 from lightning_amp.casting._float8_recipes import checked_recipe, emulates, gradient_cast, name_of, needs_whole_tiles
-from lightning_amp.casting._fp32_metrics import Fp32Metrics, fp32_region
+from lightning_amp.casting._fp32_metrics import Fp32Metrics, fp32_region, is_metric
 from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_module_rules, modules_matching
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
 from lightning_amp.casting._matmul_flops import MatmulFlops, flop_formulas, multiplied_dtype
@@ -47,6 +47,7 @@ __all__ = [
     "flop_formulas",
     "fp32_region",
     "gradient_cast",
+    "is_metric",
     "linear_layers",
     "may_run_in_fp8",
     "mend_rounding",

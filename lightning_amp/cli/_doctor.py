@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp.cli._class_options import CLASS_OPTIONS, user_classes
-from lightning_amp.cli._exits import FINE, TO_DO, UsageError
+from lightning_amp.cli._exits import FINE, TO_DO
 from lightning_amp.cli._markdown import markdown
 from lightning_amp.cli._output import check_output, note, require_extra, save, show
 from lightning_amp.cli._parser import Parser
-from lightning_amp.cli._user_errors import user_error
+from lightning_amp.cli._user_errors import usage_error
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -74,10 +74,13 @@ def _doctor(make_module: Any, make_data: Any, options: Any, trainer_kwargs: Any)
             device=options.device,
             trainer_kwargs=trainer_kwargs,
         )
-    except (KeyboardInterrupt, BrokenPipeError):
+    except BrokenPipeError:
         raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(user_error(error)) from error
+    except Exception as error:
+        wrong = usage_error(error)
+        if wrong is None:
+            raise
+        raise wrong from error
 
 
 def _text(report: Any) -> Iterator[RenderableType]:

@@ -20,15 +20,17 @@ COMMANDS = {
     "batch-size": "find the largest batch that fits into memory, in each precision",
     "compare": "train a module in several precisions, and say which one to use",
     "doctor": "say what this machine can do, and why a module is not faster",
+    "fp32-modules": "find the modules that must stay in fp32",
     "scale": "show saved scale histories, and replay other scale policies",
 }
 """What each command does. It is `run` of the module in this room that is named after it, imported when it is wanted."""
 
 _EXIT_STATUS = f"""\
-exit status: {FINE} fine; {TO_DO} something to do (a verdict "worse", a run that
-failed); {WRONG_USE} wrong use, with one line on stderr; {CRASHED} an error inside of
-{NAME}; {INTERRUPTED} interrupted. `--debug`, or the environment variable
-{DEBUG}=1, shows the traceback of an error."""
+exit status: {FINE} fine; {TO_DO} something to do (a finding that is a warning, a
+verdict "worse", a run that failed, modules that need fp32); {WRONG_USE} wrong use,
+with one line on stderr; {CRASHED} an error inside of {NAME}; {INTERRUPTED} interrupted.
+`--debug`, or the environment variable {DEBUG}=1, shows the
+traceback of an error."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

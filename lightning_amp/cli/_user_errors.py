@@ -1,43 +1,49 @@
-"""An exception of the user's own code, in one line, with the line of code that raised it."""
+"""What the user's own code raised, in one line: which exception, and where."""
 
 from __future__ import annotations
 
-import linecache
-import sys
+import os
+import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
-_LIBRARIES = ("torch", "lightning", "torchmetrics", "lightning_amp", "lightning_fabric", "pytorch_lightning")
+from lightning_amp.cli._exits import UsageError
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
-def user_error(error: BaseException) -> str:
-    """Return the text of an exception, and where the user's code raised it, if it did.
+def usage_error(error: Exception) -> UsageError | None:
+    """Turn an exception into one line; `None` if it is our own, which is an error of the command.
 
-    Args:
-        error: What was caught.
-
+    The line names the last place in a file that is no library's, also where a library has raised another exception over
+    it. Without one, the exception is that of a library about what the user wrote (a LightningModule without an
+    optimizer), or ours about an argument.
     """
-    text = f"{error}" or type(error).__name__
-    place = _place(error)
-    if place is None:
-        return text
-    file, line = place
-    code = linecache.getline(file, line).strip()
-    return f"{Path(file).name}:{line} `{code}` raised {type(error).__name__}: {text}"
+    for raised in _chain(error):
+        own = [frame for frame in traceback.extract_tb(raised.__traceback__) if _is_users(frame.filename)]
+        if own:
+            place = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}"
+            return UsageError(f"{type(raised).__name__} in {place} (`{own[-1].name}`): {_text(raised)}")
+    if isinstance(error, (ValueError, TypeError, ImportError)):
+        return UsageError(_text(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and not frames[-1].filename.startswith(_OURS):
+        return UsageError(f"{type(error).__name__}: {_text(error)}")
+    return None
 
 
-def _place(error: BaseException) -> tuple[str, int] | None:
-    """Return the innermost frame that is of no library."""
-    folders = tuple(
-        str(Path(str(module.__file__)).parent) for name in _LIBRARIES if _has_file(module := sys.modules.get(name))
-    )
-    found = None
-    for frame in traceback.extract_tb(error.__traceback__):
-        inside = frame.filename.startswith((*folders, "<")) or frame.filename.startswith(sys.base_prefix)
-        if not inside and frame.lineno is not None and "site-packages" not in frame.filename:
-            found = frame.filename, frame.lineno
-    return found
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
-def _has_file(module: object) -> bool:
-    return getattr(module, "__file__", None) is not None
+def _is_users(file: str) -> bool:
+    libraries = (_OURS, _PYTHON, "<")
+    return not file.startswith(libraries) and "site-packages" not in file and "dist-packages" not in file
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(str(error).split())

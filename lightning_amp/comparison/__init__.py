@@ -1,7 +1,7 @@
 """Train whole runs, each in a process of its own, as one would by hand; side by side."""
 
 from lightning_amp.comparison._arm_process import Task
-from lightning_amp.comparison._checks import check_place, check_trainer_kwargs
+from lightning_amp.comparison._checks import check_place, check_trainer_kwargs, check_trainer_names
 from lightning_amp.comparison._compare import compare_precisions
 from lightning_amp.comparison._factories import check_factory
 from lightning_amp.comparison._peak_memory import is_settled
@@ -16,6 +16,7 @@ __all__ = [
     "check_factory",
     "check_place",
     "check_trainer_kwargs",
+    "check_trainer_names",
     "compare_precisions",
     "is_settled",
     "parse_arms",

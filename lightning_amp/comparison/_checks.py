@@ -49,22 +49,8 @@ def check_trainer_kwargs(trainer_kwargs: object) -> dict[str, Any]:
         ValueError: If it knows one of them not, or if one is what is compared.
 
     """
-    if trainer_kwargs is None:
-        return {}
-    fine = isinstance(trainer_kwargs, Mapping) and all(isinstance(name, str) for name in trainer_kwargs)
-    require(fine, "trainer_kwargs", "a mapping of the Trainer's arguments, or `None`", trainer_kwargs)
-    assert isinstance(trainer_kwargs, Mapping)
-    found = dict(trainer_kwargs)
-    for name in ("precision", "plugins"):
-        if name in found:
-            advice = "Write an arm for each plugin: `precisions={'fp32': 'fp32', 'mine': plugin}`."
-            raise ValueError(f"`trainer_kwargs` must not have {name!r}, which is what is compared. {advice}")
-    known = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
-    for name in found:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            advice = f"Did you mean {close[0]!r}?" if close else f"It knows {known}."
-            raise ValueError(f"`trainer_kwargs` must hold arguments of the Trainer, got {name!r}. {advice}")
+    advice = "Write an arm for each plugin: `precisions={'fp32': 'fp32', 'mine': plugin}`."
+    found = check_trainer_names(trainer_kwargs, "what is compared", advice)
     strategy = found.get("strategy")
     if isinstance(strategy, str) and re.search("_(spawn|fork|notebook)", strategy):
         raise ValueError(
@@ -81,6 +67,36 @@ def check_trainer_kwargs(trainer_kwargs: object) -> dict[str, Any]:
             f"`trainer_kwargs` cannot be sent to another process: {type(error).__name__}: {error}. Pass what can be"
             " pickled; an object that cannot may be made in the module's `configure_callbacks`."
         ) from error
+    return found
+
+
+def check_trainer_names(trainer_kwargs: object, instead: str, advice: str) -> dict[str, Any]:
+    """Return the arguments of the Trainer, their names checked.
+
+    Args:
+        trainer_kwargs: As given.
+        instead: Tells what `precision` and `plugins` are here.
+        advice: Tells how to write them.
+
+    Raises:
+        ValueError: If it knows one of them not, or if one says the precision.
+
+    """
+    if trainer_kwargs is None:
+        return {}
+    fine = isinstance(trainer_kwargs, Mapping) and all(isinstance(name, str) for name in trainer_kwargs)
+    require(fine, "trainer_kwargs", "a mapping of the Trainer's arguments, or `None`", trainer_kwargs)
+    assert isinstance(trainer_kwargs, Mapping)
+    found = dict(trainer_kwargs)
+    for name in ("precision", "plugins"):
+        if name in found:
+            raise ValueError(f"`trainer_kwargs` must not have {name!r}, which is {instead}. {advice}")
+    known = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
+    for name in found:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            advice = f"Did you mean {close[0]!r}?" if close else f"It knows {known}."
+            raise ValueError(f"`trainer_kwargs` must hold arguments of the Trainer, got {name!r}. {advice}")
     return found
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_amp._arguments import require
 from lightning_amp.advice import DoctorReport
 from lightning_amp.casting import Choice
-from lightning_amp.comparison import ArmSpec, check_trainer_kwargs, parse_arms
+from lightning_amp.comparison import ArmSpec, check_trainer_names, parse_arms
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling._examine_step import StepExamination
 from lightning_amp.profiling._machine import examine
@@ -73,7 +73,7 @@ def doctor(
         make_data,
         "Without a module the doctor looks at the machine alone.",
     )
-    kwargs = check_trainer_kwargs(trainer_kwargs)
+    kwargs = check_trainer_names(trainer_kwargs, "looked at", "Pass it as `precision=`.")
     for name, factory in (("make_module", make_module), ("make_data", make_data)):
         rule = "callable without arguments: a class, or a function"
         made = isinstance(factory, (LightningModule, LightningDataModule))

@@ -41,7 +41,7 @@ from lightning_amp.profiling._variants import (
     to_channels_last,
 )
 from lightning_amp.profiling._watch import Watch
-from lightning_amp.shadow import own_data, own_module, private_trainer
+from lightning_amp.shadow import own_data, own_module, private_trainer, run_private_fit
 
 _INEFFICIENT = 3.0
 """How many times as long as at best a product may take in which its FLOPs still matter."""
@@ -90,7 +90,7 @@ class StepExamination:
             trainer = private_trainer(self._where, plugin, [watch], self._kwargs)
             trainer.profiler = watch.profiler()  # type: ignore[attr-defined]
             try:
-                trainer.fit(module, datamodule=data)
+                run_private_fit(trainer, module, data)
             except Exception as error:
                 if not watch.batches and trainer.num_training_batches == 0:  # a schedule over no steps, for example
                     raise ValueError(_too_short(watch)) from error

@@ -18,7 +18,7 @@ from typing_extensions import final
 from lightning_amp._compat import _torch
 from lightning_amp.advice import Variant
 from lightning_amp.profiling._watch import Laps, Watch
-from lightning_amp.shadow import copy_batch, is_out_of_memory, private_trainer
+from lightning_amp.shadow import copy_batch, is_out_of_memory, private_trainer, run_private_fit
 
 _ROUNDS = (3, 9)
 _LAPS = 4
@@ -57,7 +57,7 @@ def giving(data: LightningDataModule | None, batches: Sequence[Any]) -> Generato
     before = dict(vars(data))
     vars(data).update(own, train_dataloader=train_dataloader)
     try:
-        yield {"datamodule": data}
+        yield {"data": data}
     finally:
         vars(data).clear()
         vars(data).update(before)
@@ -115,7 +115,7 @@ class Contestant:
         if isinstance(callback, Watch):
             trainer.profiler = callback.profiler()  # type: ignore[attr-defined]
         with giving(data, self._batches) as source:
-            trainer.fit(module, **source)
+            run_private_fit(trainer, module, **source)
 
     def result(self) -> Variant:
         """Return what was found."""

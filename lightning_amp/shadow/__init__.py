@@ -1,31 +1,36 @@
 """Run the user's step a second time, unseen: on a copy, with its own random numbers and loggers."""
 
-from lightning_amp.shadow._evaluation_pass import Stage
-from lightning_amp.shadow._failures import Failure, is_out_of_memory
+from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage
+from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
 from lightning_amp.shadow._gradient_sample import take_sample
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._overflow_search import BatchWindow, Finding, find, packed_step, unpacked_step
 from lightning_amp.shadow._paired_evaluation import PairedEvaluation
-from lightning_amp.shadow._private_fit import own_data, own_module, private_trainer, unnoticed
+from lightning_amp.shadow._private_fit import own_data, own_module, private_trainer, run_private_fit, unnoticed
 from lightning_amp.shadow._ranks import gather, gather_on_zero
+from lightning_amp.shadow._training_pass import TrainingPass
 
 __all__ = [
     "BatchWindow",
+    "EvaluationPass",
     "Failure",
     "Finding",
     "PairedEvaluation",
     "Stage",
+    "TrainingPass",
     "copy_batch",
     "find",
     "gather",
     "gather_on_zero",
+    "in_one_line",
     "is_out_of_memory",
     "matmul_flops",
     "own_data",
     "own_module",
     "packed_step",
     "private_trainer",
+    "run_private_fit",
     "take_sample",
     "unnoticed",
     "unpacked_step",

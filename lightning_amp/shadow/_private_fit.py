@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import signal
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.loggers.logger import DummyLogger
+from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
 from lightning_amp.tracing import paired_random
@@ -39,6 +41,8 @@ _LEFT_OUT = (
     "sync_batchnorm",
 )
 """Arguments of the user's Trainer that say how long, how many, or what is written."""
+
+_WRITE_OR_STOP = (Checkpoint, EarlyStopping)
 
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_amp")
 _MANY_EPOCHS, _MANY_STEPS = 1000, 1_000_000
@@ -86,7 +90,10 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
     """
     made = _made(make_module, "make_module", LightningModule)
     try:
-        return copy.deepcopy(made)
+        copied = copy.deepcopy(made)
+        if not all(parameter.is_leaf for parameter in copied.parameters()):
+            raise RuntimeError("the parameters of its copy cannot be trained, as those of TorchScript modules")
+        return copied
     except Exception as error:
         again = _made(make_module, "make_module", LightningModule)
         if again is made:
@@ -146,7 +153,7 @@ def private_trainer(
     kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
     given = kwargs.pop("callbacks", None) or []
     given = [given] if isinstance(given, Callback) else list(given)
-    kept = [callback for callback in given if not isinstance(callback, (Checkpoint, EarlyStopping))]
+    kept = [callback for callback in given if not isinstance(callback, _WRITE_OR_STOP)]
     settings: dict[str, Any] = {
         "accelerator": device.type if device.type != "cuda" else "gpu",
         "devices": [device.index] if device.type == "cuda" and ":" in str(device) else 1,
@@ -159,6 +166,40 @@ def private_trainer(
         "enable_model_summary": False,
         "logger": DummyLogger(),
     }
-    return Trainer(
-        **{**kwargs, **settings}, callbacks=[*(copy.deepcopy(kept)), *callbacks], plugins=[plugin] if plugin else None
-    )
+    watching = [*copy.deepcopy(kept), _LeaveOut(), *callbacks]
+    return Trainer(**{**kwargs, **settings}, callbacks=watching, plugins=[plugin] if plugin else None)
+
+
+def run_private_fit(trainer: Trainer, module: LightningModule, data: Any = None, **loaders: Any) -> None:
+    """Run the fit of a private trainer.
+
+    Args:
+        trainer: What :func:`private_trainer` returned.
+        module: The module, own.
+        data: The data module; `None` if the module, or `loaders`, have what to train on.
+        loaders: As of `Trainer.fit`.
+
+    Raises:
+        KeyboardInterrupt: At Ctrl-C, of which Lightning would make an exit of the whole process.
+
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        trainer.fit(module, datamodule=data, **loaders)
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        if signal.getsignal(signal.SIGINT) is not handler:
+            signal.signal(signal.SIGINT, handler)
+
+
+@final
+class _LeaveOut(Callback):
+    """Takes away those that write or stop among the callbacks that the module itself configures."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        own: Any = trainer  # Lightning does not declare `callbacks`
+        own.callbacks = [callback for callback in own.callbacks if not isinstance(callback, _WRITE_OR_STOP)]

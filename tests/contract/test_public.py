@@ -15,7 +15,7 @@ def test_every_public_name_works_and_nothing_else_is_public() -> None:
     contract = {
         "AmpPrecision", "FSDPAmpPrecision", "DynamicLossScaler", "StepRecord", "ScaleMonitor", "MetricComparison",
         "OverflowLocator", "GradientMonitor", "compare_precisions", "PrecisionReport", "find_batch_size",
-        "doctor", "__version__",
+        "find_fp32_modules", "doctor", "__version__",
     }  # fmt: skip
     public = set(lightning_amp.__all__)
     assert public <= contract
@@ -47,8 +47,10 @@ def test_a_public_name_and_a_room_are_imported_when_they_are_asked_for() -> None
 def test_import_is_light() -> None:
     """No plotting, no CLI, no distributed start-up on import, for all that is public; tests/benchmarks has the time."""
     heavy = ("matplotlib", "jsonargparse", "rich", "sklearn", "transformers", "torchao", "torch._dynamo.eval_frame")
-    heavy = (*heavy, "scipy", "jinja2", "lightning_amp.comparison", "lightning_amp.tuning", "lightning_amp.cli")
-    training = ", ".join(set(lightning_amp.__all__) - {"PrecisionReport", "compare_precisions", "find_batch_size"})
+    heavy = (*heavy, "scipy", "jinja2", "lightning_amp.comparison", "lightning_amp.tuning", "lightning_amp.profiling")
+    heavy = (*heavy, "lightning_amp.advice", "lightning_amp.cli")
+    whole = {"PrecisionReport", "compare_precisions", "doctor", "find_batch_size", "find_fp32_modules"}
+    training = ", ".join(set(lightning_amp.__all__) - whole)
     before = "import sys, lightning.pytorch; before = set(sys.modules)"
     code = f"{before}; from lightning_amp import {training}; print(sorted(set(sys.modules) - before))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -100,9 +100,7 @@ def test_a_closed_pipe(command: Callable[[Any], None], capfd: pytest.CaptureFixt
 def test_no_such_command(arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     err = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        err == f"lightning-amp: {what}; there are batch-size, compare, scale (`lightning-amp --help` says what they do)"
-    )
+    assert err == f"lightning-amp: {what}; there are {', '.join(COMMANDS)} (`lightning-amp --help` says what they do)"
 
 
 def test_the_help_has_every_command_and_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_amp import AmpPrecision
-from lightning_amp.shadow import own_data, own_module, private_trainer, unnoticed
+from lightning_amp.shadow import own_data, own_module, private_trainer, run_private_fit, unnoticed
 
 CPU = torch.device("cpu")
 
@@ -58,7 +60,7 @@ def fit(make_module: Callable[[], LightningModule], make_data: Callable[[], Ligh
     with unnoticed(CPU), own_data(make_data) as data:
         module = own_module(make_module)
         trainer = private_trainer(CPU, AmpPrecision("bf16"), [Stop(5)], kwargs)
-        trainer.fit(module, datamodule=data)
+        run_private_fit(trainer, module, data)
     return trainer, module
 
 
@@ -127,3 +129,35 @@ def test_a_factory_of_something_else_is_an_error() -> None:
         fit(lambda: torch.nn.Linear(1, 1), Data)  # type: ignore[arg-type,return-value]
     with pytest.raises(TypeError, match="`make_data` must return a LightningDataModule; it returned NoneType"):
         fit(Net, lambda: None)  # type: ignore[arg-type,return-value]
+
+
+def test_callbacks_of_the_module_that_write_or_stop_are_left_out(in_tmp_path: Path) -> None:
+    class Writes(Net):
+        def configure_callbacks(self) -> Any:
+            return [ModelCheckpoint(every_n_train_steps=1), EarlyStopping("loss", check_on_train_epoch_end=True)]
+
+    trainer, _ = fit(Writes, Data)
+    assert trainer.global_step == 5
+    assert list(in_tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript
+def test_what_cannot_be_trained_as_a_copy_is_made_anew() -> None:
+    class Scripted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.jit.script(torch.nn.Linear(4, 1))
+
+    trainer, _ = fit(Scripted, Data)
+    assert trainer.global_step == 5
+
+
+def test_an_interrupt_stays_one() -> None:
+    class Interrupted(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        fit(Interrupted, Data)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,159 @@
+"""The same step with one thing changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import Toy, batches
+from torch import nn
+
+from lightning_amp import AmpPrecision
+from lightning_amp.profiling import _variants
+from lightning_amp.profiling._variants import (
+    Batches,
+    Contestant,
+    can_fuse,
+    fuse_optimizers,
+    giving,
+    has_convolutions,
+    joined,
+    race,
+    to_channels_last,
+)
+
+CPU = torch.device("cpu")
+KWARGS = {"accelerator": "cpu"}
+
+
+def contestant(label: str, module: Any = None, **settings: Any) -> Contestant:
+    return Contestant(label, lambda: (module or Toy(), AmpPrecision("bf16")), list(batches(2)), **settings)
+
+
+def test_all_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[str] = []
+    real = Contestant.round
+
+    def noted(self: Contestant, *args: Any) -> None:
+        turns.append(self.label)
+        real(self, *args)
+
+    monkeypatch.setattr(Contestant, "round", noted)
+    monkeypatch.setattr(_variants, "_ROUNDS", (3, 3))
+    found = race([contestant("a"), contestant("b")], CPU, KWARGS, None)
+    assert turns == ["a", "b", "b", "a", "a", "b"]
+    assert [(v.label, len(v.step_s), v.error) for v in found] == [("a", 3, ""), ("b", 3, "")]
+
+
+def test_one_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("no kernel\nfor this")
+
+    class Full(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(_variants, "_ROUNDS", (2, 2))
+    found = race([contestant("a", Fails()), contestant("b"), contestant("c", Full())], CPU, KWARGS, None)
+    assert [(v.label, len(v.step_s), v.error) for v in found] == [
+        ("a", 0, "RuntimeError: no kernel"),
+        ("b", 2, ""),
+        ("c", 0, "there was not enough memory"),
+    ]
+
+
+def test_the_budget_ends_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_variants, "_ROUNDS", (1, 9))
+    assert len(race([contestant("a")], CPU, KWARGS, None, budget_s=0.0)[0].step_s) == 1
+
+
+def test_batches_are_copies_without_end() -> None:
+    own = torch.ones(2)
+    given = iter(Batches([own]))
+    first, second = next(given), next(given)
+    first.zero_()
+    assert own.sum() == second.sum() == 2
+    assert len(Batches([own])) > 1000
+
+
+def test_a_data_module_gives_the_batches_and_is_as_before() -> None:
+    class Data(L.LightningDataModule):
+        def setup(self, stage: str) -> None:
+            raise AssertionError("it was set up before")
+
+        def train_dataloader(self) -> Any:
+            raise AssertionError
+
+    data = Data()
+    before = dict(vars(data))
+    with giving(data, [torch.ones(2)]) as source:
+        source["data"].setup("fit")
+        assert torch.equal(next(iter(source["data"].train_dataloader())), torch.ones(2))
+    assert vars(data) == before
+    with giving(None, [torch.ones(2)]) as source:
+        assert torch.equal(next(iter(source["train_dataloaders"])), torch.ones(2))
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_an_optimizer_that_is_made_fused_steps_as_one_that_was(make: Any) -> None:
+    def weights(fuse: bool) -> Any:
+        torch.manual_seed(0)
+        module = Toy(lambda params: make(params, lr=0.1, **({} if fuse else {"fused": True})))
+        configured: Any = (fuse_optimizers(module) if fuse else module).configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(configured, 1, gamma=0.5)
+        for _ in range(3):
+            module.loss(torch.ones(2, 8)).backward()
+            configured.step()
+            schedule.step()
+        assert configured.param_groups[0]["fused"]
+        assert configured.param_groups[0]["lr"] == pytest.approx(0.0125)
+        return module.state_dict()
+
+    torch.testing.assert_close(weights(True), weights(False), rtol=0, atol=0)
+
+
+def test_which_optimizers_can_be_fused() -> None:
+    own = [nn.Parameter(torch.ones(2))]
+    assert can_fuse(torch.optim.AdamW(own))
+    assert not can_fuse(torch.optim.AdamW(own, fused=True))
+    assert not can_fuse(torch.optim.AdamW(own, foreach=True))  # somebody chose that
+    assert not can_fuse(torch.optim.RMSprop(own))
+    assert not can_fuse(type("Mine", (torch.optim.AdamW,), {})(own))
+
+
+def test_optimizers_are_found_in_whatever_is_configured() -> None:
+    for shape in (
+        lambda o, s: o,
+        lambda o, s: ([o], [s]),
+        lambda o, s: {"optimizer": o, "lr_scheduler": s},
+        lambda o, s: ({"optimizer": o},),
+    ):
+        module = Toy()
+        optimizer = torch.optim.Adam(module.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        vars(module)["configure_optimizers"] = lambda shape=shape, o=optimizer, s=schedule: shape(o, s)
+        fuse_optimizers(module).configure_optimizers()
+        assert optimizer.param_groups[0]["fused"]
+
+
+def test_batches_are_joined() -> None:
+    def batch() -> Any:
+        return {"x": torch.ones(2, 3), "y": [torch.zeros(2), (torch.zeros(2, 1),)]}
+
+    (found,) = joined([batch(), batch()], 4) or [None]
+    assert found["x"].shape == (8, 3)
+    assert found["y"][1][0].shape == (8, 1)
+    assert joined([], 4) is None
+    assert joined([torch.tensor(1.0)], 4) is None
+    assert joined([(torch.ones(2), "names")], 4) is None
+    assert joined([torch.ones(2, 3), torch.ones(2, 4)], 2) is None
+
+
+def test_images_with_the_channels_last() -> None:
+    module = Toy(net=nn.Sequential(nn.Conv2d(2, 4, 3)))
+    assert has_convolutions(module)
+    assert not has_convolutions(Toy())
+    assert to_channels_last(module).net[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]

@@ -1,0 +1,153 @@
+"""The callback that watches a fit, and the profiler that tells it what Lightning is doing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from support import Toy, batches
+
+from lightning_amp import AmpPrecision, DynamicLossScaler
+from lightning_amp.profiling import _watch
+from lightning_amp.profiling._clock import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, Clock
+from lightning_amp.profiling._watch import Laps, PartsProfiler, Watch, num_rows
+from lightning_amp.shadow import private_trainer, run_private_fit, unnoticed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_watch, "_TIMED", (4, 4))
+    monkeypatch.setattr(_watch, "_TIMED_S", (0.0, 60.0))
+
+
+def watched(module: LightningModule, plugin: Any = None, loader: Any = None, **kwargs: Any) -> tuple[Watch, Trainer]:
+    watch = Watch(CPU, __file__, lambda *_: None)
+    with unnoticed(CPU):
+        trainer = private_trainer(CPU, plugin or AmpPrecision("bf16"), [watch], kwargs)
+        trainer.profiler = watch.profiler()  # type: ignore[attr-defined]
+        run_private_fit(trainer, module, train_dataloaders=loader or batches(4))
+    return watch, trainer
+
+
+def test_some_steps_settle_some_are_timed_one_is_recorded() -> None:
+    watch, trainer = watched(Toy())
+    assert trainer.global_step == 3 + 4 + 1
+    assert watch.num_timed == 4
+    assert watch.batch_size == 4
+    assert len(watch.batches) == 4
+    assert watch.recorder is not None
+    assert {o.part for o in watch.recorder.operations} >= {FORWARD, BACKWARD, OPTIMIZER}
+
+
+def test_the_parts_are_those_that_took_the_time() -> None:
+    class Sleeps(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            time.sleep(0.02)
+            return super().training_step(batch, batch_idx)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            time.sleep(0.03)
+
+    class Rests(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            time.sleep(0.04)
+
+    class SlowLoader:
+        def __iter__(self) -> Any:
+            for batch in batches(4):
+                time.sleep(0.05)
+                yield batch
+
+        def __len__(self) -> int:
+            return 4
+
+    watch, _ = watched(Sleeps(), loader=SlowLoader(), callbacks=[Rests()])
+    expected = {FORWARD: 0.02, SCALING: 0.03, CALLBACKS: 0.04, DATA: 0.05}
+    for part, seconds in expected.items():
+        assert watch.parts[part] / 4 >= seconds
+    assert watch.parts[OPTIMIZER] < watch.parts[FORWARD]
+    assert watch.callbacks["Rests"] / 4 >= 0.04
+    assert sum(watch.parts.values()) / 4 < 0.4
+
+
+def test_validation_is_no_part_of_a_step() -> None:
+    class Validates(Toy):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            time.sleep(0.5)
+
+        def val_dataloader(self) -> Any:
+            return batches(1)
+
+    watch, _ = watched(Validates(), loader=batches(5))
+    assert sum(watch.parts.values()) < 0.5
+
+
+def test_a_scale_that_settles_is_waited_for() -> None:
+    scaler = DynamicLossScaler(init_scale=2.0**24)
+    watch, trainer = watched(Toy(), AmpPrecision("fp16", scaler=scaler))
+    assert watch.num_skipped > 0
+    assert trainer.global_step > 8
+    assert watch.parts[OPTIMIZER] > 0
+
+
+def test_manual_optimization_and_accumulation() -> None:
+    class Manual(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    for watch, _ in (watched(Manual()), watched(Toy(), accumulate_grad_batches=2)):
+        assert watch.recorder is not None
+        parts = [o.part for o in watch.recorder.operations]
+        assert {FORWARD, BACKWARD, OPTIMIZER} <= set(parts)
+
+
+def test_nothing_stays_on_the_module_or_the_optimizer() -> None:
+    module = Toy()
+    _, trainer = watched(module)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert all(not o._optimizer_step_pre_hooks for o in trainer.optimizers)
+
+
+def test_laps_leave_out_what_is_not_settled() -> None:
+    laps = Laps(CPU, 3, num_before=2)
+    with unnoticed(CPU):
+        trainer = private_trainer(CPU, AmpPrecision("bf16"), [laps], {})
+        run_private_fit(trainer, Toy(), train_dataloaders=batches(4))
+    assert len(laps.step_s) == 3
+    assert trainer.global_step == 5
+
+
+def test_rows_of_a_batch() -> None:
+    assert num_rows(torch.ones(3, 2)) == 3
+    assert num_rows(object()) == 0
+
+
+def test_the_profiler_knows_its_actions() -> None:
+    clock = Clock(CPU)
+    profiler = PartsProfiler(clock, ("Watch",))
+    seen = {}
+    for action in (
+        "[_TrainingEpochLoop].train_dataloader_next",
+        "[Strategy]SingleDeviceStrategy.training_step",
+        "[LightningModule]Net.optimizer_step",
+        "[Callback]Mine{'a': 1}.on_train_batch_end",
+        "[Callback]Watch.on_train_batch_end",
+        "[Strategy]SingleDeviceStrategy.batch_to_device",
+    ):
+        profiler.start(action)
+        seen[action.rpartition("]")[2]] = clock.part
+        profiler.stop(action)
+    assert list(seen.values()) == [DATA, FORWARD, SCALING, CALLBACKS, "rest", "rest"]
+    profiler.stop("something else")

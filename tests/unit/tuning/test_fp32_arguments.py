@@ -1,0 +1,67 @@
+"""What is refused before anything runs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_amp import DynamicLossScaler
+from lightning_amp.tuning._fp32_arguments import Request
+
+CPU = {"accelerator": "cpu"}
+
+
+def test_what_is_measured_and_what_makes_no_difference() -> None:
+    arm = {"precision": "16-mixed", "fp32_modules": ["head"], "scaler": DynamicLossScaler(), "fallback": ["fp32"]}
+    request = Request(arm, 0.05, CPU | {"max_epochs": 3})
+    assert (request.name, request.tolerance, request.rules) == ("fp16", 0.05, ("head",))
+    assert request.arguments == {"precision": "fp16", "fp32_modules": ["head"]}
+    assert request.device == torch.device("cpu")
+    assert Request(torch.bfloat16, 1, CPU).name == "bf16"
+
+
+@pytest.mark.parametrize("tolerance", [0, -0.1, math.inf, math.nan, "0.05", None, True])
+def test_a_tolerance(tolerance: Any) -> None:
+    with pytest.raises(ValueError, match=r"`tolerance` must be a finite number above 0, such as 0.05, got "):
+        Request("fp16", tolerance, CPU)
+
+
+@pytest.mark.parametrize(
+    ("precision", "text"),
+    [
+        ("fp32", "must be 'fp16' or 'bf16', got 'fp32', in which all modules are"),
+        ("fp8", "must be 'fp16' or 'bf16', got 'fp8'. Search in 'bf16'"),
+        ("half", "must be one of 'auto', 'bf16'"),
+        ({"precision": "fp16", "fp32_module": ["head"]}, "unexpected keyword argument 'fp32_module'"),
+        ({"precision": "bf16", "scaler": 2.0}, "scaler"),
+        ({"precision": "fp16", "fp32_modules": "head"}, r"`fp32_modules` must be a sequence of rules"),
+    ],
+)
+def test_a_precision(precision: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Request(precision, 0.05, CPU)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"plugins": []}, "must not have 'plugins', which is what is searched for. Pass it as `precision=`"),
+        ({"precision": "16-mixed"}, "must not have 'precision'"),
+        ({"max_epoch": 1}, "Did you mean 'max_epochs'"),
+        ([1], "must be a mapping"),
+    ],
+)
+def test_trainer_kwargs(kwargs: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Request("fp16", 0.05, kwargs)
+
+
+def test_the_device_is_that_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("lightning_amp.tuning._fp32_arguments.Choice.require", lambda *_: None)
+    assert Request("fp16", 0.05, {}).device == torch.device("cuda", 0)
+    assert Request("fp16", 0.05, {"accelerator": "gpu", "devices": [1]}).device == torch.device("cuda", 1)
+    assert Request("fp16", 0.05, CPU).device == torch.device("cpu")
