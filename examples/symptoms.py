@@ -1,9 +1,9 @@
-"""Six models that have something, and what the callbacks say about it: the guide by symptom, docs/guide/symptoms.md.
+"""Models that have something, and what the callbacks and the doctor say about it: docs/guide/symptoms.md.
 
 python examples/symptoms.py                     all of them
 python examples/symptoms.py nan-loss            one: nan-loss, falling-scale, many-skips, accuracy, speed, memory
 
-Each prints what the callbacks print for the sick model, and then for the same model with the advice taken.
+Each prints what they print for the sick model, and then for the same model with the advice taken.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import time
+import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +29,7 @@ from lightning_amp import (
     MetricComparison,
     OverflowLocator,
     ScaleMonitor,
+    doctor,
 )
 
 
@@ -131,61 +132,64 @@ def accuracy() -> None:
 
 def speed() -> None:
     """It is not faster."""
-    for width in (8, 1024):
-        for precision in ("fp32", "bf16"):
-            net = nn.Sequential(
-                nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 32)
-            )
-            clock = Clock()
-            fit(Regression(net), AmpPrecision(precision), clock)
-            print(f"width {width:>4}, {precision}: {clock.per_step_ms:.2f} ms per step")
-
-
-class Clock(L.Callback):
-    """Times the whole fit."""
-
-    def on_train_start(self, *_: Any) -> None:
-        self.started = time.perf_counter()
-
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.per_step_ms = 1e3 * (time.perf_counter() - self.started) / max(1, trainer.global_step)
+    print("a small one:")
+    examine(lambda: Deep(width=8), rows=16, code="model-too-small")
+    print("\na larger one, with autocast turned off in its forward:")
+    examine(lambda: Deep(width=512, autocast=False), rows=512, code="autocast-off")
+    print("\nand with autocast on:")
+    examine(lambda: Deep(width=512), rows=512)
 
 
 def memory() -> None:
     """The memory did not fall."""
-    for rows in (16, 4096):
-        for precision in ("fp32", "bf16"):
-            held = Memory(rows)
-            fit(Regression(nn.Linear(32, 32)), AmpPrecision(precision), held, loader=data(batches=1))
-            print(
-                f"batch of {rows:>4}, {precision}: parameters, gradients and optimizer state"
-                f" {held.state_kib:.1f} KiB, saved for the backward {held.saved_kib:.1f} KiB"
-            )
+    examine(lambda: Deep(width=512), rows=16, code="state-dominates")
 
 
-class Memory(L.Callback):
-    """Counts what training holds: the state, and what one forward saves for its backward."""
+def examine(make_module: Callable[[], L.LightningModule], rows: int, code: str = "") -> None:
+    """Print one finding of the doctor, beside which others may stand, or what a step takes."""
+    report = doctor(make_module, lambda: Rows(rows), precision="bf16", device="cpu")
+    if not code:
+        print(textwrap.fill(str(report).split("\n\n")[1], 110))
+    for finding in report.findings:
+        if finding.code == code:
+            print(textwrap.fill(f"{finding.code}: {finding.message}", 110))
+            if finding.action:
+                print(textwrap.fill(f"-> {finding.action}", 110))
+
+
+class Deep(L.LightningModule):
+    """A deep network, whose `forward` may turn autocast off."""
+
+    def __init__(self, width: int, autocast: bool = True) -> None:
+        super().__init__()
+        layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
+        self.net = nn.Sequential(nn.Linear(32, width), *layers, nn.Linear(width, 1))
+        self.autocast = autocast
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.autocast:
+            return self.net(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.net(x)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self(x).float(), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, fused=True)
+
+
+class Rows(L.LightningDataModule):
+    """Random rows."""
 
     def __init__(self, rows: int) -> None:
+        super().__init__()
         self.rows = rows
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        state = [t for s in trainer.optimizers[0].state.values() for t in s.values() if isinstance(t, Tensor)]
-        tensors = [*module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None), *state]
-        self.state_kib = sum(t.numel() * t.element_size() for t in tensors) / 1024
-        saved: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-            return tensor
-
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            trainer.precision_plugin.forward_context(),
-        ):
-            kept = module(torch.randn(self.rows, 8))
-        self.saved_kib = sum(saved.values()) / 1024
-        del kept
+    def train_dataloader(self) -> Any:
+        x = torch.randn(8 * self.rows, 32)
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=self.rows)
 
 
 SYMPTOMS: dict[str, Callable[[], None]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_amp._text import memory, percent, rounded, span
 from lightning_amp.advice._findings import Finding
-from lightning_amp.advice._gains import AS_IT_IS, IN_FP32, best_speed_up, gain, speed_up
+from lightning_amp.advice._gains import AS_IT_IS, IN_FP32, LARGER_BATCH, TIMES_LARGER, best_speed_up, gain, speed_up
 from lightning_amp.advice._machine_facts import Machine
 from lightning_amp.advice._step_facts import Memory, Step
 
@@ -97,6 +97,8 @@ def _variants(step: Step) -> Iterator[tuple[str, str, str]]:
         found = gain(step, variant.label)
         same = variant.label == AS_IT_IS or found is None
         against = "" if same or found is None else f"{rounded(found.ratio)} x ({_ends(found.low, found.high)})"
+        if variant.label == LARGER_BATCH and found is not None:
+            against = f"{rounded(TIMES_LARGER * found.ratio)} x the rows per second"
         label = f"{AS_IT_IS}: {step.precision}" if variant.label == AS_IT_IS else variant.label
         yield ("in fp32" if variant.label == IN_FP32 else label, _ms(ordered[len(ordered) // 2]), against)
 

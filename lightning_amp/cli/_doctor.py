@@ -29,7 +29,8 @@ LightningCLI do: --model.width 64, --trainer.max_epochs 2, --optimizer SGD.
 
 _EPILOG = """\
   lightning-amp doctor
-  lightning-amp doctor --model models.Net --model.width 64 --data models.Data --precision bf16
+  lightning-amp doctor --model models.Net --model.width 64 --data models.Data \\
+      --precision bf16
 
 Exit status: 0, or 1 if a finding is a warning or an error."""
 

@@ -249,7 +249,8 @@ class StepExamination:
             return 0.0
         seconds = _analysis.product_s(recorder.operations)
         at_best_s = sum(_analysis.flops_by_dtype(recorder.operations).values()) / full.tflops / 1e12
-        return min(1.0, min(seconds, _INEFFICIENT * at_best_s) / min(timed))
+        whole = max(min(timed), sum(operation.seconds for operation in recorder.operations))  # it was busy, perhaps
+        return min(1.0, min(seconds, _INEFFICIENT * at_best_s) / whole)
 
     def _unaligned(self, operations: Sequence[Any], alignment: int) -> Any:
         try:

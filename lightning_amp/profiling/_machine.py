@@ -45,7 +45,7 @@ def examine(device: torch.device, *, short: bool = False) -> Machine:
     Cost: at most 20 s, memory of three matrices of 8192 x 8192 on a GPU.
 
     """
-    notes: list[str] = []
+    notes = [*_busy(device)]
     products = list(_products(device, (_SHORT_SIZES if short else _SIZES), notes))
     best = {name: max((p.tflops for p in products if p.format == name), default=0.0) for name in FORMATS}
     formats = tuple(_format(name, device, products, best) for name in FORMATS if name != "tf32" or _has_tf32(device))
@@ -64,6 +64,14 @@ def examine(device: torch.device, *, short: bool = False) -> Machine:
         traps=known_traps(versions, device.type),
         notes=tuple(notes),
     )
+
+
+def _busy(device: torch.device) -> Iterator[str]:
+    """Say so where others compute on the same CPUs."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if device.type == "cpu" and load > cores:
+        yield f"the machine is busy (load {load:.1f} on {cores} cores), so that all figures are noisy"
 
 
 def installed() -> dict[str, str]:

@@ -17,7 +17,7 @@ from lightning_amp.casting import modules_matching
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling._clock import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, Clock
 from lightning_amp.profiling._recorder import Recorder
-from lightning_amp.shadow import copy_batch
+from lightning_amp.shadow import PRIVATE_CALLBACKS, copy_batch
 
 _SETTLED = 3
 """Steps in which memory is allocated, kernels are chosen and optimizers make their states."""
@@ -64,7 +64,7 @@ class PartsProfiler(Profiler):
         if action.startswith("[LightningModule]") and "optimizer_step" in action.rpartition(".")[2]:
             return SCALING, ""
         if action.startswith("[Callback]"):
-            name = action.removeprefix("[Callback]").rpartition(".")[0].partition("{")[0]
+            name = action.removeprefix("[Callback]").rpartition(".")[0].partition("{")[0].rpartition(".")[2]
             return ("", "") if name in self._own else (CALLBACKS, name)
         return "", ""
 
@@ -120,7 +120,7 @@ class Watch(Callback):
 
     def profiler(self) -> PartsProfiler:
         """Return the profiler that belongs to it."""
-        return PartsProfiler(self.clock, (type(self).__name__,))
+        return PartsProfiler(self.clock, (type(self).__name__, *PRIVATE_CALLBACKS))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

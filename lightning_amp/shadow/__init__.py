@@ -7,11 +7,20 @@ from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._overflow_search import BatchWindow, Finding, find, packed_step, unpacked_step
 from lightning_amp.shadow._paired_evaluation import PairedEvaluation
-from lightning_amp.shadow._private_fit import own_data, own_module, private_trainer, run_private_fit, unnoticed
+from lightning_amp.shadow._private_fit import (
+    PRIVATE_CALLBACKS,
+    own_data,
+    own_module,
+    private_trainer,
+    remove_callbacks,
+    run_private_fit,
+    unnoticed,
+)
 from lightning_amp.shadow._ranks import gather, gather_on_zero
 from lightning_amp.shadow._training_pass import TrainingPass
 
 __all__ = [
+    "PRIVATE_CALLBACKS",
     "BatchWindow",
     "EvaluationPass",
     "Failure",
@@ -30,6 +39,7 @@ __all__ = [
     "own_module",
     "packed_step",
     "private_trainer",
+    "remove_callbacks",
     "run_private_fit",
     "take_sample",
     "unnoticed",

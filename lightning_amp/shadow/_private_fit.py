@@ -195,11 +195,20 @@ def run_private_fit(trainer: Trainer, module: LightningModule, data: Any = None,
             signal.signal(signal.SIGINT, handler)
 
 
+def remove_callbacks(trainer: Trainer, kinds: tuple[type, ...]) -> None:
+    """Take callbacks of some classes away from a Trainer, those included that its module configures."""
+    callbacks: list[Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, kinds)]
+
+
 @final
 class _LeaveOut(Callback):
     """Takes away those that write or stop among the callbacks that the module itself configures."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        own: Any = trainer  # Lightning does not declare `callbacks`
-        own.callbacks = [callback for callback in own.callbacks if not isinstance(callback, _WRITE_OR_STOP)]
+        remove_callbacks(trainer, _WRITE_OR_STOP)
+
+
+PRIVATE_CALLBACKS = (_LeaveOut.__name__,)
+"""Names of callbacks that a private trainer adds."""

@@ -29,6 +29,7 @@ from typing_extensions import final, override
 
 from lightning_amp._text import literal
 from lightning_amp.comparison import is_settled
+from lightning_amp.shadow import remove_callbacks
 from lightning_amp.tuning._holders import ModuleLoaders, held_sizes, is_size
 
 _LEFT_OUT = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelSummary, ProgressBar, Timer)
@@ -109,7 +110,7 @@ class Probe(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
-        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, _LEFT_OUT)]  # type: ignore[attr-defined]
+        remove_callbacks(trainer, _LEFT_OUT)
         sizes = held_sizes(pl_module, data)
         known = [int(size) for size in sizes if is_size(size)]
         if not sizes:

@@ -15,7 +15,7 @@ from lightning_amp.cli import main
 
 HEALTHY = DoctorReport(machine(), step())
 SLOW = DoctorReport(machine(), step(reasons=(Reason("autocast off", 'net.py:3 "x @ w"', 10**8),)))
-CLASSES = ["--model", "support.cli_classes.Net", "--data", "support.cli_classes.Rows"]
+CLASSES = ["--model", "support.cli_classes.Net", "--model.width", "3", "--data", "support.cli_classes.Rows"]
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def test_the_machine(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) 
 
 def test_a_module(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     asked["report"] = SLOW
-    assert main(["doctor", *CLASSES, "--model.width", "3", "--trainer.accumulate_grad_batches", "2"]) == 1
-    assert asked["args"][0]().hparams["width"] == 3
+    assert main(["doctor", *CLASSES, "--trainer.accumulate_grad_batches", "2"]) == 1
+    assert repr(asked["args"][0]) == "support.cli_classes.Net(width=3)"
     assert asked["kwargs"]["trainer_kwargs"] == {"accumulate_grad_batches": 2}
     out = capsys.readouterr().out
     assert "! autocast-off (warning)\n  33.3 % of the FLOPs" in out

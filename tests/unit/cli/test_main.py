@@ -92,7 +92,7 @@ def test_a_closed_pipe(command: Callable[[Any], None], capfd: pytest.CaptureFixt
     [
         ([], "a command is missing"),
         (["scael"], "'scael' is no command"),
-        (["doctor"], "'doctor' is no command"),
+        (["nurse"], "'nurse' is no command"),
         (["--foo"], "'--foo' is no command"),
         (["--debug"], "a command is missing"),
     ],

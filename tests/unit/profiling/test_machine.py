@@ -42,6 +42,7 @@ def test_what_does_not_fit_is_said_and_the_rest_goes_on(monkeypatch: pytest.Monk
         return 1e-6
 
     monkeypatch.setattr(_machine, "matmul_s", fails)
+    monkeypatch.setattr(_machine.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     found = examine(CPU)
     assert [p.size for p in found.products if p.format == "bf16"] == [128, 256]
     assert len([p for p in found.products if p.format == "fp32"]) == 5
@@ -92,3 +93,11 @@ def test_the_best_of_several_runs_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     moments = iter([0.0, 0.0, 3.0, 3.0, 3.0, 4.0, 4.0, 9.0, 11.0, 20.0])
     monkeypatch.setattr(_machine.time, "perf_counter", lambda: next(moments))
     assert _machine.timed_s(lambda: None, CPU, most_s=10.0) == 1.0
+
+
+def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_machine, "matmul_s", lambda name, sizes, device: 1.0)
+    monkeypatch.setattr(_machine.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(_machine.os, "getloadavg", lambda: (3.14, 0.0, 0.0))
+    (note,) = examine(CPU).notes
+    assert note == "the machine is busy (load 3.1 on 2 cores), so that all figures are noisy"

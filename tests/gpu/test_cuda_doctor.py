@@ -1,0 +1,112 @@
+"""What `doctor` measures on a GPU: its formats, waits of the host, the device's time and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.slow_projects import HEALTHY, Language, Project, Waiting, depthwise, mlp, rows, tokens
+
+from lightning_amp import doctor
+from lightning_amp.profiling._clock import BACKWARD, FORWARD, Clock
+from lightning_amp.profiling._machine import examine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def codes(*args: Any, **kwargs: Any) -> dict[str, str]:
+    return {finding.code: finding.severity for finding in doctor(*args, precision="bf16", **kwargs).findings}
+
+
+def test_the_machine() -> None:
+    found = examine(torch.device("cuda", 0))
+    major = torch.cuda.get_device_capability()[0]
+    support = {f.name: f.support for f in found.formats}
+    assert support["bf16"] == ("native" if major >= 8 else "emulated")
+    assert ("tf32" in support) == (major >= 8)
+    assert support["fp8"] == ("native" if torch.cuda.get_device_capability() >= (8, 9) else "missing")
+    assert all(p.tflops > 0 for p in found.products)
+    if major >= 8:
+        assert found.gain("bf16") > 1.5
+    assert found.memory_gib > 1
+    assert found.tf32
+
+
+def test_fp32_products_are_measured_without_tf32() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = examine(torch.device("cuda", 0), short=True)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    full, tf32 = found.format("fp32"), found.format("tf32")
+    if full is not None and tf32 is not None:
+        assert tf32.tflops > 1.3 * full.tflops
+    assert found.tf32.startswith("on")
+
+
+def test_the_clock_never_waits() -> None:
+    clock = Clock(torch.device("cuda", 0))
+    previous = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        clock.start()
+        for part in (FORWARD, BACKWARD):
+            clock.push(part)
+            torch.ones(1000, 1000, device="cuda") @ torch.ones(1000, 1000, device="cuda")
+            clock.pop()
+    finally:
+        torch.cuda.set_sync_debug_mode(previous)
+    parts, _ = clock.stop()
+    assert parts[FORWARD] > 0
+    assert parts[BACKWARD] > 0
+
+
+def test_reading_a_loss_is_a_wait() -> None:
+    report = doctor(lambda: Waiting("item"), rows(256, 512), precision="bf16")
+    (finding,) = (f for f in report.findings if f.code == "host-waits")
+    assert "loss.item()" in finding.message
+    assert "host-waits" not in codes(lambda: Waiting("keep"), rows(256, 512))
+    assert codes(lambda: Waiting("mask"), rows(256, 512))["host-waits"] == "warning"
+
+
+def test_memory_is_near_that_of_the_device() -> None:
+    report = doctor(lambda: Language(32_000), tokens(16, 256, 32_000), precision="bf16")
+    assert report.step is not None
+    assert report.step.memory.logits > 0.5 * report.step.memory.peak
+    assert "large-logits" in [finding.code for finding in report.findings]
+    torch.cuda.reset_peak_memory_stats()
+    doctor(lambda: Language(32_000), tokens(16, 256, 32_000), precision="bf16")
+    # The batch is four times as large in one variant: the device has seen more, not less.
+    assert report.step.memory.peak < 1.1 * torch.cuda.max_memory_allocated()
+
+
+def test_parts_of_a_step_add_up() -> None:
+    report = doctor(lambda: Project(mlp(4096, 6)), rows(4096, 512), precision="bf16")
+    assert report.step is not None
+    parts = report.step.parts
+    assert parts[FORWARD] > 0
+    assert parts[BACKWARD] > parts[FORWARD] / 2
+    as_it_is = report.step.variant("as it is")
+    assert as_it_is is not None
+    assert 0.3 < sum(parts.values()) / min(as_it_is.step_s) < 3
+    assert report.step.product_s > 0
+
+
+@pytest.mark.parametrize("name", ["a perceptron", "a transformer", "an LSTM", "convolutions, channels last"])
+def test_a_step_of_anything_is_recorded(name: str) -> None:
+    case = HEALTHY[name]
+    report = doctor(case.make, case.data, precision="fp16")
+    assert report.step is not None
+    assert report.step.flops["float16"] > 0
+
+
+def test_channels_first_is_seen() -> None:
+    assert "channels-last" in codes(lambda: Project(depthwise()), rows(64, 3, 64, 64))
+
+
+def test_the_device_is_left_empty() -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    doctor(lambda: Project(mlp()), rows(256, 512), precision="bf16")
+    assert torch.cuda.memory_allocated() <= before + 2**20
