@@ -43,14 +43,15 @@ def _logits(step: Step, machine: Machine) -> Iterator[Finding]:
 
 def _state(step: Step, machine: Machine) -> Iterator[Finding]:
     found = step.memory
-    state = found.weights + found.gradients + found.states
+    state = found.weights + found.gradients + found.states + found.temporaries
     share = state / max(found.peak, 1)
     if share < 0.5 or not step.num_parameters:
         return
     per = (found.weights + _gradients(step) + found.states) / step.num_parameters
+    beside = f" ({memory(found.temporaries)} of it in its step alone)" if found.temporaries else ""
     text = (
-        f"Weights, gradients and optimizer states hold {memory(state)}, {percent(share)} of the peak"
-        f" ({rounded(per)} bytes per parameter), and mixed precision leaves them as they are"
+        f"Weights, gradients and the optimizer{beside} hold {memory(state)}, {percent(share)} of the peak; that is"
+        f" {rounded(per)} bytes per parameter between two steps, and mixed precision leaves it as it is"
     )
     if step.fp32_memory is not None:
         text += f": the peak is {memory(found.peak)}, and {memory(step.fp32_memory.peak)} in fp32"
@@ -67,12 +68,13 @@ def _gradients(step: Step) -> int:
 def _savings(step: Step) -> Iterator[str]:
     found = step.memory
     if step.batch_size:
-        rest = max(0, found.peak - found.weights - found.gradients - found.states)
-        per_row = rest / step.batch_size
+        per_row = found.of_batch / step.batch_size
         yield (
             f"A larger batch uses what is free: a row of it takes {memory(int(per_row))}"
             " (`find_batch_size` says how many fit)."
         )
+    if found.temporaries > 0.1 * found.peak and any(optimizer.can_fuse for optimizer in step.optimizers):
+        yield f"`fused=True` saves {memory(found.temporaries)} in the step of the optimizer."
     states = found.states
     adam = [optimizer for optimizer in step.optimizers if optimizer.name.startswith(_ADAM)]
     if adam and states:
@@ -83,4 +85,5 @@ def _savings(step: Step) -> Iterator[str]:
         )
     sharded = (found.weights + _gradients(step) + states) * 7 // 8
     yield f"Sharding over 8 devices (FSDP2) saves {memory(sharded)} on each."
-    yield f"Activation checkpointing can save part of {memory(found.activations)} of activations."
+    if found.activations > 0.1 * found.peak:
+        yield f"Activation checkpointing can save part of {memory(found.activations)} of activations."

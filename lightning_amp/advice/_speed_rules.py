@@ -149,7 +149,7 @@ def _casts(step: Step) -> Iterator[Finding]:
     if not count:
         return
     share = sum(site.seconds for site in beyond) / max(step.recorded_s, 1e-12)
-    if share < 0.02 and count < 10:
+    if share < 0.01 and count < 6:
         return
     size = sum(site.num_bytes for site in beyond)
     worst = beyond[0]

@@ -141,6 +141,7 @@ class Memory:
         casts: Copies in another format.
         temporaries: Of the step of an optimizer.
         peak: All together.
+        of_batch: The most that activations, logits and casts hold at once, which need not be at the peak.
 
     """
 
@@ -152,6 +153,7 @@ class Memory:
     casts: int
     temporaries: int
     peak: int
+    of_batch: int
 
 
 @final

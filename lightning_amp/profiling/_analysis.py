@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
-from torch.nn.parameter import is_lazy
 
-from lightning_amp._compat import _torch
-from lightning_amp.advice import CastSite, Memory, OptimizerFacts, Reason, SlowProduct, Unaligned, Wait
-from lightning_amp.profiling._clock import FORWARD, OPTIMIZER
+from lightning_amp.advice import CastSite, Reason, SlowProduct, Unaligned, Wait
+from lightning_amp.profiling._clock import FORWARD
 from lightning_amp.profiling._machine import matmul_s
 from lightning_amp.profiling._operations import Operation
 from lightning_amp.profiling._recorder import Recorder
-from lightning_amp.profiling._variants import can_fuse
 
 HALF = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 _FULL = ("float32", "float64")
@@ -164,94 +157,3 @@ def slower_products(now: Iterable[Operation], fp32: Iterable[Operation]) -> tupl
                 seconds[where, operation.name][number] += operation.seconds
     found = [SlowProduct(where, name, a, b) for (where, name), (a, b) in seconds.items() if a > b > 0]
     return tuple(sorted(found, key=lambda product: product.fp32_s - product.seconds)[:_MOST])
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def memory(recorder: Recorder, trainer: Trainer, module: LightningModule) -> Memory:
-    """Return what tensors held at the peak of the recorded step."""
-    weights = _bytes(chain(module.parameters(), module.buffers()))
-    states = sum(_bytes(_state_tensors(optimizer)) for optimizer in trainer.optimizers)
-    changes = Counter[int]()
-    last = len(recorder.operations) + 1
-    for made in recorder.allocations:
-        changes[made.begin] += made.num_bytes
-        changes[last if made.end is None else made.end] -= made.num_bytes
-    held = top = 0
-    peak_at = -1
-    for moment in sorted(changes):
-        held += changes[moment]
-        if held > top and moment != last:
-            top, peak_at = held, moment
-    there = [a for a in recorder.allocations if a.begin <= peak_at and (a.end is None or a.end > peak_at)]
-    gradients_at = {
-        g.untyped_storage().data_ptr() for g in (p.grad for p in module.parameters()) if g is not None and _is_plain(g)
-    }
-    loss_sizes = {loss.rows * loss.classes for loss in recorder.losses if loss.classes > 1}
-    gradients = logits = copies = activations = temporaries = 0
-    for made in there:
-        if made.begin == -1 or (made.pointer in gradients_at and made.end is None):
-            gradients += made.num_bytes
-        elif made.part == OPTIMIZER:
-            temporaries += made.num_bytes
-        elif made.numel in loss_sizes:
-            logits += made.num_bytes
-        elif made.is_cast:
-            copies += made.num_bytes
-        else:
-            activations += made.num_bytes
-    return Memory(weights, gradients, states, activations, logits, copies, temporaries, weights + states + top)
-
-
-def largest_loss(recorder: Recorder) -> tuple[int, int] | None:
-    """Return rows and classes of the largest loss over classes; `None` without any."""
-    found = max(recorder.losses, key=lambda loss: loss.rows * loss.classes, default=None)
-    return None if found is None else (found.rows, found.classes)
-
-
-def optimizer_facts(trainer: Trainer) -> tuple[OptimizerFacts, ...]:
-    """Return what there is to say about each optimizer."""
-    found: list[OptimizerFacts] = []
-    for optimizer in trainer.optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        number = sum(p.numel() for p in parameters)
-        has_flag = all("fused" in group for group in optimizer.param_groups)
-        found.append(
-            OptimizerFacts(
-                type(optimizer).__name__,
-                has_flag and _torch.is_fused(optimizer),
-                can_fuse(optimizer),
-                _bytes(_state_tensors(optimizer)) / max(1, number),
-                number,
-            )
-        )
-    return tuple(found)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (value for state in optimizer.state.values() for value in _tensors_in(state))
-
-
-def _tensors_in(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    storages: dict[int, int] = {}
-    for tensor in tensors:
-        if _is_plain(tensor):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta

@@ -30,7 +30,7 @@ from lightning_amp.advice import (
 from lightning_amp.casting import Choice
 from lightning_amp.comparison import ArmSpec
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.profiling import _analysis
+from lightning_amp.profiling import _analysis, _memory
 from lightning_amp.profiling._clock import OPTIMIZER
 from lightning_amp.profiling._variants import (
     Contestant,
@@ -106,8 +106,8 @@ class StepExamination:
         if watch.recorder is None:
             return {}
         return {
-            "memory": _analysis.memory(watch.recorder, trainer, module),
-            "optimizers": _analysis.optimizer_facts(trainer),
+            "memory": _memory.memory(watch.recorder, trainer, module),
+            "optimizers": _memory.optimizer_facts(trainer),
             "loading": self._loading(trainer, watch),
             "choice": _choice(trainer),
             "anomaly": torch.is_anomaly_enabled(),
@@ -144,7 +144,7 @@ class StepExamination:
 
         def keep(watch: Watch, trainer: Trainer, module: LightningModule) -> None:
             if watch.recorder is not None:
-                fp32.update(memory=_analysis.memory(watch.recorder, trainer, module), recorder=watch.recorder)
+                fp32.update(memory=_memory.memory(watch.recorder, trainer, module), recorder=watch.recorder)
 
         in_fp32 = Watch(self._where, __file__, keep, timed=False)
         taking_part = [Contestant(AS_IT_IS, lambda: (module, plugin), batches)]
@@ -226,7 +226,7 @@ class StepExamination:
             variants=variants,
             memory=found["memory"],
             fp32_memory=fp32.get("memory"),
-            logits=_analysis.largest_loss(recorder),
+            logits=_memory.largest_loss(recorder),
             optimizers=found["optimizers"],
             convolutions=conv_flops,
             channels_last=bool(conv_flops) and last_flops >= 0.5 * conv_flops,

@@ -53,7 +53,7 @@ def test_the_clock_never_waits() -> None:
         clock.start()
         for part in (FORWARD, BACKWARD):
             clock.push(part)
-            torch.ones(1000, 1000, device="cuda") @ torch.ones(1000, 1000, device="cuda")
+            torch.mm(torch.ones(1000, 1000, device="cuda"), torch.ones(1000, 1000, device="cuda"))
             clock.pop()
     finally:
         torch.cuda.set_sync_debug_mode(previous)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from support.doctor_facts import MIB, machine, step
 
-from lightning_amp.advice import Memory
+from lightning_amp.advice import Memory, OptimizerFacts
 from lightning_amp.advice._memory_rules import memory_findings
 
 
 def memory(**parts: int) -> Memory:
     names = ("weights", "gradients", "states", "activations", "logits", "casts", "temporaries")
     held = {name: parts.get(name, 0) * MIB for name in names}
-    return Memory(**held, peak=sum(held.values()))
+    return Memory(**held, peak=sum(held.values()), of_batch=held["activations"])
 
 
 def found(on: Any = None, **facts: Any) -> list[Any]:
@@ -51,7 +51,7 @@ def test_states_that_dominate() -> None:
     facts = {"memory": held, "fp32_memory": held, "num_parameters": 10 * MIB}
     (finding,) = found(**facts)
     assert (finding.severity, finding.code) == ("note", "state-dominates")
-    assert "hold 160 MiB, 88.9 % of the peak (16 bytes per parameter)" in finding.message
+    assert "the optimizer hold 160 MiB, 88.9 % of the peak; that is 16 bytes per parameter" in finding.message
     assert "the peak is 180 MiB, and 180 MiB in fp32" in finding.message
     assert "a row of it takes 320 KiB" in finding.action
     assert "Sharding over 8 devices" in finding.action
@@ -59,9 +59,17 @@ def test_states_that_dominate() -> None:
     assert finding.severity == "warning"  # the device is full
 
 
-def test_states_in_eight_bits_are_for_adam() -> None:
-    from lightning_amp.advice import OptimizerFacts
+def test_what_the_step_of_an_optimizer_takes_counts() -> None:
+    held = memory(weights=10, gradients=10, states=20, temporaries=40, activations=20)
+    plain = OptimizerFacts("AdamW", False, True, 8.0, 10 * MIB)
+    (finding,) = found(memory=held, optimizers=(plain,))
+    assert "the optimizer (40 MiB of it in its step alone) hold 80 MiB, 80 % of the peak" in finding.message
+    assert "`fused=True` saves 40 MiB" in finding.action
+    (finding,) = found(memory=held)
+    assert "fused" not in finding.action
 
+
+def test_states_in_eight_bits_are_for_adam() -> None:
     held = memory(weights=40, gradients=40, states=80, activations=20)
     adam, sgd = (
         found(memory=held, optimizers=(OptimizerFacts(name, True, False, 8.0, 10 * MIB),))[0].action

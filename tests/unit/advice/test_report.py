@@ -63,7 +63,7 @@ def test_a_step_in_fp32_is_compared_with_nothing() -> None:
 
 
 def test_json_is_valid(tmp_path: Path) -> None:
-    broken = step(memory=Memory(1, 1, 1, 1, 0, 0, 0, 4), product_s=float("nan"))
+    broken = step(memory=Memory(1, 1, 1, 1, 0, 0, 0, 4, 1), product_s=float("nan"))
     DoctorReport(machine(), broken).to_json(tmp_path / "report.json")
     data = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda _: 1 / 0)
     assert data["step"]["product_s"] == "nan"
