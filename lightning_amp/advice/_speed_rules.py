@@ -283,7 +283,7 @@ def _too_small(step: Step, machine: Machine) -> Iterator[Finding]:
         )
         severity: Severity = "warning" if measured.ratio <= 1.02 and measured.is_sure else "note"
         yield Finding(severity, "model-too-small", text, _larger_or_fp32(step), 1 - share)
-    elif measured.is_loss or (best >= 1.5 and not measured.is_clear):
+    elif measured.is_loss or (best >= 1.5 and measured.is_sure and not measured.is_clear):
         text = (
             f"A step is {measured.words} as in fp32, although {percent(share)} of one in fp32 are products that half"
             f" precision could make faster: {_instead(step)}."

@@ -71,7 +71,8 @@ def casts(operations: Iterable[Operation]) -> tuple[CastSite, ...]:
         if not operation.cast_bytes:
             continue
         place = str(operation.place) if operation.place else ""
-        if operation.part == FORWARD and operation.asked.rpartition(".")[2] in _CASTING and place:
+        first = operation.cast_of and operation.cast_of not in seen  # autocast would cast it, too
+        if not first and operation.part == FORWARD and operation.asked.rpartition(".")[2] in _CASTING and place:
             key = "explicit", place
         elif operation.cast_of and operation.part == FORWARD:
             key = ("weight again" if operation.cast_of in seen else "weight"), operation.module

@@ -33,6 +33,7 @@ from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling import _analysis, _memory
 from lightning_amp.profiling._clock import OPTIMIZER
 from lightning_amp.profiling._variants import (
+    Batches,
     Contestant,
     fuse_optimizers,
     has_convolutions,
@@ -139,7 +140,7 @@ class StepExamination:
         data: LightningDataModule | None,
         found: Mapping[str, Any],
     ) -> tuple[tuple[Variant, ...], dict[str, Any]]:
-        batches = watch.batches
+        batches = Batches(watch.batches, watch.loader)
         fp32: dict[str, Any] = {}
 
         def keep(watch: Watch, trainer: Trainer, module: LightningModule) -> None:
@@ -162,9 +163,9 @@ class StepExamination:
         if getattr(plugin, "fp32_modules", ()) and not isinstance(self._arm.source, AmpPrecision):
             without = replace(self._arm, source={k: v for k, v in self._arm.source.items() if k != "fp32_modules"})
             taking_part.append(Contestant(WITHOUT_RULES, lambda: (self._own(), without.plugin()), batches))
-        larger = joined(batches, TIMES_LARGER)
+        larger = joined(watch.batches, TIMES_LARGER)
         if larger is not None and watch.batch_size:
-            taking_part.append(Contestant(LARGER_BATCH, lambda: (self._own(), self._plugin()), larger))
+            taking_part.append(Contestant(LARGER_BATCH, lambda: (self._own(), self._plugin()), Batches(larger)))
         kwargs = {**self._kwargs, "accumulate_grad_batches": 1} if module.automatic_optimization else self._kwargs
         return race(taking_part, self._where, kwargs, data), fp32
 

@@ -122,11 +122,19 @@ def _tensors_in(value: Any) -> Iterable[Tensor]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     storages: dict[int, int] = {}
-    for tensor in tensors:
+    for tensor in (inner for outer in tensors for inner in _inner(outer)):
         if _is_plain(tensor):
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def _inner(tensor: Tensor) -> Iterable[Tensor]:
+    """Return the tensors that hold the values: of one that is quantized there are several."""
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        return (tensor,)
+    flat: Any = tensor
+    return [inner for name in flat.__tensor_flatten__()[0] for inner in _inner(getattr(flat, name))]
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -27,10 +27,16 @@ _BUDGET_S = 18.0
 
 @final
 class Batches:
-    """Copies of some batches, again and again, as if they were an epoch that does not end."""
+    """Copies of some batches, again and again, as if they were an epoch that does not end.
 
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self._batches = list(batches)
+    Args:
+        batches: As the loader gave them.
+        loader: Which did; what modules ask it for (`dataset`, `batch_size`) it answers.
+
+    """
+
+    def __init__(self, batches: Sequence[Any], loader: Any = None) -> None:
+        self._batches, self._loader = list(batches), loader
 
     def __iter__(self) -> Iterator[Any]:
         return (copy_batch(batch) for batch in itertools.cycle(self._batches))
@@ -38,11 +44,15 @@ class Batches:
     def __len__(self) -> int:
         return 10_000
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in vars(self):
+            raise AttributeError(name)
+        return getattr(vars(self)["_loader"], name)
+
 
 @contextmanager
-def giving(data: LightningDataModule | None, batches: Sequence[Any]) -> Generator[Any]:
+def giving(data: LightningDataModule | None, loader: Batches) -> Generator[Any]:
     """Let a data module give these batches, and prepare nothing; yields what `Trainer.fit` takes."""
-    loader = Batches(batches)
     if data is None:
         yield {"train_dataloaders": loader}
         return
@@ -79,7 +89,7 @@ class Contestant:
         self,
         label: str,
         make: Callable[[], tuple[LightningModule, Any]],
-        batches: Sequence[Any],
+        batches: Batches,
         watch: Watch | None = None,
     ) -> None:
         self.label, self._make, self._batches, self._watch = label, make, batches, watch

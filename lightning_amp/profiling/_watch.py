@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 from lightning_amp.casting import modules_matching
@@ -24,6 +25,7 @@ _SETTLED = 3
 _MOST_SETTLING = 40
 _BATCHES_KEPT = 4
 _BETWEEN = "between epochs"
+_HOOK = "on_before_batch_transfer"
 _TIMED = (8, 60)
 _TIMED_S = (2.0, 8.0)
 """At least and at most: how many steps are timed, and for how long."""
@@ -80,7 +82,8 @@ class Watch(Callback):
         timed: Whether steps are timed.
 
     Attributes:
-        batches: Copies of some batches.
+        batches: Copies of some batches, as the loader gave them.
+        loader: Which did.
         parts: Seconds by part, of all timed steps.
         callbacks: Seconds by callback of the user, likewise.
         num_timed: How many.
@@ -109,6 +112,7 @@ class Watch(Callback):
         self._handles: list[Any] = []
         self._skipped_at_start = 0
         self.batches: list[Any] = []
+        self.loader: Any = None
         self.parts: dict[str, float] = {}
         self.callbacks: dict[str, float] = {}
         self.num_timed = 0
@@ -124,11 +128,28 @@ class Watch(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.loader = trainer.train_dataloader
+        self._keep_batches(trainer, pl_module)
         plugin = trainer.precision_plugin
         self._skipped_at_start = plugin.num_skipped if isinstance(plugin, AmpPrecision) else 0
         for optimizer in trainer.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.clock.push(OPTIMIZER)))
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self.clock.pop()))
+
+    def _keep_batches(self, trainer: Trainer, module: LightningModule) -> None:
+        """Keep some batches as the loader gives them, before hooks change them and they go to the device."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        owner: Any = data if data is not None and is_overridden(_HOOK, data) else module
+        hook = getattr(owner, _HOOK)
+
+        def on_before_batch_transfer(batch: Any, dataloader_idx: int) -> Any:
+            if trainer.training and len(self.batches) < _BATCHES_KEPT:
+                self.batches.append(copy_batch(batch))
+            return hook(batch, dataloader_idx)
+
+        before = vars(owner).get(_HOOK)
+        vars(owner)[_HOOK] = on_before_batch_transfer
+        self._handles.append(_Undo(vars(owner), before))
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
@@ -158,9 +179,7 @@ class Watch(Callback):
         if self._between_epochs:
             self._between_epochs = False
             self.clock.pop()
-        if len(self.batches) < _BATCHES_KEPT:
-            self.batches.append(_on_cpu(copy_batch(batch)))
-            self.batch_size = self.batch_size or num_rows(batch)
+        self.batch_size = self.batch_size or num_rows(batch)
         if self._phase == "recorded" and _ends_a_step(trainer, pl_module, batch_idx):
             kept = _fp32_modules(trainer, pl_module)
             self.recorder = Recorder(pl_module, self._where, kept, lambda: self.clock.part, self._boundary)
@@ -217,6 +236,21 @@ class Watch(Callback):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+@final
+class _Undo:
+    """Puts an attribute back."""
+
+    def __init__(self, attributes: dict[str, Any], before: Any) -> None:
+        self._attributes, self._before = attributes, before
+
+    def remove(self) -> None:
+        """Put it back."""
+        if self._before is None:
+            self._attributes.pop(_HOOK, None)
+        else:
+            self._attributes[_HOOK] = self._before
 
 
 @final
@@ -295,7 +329,7 @@ def num_rows(batch: Any) -> int:
 def _ends_a_step(trainer: Trainer, module: LightningModule, batch_idx: int) -> bool:
     if not module.automatic_optimization:
         return True
-    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
 
 def _fp32_modules(trainer: Trainer, module: LightningModule) -> list[torch.nn.Module]:
@@ -304,14 +338,3 @@ def _fp32_modules(trainer: Trainer, module: LightningModule) -> list[torch.nn.Mo
         return []
     found = modules_matching(module, plugin.fp32_modules)
     return [inner for pairs in found.values() for _, matched in pairs for inner in matched.modules()]
-
-
-def _on_cpu(value: Any) -> Any:
-    """Move what is kept off the device."""
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, Mapping) and type(value) is dict:
-        return {name: _on_cpu(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_on_cpu(item) for item in value)
-    return value

@@ -5,19 +5,32 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import shutil
 import signal
+import tempfile
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
+from lightning_amp.shadow._rebinding import rebind_closures
 from lightning_amp.tracing import paired_random
 
 _LEFT_OUT = (
@@ -42,8 +55,10 @@ _LEFT_OUT = (
 )
 """Arguments of the user's Trainer that say how long, how many, or what is written."""
 
-_WRITE_OR_STOP = (Checkpoint, EarlyStopping)
+_LEFT_OUT_CALLBACKS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelSummary, ProgressBar, Timer)
+"""What writes, to files or to the terminal, stops, or runs fits of its own."""
 
+_FOLDER = "lightning-amp-private-"
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_amp")
 _MANY_EPOCHS, _MANY_STEPS = 1000, 1_000_000
 """Of a fit that a callback ends; schedules that ask how many steps there are get a number, endless data or not."""
@@ -90,7 +105,9 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
     """
     made = _made(make_module, "make_module", LightningModule)
     try:
-        copied = copy.deepcopy(made)
+        memo: dict[int, Any] = {}
+        copied = copy.deepcopy(made, memo)
+        rebind_closures(list(copied.modules()), memo)
         if not all(parameter.is_leaf for parameter in copied.parameters()):
             raise RuntimeError("the parameters of its copy cannot be trained, as those of TorchScript modules")
         return copied
@@ -140,7 +157,8 @@ def private_trainer(
     """Make a Trainer of one device that writes nothing and goes on until a callback says `trainer.should_stop = True`.
 
     Callbacks of the user run as copies; those that write or stop are left out, and so are loggers: what the module
-    writes to them by itself goes nowhere.
+    writes to them by itself goes nowhere, and files that it writes where the Trainer says go into a folder that
+    :func:`run_private_fit` removes.
 
     Args:
         device: Where.
@@ -153,7 +171,9 @@ def private_trainer(
     kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
     given = kwargs.pop("callbacks", None) or []
     given = [given] if isinstance(given, Callback) else list(given)
-    kept = [callback for callback in given if not isinstance(callback, _WRITE_OR_STOP)]
+    kept = [callback for callback in given if not isinstance(callback, _LEFT_OUT_CALLBACKS)]
+    folder = tempfile.mkdtemp(prefix=_FOLDER)
+    saves = trainer_kwargs.get("enable_checkpointing") is not False
     settings: dict[str, Any] = {
         "accelerator": device.type if device.type != "cuda" else "gpu",
         "devices": [device.index] if device.type == "cuda" and ":" in str(device) else 1,
@@ -161,12 +181,13 @@ def private_trainer(
         "max_steps": _MANY_STEPS,
         "limit_val_batches": limit_val_batches,
         "num_sanity_val_steps": 0,
-        "enable_checkpointing": False,
+        "default_root_dir": folder,
+        "enable_checkpointing": saves,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "logger": DummyLogger(),
+        "logger": _Nowhere(folder),
     }
-    watching = [*copy.deepcopy(kept), _LeaveOut(), *callbacks]
+    watching = [*copy.deepcopy(kept), _LeaveOut(), *([_KeepsNothing(folder)] if saves else []), *callbacks]
     return Trainer(**{**kwargs, **settings}, callbacks=watching, plugins=[plugin] if plugin else None)
 
 
@@ -193,12 +214,14 @@ def run_private_fit(trainer: Trainer, module: LightningModule, data: Any = None,
     finally:
         if signal.getsignal(signal.SIGINT) is not handler:
             signal.signal(signal.SIGINT, handler)
+        if Path(trainer.default_root_dir).name.startswith(_FOLDER):
+            shutil.rmtree(trainer.default_root_dir, ignore_errors=True)
 
 
 def remove_callbacks(trainer: Trainer, kinds: tuple[type, ...]) -> None:
     """Take callbacks of some classes away from a Trainer, those included that its module configures."""
     callbacks: list[Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
-    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, kinds)]
+    callbacks[:] = [c for c in callbacks if isinstance(c, _KeepsNothing) or not isinstance(c, kinds)]
 
 
 @final
@@ -207,8 +230,35 @@ class _LeaveOut(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        remove_callbacks(trainer, _WRITE_OR_STOP)
+        remove_callbacks(trainer, _LEFT_OUT_CALLBACKS)
 
 
-PRIVATE_CALLBACKS = (_LeaveOut.__name__,)
+@final
+class _KeepsNothing(ModelCheckpoint):
+    """What `trainer.checkpoint_callback` is, for modules that ask where checkpoints go; it writes none."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(dirpath=folder, save_top_k=0)
+
+
+@final
+class _Nowhere(DummyLogger):
+    """A logger that writes nothing, and knows a folder, as others do."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return self._folder
+
+    @property
+    @override
+    def log_dir(self) -> str:
+        return self._folder
+
+
+PRIVATE_CALLBACKS = (_LeaveOut.__name__, _KeepsNothing.__name__)
 """Names of callbacks that a private trainer adds."""

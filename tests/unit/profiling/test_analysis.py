@@ -58,12 +58,13 @@ def test_casts_by_kind() -> None:
             cast(cast_of=5, asked="torch.nn.functional.linear", place=LINE),
             cast(cast_of=5, asked="torch.nn.functional.linear"),
             cast(cast_of=6),
+            cast(cast_of=7, asked="torch.Tensor.to", place=LINE),  # which autocast need not do then
             cast(part=BACKWARD, seconds=0.05),
         ]
     )
     assert {(c.kind, c.where): (c.count, c.num_bytes) for c in found} == {
         ("explicit", "nowhere.py:7"): (2, 20),
-        ("weight", "a"): (2, 20),
+        ("weight", "a"): (3, 30),
         ("weight again", "a"): (1, 10),
         ("activation", BACKWARD): (1, 10),
     }

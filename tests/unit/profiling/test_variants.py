@@ -29,7 +29,7 @@ KWARGS = {"accelerator": "cpu"}
 
 
 def contestant(label: str, module: Any = None, **settings: Any) -> Contestant:
-    return Contestant(label, lambda: (module or Toy(), AmpPrecision("bf16")), list(batches(2)), **settings)
+    return Contestant(label, lambda: (module or Toy(), AmpPrecision("bf16")), Batches(list(batches(2))), **settings)
 
 
 def test_all_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,11 +89,11 @@ def test_a_data_module_gives_the_batches_and_is_as_before() -> None:
 
     data = Data()
     before = dict(vars(data))
-    with giving(data, [torch.ones(2)]) as source:
+    with giving(data, Batches([torch.ones(2)])) as source:
         source["data"].setup("fit")
         assert torch.equal(next(iter(source["data"].train_dataloader())), torch.ones(2))
     assert vars(data) == before
-    with giving(None, [torch.ones(2)]) as source:
+    with giving(None, Batches([torch.ones(2)])) as source:
         assert torch.equal(next(iter(source["train_dataloaders"])), torch.ones(2))
 
 
