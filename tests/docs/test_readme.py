@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,7 @@ def test_no_block_is_overlooked() -> None:
 def arms_in_this_process(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What trains whole runs imports from the current folder and starts no processes, each of which takes seconds."""
     monkeypatch.syspath_prepend(in_tmp_path)
+    monkeypatch.delitem(sys.modules, "models", raising=False)  # of another guide
     for module in (_compare, _runs):
         monkeypatch.setattr(module, "run_in_process", here)
     monkeypatch.setattr(_probe, "_STEADY_S", 0.0)
@@ -66,6 +68,7 @@ def arms_in_this_process(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("arms_in_this_process")
 @pytest.mark.filterwarnings("ignore:lightning_amp. fp8 is emulated")
+@pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary")
 @pytest.mark.parametrize(
     "document",
     [pytest.param(path, marks=[needs_torchao] if path.stem == "fp8" else []) for path in EXECUTABLE],
