@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from typing_extensions import final
 
-from lightning_amp._text import rounded, span
+from lightning_amp._text import counted, rounded, span
 from lightning_amp.advice._step_facts import Step
 
 AS_IT_IS = "as it is"
@@ -64,7 +64,7 @@ class Gain(NamedTuple):
     def words(self) -> str:
         """Return it in words: `1.62 times as fast (middle half 1.55 to 1.71 of 7 rounds)`."""
         ends = span([rounded(self.low), rounded(self.high)])
-        return f"{rounded(self.ratio)} times as fast (middle half {ends} of {self.rounds} rounds)"
+        return f"{rounded(self.ratio)} times as fast (middle half {ends} of {counted(self.rounds, 'round')})"
 
 
 def gain(step: Step, label: str, base: str = AS_IT_IS) -> Gain | None:

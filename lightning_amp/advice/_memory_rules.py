@@ -17,8 +17,16 @@ _ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lamb")
 
 def memory_findings(step: Step, machine: Machine) -> Iterator[Finding]:
     """Yield what holds the memory."""
-    yield from _logits(step, machine)
-    yield from _state(step, machine)
+    found = [*_logits(step, machine), *_state(step, machine)]
+    yield from found
+    full = step.fp32_memory
+    if not found and full is not None and step.precision != "fp32" and step.memory.peak > 0.98 * full.peak:
+        text = (
+            f"The peak is {memory(step.memory.peak)}, and {memory(full.peak)} in fp32: casts hold"
+            f" {memory(step.memory.casts)}, and activations {memory(step.memory.activations)}."
+        )
+        action = "A larger batch has more activations, which are what halves."
+        yield Finding("note", "memory-not-lower", text, action, 0.05)
 
 
 def _logits(step: Step, machine: Machine) -> Iterator[Finding]:
@@ -79,10 +87,11 @@ def _savings(step: Step) -> Iterator[str]:
     adam = [optimizer for optimizer in step.optimizers if optimizer.name.startswith(_ADAM)]
     if adam and states:
         number = sum(optimizer.num_parameters for optimizer in adam)
-        yield (
-            f"States in 8 bits (`torchao.optim.AdamW8bit`) save {memory(max(0, states - 2 * number))}, in bf16"
-            f" {memory(states // 2)}."
-        )
+        if states > 6 * number:  # they are in fp32
+            yield (
+                f"States in 8 bits (`torchao.optim.AdamW8bit`) save {memory(max(0, states - 2 * number))}, in bf16"
+                f" {memory(states // 2)}."
+            )
     sharded = (found.weights + _gradients(step) + states) * 7 // 8
     yield f"Sharding over 8 devices (FSDP2) saves {memory(sharded)} on each."
     if found.activations > 0.1 * found.peak:

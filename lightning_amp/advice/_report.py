@@ -12,6 +12,7 @@ from typing_extensions import final, override
 from lightning_amp._files import write_atomically
 from lightning_amp.advice import _words
 from lightning_amp.advice._findings import Finding, worst_first
+from lightning_amp.advice._gains import AS_IT_IS
 from lightning_amp.advice._machine_facts import Machine
 from lightning_amp.advice._machine_rules import machine_findings, verdict
 from lightning_amp.advice._memory_rules import memory_findings
@@ -56,7 +57,12 @@ class DoctorReport:
             found.append(verdict(self.machine))
         else:
             found += [*speed_findings(self.step, self.machine), *memory_findings(self.step, self.machine)]
-            if not any(finding.is_problem for finding in found):
+            as_it_is = self.step.variant(AS_IT_IS)
+            if as_it_is is None:
+                errors = [variant.error for variant in self.step.variants if variant.label == AS_IT_IS]
+                text = f"The step could not be timed beside others, so nothing was tried: {' '.join(errors)}."
+                found.append(Finding("note", "not-timed", text, "Look at the table of parts, which was measured."))
+            elif not any(finding.is_problem for finding in found):
                 found.append(Finding("ok", "nothing-to-do", f"Nothing to do. {_words.summary(self.step)}"))
         return worst_first(found)
 

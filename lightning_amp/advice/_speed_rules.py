@@ -13,12 +13,13 @@ from lightning_amp.advice._gains import (
     LARGER_BATCH,
     TIMES_LARGER,
     WITHOUT_RULES,
+    Gain,
     best_speed_up,
     gain,
     speed_up,
 )
 from lightning_amp.advice._machine_facts import Machine
-from lightning_amp.advice._step_facts import Reason, Step
+from lightning_amp.advice._step_facts import Loading, Reason, Step
 
 _MS = 1e3
 
@@ -57,27 +58,32 @@ def _data(step: Step) -> Iterator[Finding]:
         return
     wait = f"A step waits {rounded(wait_s * _MS)} ms for its batch, {percent(share)} of its time"
     text = f"{wait}; no precision helps there."
-    loading = step.loading
-    if loading is None:
-        action = "Make the loader faster: decode and collate in worker processes, or ahead of time."
-    elif loading.workers:
-        action = (
-            f"{counted(loading.workers, 'worker')} cannot keep up: raise `num_workers`, or do less per item"
-            " (decode and resize once, and save the result)."
-        )
-    elif 0 < loading.tried_s < 0.7 * loading.wait_s:
-        action = (
-            f"Pass `num_workers={loading.tried_workers}, persistent_workers=True` to the DataLoader: tried here, a"
-            f" batch then takes {rounded(loading.tried_s * _MS)} ms."
-        )
-    elif loading.tried_s:
-        action = (
-            f"Workers do not help ({loading.tried_workers} were tried: {rounded(loading.tried_s * _MS)} ms per batch)."
-            " Fetch whole batches at once: a dataset with `__getitems__`, or one that indexes tensors by batch."
-        )
-    else:
-        action = "Pass `num_workers=...` to the DataLoader, or do less per item."
+    action = _for_loading(step.loading)
     yield Finding("warning" if share >= 0.25 else "note", "data-bound", text, action, share)
+
+
+def _for_loading(loading: Loading | None) -> str:
+    if loading is None:
+        return "Make the loader faster: decode and collate in worker processes, or ahead of time."
+    if loading.workers and not loading.persistent and loading.restart_s > 0.5 * loading.wait_s:
+        return (
+            f"Pass `persistent_workers=True` to the DataLoader: starting {counted(loading.workers, 'worker')} at each"
+            f" epoch takes {rounded(loading.restart_s * _MS)} ms of a step."
+        )
+    if not loading.tried:
+        return "Pass `num_workers=...` to the DataLoader, or do less per item (decode once, and save the result)."
+    workers, seconds = min(loading.tried, key=lambda pair: pair[1])
+    if seconds < 0.7 * loading.wait_s:
+        stay = ", persistent_workers=True" if workers else ""
+        return (
+            f"Pass `num_workers={workers}{stay}` to the DataLoader: tried here, a batch then takes"
+            f" {rounded(seconds * _MS)} ms."
+        )
+    others = ", ".join(f"{number}: {rounded(s * _MS)} ms" for number, s in loading.tried)
+    return (
+        f"Other numbers of workers do not help (tried here, per batch: {others}). Do less per item, or fetch whole"
+        " batches at once: a dataset with `__getitems__`, or one that indexes tensors by batch."
+    )
 
 
 # -- what stays in fp32 ------------------------------------------------------------------------------------------------
@@ -209,24 +215,32 @@ def _optimizer(step: Step) -> Iterator[Finding]:
     clear = fused is not None and fused.is_clear
     action = f"Pass `fused=True`: `torch.optim.{name}(..., fused=True)`."
     if fused is not None and not clear:
-        action = "Leave it as it is: `fused=True` was tried and gains nothing clear here."
+        action = _left(fused, "`fused=True`")
     saved = 1 - 1 / fused.ratio if fused is not None and clear else 0.0
     yield Finding("warning" if clear else "note", "optimizer-not-fused", f"{text}.", action, saved)
 
 
+def _left(tried: Gain, what: str) -> str:
+    """Say what follows from a gain that is not clear."""
+    if tried.is_sure and tried.high < 1.05:
+        return f"Leave it as it is: {what} gains nothing here."
+    return f"Undecided: the figures are too noisy. Try {what} again on a quiet machine, by hand."
+
+
 def _channels_last(step: Step) -> Iterator[Finding]:
-    share = step.convolutions / max(sum(step.flops.values()), 1)
+    forward = sum(sum(by_dtype.values()) for by_dtype in step.module_flops.values())
+    share = min(1.0, step.convolutions / max(forward, 1))
     if step.channels_last or share < 0.1:
         return
     tried = gain(step, CHANNELS_LAST)
-    text = f"{percent(share)} of the FLOPs are convolutions whose images have the channels first"
+    text = f"{percent(share)} of the FLOPs of the forward are convolutions whose images have the channels first"
     if tried is None:
         yield Finding("note", "channels-last", f"{text}.", "Try `module.to(memory_format=torch.channels_last)`.", 0.01)
         return
     text += f"; with channels_last, tried here, a step is {tried.words}."
     action = "Write `self.to(memory_format=torch.channels_last)` at the end of the module's `__init__`."
     if not tried.is_clear:
-        action = "Leave it as it is: channels_last gains nothing clear here."
+        action = _left(tried, "channels_last")
     saved = 1 - 1 / tried.ratio if tried.is_clear else 0.0
     yield Finding("warning" if tried.is_clear else "note", "channels-last", text, action, saved)
 
@@ -276,7 +290,7 @@ def _too_small(step: Step, machine: Machine) -> Iterator[Finding]:
     if measured is None or step.precision == "fp32" or products <= 1:
         return
     best, share = best_speed_up(step, products), step.fp32_product_share
-    if best < 1.35 and not measured.is_clear:
+    if best < 1.35 and not measured.is_clear and measured.ratio < 1.05:
         text = (
             f"Matrix products that half precision could make faster are {percent(share)} of a step in fp32, so that at"
             f" best {rounded(best)} times the speed is possible; measured: {measured.words}."
@@ -329,7 +343,5 @@ def _instead(step: Step) -> str:
 def _for_slow(step: Step) -> str:
     lost = sum(product.seconds - product.fp32_s for product in step.slower)
     if step.slower and lost > 0.3 * step.product_s:
-        slow = [p.where for p in step.slower if p.where not in ("backward", "")]
-        rules = f"`fp32_modules={slow[:3]!r}`" if slow else "`fp32_modules` with the modules of that kind"
-        return f"Keep those in fp32: {rules}, or try another version of torch; its kernels for this format are slow."
+        return "The kernels of this version of torch for it are slow here, or the machine was busy: time it by itself."
     return _larger(step) or "Try `torch.compile`, which merges the operations around the products."

@@ -185,15 +185,17 @@ class Loading:
     Attributes:
         workers: Processes.
         wait_s: Seconds that a step waits for its batch.
-        tried_workers: With how many it was tried; 0 if it was not.
-        tried_s: Seconds per batch then, by the loader alone.
+        restart_s: Of them, those in which the loader began an epoch.
+        persistent: Whether its processes stay from epoch to epoch.
+        tried: With how many processes the loader was tried alone, and seconds per batch then.
 
     """
 
     workers: int
     wait_s: float
-    tried_workers: int = 0
-    tried_s: float = 0.0
+    restart_s: float = 0.0
+    persistent: bool = False
+    tried: tuple[tuple[int, float], ...] = ()
 
 
 @final

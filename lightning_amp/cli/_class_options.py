@@ -20,13 +20,19 @@ CLASS_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def user_classes(command: str, options: Any, others: Sequence[str]) -> tuple[UserClasses, int | None]:
+def user_classes(
+    command: str,
+    options: Any,
+    others: Sequence[str],
+    instead: str = "the precision is an option of this command",
+) -> tuple[UserClasses, int | None]:
     """Parse what describes the user's classes; nothing is made.
 
     Args:
         command: Who asks, for what it notes on stderr.
         options: Those of :data:`CLASS_OPTIONS`, parsed.
         others: Arguments that the command does not know, which are the classes': `--model.width 64`.
+        instead: Tells why the precision of a YAML is left out.
 
     Returns:
         The classes, and `seed_everything` of the last YAML that has one.
@@ -43,7 +49,7 @@ def user_classes(command: str, options: Any, others: Sequence[str]) -> tuple[Use
     for path, config in zip(options.config, configs, strict=True):
         if config.dropped:
             dropped = ", ".join(config.dropped)
-            note(f"{command}: of --config {path}, {dropped} is left out: precisions are what is compared")
+            note(f"{command}: of --config {path}, {dropped} is left out: {instead}")
     seeds = [config.seed for config in configs if config.seed is not None]
     found = parse_user_classes([config.sections for config in configs], [*_classes(options, configs), *others])
     return found, seeds[-1] if seeds else None

@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     options, margins, others = _options(arguments)
     check_output("--json", options.json)
     check_output("--html", options.html)
-    user, seed = user_classes(_NAME, options, others)
+    user, seed = user_classes(_NAME, options, others, "precisions are what is compared")
     report = _compare(
         user.make_module,
         user.make_data,

@@ -127,7 +127,7 @@ def _trainer_kwargs(given: Mapping[str, Any], folders: tuple[str, ...]) -> Itera
     defaults = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
     for name, value in given.items():
         if name in COMPARED:
-            raise UsageError(f"--trainer.{name} is what is compared: pass `--precisions fp32 bf16 fp16`")
+            raise UsageError(f"--trainer.{name} is an option of this command: pass `--precisions` or `--precision`")
         if value == defaults.get(name, inspect.Parameter.empty):
             continue
         if isinstance(value, list):

@@ -17,6 +17,8 @@ from lightning_amp.profiling._recorder import Recorder
 HALF = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 _FULL = ("float32", "float64")
 _EMPTY = {"t", "view", "detach", "transpose", "expand", "slice", "select", "unsqueeze", "permute", "_unsafe_view"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+"""Which cast for each time step by themselves."""
 _MOST = 8
 """How many places of a kind are kept."""
 _CASTING = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
@@ -75,7 +77,8 @@ def casts(operations: Iterable[Operation]) -> tuple[CastSite, ...]:
         if not first and operation.part == FORWARD and operation.asked.rpartition(".")[2] in _CASTING and place:
             key = "explicit", place
         elif operation.cast_of and operation.part == FORWARD:
-            key = ("weight again" if operation.cast_of in seen else "weight"), operation.module
+            again = operation.cast_of in seen and operation.asked.rpartition(".")[2] not in _RECURRENT
+            key = "weight again" if again else "weight", operation.module
         else:
             key = "activation", operation.module if operation.part == FORWARD else operation.part
         if operation.cast_of:

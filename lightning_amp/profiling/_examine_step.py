@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final
 
 from lightning_amp.advice import (
@@ -31,7 +31,8 @@ from lightning_amp.casting import Choice
 from lightning_amp.comparison import ArmSpec
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling import _analysis, _memory
-from lightning_amp.profiling._clock import OPTIMIZER
+from lightning_amp.profiling._clock import FORWARD, OPTIMIZER
+from lightning_amp.profiling._operations import Operation
 from lightning_amp.profiling._variants import (
     Batches,
     Contestant,
@@ -43,6 +44,7 @@ from lightning_amp.profiling._variants import (
 )
 from lightning_amp.profiling._watch import Watch
 from lightning_amp.shadow import own_data, own_module, private_trainer, run_private_fit
+from lightning_amp.tracing import RandomState, paired_random
 
 _INEFFICIENT = 3.0
 """How many times as long as at best a product may take in which its FLOPs still matter."""
@@ -74,6 +76,7 @@ class StepExamination:
         self._make_module, self._make_data, self._arm = make_module, make_data, arm
         self._machine, self._where, self._kwargs = machine, device, trainer_kwargs
         self._notes: list[str] = []
+        self._start = RandomState.capture(device.type)
 
     def run(self) -> Step:
         """Run it.
@@ -84,7 +87,7 @@ class StepExamination:
         """
         with ExitStack() as stack:
             data = stack.enter_context(own_data(self._make_data)) if self._make_data is not None else None
-            module = own_module(self._make_module)
+            module = self._own()
             plugin = self._arm.plugin()
             found: dict[str, Any] = {}
             watch = Watch(self._where, __file__, lambda *seen: found.update(self._look(*seen)))
@@ -115,20 +118,22 @@ class StepExamination:
         }
 
     def _loading(self, trainer: Trainer, watch: Watch) -> Loading | None:
-        """Measure the loader alone where the step waits for it: as it is, and with two workers."""
+        """Measure the loader alone where the step waits for it: with other numbers of workers."""
         loader: Any = trainer.train_dataloader
+        number = max(1, watch.num_timed)
+        wait_s = watch.parts.get("data", 0.0) / number
         if type(loader) is not DataLoader:
             return None
-        wait_s = watch.parts.get("data", 0.0) / max(1, watch.num_timed)
-        waits = wait_s > 0.1 * sum(watch.parts.values()) / max(1, watch.num_timed)
-        if loader.num_workers or not waits or isinstance(loader.dataset, torch.utils.data.IterableDataset):
-            return Loading(loader.num_workers, wait_s)
-        workers = max(2, min(8, os.cpu_count() or 2))
-        try:
-            return Loading(0, wait_s, workers, _batch_s(loader, workers, wait_s))
-        except Exception as error:
-            self._notes.append(f"loading with {workers} workers was not tried: {type(error).__name__}: {error}")
-            return Loading(0, wait_s)
+        found = Loading(loader.num_workers, wait_s, watch.restart_s / number, loader.persistent_workers)
+        if wait_s * number <= 0.1 * sum(watch.parts.values()):
+            return found
+        tried: list[tuple[int, float]] = []
+        for workers in sorted({0, max(2, min(8, os.cpu_count() or 2)), 2 * loader.num_workers} - {loader.num_workers}):
+            try:
+                tried.append((workers, _batch_s(loader, workers, wait_s)))
+            except Exception as error:
+                self._notes.append(f"loading with {workers} workers was not tried: {type(error).__name__}: {error}")
+        return replace(found, tried=tuple(tried))
 
     # -- with one thing changed ----------------------------------------------------------------------------------------
 
@@ -151,7 +156,7 @@ class StepExamination:
         taking_part = [Contestant(AS_IT_IS, lambda: (module, plugin), batches)]
         choice: Choice | None = found["choice"]
         if choice is None or choice.mixed:
-            make = lambda: (own_module(self._make_module), AmpPrecision("fp32"))  # noqa: E731
+            make = lambda: (self._own(), AmpPrecision("fp32"))  # noqa: E731
             taking_part.append(Contestant(IN_FP32, make, batches, in_fp32))
         parts, total = watch.parts, max(sum(watch.parts.values()), 1e-9)
         if any(o.can_fuse for o in found["optimizers"]) and parts.get(OPTIMIZER, 0.0) / total > 0.03:
@@ -170,7 +175,8 @@ class StepExamination:
         return race(taking_part, self._where, kwargs, data), fp32
 
     def _own(self) -> LightningModule:
-        return own_module(self._make_module)
+        with paired_random(self._where.type, self._start):  # a factory may draw how deep its network is
+            return own_module(self._make_module)
 
     def _plugin(self) -> Any:
         return self._arm.plugin()
@@ -178,7 +184,7 @@ class StepExamination:
     def _is_large(self, watch: Watch, *, convolutions: bool) -> bool:
         """Return whether convolutions in other layouts than channels_last are a tenth of the products."""
         assert watch.recorder is not None
-        products = [o for o in watch.recorder.operations if o.flops]
+        products = [o for o in watch.recorder.operations if o.flops and o.part == FORWARD]
         own = [o for o in products if o.is_convolution and not o.channels_last]
         return sum(o.flops for o in own) > 0.1 * sum(o.flops for o in products)
 
@@ -195,7 +201,7 @@ class StepExamination:
     ) -> Step:
         recorder = watch.recorder
         assert recorder is not None
-        operations = recorder.operations
+        operations = _of_the_module(recorder.operations)
         choice: Choice | None = found["choice"]
         name = choice.name if choice else str(getattr(plugin, "precision", "another"))
         alignment = 16 if name == "fp8" else 8
@@ -215,10 +221,10 @@ class StepExamination:
             flops=_analysis.flops_by_dtype(operations),
             module_flops=_analysis.flops_by_module(operations),
             product_s=_analysis.product_s(operations),
-            fp32_product_s=_analysis.product_s(fp32["recorder"].operations) if fp32 else 0.0,
+            fp32_product_s=_analysis.product_s(_of_the_module(fp32["recorder"].operations)) if fp32 else 0.0,
             fp32_product_share=self._product_share(fp32, variants),
-            slower=_analysis.slower_products(operations, fp32["recorder"].operations) if fp32 else (),
-            recorded_s=sum(o.seconds for o in operations),
+            slower=_analysis.slower_products(operations, _of_the_module(fp32["recorder"].operations)) if fp32 else (),
+            recorded_s=sum(o.seconds for o in recorder.operations),
             reasons=_analysis.reasons(operations) if choice is None or choice.mixed else (),
             unaligned=self._unaligned(operations, alignment),
             alignment=alignment,
@@ -248,8 +254,9 @@ class StepExamination:
         full = self._machine.format("fp32")
         if recorder is None or timed is None or full is None or not full.tflops:
             return 0.0
-        seconds = _analysis.product_s(recorder.operations)
-        at_best_s = sum(_analysis.flops_by_dtype(recorder.operations).values()) / full.tflops / 1e12
+        operations = _of_the_module(recorder.operations)
+        seconds = _analysis.product_s(operations)
+        at_best_s = sum(_analysis.flops_by_dtype(operations).values()) / full.tflops / 1e12
         whole = max(min(timed), sum(operation.seconds for operation in recorder.operations))  # it was busy, perhaps
         return min(1.0, min(seconds, _INEFFICIENT * at_best_s) / whole)
 
@@ -259,6 +266,11 @@ class StepExamination:
         except Exception as error:
             self._notes.append(f"padding was not measured: {type(error).__name__}: {error}")
             return ()
+
+
+def _of_the_module(operations: Sequence[Operation]) -> list[Operation]:
+    """Leave out what optimizers compute: some multiply matrices, whatever the precision."""
+    return [operation for operation in operations if operation.part != OPTIMIZER]
 
 
 def _choice(trainer: Trainer) -> Choice | None:
@@ -285,15 +297,17 @@ def _rule_name(rule: Any) -> str:
 def _batch_s(loader: DataLoader[Any], workers: int, alone_s: float) -> float:
     """Return the seconds per batch that a loader takes with so many workers, when it has started."""
     settings: dict[str, Any] = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "num_workers": workers}
-    if loader.batch_sampler is not None:
+    if isinstance(loader.dataset, IterableDataset):
+        settings.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
+    elif loader.batch_sampler is not None:
         settings["batch_sampler"] = loader.batch_sampler
     else:
         settings.update(batch_size=loader.batch_size, sampler=loader.sampler)
     wanted = max(2 * workers, min(40, int(2.0 / max(alone_s, 1e-4))))
-    began, number = 0.0, 0
+    began, number = time.perf_counter(), 0
     for _ in DataLoader(**settings):
         number += 1
-        if number == 2 * workers:  # those that were loaded while it started
+        if workers and number == 2 * workers:  # those that were loaded while it started
             began = time.perf_counter()
         if number >= 2 * workers + wanted:
             break

@@ -44,6 +44,7 @@ class Recorder:
         module: Whose submodules are named.
         device: Where it computes.
         fp32_modules: Modules that the plugin keeps in fp32, those inside of them included.
+        held: What is there before the step: optimizer states, the batch. Parameters and buffers are, too.
         part: Returns the part of the step that is running.
         boundary: The file of who runs the step: nothing outside of it is the user's.
 
@@ -60,6 +61,7 @@ class Recorder:
         module: nn.Module,
         device: torch.device,
         fp32_modules: Iterable[nn.Module],
+        held: Iterable[Tensor],
         part: Callable[[], str],
         boundary: str,
     ) -> None:
@@ -72,6 +74,7 @@ class Recorder:
         self._module, self._part, self._boundary = module, part, boundary
         self._fp32 = {id(m) for m in fp32_modules}
         self._parameters = {p.data_ptr() for p in module.parameters() if p.numel() and p.layout is torch.strided}
+        self._known = {p for t in (*module.parameters(), *module.buffers(), *held) if (p := _pointer(t))}
         self._stack: list[tuple[str, nn.Module, bool]] = []
         self._live: dict[int, Allocation] = {}
         self._events: list[tuple[Operation, Any, Any]] = []
@@ -199,7 +202,9 @@ class Recorder:
             with contextlib.suppress(RuntimeError):  # no storage of its own
                 pointer = source.data_ptr()
             of = pointer if pointer in self._parameters else 0
-            place = self.place() if operation.part != BACKWARD else None
+            place, is_own = running_place(self._boundary) if operation.part != BACKWARD else (None, False)
+            if not is_own:  # ours, of a weight that is used again
+                place = None
             operation.casted(out.numel() * out.element_size(), of, place)
 
     def _allocated(self, tensor: Tensor, *, begin: int, is_cast: bool = False) -> None:
@@ -208,7 +213,7 @@ class Recorder:
             pointer, size = storage.data_ptr(), storage.nbytes()
         except (RuntimeError, NotImplementedError):  # sparse, or a subclass without one
             return
-        if not size or not pointer or pointer in self._live:
+        if not size or not pointer or pointer in self._live or pointer in self._known:
             return
         made = Allocation(pointer, size, tensor.numel(), begin, part=self._part(), is_cast=is_cast)
         self._live[pointer] = made
@@ -279,6 +284,14 @@ class _Ran(_modules.DispatchMode):
 
 def _is_on(value: Any, device: torch.device) -> bool:
     return isinstance(value, Tensor) and value.device.type == device.type
+
+
+def _pointer(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 if it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return 0
 
 
 def _by_mask(args: Any) -> bool:

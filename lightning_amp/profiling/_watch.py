@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
+from lightning_amp._containers import tensors_in
 from lightning_amp.casting import modules_matching
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling._clock import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, Clock
@@ -24,7 +25,9 @@ _SETTLED = 3
 """Steps in which memory is allocated, kernels are chosen and optimizers make their states."""
 _MOST_SETTLING = 40
 _BATCHES_KEPT = 4
+_MOST_RECORDED = 10
 _BETWEEN = "between epochs"
+RESTART = "start of the loader"
 _HOOK = "on_before_batch_transfer"
 _TIMED = (8, 60)
 _TIMED_S = (2.0, 8.0)
@@ -86,6 +89,7 @@ class Watch(Callback):
         loader: Which did.
         parts: Seconds by part, of all timed steps.
         callbacks: Seconds by callback of the user, likewise.
+        restart_s: Seconds in which loaders began an epoch, likewise.
         num_timed: How many.
         num_skipped: Steps that were skipped in all.
         recorder: What was recorded; `None` before.
@@ -108,6 +112,7 @@ class Watch(Callback):
         self._phase = "settling"
         self._num_batches = 0
         self._began_s = 0.0
+        self._num_recorded = 0
         self._between_epochs = False
         self._handles: list[Any] = []
         self._skipped_at_start = 0
@@ -115,6 +120,7 @@ class Watch(Callback):
         self.loader: Any = None
         self.parts: dict[str, float] = {}
         self.callbacks: dict[str, float] = {}
+        self.restart_s = 0.0
         self.num_timed = 0
         self.num_skipped = 0
         self.recorder: Recorder | None = None
@@ -165,6 +171,12 @@ class Watch(Callback):
         self.clock.push(_BETWEEN)
 
     @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._between_epochs:  # what follows is the start of the loader
+            self.clock.pop()
+            self.clock.push(DATA, RESTART)
+
+    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.clock.push(_BETWEEN)
 
@@ -182,7 +194,9 @@ class Watch(Callback):
         self.batch_size = self.batch_size or num_rows(batch)
         if self._phase == "recorded" and _ends_a_step(trainer, pl_module, batch_idx):
             kept = _fp32_modules(trainer, pl_module)
-            self.recorder = Recorder(pl_module, self._where, kept, lambda: self.clock.part, self._boundary)
+            states = [t for optimizer in trainer.optimizers for _, t in tensors_in(list(optimizer.state.values()))]
+            held = [*states, *(t for _, t in tensors_in(batch))]
+            self.recorder = Recorder(pl_module, self._where, kept, held, lambda: self.clock.part, self._boundary)
             self.recorder.__enter__()
 
     @override
@@ -192,7 +206,11 @@ class Watch(Callback):
         self._num_batches += 1
         if self.recorder is not None:
             self.recorder.close()
-            self._phase = "done"
+            if self._num_recorded < _MOST_RECORDED and not any(o.part == BACKWARD for o in self.recorder.operations):
+                self._num_recorded += 1  # a step without a loss
+                self.recorder = None
+            else:
+                self._phase = "done"
         elif self._phase == "settling":
             if self._num_batches >= _SETTLED and (self._num_batches >= _MOST_SETTLING or not is_settling(trainer)):
                 self._begin("timed" if self._timed else "recorded")
@@ -203,8 +221,7 @@ class Watch(Callback):
             if enough or self.num_timed >= _TIMED[1]:
                 self._stop_clock()
                 self._begin("recorded")
-        if self._phase == "done":
-            trainer.should_stop = True
+        trainer.should_stop = self._phase == "done"  # whatever the module thinks of it
 
     def _begin(self, phase: str) -> None:
         self._phase = phase
@@ -215,6 +232,7 @@ class Watch(Callback):
     def _stop_clock(self) -> None:
         self.parts, self.callbacks = self.clock.stop()
         self.parts.pop(_BETWEEN, None)
+        self.restart_s = self.callbacks.pop(RESTART, 0.0)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -283,6 +301,7 @@ class Laps(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._num_batches += 1
+        trainer.should_stop = False
         if self._num_batches < self._before:
             return
         if self._num_batches == self._before:
@@ -293,8 +312,7 @@ class Laps(Callback):
         self._mark()
         if self._where.type != "cuda":
             self.step_s.append(time.perf_counter() - self._start_s)
-        if self._num_batches - self._before >= self._num_laps:
-            trainer.should_stop = True
+        trainer.should_stop = self._num_batches - self._before >= self._num_laps
 
     def _mark(self) -> None:
         if self._where.type == "cuda":

@@ -31,7 +31,8 @@ from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
 from lightning_amp.shadow._rebinding import rebind_closures
-from lightning_amp.tracing import paired_random
+from lightning_amp.shadow._views import NOTHING
+from lightning_amp.tracing import fp32_switches, paired_random
 
 _LEFT_OUT = (
     "barebones",
@@ -70,7 +71,9 @@ def unnoticed(device: torch.device) -> Generator[None]:
 
     Inside, Lightning and this package say nothing, and warnings are not shown.
     """
-    seeds = {name: os.environ.get(name) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
+    environment = dict(os.environ)
+    precisions = [(switch, switch.fp32_precision) for switch in fp32_switches()]
+    anomaly, cudnn = torch.is_anomaly_enabled(), torch.backends.cudnn.deterministic
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     threads, dtype, benchmark = torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -84,11 +87,14 @@ def unnoticed(device: torch.device) -> Generator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-        for name, seed in seeds.items():
-            if seed is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = seed
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        for switch, precision in precisions:
+            if switch.fp32_precision != precision:
+                switch.fp32_precision = precision
+        torch.autograd.set_detect_anomaly(anomaly)
+        torch.backends.cudnn.deterministic = cudnn
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch.backends.cudnn.benchmark = benchmark
@@ -104,6 +110,9 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
 
     """
     made = _made(make_module, "make_module", LightningModule)
+    again = _made(make_module, "make_module", LightningModule)
+    if _are_apart(made, again):
+        return again
     try:
         memo: dict[int, Any] = {}
         copied = copy.deepcopy(made, memo)
@@ -112,13 +121,22 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
             raise RuntimeError("the parameters of its copy cannot be trained, as those of TorchScript modules")
         return copied
     except Exception as error:
-        again = _made(make_module, "make_module", LightningModule)
         if again is made:
             raise ValueError(
                 f"`make_module` returns the same object each time, and it cannot be copied: {type(error).__name__}:"
                 f" {error}. Return a new module: it is going to be trained for some steps."
             ) from error
         return again
+
+
+def _are_apart(one: LightningModule, other: LightningModule) -> bool:
+    """Return whether two modules have nothing in common: what trains one leaves the other alone."""
+    if one is other:
+        return False
+    modules = {id(module) for module in one.modules()}
+    tensors = {id(tensor) for tensor in (*one.parameters(), *one.buffers())}
+    shared = any(id(tensor) in tensors for tensor in (*other.parameters(), *other.buffers()))
+    return not shared and not any(id(module) in modules for module in other.modules())
 
 
 @contextmanager
@@ -187,8 +205,24 @@ def private_trainer(
         "enable_model_summary": False,
         "logger": _Nowhere(folder),
     }
-    watching = [*copy.deepcopy(kept), _LeaveOut(), *([_KeepsNothing(folder)] if saves else []), *callbacks]
+    watching = [*map(_own_callback, kept), _LeaveOut(), *([_KeepsNothing(folder)] if saves else []), *callbacks]
     return Trainer(**{**kwargs, **settings}, callbacks=watching, plugins=[plugin] if plugin else None)
+
+
+def _own_callback(callback: Callback) -> Callback:
+    """Return a copy of a callback.
+
+    Raises:
+        ValueError: If it cannot be copied.
+
+    """
+    try:
+        return copy.deepcopy(callback)
+    except Exception as error:
+        raise ValueError(
+            f"The callback `{type(callback).__name__}` cannot be copied ({type(error).__name__}: {error}), and the one"
+            " that was given must stay as it is. Leave it out of `trainer_kwargs['callbacks']` here."
+        ) from error
 
 
 def run_private_fit(trainer: Trainer, module: LightningModule, data: Any = None, **loaders: Any) -> None:
@@ -258,6 +292,11 @@ class _Nowhere(DummyLogger):
     @override
     def log_dir(self) -> str:
         return self._folder
+
+    @property
+    @override
+    def experiment(self) -> Any:
+        return NOTHING
 
 
 PRIVATE_CALLBACKS = (_LeaveOut.__name__, _KeepsNothing.__name__)

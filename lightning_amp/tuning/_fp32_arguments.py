@@ -68,6 +68,8 @@ class Request:
 def _device(trainer_kwargs: Mapping[str, Any]) -> torch.device:
     accelerator = trainer_kwargs.get("accelerator", "auto")
     kind = accelerator if isinstance(accelerator, str) else getattr(accelerator, "name", lambda: "auto")()
+    if kind in ("cuda", "gpu") and not torch.cuda.is_available():
+        raise ValueError(f"`trainer_kwargs['accelerator']` is {kind!r}, and there is no CUDA device here. Use 'cpu'.")
     if kind in ("cuda", "gpu") or (kind == "auto" and torch.cuda.is_available()):
         devices = trainer_kwargs.get("devices")
         first = devices[0] if isinstance(devices, (list, tuple)) and devices and isinstance(devices[0], int) else 0

@@ -83,11 +83,14 @@ class Bench:
     # -- fp32 ----------------------------------------------------------------------------------------------------------
 
     def _add_reference(self, point: Point) -> None:
-        first = not self._gradients
-        with self._training(point, upcast=True) as one, self._watch.on(one.module) if first else nullcontext():
+        watch = self._watch if not self._gradients else Watch()  # some modules run in some steps only
+        with self._training(point, upcast=True) as one, watch.on(one.module):
             loss = self._run(one, point, full_precision(self._place.type), 1.0)
             found = one.gradients()
             self._left_out = self._in_fp32_anyway(one.module)
+        if watch is not self._watch:
+            watch.forget()
+            self._called += [name for name in watch.called if name not in self._called]
         where = f"batch {point.step} of training"
         if loss is not None and not math.isfinite(float(loss)):
             raise NothingHelps(_not_finite("the loss", f"{float(loss)}", where, _LOCATE))
@@ -99,12 +102,22 @@ class Bench:
         top = max((float(largest(gradient)) for gradient in found.values()), default=0.0)
         self._scales.append(fitting_scale(top) if self._plugin.scaler is not None else 1.0)
 
+    def repeats_itself(self) -> float:
+        """Return how far the gradient in fp32 is from itself, relative to its norm: 0 if the step is reproducible."""
+        point, before = self.points[0], self._gradients[0]
+        with self._training(point, upcast=True) as one:
+            self._run(one, point, full_precision(self._place.type), 1.0)
+            again = one.gradients()
+        squares = [float((again[name] - old).double().square().sum()) for name, old in before.items() if name in again]
+        norm = math.sqrt(sum(float(old.double().square().sum()) for old in before.values()))
+        return math.sqrt(sum(squares)) / norm if norm else 0.0
+
     def _add_metrics(self) -> None:
         watch = Watch()
         context = lambda _: full_precision(self._place.type)  # noqa: E731
         self.metrics = self._evaluate(context, context, lambda _: nullcontext(), (), upcast=True, watch=watch)
         watch.forget()
-        self._called = watch.called
+        self._called += [name for name in watch.called if name not in self._called]
         for name, value in self.metrics.items():
             if not math.isfinite(value):
                 where = f"validation with {len(self.batches)} of its batches"
@@ -198,7 +211,18 @@ class Bench:
         return {name: relative_error(found[name], true) for name, true in self.metrics.items() if name in found}
 
     def step_time_ratio(self, rules: Sequence[str], *, at_least_s: float = 0.3, at_most_s: float = 3.0) -> float:
-        """Measure the time of forward and backward with modules in fp32 over that without: the median of pairs."""
+        """Measure the time of forward and backward with modules in fp32 over that without: the median of pairs.
+
+        NaN if the step does not run without them.
+        """
+        try:
+            return self._step_time_ratio(rules, at_least_s, at_most_s)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            return math.nan
+
+    def _step_time_ratio(self, rules: Sequence[str], at_least_s: float, at_most_s: float) -> float:
         point, scale = self.points[0], self._scales[0]
         ratios: list[float] = []
         with self._training(point, rules) as one, self._training(point) as other:

@@ -155,6 +155,13 @@ def _search(request: Request, bench: Bench) -> _Answer:
             bench.suspicion(tree),
         )
     if found.names is None:
+        own = bench.repeats_itself()
+        if own > tolerance:
+            raise NothingHelps(
+                f"The step is not reproducible: in fp32, too, its gradients differ by {as_percent(own)} from one run to"
+                " the next with the same weights, batch and random state. Draw from torch's, NumPy's or Python's global"
+                " generators, which are put back, or raise the tolerance."
+            )
         raise NothingHelps(_nothing_helps(request, without, bench.errors(_escaped(tree[""]))))
     rules = as_rules(found.names, [name for name in tree if name and name not in found.names])
     errors = bench.errors(rules) if rules else without
@@ -171,9 +178,11 @@ def _nothing_helps(request: Request, without: Errors, errors: Errors) -> str:
     return (
         f"No set of modules in fp32 is enough: with all of them in fp32, in {request.name!r} {errors.describe()}, and"
         f" `tolerance` is {as_percent(request.tolerance)} (without any, {without.describe()}). What remains is computed"
-        " outside of modules, in `training_step`, `validation_step` or `forward` of the LightningModule itself: put"
-        " that arithmetic under `lightning_amp.precision.fp32_region`, with `.float()` on what goes in, or into a"
-        " module; or raise the tolerance."
+        " outside of modules, in `training_step`, `validation_step` or `forward` of the LightningModule itself, or in"
+        " another method of a module than its `forward`: put that arithmetic under"
+        " `lightning_amp.precision.fp32_region`, with `.float()` on what goes in, or into the `forward` of a module."
+        " Gradients that the step itself takes in fp16 want `lightning_amp.precision.scaled_grad`. Or raise the"
+        " tolerance."
     )
 
 
@@ -188,7 +197,10 @@ def _message(request: Request, answer: _Answer, tried: int) -> str:
         return f"Nothing{own} needs fp32: in {request.name!r} {answer.without.describe()} ({seen})."
     what = listed([repr(rule) for rule in answer.rules], most=5)
     end = "" if answer.complete else " The search was ended there: fewer modules may be enough."
+    time = f"A training step takes {answer.cost:.2f} times as long."
+    if math.isnan(answer.cost):
+        time = "A training step does not run without."
     return (
-        f"{what} in fp32{own}: {answer.errors.describe()}; without, {answer.without.describe()} ({seen}). A training"
-        f" step takes {answer.cost:.2f} times as long. {counted(tried, 'set')} of modules tried.{end}"
+        f"{what} in fp32{own}: {answer.errors.describe()}; without, {answer.without.describe()} ({seen}). {time}"
+        f" {counted(tried, 'set')} of modules tried.{end}"
     )

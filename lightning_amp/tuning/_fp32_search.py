@@ -166,11 +166,18 @@ class _Search:
 
 
 def _alike(tree: Tree) -> dict[str, tuple[str, ...]]:
-    """Find modules whose names differ in numbers alone, two or more; by name with a star for each number."""
-    groups: dict[str, list[str]] = {}
+    """Find modules whose names differ in numbers alone, two or more; by name with a star for each number.
+
+    With the same names inside: layers of different kinds that are numbered are not alike. Of several such groups the
+    largest has the pattern.
+    """
+    groups: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for name in (name for inside in tree.values() for name in inside):
-        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
-    return {pattern: tuple(names) for pattern, names in groups.items() if len(names) > 1}
+        within = tuple(sorted(child.removeprefix(f"{name}.") for child in tree.get(name, ())))
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        groups.setdefault(pattern, {}).setdefault(within, []).append(name)
+    largest = {pattern: max(same.values(), key=len) for pattern, same in groups.items()}
+    return {pattern: tuple(names) for pattern, names in largest.items() if len(names) > 1}
 
 
 def as_rules(names: Sequence[str], others: Collection[str]) -> tuple[str, ...]:

@@ -22,6 +22,10 @@ class UsedRate(NamedTuple):
     lr: float
 
 
+_FAR = 32
+"""Times the batch size; Goyal et al. went from 256 to 8,192."""
+
+
 def suggested_rate(used: Sequence[UsedRate], from_size: int, to_size: int) -> tuple[float | None, str]:
     """Scale a learning rate to another batch size: linearly for SGD, by the square root for Adam and its kin.
 
@@ -58,7 +62,8 @@ def suggested_rate(used: Sequence[UsedRate], from_size: int, to_size: int) -> tu
         return rates[0], f"The learning rate stays {rates[0]:g}: it is the module's own batch size."
     suggestion = float(f"{rates[0] * factor:.3g}")
     text = f"Learning rate to try: {suggestion:g}, scaled from {rates[0]:g} at batch size {from_size:,}"
-    return suggestion, f"{text} ({rule} rule for {optimizer}); only a start."
+    far = f", and {rounded(ratio)} times the batch is farther than the rule was tried for" if ratio > _FAR else ""
+    return suggestion, f"{text} ({rule} rule for {optimizer}); only a start{far}."
 
 
 def _rule(name: str) -> str | None:

@@ -82,7 +82,7 @@ def _estimate(points: Sequence[Measurement], best: Measurement, limit_gib: float
     onwards = _on_line(below[-1], best, limit_gib) if below else math.inf
     if above is None:
         trusted = math.isfinite(onwards) and _is_straight(below, best)
-        return onwards if trusted else min(onwards, _STEP * best.batch_size)
+        return min(onwards, (_FIRST_STEP if trusted else _STEP) * best.batch_size)
     if not math.isfinite(above.peak_gib):
         return min(onwards, (best.batch_size + above.batch_size) / 2)
     back = _on_line(best, above, limit_gib)
@@ -91,10 +91,15 @@ def _estimate(points: Sequence[Measurement], best: Measurement, limit_gib: float
 
 
 def _is_straight(below: Sequence[Measurement], best: Measurement) -> bool:
-    """Return whether the line through two sizes led to what a third one held, so that it may be trusted far off."""
+    """Return whether the line through two sizes led to what a third one held, so that it may be trusted far off.
+
+    Not while all of them hold about the same: the optimizer's state hides what a row takes.
+    """
     if len(below) < 2:
         return False
     (size, peak, _), (other_size, other_peak, _) = below[-2:]
+    if best.peak_gib - peak < 2 * _NOISE * best.peak_gib:
+        return False
     expected = peak + (other_peak - peak) / (other_size - size) * (best.batch_size - size)
     return abs(expected - best.peak_gib) <= _NOISE * best.peak_gib
 

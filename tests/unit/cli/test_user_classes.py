@@ -143,7 +143,7 @@ TAKES = "; support.cli_classes.Net takes width, lr, part"
         ([*BOTH, "--trainer.max_epochs=x"], ["--trainer.max_epochs: Expected a int", "x"]),
         ([*BOTH, "--trainer.max_epoch=2"], ["--trainer.max_epoch=2; did you mean --trainer.max_epochs?"]),
         ([*BOTH, "--trainer.zzz=2"], ["--trainer.zzz=2; the Trainer takes accelerator, strategy, devices, "]),
-        ([*BOTH, "--trainer.precision=16"], ["--trainer.precision is what is compared: pass `--precisions fp32 bf16"]),
+        ([*BOTH, "--trainer.precision=16"], ["--trainer.precision is an option of this command: pass `--precisions`"]),
         ([*BOTH, "--trainer.callbacks=EarlyStopping"], ["--trainer.callbacks: ", "EarlyStopping", "monitor"]),
         ([*BOTH, "--foo", "3"], ["--foo 3; there are --trainer.*, --model.*, --data.*, --optimizer.*"]),
         ([*BOTH, "stray"], ["stray; there are"]),

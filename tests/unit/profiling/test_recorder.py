@@ -22,7 +22,7 @@ class Step:
     def __init__(self, net: nn.Module, fp32: tuple[nn.Module, ...] = ()) -> None:
         self.part = FORWARD
         self.net = net
-        self.recorder = Recorder(net, CPU, [m for f in fp32 for m in f.modules()], lambda: self.part, "nobody.py")
+        self.recorder = Recorder(net, CPU, [m for f in fp32 for m in f.modules()], (), lambda: self.part, "nobody.py")
 
     def run(self, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None = None) -> Recorder:
         with self.recorder:
