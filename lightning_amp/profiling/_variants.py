@@ -17,7 +17,8 @@ from typing_extensions import final
 
 from lightning_amp._compat import _torch
 from lightning_amp.advice import Variant
-from lightning_amp.profiling._watch import Laps, Watch
+from lightning_amp.profiling._laps import Laps
+from lightning_amp.profiling._watch import Watch
 from lightning_amp.shadow import copy_batch, is_out_of_memory, private_trainer, run_private_fit
 
 _ROUNDS = (3, 9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from lightning_amp._containers import tensors_in
 from lightning_amp.casting import modules_matching
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling._clock import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, Clock
+from lightning_amp.profiling._laps import MOST_SETTLING, is_settling
 from lightning_amp.profiling._recorder import Recorder
 from lightning_amp.shadow import PRIVATE_CALLBACKS, copy_batch
 
 _SETTLED = 3
 """Steps in which memory is allocated, kernels are chosen and optimizers make their states."""
-_MOST_SETTLING = 40
 _BATCHES_KEPT = 4
 _MOST_RECORDED = 10
 _BETWEEN = "between epochs"
@@ -212,7 +211,7 @@ class Watch(Callback):
             else:
                 self._phase = "done"
         elif self._phase == "settling":
-            if self._num_batches >= _SETTLED and (self._num_batches >= _MOST_SETTLING or not is_settling(trainer)):
+            if self._num_batches >= _SETTLED and (self._num_batches >= MOST_SETTLING or not is_settling(trainer)):
                 self._begin("timed" if self._timed else "recorded")
         elif self._phase == "timed":
             self.num_timed += 1
@@ -269,71 +268,6 @@ class _Undo:
             self._attributes.pop(_HOOK, None)
         else:
             self._attributes[_HOOK] = self._before
-
-
-@final
-class Laps(Callback):
-    """Times some steps of a fit that has settled, and ends it.
-
-    Args:
-        device: Where.
-        num_laps: How many steps are timed.
-        num_before: How many are not, at least.
-
-    Attributes:
-        step_s: Seconds of each.
-
-    """
-
-    def __init__(self, device: torch.device, num_laps: int, num_before: int = 1) -> None:
-        self._where, self._num_laps, self._before = device, num_laps, num_before
-        self._num_batches = 0
-        self._start_s = 0.0
-        self._events: list[Any] = []
-        self.step_s: list[float] = []
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._start_s = time.perf_counter()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._num_batches += 1
-        trainer.should_stop = False
-        if self._num_batches < self._before:
-            return
-        if self._num_batches == self._before:
-            if is_settling(trainer) and self._before < _MOST_SETTLING:
-                self._before += 1
-            self._mark()
-            return
-        self._mark()
-        if self._where.type != "cuda":
-            self.step_s.append(time.perf_counter() - self._start_s)
-        trainer.should_stop = self._num_batches - self._before >= self._num_laps
-
-    def _mark(self) -> None:
-        if self._where.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._where))
-            self._events.append(event)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._events:
-            torch.cuda.synchronize(self._where)
-            laps = self._events[-self._num_laps - 1 :]
-            self.step_s = [a.elapsed_time(b) / 1e3 for a, b in pairwise(laps)]
-
-
-def is_settling(trainer: Trainer) -> bool:
-    """Return whether the last step was skipped: a dynamic loss scale that comes down. Waits for the device."""
-    plugin = trainer.precision_plugin
-    if not isinstance(plugin, AmpPrecision) or plugin.last_step is None:
-        return False
-    return plugin.last_step.skipped
 
 
 def num_rows(batch: Any) -> int:

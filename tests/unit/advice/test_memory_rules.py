@@ -43,7 +43,14 @@ def test_logits_that_are_a_good_part_of_a_small_device_are_a_warning() -> None:
 
 
 def test_a_loss_over_ten_classes_has_no_logits_to_speak_of() -> None:
-    assert found(memory=memory(logits=300, activations=100), logits=(10**6, 10)) == []
+    assert "large-logits" not in [f.code for f in found(memory=memory(logits=300, activations=9), logits=(10**6, 10))]
+
+
+def test_memory_that_did_not_fall() -> None:
+    (finding,) = found(memory=memory(activations=230, casts=20))
+    assert (finding.severity, finding.code) == ("note", "memory-not-lower")
+    assert finding.message == "The peak is 250 MiB, and 220 MiB in fp32: casts hold 20 MiB, and activations 230 MiB."
+    assert found(memory=memory(activations=230, casts=20), precision="fp32") == []
 
 
 def test_states_that_dominate() -> None:

@@ -29,6 +29,13 @@ def test_a_healthy_module_has_nothing_to_do() -> None:
     assert not report.has_problems
 
 
+def test_a_step_that_could_not_be_timed_is_not_said_to_be_healthy() -> None:
+    report = DoctorReport(machine(), step(variants=(Variant("as it is", (), "no dataset"), timed("fp32", 0.1))))
+    (finding,) = report.findings
+    assert (finding.severity, finding.code) == ("note", "not-timed")
+    assert "no dataset" in finding.message
+
+
 def test_a_machine_alone_has_a_verdict() -> None:
     report = DoctorReport(machine())
     assert [finding.code for finding in report.findings] == ["emulated-precision", "precision"]

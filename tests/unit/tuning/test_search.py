@@ -51,7 +51,14 @@ def test_where_memory_is_all_of_rows_the_second_is_the_last() -> None:
 def test_a_far_guess_is_approached_in_steps() -> None:
     """The line of 32 and 88 rows may bend; that of three sizes is trusted."""
     assert search(lambda b: 0.5 + 0.001 * b, 1.5, first=32) == (1000, [32, 88, 352, 1000])
-    assert search(lambda b: 0.001 * b, 100.0, first=8) == (100_000, [8, 256, 1024, 100_000])
+    assert search(lambda b: 0.001 * b, 100.0, first=8) == (100_000, [8, 256, 1024, 32_768, 100_000])
+
+
+def test_a_flat_line_is_not_trusted() -> None:
+    """Up to some thousand rows the optimizer's state is the peak."""
+    found, sizes = search(lambda b: max(0.5 + 1e-8 * b, 0.0004 * b), 1.0, first=8)
+    assert found >= 2400
+    assert max(sizes) < 4 * 2500
 
 
 def test_the_first_size_is_near_the_limit() -> None:
