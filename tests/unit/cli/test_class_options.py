@@ -26,11 +26,9 @@ def test_the_classes_and_their_arguments() -> None:
 
 def test_a_yaml_whose_precision_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text(
-        f"seed_everything: 5\ntrainer: {{precision: bf16-mixed}}\nmodel: {{class_path: {MODEL}, init_args: {{width: 3}}}}\n"
-    )
+    model = f"model: {{class_path: {MODEL}, init_args: {{width: 3}}}}"
+    path.write_text(f"seed_everything: 5\ntrainer: {{precision: bf16-mixed}}\n{model}\n")
     found, seed = user_classes("lightning-amp x", options(None, DATA, path), [])
     assert (seed, found.trainer_kwargs) == (5, {})
-    assert capsys.readouterr().err.endswith(
-        "trainer.precision is left out: the precision is an option of this command\n"
-    )
+    said = "trainer.precision is left out: the precision is an option of this command\n"
+    assert capsys.readouterr().err.endswith(said)
