@@ -32,7 +32,7 @@ from typing_extensions import final, override
 from lightning_amp._compat import _modules
 from lightning_amp.shadow._rebinding import rebind_closures
 from lightning_amp.shadow._views import NOTHING
-from lightning_amp.tracing import fp32_switches, paired_random
+from lightning_amp.tracing import RandomState, fp32_switches, paired_random
 
 _LEFT_OUT = (
     "barebones",
@@ -73,6 +73,7 @@ def unnoticed(device: torch.device) -> Generator[None]:
     """
     environment = dict(os.environ)
     precisions = [(switch, switch.fp32_precision) for switch in fp32_switches()]
+    matmul = _matmul_precision()
     anomaly, cudnn = torch.is_anomaly_enabled(), torch.backends.cudnn.deterministic
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     threads, dtype, benchmark = torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cudnn.benchmark
@@ -90,6 +91,8 @@ def unnoticed(device: torch.device) -> Generator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
+        if matmul is not None and _matmul_precision() != matmul:
+            torch.set_float32_matmul_precision(matmul)
         for switch, precision in precisions:
             if switch.fp32_precision != precision:
                 switch.fp32_precision = precision
@@ -101,15 +104,27 @@ def unnoticed(device: torch.device) -> Generator[None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
+def _matmul_precision() -> str | None:
+    """Return what `set_float32_matmul_precision` set; torch does not tell where a newer switch was used as well."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
 def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
     """Make a module that may be trained and thrown away, also where the factory returns one that others hold.
+
+    The factory is called twice, from the same random state: what has nothing in common with the first is our own.
 
     Raises:
         TypeError: If the factory returns something else.
         ValueError: If it returns the same object each time, and that one cannot be copied.
 
     """
+    start = RandomState.capture("cpu")  # where modules are initialised
     made = _made(make_module, "make_module", LightningModule)
+    start.restore("cpu")
     again = _made(make_module, "make_module", LightningModule)
     if _are_apart(made, again):
         return again

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelSummary, RichProgressBar
 
 from lightning_amp import AmpPrecision
 from lightning_amp.shadow import own_data, own_module, private_trainer, run_private_fit, unnoticed
@@ -161,3 +162,88 @@ def test_an_interrupt_stays_one() -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(Interrupted, Data)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_new_module_is_taken_as_it_is() -> None:
+    """A copy computes with what closures of the original hold, and is compiled no more."""
+    made: list[Net] = []
+
+    def make() -> Net:
+        made.append(Net())
+        return made[-1]
+
+    torch.manual_seed(1)
+    own = own_module(make)
+    torch.manual_seed(1)
+    expected = Net()
+    assert own is made[-1]
+    assert own is not made[0]
+    assert torch.equal(own.layer.weight, expected.layer.weight)
+
+
+def test_a_module_that_shares_a_part_is_copied() -> None:
+    backbone = torch.nn.Linear(4, 1)
+
+    def make() -> Net:
+        net = Net()
+        net.layer = backbone
+        return net
+
+    assert own_module(make).layer is not backbone
+
+
+def test_functions_that_close_over_a_module_are_those_of_its_copy() -> None:
+    class Closes(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.compute = lambda x: self.layer(x) * 1
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.compute(batch).square().mean()
+
+    module = Closes()
+    before = module.layer.weight.clone()
+    _, fitted = fit(lambda: module, Data)
+    assert module.layer.weight.grad is None
+    assert torch.equal(module.layer.weight, before)
+    assert not torch.equal(fitted.layer.weight, before)
+
+
+def test_where_the_trainer_says_that_files_go_is_a_folder_that_is_removed(in_tmp_path: Path) -> None:
+    class Writes(Net):
+        def on_train_start(self) -> None:
+            trainer: Any = self.trainer
+            for folder in (trainer.default_root_dir, trainer.log_dir, trainer.checkpoint_callback.dirpath):
+                assert Path(folder).is_dir()
+                assert Path(folder) != in_tmp_path
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "mine.ckpt")
+            self.logger.experiment.config.update({"a": 1})  # type: ignore[union-attr]
+
+    trainer, _ = fit(Writes, Data, callbacks=[RichProgressBar(), ModelSummary(), ModelCheckpoint(save_last=True)])
+    assert not Path(trainer.default_root_dir).exists()
+    assert list(in_tmp_path.iterdir()) == []
+
+
+def test_a_callback_that_cannot_be_copied_is_named() -> None:
+    class Holds(Callback):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    with pytest.raises(ValueError, match="The callback `Holds` cannot be copied"):
+        fit(Net, Data, callbacks=[Holds()])
+
+
+def test_settings_of_the_process_are_put_back() -> None:
+    def make() -> Net:
+        os.environ["MINE"] = "1"
+        torch.set_float32_matmul_precision("high")
+        torch.autograd.set_detect_anomaly(True)
+        return Net()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(make, Data, deterministic=True)
+    assert "MINE" not in os.environ
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.is_anomaly_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
