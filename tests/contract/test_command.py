@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,8 @@ def test_a_reader_who_has_gone(history: str) -> None:
 def test_ctrl_c(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never.csv")  # whoever opens it to read waits
     command = [sys.executable, "-m", "lightning_amp", "scale", str(tmp_path / "never.csv")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background ignores it
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(), preexec_fn=heed) as process:
         deadline = time.monotonic() + 60
         writing = None
         while writing is None and time.monotonic() < deadline:
