@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,8 +98,13 @@ def test_a_reader_who_has_gone(history: str) -> None:
 def test_ctrl_c(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never.csv")  # whoever opens it to read waits
     command = [sys.executable, "-m", "lightning_amp", "scale", str(tmp_path / "never.csv")]
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background ignores it
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(), preexec_fn=heed) as process:
+    # What a shell starts in the background ignores the signal, and so do its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with started as process:
         deadline = time.monotonic() + 60
         writing = None
         while writing is None and time.monotonic() < deadline:
