@@ -290,10 +290,11 @@ def _too_small(step: Step, machine: Machine) -> Iterator[Finding]:
     if measured is None or step.precision == "fp32" or products <= 1:
         return
     best, share = best_speed_up(step, products), step.fp32_product_share
-    if best < 1.35 and not measured.is_clear and measured.ratio < 1.05:
+    if best < 1.35 and not measured.is_clear and measured.ratio < max(1.05, best + 0.15):
+        seen = measured.words if measured.ratio <= best else "no difference beyond noise"
         text = (
             f"Matrix products that half precision could make faster are {percent(share)} of a step in fp32, so that at"
-            f" best {rounded(best)} times the speed is possible; measured: {measured.words}."
+            f" best {rounded(best)} times the speed is possible; measured: {seen}."
         )
         severity: Severity = "warning" if measured.ratio <= 1.02 and measured.is_sure else "note"
         yield Finding(severity, "model-too-small", text, _larger_or_fp32(step), 1 - share)

@@ -210,6 +210,13 @@ def test_a_model_that_is_too_small() -> None:
     assert "train 2 times as many per second" in only(larger).action
 
 
+def test_what_is_measured_is_not_said_to_be_more_than_is_possible() -> None:
+    noisy = (timed("as it is", 0.1), Variant("fp32", (0.08, 0.112, 0.111, 0.13, 0.09)))
+    found = only(small(fp32_product_share=0.01, variants=noisy))
+    assert (found.severity, found.code) == ("note", "model-too-small")
+    assert "at best 1.01 times the speed is possible; measured: no difference beyond noise." in found.message
+
+
 def test_what_is_known_already_is_not_said_in_other_words() -> None:
     off = (Reason("autocast off", "a", FORWARD),)
     assert only(small(reasons=off)).code == "autocast-off"
