@@ -27,8 +27,6 @@ DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 if torch.device(DEVICE).type not in {"cpu", "cuda"}:
     raise ValueError(f"`LIGHTNING_AMP_TEST_DEVICE` must be 'cpu' or 'cuda'; got {DEVICE!r}.")
 
-torch.set_num_threads(1)  # the models are tiny: a second thread only adds the cost of waking it
-
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Accept the option of pytest-timeout where it is not installed: `tests/gpu` needs nothing but pytest."""
@@ -37,8 +35,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_runtest_setup() -> None:
-    """Seed each test, so that its outcome does not depend on which ran before. (A hook, because hypothesis objects to
-    function-scoped fixtures.)"""
+    """Seed each test, so that its outcome does not depend on which ran before, and give it one thread: the models are
+    tiny, and a second one only adds the cost of waking it. (DDP sets another number. A hook, because hypothesis objects
+    to function-scoped fixtures.)"""
+    torch.set_num_threads(1)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

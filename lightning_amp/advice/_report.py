@@ -10,6 +10,7 @@ from functools import cached_property
 from typing_extensions import final, override
 
 from lightning_amp._files import write_atomically
+from lightning_amp._plain_data import plain
 from lightning_amp.advice import _words
 from lightning_amp.advice._findings import Finding, worst_first
 from lightning_amp.advice._gains import AS_IT_IS
@@ -85,7 +86,7 @@ class DoctorReport:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the findings and all that was measured, to a path or a URL. NaN and infinities are texts."""
-        data = _words.plain(
+        data = plain(
             {
                 "format": _FORMAT,
                 "precision": self.precision,

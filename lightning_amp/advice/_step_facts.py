@@ -208,8 +208,8 @@ class Step:
         plugin: The line of code that makes the plugin.
         batch_size: Rows of a batch; 0 if unknown.
         num_parameters: Of the module.
-        parts: Mean seconds of a step by part: `"data"`, `"forward"`, `"backward"`, `"scaling and clipping"`,
-            `"optimizer"`, `"callbacks"`, `"rest"`.
+        parts: Mean seconds of a step by part: `"data"`, `"forward"`, `"backward"`,
+            `"checks, unscaling and clipping"`, `"optimizer"`, `"callbacks"`, `"rest"`.
         num_timed: How many steps `parts` are of.
         callbacks: Mean seconds of a step by callback.
         loading: How batches are loaded; `None` if that is not a plain `DataLoader`.

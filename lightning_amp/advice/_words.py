@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning_amp._plain_data import table
 from lightning_amp._text import memory, percent, rounded, span
 from lightning_amp.advice._findings import Finding
 from lightning_amp.advice._gains import AS_IT_IS, IN_FP32, LARGER_BATCH, TIMES_LARGER, best_speed_up, gain, speed_up
@@ -162,25 +162,5 @@ def _support(found: Any) -> str:
     return f"{found.support}: {found.reason}" if found.reason else found.support
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a table of Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-
-
 def _ms(seconds: float) -> str:
     return f"{rounded(seconds * 1e3)} ms" if seconds < 1 else f"{rounded(seconds)} s"
-
-
-def plain(value: Any) -> Any:
-    """Return what JSON takes; numbers that are not finite, which it has not, become texts."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value

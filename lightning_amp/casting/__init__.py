@@ -15,7 +15,15 @@ from lightning_amp.casting._fp32_modules import Fp32Modules, Rule, checked_modul
 from lightning_amp.casting._fp32_outputs import EpochEnd, Fp32Outputs
 from lightning_amp.casting._matmul_flops import MatmulFlops, flop_formulas, multiplied_dtype
 from lightning_amp.casting._method_override import MethodOverride
-from lightning_amp.casting._precision_choice import Canonical, Choice, Precision, cpu_has, parse_precision, runnable
+from lightning_amp.casting._precision_choice import (
+    Canonical,
+    Choice,
+    Precision,
+    cpu_has,
+    our_name,
+    parse_precision,
+    runnable,
+)
 from lightning_amp.casting._reused_weights import ReusedWeights
 from lightning_amp.casting._upcast_parameters import (
     Upcast,
@@ -57,6 +65,7 @@ __all__ = [
     "needs_whole_tiles",
     "nothing_qualifies",
     "num_converted",
+    "our_name",
     "parse_precision",
     "runnable",
     "sharded_parameters",

@@ -103,6 +103,11 @@ class Choice(NamedTuple):
             )
 
 
+def our_name(spelling: str) -> str:
+    """Return our name for a spelling, Lightning's `"bf16-mixed"` for example; what has none, as it is."""
+    return _SPELLINGS.get(spelling, spelling)
+
+
 def parse_precision(value: Any, argument: str = "precision") -> Precision:
     """Return one of our names for whatever spelling the user has in their hands.
 

@@ -10,7 +10,7 @@ from lightning_amp.cli._exits import FINE, TO_DO
 from lightning_amp.cli._markdown import markdown
 from lightning_amp.cli._output import check_output, note, require_extra, save, show
 from lightning_amp.cli._parser import Parser
-from lightning_amp.cli._user_errors import usage_error
+from lightning_amp.cli._user_errors import users_errors
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,35 +53,28 @@ def run(arguments: Sequence[str]) -> int:
     if options.model is None and options.data is None and not options.config:
         if others:
             parser.error(f"unrecognized arguments: {' '.join(others)}")
-        report = _doctor(None, None, options, {})
+        report = _doctor(options, None, None)
     else:
-        user, _ = user_classes(_NAME, options, others)
+        user, seed = user_classes(_NAME, options, others)
         note(f"{_NAME}: training some steps of {user.make_module!r}")
-        report = _doctor(user.make_module, user.make_data, options, user.trainer_kwargs)
+        report = _doctor(options, user, seed)
     if options.json:
         save("--json", options.json, report.to_json)
     show(_text(report))
     return TO_DO if report.has_problems else FINE
 
 
-def _doctor(make_module: Any, make_data: Any, options: Any, trainer_kwargs: Any) -> Any:
+def _doctor(options: Any, user: Any, seed: int | None) -> Any:
     from lightning_amp import doctor
 
-    try:
-        return doctor(
-            make_module,
-            make_data,
-            precision=options.precision,
-            device=options.device,
-            trainer_kwargs=trainer_kwargs,
-        )
-    except BrokenPipeError:
-        raise
-    except Exception as error:
-        wrong = usage_error(error)
-        if wrong is None:
-            raise
-        raise wrong from error
+    where = {"precision": options.precision, "device": options.device}
+    with users_errors():
+        if user is None:
+            return doctor(**where)
+        from lightning.pytorch import seed_everything
+
+        seed_everything(seed or 0, verbose=False)
+        return doctor(user.make_module, user.make_data, **where, trainer_kwargs=user.made_trainer_kwargs())
 
 
 def _text(report: Any) -> Iterator[RenderableType]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -67,7 +68,9 @@ def make_trainer_argument(name: str, value: Any, import_from: Sequence[str] = ()
     _import_from(import_from)
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_lightning_class_args(Trainer, "trainer")
-    made = parser.instantiate_classes(parser.parse_object({"trainer": {name: value}}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of jsonargparse, about how Lightning calls it
+        made = parser.instantiate_classes(parser.parse_object({"trainer": {name: value}}))
     found = made["trainer"][name]
     return found[0] if isinstance(value, list) else found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from lightning_amp.cli._class_options import CLASS_OPTIONS, user_classes
 from lightning_amp.cli._exits import FINE, TO_DO, UsageError
 from lightning_amp.cli._output import check_output, paragraph, save_json, show, table
 from lightning_amp.cli._parser import Parser
-from lightning_amp.cli._user_errors import usage_error
+from lightning_amp.cli._user_errors import users_errors
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -92,20 +91,12 @@ def _find(user: Any, seed: int | None, precision: str, tolerance: float) -> Any:
     from lightning_amp import find_fp32_modules
     from lightning_amp.tuning import NothingHelps
 
-    try:
+    with users_errors(NothingHelps):
         seed_everything(seed or 0, verbose=False)
-        # objects among the Trainer's arguments are made when they are unpickled
-        kwargs = pickle.loads(pickle.dumps(user.trainer_kwargs))
+        kwargs = user.made_trainer_kwargs()
         return find_fp32_modules(
             user.make_module, user.make_data, precision, tolerance=tolerance, trainer_kwargs=kwargs
         )
-    except (NothingHelps, BrokenPipeError):
-        raise
-    except Exception as error:
-        wrong = usage_error(error)
-        if wrong is None:
-            raise
-        raise wrong from error
 
 
 def _save(path: str | None, data: dict[str, Any]) -> None:

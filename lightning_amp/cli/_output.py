@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_amp._files import write_atomically
+from lightning_amp._plain_data import null, plain
 from lightning_amp._urls import is_url, location
 from lightning_amp.cli._exits import UsageError
 
@@ -184,15 +184,5 @@ def save(option: str, path: str, write: Callable[[str], object]) -> None:
 
 def save_json(option: str, path: str, data: Any) -> None:
     """Write JSON in which NaN and infinities, which it does not have, are null."""
-    text = json.dumps(_plain(data), indent=1, allow_nan=False)
+    text = json.dumps(plain(data, null), indent=1, allow_nan=False)
     save(option, path, lambda place: write_atomically(place, lambda file: file.write(f"{text}\n")))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import os
+import pickle
 import re
 import sys
 import warnings
@@ -44,6 +45,10 @@ class UserClasses(NamedTuple):
     make_module: Factory
     make_data: Factory
     trainer_kwargs: dict[str, Any]
+
+    def made_trainer_kwargs(self) -> dict[str, Any]:
+        """Make the objects among the Trainer's arguments here, and return all arguments."""
+        return pickle.loads(pickle.dumps(self.trainer_kwargs))
 
 
 def import_from_here() -> tuple[str, ...]:

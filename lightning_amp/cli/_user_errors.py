@@ -5,13 +5,33 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_amp.cli._exits import UsageError
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
+
+
+@contextmanager
+def users_errors(*others: type[Exception]) -> Generator[None]:
+    """Let what the user's own code raises be one line; what is ours comes out as it is.
+
+    Args:
+        others: What comes out as it is, too.
+
+    """
+    try:
+        yield
+    except (BrokenPipeError, UsageError, *others):
+        raise
+    except Exception as error:
+        wrong = usage_error(error)
+        if wrong is None:
+            raise
+        raise wrong from error
 
 
 def usage_error(error: Exception) -> UsageError | None:

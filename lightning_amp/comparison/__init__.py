@@ -4,6 +4,7 @@ from lightning_amp.comparison._arm_process import Task
 from lightning_amp.comparison._checks import check_place, check_trainer_kwargs, check_trainer_names
 from lightning_amp.comparison._compare import compare_precisions
 from lightning_amp.comparison._factories import check_factory
+from lightning_amp.comparison._observer import num_rows
 from lightning_amp.comparison._peak_memory import is_settled
 from lightning_amp.comparison._process import run_in_process
 from lightning_amp.comparison._progress import Progress, progress
@@ -19,6 +20,7 @@ __all__ = [
     "check_trainer_names",
     "compare_precisions",
     "is_settled",
+    "num_rows",
     "parse_arms",
     "progress",
     "run_in_process",

@@ -27,6 +27,7 @@ from lightning_amp._compat import _lightning
 from lightning_amp._cpu_name import cpu_name
 from lightning_amp._files import write_atomically
 from lightning_amp.callbacks import MetricComparison, ScaleMonitor
+from lightning_amp.casting import our_name
 from lightning_amp.comparison._factories import can_be_found
 from lightning_amp.comparison._observer import Observer
 from lightning_amp.comparison._perturbation import LastBitMover
@@ -204,7 +205,7 @@ def _precision(plugin: Any, history: ScaleHistory | None) -> str:
     if isinstance(plugin, AmpPrecision):
         if history is not None and history.last is not None and history.last.precision:
             return history.last.precision  # of fp8 Lightning's name is that of bf16
-        return {"32-true": "fp32", "16-mixed": "fp16", "bf16-mixed": "bf16"}[plugin.precision]
+        return our_name(plugin.precision)
     return f"{plugin.precision} ({type(plugin).__name__})"
 
 

@@ -80,7 +80,8 @@ class Observer(Callback):
         assert watch is not None
         assert memory is not None
         watching = self.memory_of is None and memory.memory_of == "tensors"
-        watch.lap(_num_samples(batch, trainer.world_size), watched=watching)
+        rows = num_rows(batch)
+        watch.lap(None if rows is None else rows * trainer.world_size, watched=watching)
         if watching and is_settled(trainer, watch.num_laps, self._steps_at_start):
             self._close_memory()
             watch.resume()
@@ -158,11 +159,12 @@ class Observer(Callback):
         return [(step, float(loss)) for step, loss in self._losses[::thin]]
 
 
-def _num_samples(batch: Any, world_size: int) -> int | None:
+def num_rows(batch: Any) -> int | None:
+    """Return the rows of a batch; `None` if nobody knows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return extract_batch_size(batch) * world_size
+            return extract_batch_size(batch)
         except Exception:  # it is the user's own structure
             return None
 

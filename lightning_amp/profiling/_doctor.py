@@ -10,9 +10,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_amp._arguments import require
 from lightning_amp.advice import DoctorReport
-from lightning_amp.casting import Choice
+from lightning_amp.casting import Choice, our_name
 from lightning_amp.comparison import ArmSpec, check_trainer_names, parse_arms
-from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling._examine_step import StepExamination
 from lightning_amp.profiling._machine import examine
 from lightning_amp.shadow import unnoticed
@@ -62,8 +61,9 @@ def doctor(
         TypeError: If a factory returns something else.
         Exception: What the user's own code raises.
 
-    Cost: some 5 s for the machine; at most a minute for a module, beside what its own steps take (about 150). Memory
-    of three copies of the module with gradients and optimizer states, one after the other where one does not fit.
+    Cost: some 5 s for the machine; at most a minute for a module, beside what its own steps take (about 150). One copy
+    of the module for each thing that is tried, up to six; all but the one that trains are on the host. One that does
+    not fit is left out, and said.
 
     """
     require(
@@ -114,11 +114,8 @@ def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> tor
 
 
 def _name(source: Any, device: torch.device) -> str:
-    """Return our name of a precision; of a foreign plugin Lightning's."""
+    """Return our name of a precision; of one that is not ours, Lightning's."""
     if isinstance(source, Mapping):
-        given = source.get("precision", "auto")
-        return Choice.pick(device)[0].name if given == "auto" else str(given)
-    if isinstance(source, AmpPrecision):
-        return {"32-true": "fp32", "16-mixed": "fp16", "bf16-mixed": "bf16"}[source.precision]
-    words = {"16-mixed": "fp16", "bf16-mixed": "bf16", "32-true": "fp32"}
-    return words.get(str(source.precision), str(source.precision))
+        given = our_name(source.get("precision", "auto"))
+        return Choice.pick(device)[0].name if given == "auto" else given
+    return our_name(source.precision)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -24,15 +24,18 @@ from lightning_amp.advice import (
     WITHOUT_RULES,
     Loading,
     Machine,
+    Memory,
+    OptimizerFacts,
     Step,
     Variant,
 )
-from lightning_amp.casting import Choice
+from lightning_amp.casting import Choice, our_name
 from lightning_amp.comparison import ArmSpec
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling import _analysis, _memory
 from lightning_amp.profiling._clock import FORWARD, OPTIMIZER
 from lightning_amp.profiling._operations import Operation
+from lightning_amp.profiling._recorder import Recorder
 from lightning_amp.profiling._variants import (
     Batches,
     Contestant,
@@ -48,6 +51,17 @@ from lightning_amp.tracing import RandomState, paired_random
 
 _INEFFICIENT = 3.0
 """How many times as long as at best a product may take in which its FLOPs still matter."""
+
+
+@final
+class _Seen(NamedTuple):
+    """What can be told of a fit only while its Trainer is there."""
+
+    memory: Memory
+    optimizers: tuple[OptimizerFacts, ...]
+    loading: Loading | None
+    choice: Choice | None
+    detects_anomalies: bool
 
 
 @final
@@ -89,8 +103,8 @@ class StepExamination:
             data = stack.enter_context(own_data(self._make_data)) if self._make_data is not None else None
             module = self._own()
             plugin = self._arm.plugin()
-            found: dict[str, Any] = {}
-            watch = Watch(self._where, __file__, lambda *seen: found.update(self._look(*seen)))
+            found: list[_Seen] = []
+            watch = Watch(self._where, __file__, lambda *fit: found.extend(self._look(*fit)))
             trainer = private_trainer(self._where, plugin, [watch], self._kwargs)
             trainer.profiler = watch.profiler()  # type: ignore[attr-defined]
             try:
@@ -101,21 +115,20 @@ class StepExamination:
                 raise
             if watch.recorder is None:
                 raise ValueError(_too_short(watch))
-            variants, fp32 = self._race(watch, module, plugin, data, found)
-            return self._step(watch, module, plugin, found, variants, fp32)
+            variants, fp32 = self._race(watch, module, plugin, data, found[0])
+            return self._step(watch, module, plugin, found[0], variants, fp32)
 
     # -- the step as it is ---------------------------------------------------------------------------------------------
 
-    def _look(self, watch: Watch, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-        if watch.recorder is None:
-            return {}
-        return {
-            "memory": _memory.memory(watch.recorder, trainer, module),
-            "optimizers": _memory.optimizer_facts(trainer),
-            "loading": self._loading(trainer, watch),
-            "choice": _choice(trainer),
-            "anomaly": torch.is_anomaly_enabled(),
-        }
+    def _look(self, watch: Watch, trainer: Trainer, module: LightningModule) -> Iterator[_Seen]:
+        if watch.recorder is not None:
+            yield _Seen(
+                _memory.memory(watch.recorder, trainer, module),
+                _memory.optimizer_facts(trainer),
+                self._loading(trainer, watch),
+                _choice(trainer),
+                torch.is_anomaly_enabled(),
+            )
 
     def _loading(self, trainer: Trainer, watch: Watch) -> Loading | None:
         """Measure the loader alone where the step waits for it: with other numbers of workers."""
@@ -143,7 +156,7 @@ class StepExamination:
         module: LightningModule,
         plugin: Any,
         data: LightningDataModule | None,
-        found: Mapping[str, Any],
+        found: _Seen,
     ) -> tuple[tuple[Variant, ...], dict[str, Any]]:
         batches = Batches(watch.batches, watch.loader)
         fp32: dict[str, Any] = {}
@@ -154,39 +167,28 @@ class StepExamination:
 
         in_fp32 = Watch(self._where, __file__, keep, timed=False)
         taking_part = [Contestant(AS_IT_IS, lambda: (module, plugin), batches)]
-        choice: Choice | None = found["choice"]
-        if choice is None or choice.mixed:
+        if found.choice is None or found.choice.mixed:
             make = lambda: (self._own(), AmpPrecision("fp32"))  # noqa: E731
             taking_part.append(Contestant(IN_FP32, make, batches, in_fp32))
         parts, total = watch.parts, max(sum(watch.parts.values()), 1e-9)
-        if any(o.can_fuse for o in found["optimizers"]) and parts.get(OPTIMIZER, 0.0) / total > 0.03:
-            taking_part.append(Contestant(FUSED, lambda: (fuse_optimizers(self._own()), self._plugin()), batches))
-        if self._is_large(watch, convolutions=True) and has_convolutions(module):
+        if any(o.can_fuse for o in found.optimizers) and parts.get(OPTIMIZER, 0.0) / total > 0.03:
+            taking_part.append(Contestant(FUSED, lambda: (fuse_optimizers(self._own()), self._arm.plugin()), batches))
+        if _has_channels_first(watch.recorder) and has_convolutions(module):
             taking_part.append(
-                Contestant(CHANNELS_LAST, lambda: (to_channels_last(self._own()), self._plugin()), batches)
+                Contestant(CHANNELS_LAST, lambda: (to_channels_last(self._own()), self._arm.plugin()), batches)
             )
         if getattr(plugin, "fp32_modules", ()) and not isinstance(self._arm.source, AmpPrecision):
             without = replace(self._arm, source={k: v for k, v in self._arm.source.items() if k != "fp32_modules"})
             taking_part.append(Contestant(WITHOUT_RULES, lambda: (self._own(), without.plugin()), batches))
         larger = joined(watch.batches, TIMES_LARGER)
         if larger is not None and watch.batch_size:
-            taking_part.append(Contestant(LARGER_BATCH, lambda: (self._own(), self._plugin()), Batches(larger)))
+            taking_part.append(Contestant(LARGER_BATCH, lambda: (self._own(), self._arm.plugin()), Batches(larger)))
         kwargs = {**self._kwargs, "accumulate_grad_batches": 1} if module.automatic_optimization else self._kwargs
         return race(taking_part, self._where, kwargs, data), fp32
 
     def _own(self) -> LightningModule:
         with paired_random(self._where.type, self._start):  # a factory may draw how deep its network is
             return own_module(self._make_module)
-
-    def _plugin(self) -> Any:
-        return self._arm.plugin()
-
-    def _is_large(self, watch: Watch, *, convolutions: bool) -> bool:
-        """Return whether convolutions in other layouts than channels_last are a tenth of the products."""
-        assert watch.recorder is not None
-        products = [o for o in watch.recorder.operations if o.flops and o.part == FORWARD]
-        own = [o for o in products if o.is_convolution and not o.channels_last]
-        return sum(o.flops for o in own) > 0.1 * sum(o.flops for o in products)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
@@ -195,15 +197,15 @@ class StepExamination:
         watch: Watch,
         module: LightningModule,
         plugin: Any,
-        found: Mapping[str, Any],
+        found: _Seen,
         variants: tuple[Variant, ...],
         fp32: Mapping[str, Any],
     ) -> Step:
         recorder = watch.recorder
         assert recorder is not None
         operations = _of_the_module(recorder.operations)
-        choice: Choice | None = found["choice"]
-        name = choice.name if choice else str(getattr(plugin, "precision", "another"))
+        choice = found.choice
+        name = choice.name if choice else our_name(plugin.precision)
         alignment = 16 if name == "fp8" else 8
         number = max(1, watch.num_timed)
         convolutions = [o for o in operations if o.is_convolution]
@@ -217,7 +219,7 @@ class StepExamination:
             parts={part: seconds / number for part, seconds in watch.parts.items()},
             num_timed=watch.num_timed,
             callbacks={callback: seconds / number for callback, seconds in watch.callbacks.items()},
-            loading=found["loading"],
+            loading=found.loading,
             flops=_analysis.flops_by_dtype(operations),
             module_flops=_analysis.flops_by_module(operations),
             product_s=_analysis.product_s(operations),
@@ -231,10 +233,10 @@ class StepExamination:
             casts=_analysis.casts(operations),
             waits=_analysis.waits(recorder),
             variants=variants,
-            memory=found["memory"],
+            memory=found.memory,
             fp32_memory=fp32.get("memory"),
             logits=_memory.largest_loss(recorder),
-            optimizers=found["optimizers"],
+            optimizers=found.optimizers,
             convolutions=conv_flops,
             channels_last=bool(conv_flops) and last_flops >= 0.5 * conv_flops,
             settings=_settings(found),
@@ -273,6 +275,14 @@ def _of_the_module(operations: Sequence[Operation]) -> list[Operation]:
     return [operation for operation in operations if operation.part != OPTIMIZER]
 
 
+def _has_channels_first(recorder: Recorder | None) -> bool:
+    """Return whether convolutions in another layout than channels_last are a tenth of the products."""
+    operations = [] if recorder is None else recorder.operations
+    products = [o for o in operations if o.flops and o.part == FORWARD]
+    own = [o for o in products if o.is_convolution and not o.channels_last]
+    return sum(o.flops for o in own) > 0.1 * sum(o.flops for o in products)
+
+
 def _choice(trainer: Trainer) -> Choice | None:
     plugin = trainer.precision_plugin
     if not isinstance(plugin, AmpPrecision):
@@ -281,13 +291,12 @@ def _choice(trainer: Trainer) -> Choice | None:
     return Choice.of(record.precision) if record is not None and record.precision else None
 
 
-def _settings(found: Mapping[str, Any]) -> tuple[str, ...]:
-    settings = []
-    if found["anomaly"]:
-        settings.append("anomaly detection")
-    if torch.are_deterministic_algorithms_enabled():
-        settings.append("deterministic algorithms")
-    return tuple(settings)
+def _settings(found: _Seen) -> tuple[str, ...]:
+    on = {
+        "anomaly detection": found.detects_anomalies,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+    return tuple(name for name, is_on in on.items() if is_on)
 
 
 def _rule_name(rule: Any) -> str:

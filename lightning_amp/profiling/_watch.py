@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 from lightning_amp._containers import tensors_in
-from lightning_amp.casting import modules_matching
+from lightning_amp.casting import MethodOverride, modules_matching
+from lightning_amp.comparison import num_rows
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling._clock import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, Clock
 from lightning_amp.profiling._laps import MOST_SETTLING, is_settling
@@ -93,7 +93,6 @@ class Watch(Callback):
         num_skipped: Steps that were skipped in all.
         recorder: What was recorded; `None` before.
         batch_size: Rows of a batch; 0 if unknown.
-        states: Bytes of optimizer states after the steps.
 
     """
 
@@ -114,6 +113,7 @@ class Watch(Callback):
         self._num_recorded = 0
         self._between_epochs = False
         self._handles: list[Any] = []
+        self._kept: _KeptBatches | None = None
         self._skipped_at_start = 0
         self.batches: list[Any] = []
         self.loader: Any = None
@@ -145,16 +145,8 @@ class Watch(Callback):
         """Keep some batches as the loader gives them, before hooks change them and they go to the device."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         owner: Any = data if data is not None and is_overridden(_HOOK, data) else module
-        hook = getattr(owner, _HOOK)
-
-        def on_before_batch_transfer(batch: Any, dataloader_idx: int) -> Any:
-            if trainer.training and len(self.batches) < _BATCHES_KEPT:
-                self.batches.append(copy_batch(batch))
-            return hook(batch, dataloader_idx)
-
-        before = vars(owner).get(_HOOK)
-        vars(owner)[_HOOK] = on_before_batch_transfer
-        self._handles.append(_Undo(vars(owner), before))
+        self._kept = _KeptBatches(owner, trainer, self.batches)
+        self._kept.install()
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
@@ -190,7 +182,7 @@ class Watch(Callback):
         if self._between_epochs:
             self._between_epochs = False
             self.clock.pop()
-        self.batch_size = self.batch_size or num_rows(batch)
+        self.batch_size = self.batch_size or num_rows(batch) or 0
         if self._phase == "recorded" and _ends_a_step(trainer, pl_module, batch_idx):
             kept = _fp32_modules(trainer, pl_module)
             states = [t for optimizer in trainer.optimizers for _, t in tensors_in(list(optimizer.state.values()))]
@@ -250,32 +242,38 @@ class Watch(Callback):
     def _take_off(self) -> None:
         if self.recorder is not None:
             self.recorder.close()
+        if self._kept is not None:
+            self._kept.restore()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 @final
-class _Undo:
-    """Puts an attribute back."""
+class _KeptBatches(MethodOverride):
+    """The hook through which each batch goes first; some batches of training are kept as they came.
 
-    def __init__(self, attributes: dict[str, Any], before: Any) -> None:
-        self._attributes, self._before = attributes, before
+    Args:
+        owner: The module, or the data module whose hook runs in its place.
+        trainer: Whose fit it is.
+        batches: Where copies go.
 
-    def remove(self) -> None:
-        """Put it back."""
-        if self._before is None:
-            self._attributes.pop(_HOOK, None)
-        else:
-            self._attributes[_HOOK] = self._before
+    """
 
+    def __init__(self, owner: Any, trainer: Trainer, batches: list[Any]) -> None:
+        super().__init__(owner, _HOOK)
+        self._trainer, self._batches = trainer, batches
 
-def num_rows(batch: Any) -> int:
-    """Return the rows of a batch; 0 if nobody knows."""
-    try:
-        return extract_batch_size(batch)
-    except Exception:  # it is the user's own structure
-        return 0
+    @override
+    def __call__(self, batch: Any, dataloader_idx: int) -> Any:
+        if self._trainer.training and len(self._batches) < _BATCHES_KEPT:
+            self._batches.append(copy_batch(batch))
+        return self.inner(batch, dataloader_idx)
+
+    @property
+    @override
+    def replacement(self) -> Callable[..., Any]:
+        return self.as_method()
 
 
 def _ends_a_step(trainer: Trainer, module: LightningModule, batch_idx: int) -> bool:

@@ -205,6 +205,7 @@ def private_trainer(
     given = kwargs.pop("callbacks", None) or []
     given = [given] if isinstance(given, Callback) else list(given)
     kept = [callback for callback in given if not isinstance(callback, _LEFT_OUT_CALLBACKS)]
+    watching = [*map(_own_callback, kept), _LeaveOut()]
     folder = tempfile.mkdtemp(prefix=_FOLDER)
     saves = trainer_kwargs.get("enable_checkpointing") is not False
     settings: dict[str, Any] = {
@@ -220,8 +221,12 @@ def private_trainer(
         "enable_model_summary": False,
         "logger": _Nowhere(folder),
     }
-    watching = [*map(_own_callback, kept), _LeaveOut(), *([_KeepsNothing(folder)] if saves else []), *callbacks]
-    return Trainer(**{**kwargs, **settings}, callbacks=watching, plugins=[plugin] if plugin else None)
+    watching += [*([_KeepsNothing(folder)] if saves else []), *callbacks]
+    try:
+        return Trainer(**{**kwargs, **settings}, callbacks=watching, plugins=[plugin] if plugin else None)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _own_callback(callback: Callback) -> Callback:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import warnings
 from collections.abc import Sized as HasLength
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,12 +22,11 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final, override
 
 from lightning_amp._text import literal
-from lightning_amp.comparison import is_settled
+from lightning_amp.comparison import is_settled, num_rows
 from lightning_amp.shadow import remove_callbacks
 from lightning_amp.tuning._holders import ModuleLoaders, held_sizes, is_size
 
@@ -139,7 +137,7 @@ class Probe(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        rows = _rows(batch)
+        rows = num_rows(batch)
         if rows is not None and rows > (self._facts["batch_rows"] or 0):
             self._note(batch_rows=rows)
 
@@ -198,15 +196,6 @@ def _num_rows(loader: Any) -> int | None:
         return len(rows) if isinstance(rows, HasLength) else None
     except (TypeError, NotImplementedError):
         return None
-
-
-def _rows(batch: Any) -> int | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return extract_batch_size(batch)
-        except Exception:  # it is the user's own structure
-            return None
 
 
 def _free_gib(device: torch.device) -> float | None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from typing_extensions import final, override
 
 from lightning_amp._files import write_atomically
+from lightning_amp._plain_data import null, plain, table
 from lightning_amp._text import rounded
 
 
@@ -81,24 +82,25 @@ class BatchSizes(Mapping[str, BatchSizeResult]):
 
     def to_markdown(self) -> str:
         """Write a table, and under it a paragraph for each precision."""
-        lines = ["| precision | batch size | peak memory | samples/s | learning rate to try |", "|---|--:|--:|--:|--:|"]
+        rows: list[list[str]] = []
         for label, result in self._results.items():
             found = result.error is None
-            cells = [
-                label,
-                f"{result.batch_size:,}" if found else "none",
-                f"{rounded(result.peak_gib)} GiB" if found else "",
-                _number(result.samples_per_s),
-                "" if result.lr is None else f"{result.lr:g}",
-            ]
-            escaped = [cell.replace("|", "\\|") for cell in cells]
-            lines.append(f"| {' | '.join(escaped)} |")
+            rows.append(
+                [
+                    label,
+                    f"{result.batch_size:,}" if found else "none",
+                    f"{rounded(result.peak_gib)} GiB" if found else "",
+                    _number(result.samples_per_s),
+                    "" if result.lr is None else f"{result.lr:g}",
+                ]
+            )
+        header = ["precision", "batch size", "peak memory", "samples/s", "learning rate to try"]
         messages = [f"**{label}**: {result.message}" for label, result in self._results.items()]
-        return "\n".join(lines) + "\n\n" + "\n\n".join(messages) + "\n"
+        return table(header, rows, ["---", *["--:"] * 4]) + "\n\n" + "\n\n".join(messages) + "\n"
 
     def to_data(self) -> dict[str, Any]:
         """Return what :func:`json.dumps` takes; infinities and NaN, which JSON has not, as `None`."""
-        return {label: _plain(result) for label, result in self._results.items()}
+        return {label: _data(result) for label, result in self._results.items()}
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write all of it as JSON to a path or a URL. The file is replaced at once or not at all."""
@@ -110,11 +112,6 @@ def _number(value: float) -> str:
     return rounded(value) if math.isfinite(value) else ""
 
 
-def _plain(result: BatchSizeResult) -> dict[str, Any]:
-    data = {name: _or_none(getattr(result, name)) for name in BatchSizeResult.__dataclass_fields__}
-    data["measured"] = [{name: _or_none(value) for name, value in point._asdict().items()} for point in result.measured]
-    return data
-
-
-def _or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _data(result: BatchSizeResult) -> dict[str, Any]:
+    data = {name: getattr(result, name) for name in BatchSizeResult.__dataclass_fields__}
+    return plain({**data, "measured": [point._asdict() for point in result.measured]}, null)

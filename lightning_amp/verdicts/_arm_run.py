@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 from typing_extensions import final
 
+from lightning_amp._plain_data import plain
 from lightning_amp.scaling import StepPrecision, StepRecord, fallbacks
 from lightning_amp.verdicts import _fields
 
@@ -100,7 +101,7 @@ class ArmRun:
         """Return what :func:`json.dumps` takes; NaN and infinities as text, since JSON has none."""
         data = {name: getattr(self, name) for name in _READERS}
         data["scale"] = [asdict(record) for record in self.scale]
-        return _fields.plain(data)
+        return plain(data)
 
     @classmethod
     def from_data(cls, data: object) -> ArmRun:

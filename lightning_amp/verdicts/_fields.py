@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -12,17 +11,6 @@ from lightning_amp._text import named
 _T = TypeVar("_T")
 Reader = Callable[[Any], _T]
 """Returns the value of a field, or raises a `ValueError` such as "'x' is no number"."""
-
-
-def plain(value: Any) -> Any:
-    """Return plain data of JSON, in which a number that is not finite is a text, since JSON has none."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value
 
 
 def read(kind: str, readers: Mapping[str, Reader[Any]], data: object) -> dict[str, Any]:

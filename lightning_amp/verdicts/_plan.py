@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import final
 
+from lightning_amp._plain_data import plain
 from lightning_amp.verdicts import _fields
 
 CONTROL = "control"
@@ -71,7 +72,7 @@ class Plan:
 
     def to_data(self) -> dict[str, Any]:
         """Return what :func:`json.dumps` takes."""
-        return _fields.plain(asdict(self))
+        return plain(asdict(self))
 
     @classmethod
     def from_data(cls, data: object) -> Plan:

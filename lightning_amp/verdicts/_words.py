@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from lightning_amp._plain_data import line, table
 from lightning_amp._text import counted, exact, named, rounded
 from lightning_amp._text import memory as bytes_in_words
 from lightning_amp.verdicts._arm import Arm, ArmMetric, mean
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from lightning_amp.verdicts._report import PrecisionReport
 
 NONE = "-"
-_PIPE = re.compile(r"(\\*)(\|)")  # behind an even number of backslashes a pipe ends the cell
-_TAG = re.compile(r"(\\*)(<(?=[A-Za-z/!?]))")
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # colours of a terminal, halves of characters
 
 
@@ -27,8 +25,8 @@ def to_markdown(report: PrecisionReport) -> str:
     names = list(dict.fromkeys(name for arm in arms for name in arm.metrics))
     if names:
         rows = [metric_row(arm, arm.metrics[name]) for name in names for arm in arms if name in arm.metrics]
-        parts.append(_table(METRIC_COLUMNS, rows))
-    parts.append(_table(ARM_COLUMNS, [arm_row(arm) for arm in arms]))
+        parts.append(table(METRIC_COLUMNS, rows))
+    parts.append(table(ARM_COLUMNS, [arm_row(arm) for arm in arms]))
     errors = [f"- {code(arm.label)}, seed {seed}: {line(text)}" for arm in arms for seed, text in arm.errors.items()]
     if errors:
         parts.append("\n".join(["Failed:", "", *errors]))
@@ -164,18 +162,3 @@ def code(text: str) -> str:
     """Write a name of the user's as code, on one line."""
     on_one_line = " ".join(text.split()).replace("`", "'")
     return f"`{on_one_line}`"
-
-
-def line(text: str) -> str:
-    """Write a text on one line, in which nothing is taken for HTML."""
-    return _TAG.sub(r"\1\1\\\2", " ".join(text.split()))
-
-
-def cell(text: str) -> str:
-    """Write a text as one line that does not end a cell of a table."""
-    return _PIPE.sub(r"\1\1\\\2", line(text))
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(cell, cells))} |" for cells in lines)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from support.doctor_facts import machine, step
 
 from lightning_amp.advice import DoctorReport, details, summary, title
-from lightning_amp.advice._words import plain, table
 
 
 def test_the_title_and_the_summary() -> None:
@@ -28,11 +27,3 @@ def test_modules_beyond_the_first_ones_are_one_row() -> None:
 def test_what_the_machine_could_not_measure_is_said() -> None:
     text = DoctorReport(machine(notes=("bf16 products of 512 were not measured: no kernel",))).to_markdown()
     assert "- bf16 products of 512 were not measured: no kernel" in text
-
-
-def test_a_table_holds_what_a_cell_may_not() -> None:
-    assert table(("a",), [("x | y",)]) == "| a |\n| --- |\n| x \\| y |"
-
-
-def test_json_has_no_nan() -> None:
-    assert plain({"a": (float("nan"), float("inf"), 1.0), 2: [None]}) == {"a": ["nan", "inf", 1.0], "2": [None]}

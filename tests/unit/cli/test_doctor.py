@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.cli_classes import Counter
 from support.doctor_facts import machine, step
 
 import lightning_amp
@@ -36,8 +38,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_the_machine(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     asked["report"] = DoctorReport(machine())
     assert main(["doctor", "--precision", "bf16", "--device", "cpu"]) == 0
-    assert asked["args"] == (None, None)
-    assert asked["kwargs"] == {"precision": "bf16", "device": "cpu", "trainer_kwargs": {}}
+    assert asked["args"] == ()
+    assert asked["kwargs"] == {"precision": "bf16", "device": "cpu"}
     out = capsys.readouterr().out
     assert out.startswith("a CPU, 2 threads\n\n· emulated-precision (note)\n  fp16 is emulated here")
     assert "✓ precision (ok)" in out
@@ -53,6 +55,15 @@ def test_a_module(asked: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> 
     assert "! autocast-off (warning)\n  33.3 % of the FLOPs" in out
     assert "\n  -> Take that region out" in out
     assert "memory at the peak" in out
+
+
+def test_the_trainers_arguments_are_made_and_the_run_is_seeded(asked: dict[str, Any], tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("seed_everything: 7\nmodel: {width: 4}\ndata: {class_path: support.cli_classes.Rows}\n")
+    counter = "--trainer.callbacks+=support.cli_classes.Counter"
+    assert main(["doctor", "--config", str(config), "--model", "support.cli_classes.Net", counter]) == 0
+    assert type(asked["kwargs"]["trainer_kwargs"]["callbacks"][0]) is Counter
+    assert torch.initial_seed() == 7
 
 
 def test_json(asked: dict[str, Any], tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_every_step_is_trained_and_its_parts_add_up() -> None:
         ("fp32", "fp32"),
         ({"precision": "fp16", "scaler": DynamicLossScaler(init_scale=2.0**10)}, "fp16"),
         (AmpPrecision("bf16"), "bf16"),
-        (MixedPrecision("bf16-mixed", "cpu"), "bf16-mixed"),
+        (MixedPrecision("bf16-mixed", "cpu"), "bf16"),
     ],
 )
 def test_anything_that_is_an_arm(precision: Any, name: str) -> None:

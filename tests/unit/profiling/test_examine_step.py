@@ -11,6 +11,7 @@ import pytest
 from support.slow_projects import HEALTHY, SLOW
 
 from lightning_amp import doctor
+from lightning_amp.profiling import _variants
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -23,8 +24,11 @@ def codes(report: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_a_planted_reason_is_named_and_its_cure_takes_it_away(name: str) -> None:
+def test_a_planted_reason_is_named_and_its_cure_takes_it_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = SLOW[name]
+    if case.code == "model-too-small":  # what one pair of steps showed would be noise
+        monkeypatch.setattr(_variants, "_ROUNDS", (9, 9))
+        monkeypatch.setattr(_variants, "_LAPS", 4)
     report = doctor(**case.arguments())
     found = codes(report)
     assert case.code in found

@@ -13,7 +13,7 @@ from support import Toy, batches
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.profiling import _watch
 from lightning_amp.profiling._clock import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, Clock
-from lightning_amp.profiling._watch import PartsProfiler, Watch, num_rows
+from lightning_amp.profiling._watch import PartsProfiler, Watch
 from lightning_amp.shadow import private_trainer, run_private_fit, unnoticed
 
 CPU = torch.device("cpu")
@@ -118,11 +118,6 @@ def test_nothing_stays_on_the_module_or_the_optimizer() -> None:
     _, trainer = watched(module)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
     assert all(not o._optimizer_step_pre_hooks for o in trainer.optimizers)
-
-
-def test_rows_of_a_batch() -> None:
-    assert num_rows(torch.ones(3, 2)) == 3
-    assert num_rows(object()) == 0
 
 
 def test_the_profiler_knows_its_actions() -> None:

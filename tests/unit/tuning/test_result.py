@@ -29,7 +29,7 @@ def test_it_is_a_mapping_in_order() -> None:
 def test_markdown() -> None:
     assert str(FOUND) == (
         "| precision | batch size | peak memory | samples/s | learning rate to try |\n"
-        "|---|--:|--:|--:|--:|\n"
+        "| --- | --: | --: | --: | --: |\n"
         "| fp32 | 1,000 | 3.96 GiB | 12,300 | 0.0057 |\n"
         "| a \\| b | none |  |  |  |\n"
         "\n"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_amp._plain_data import plain
 from lightning_amp.verdicts import _fields
 
 GOOD: list[tuple[Callable[[Any], Any], list[Any]]] = [
@@ -37,7 +38,7 @@ BAD: list[tuple[Callable[[Any], Any], list[Any]]] = [
 @pytest.mark.parametrize(("reader", "values"), GOOD)
 def test_what_is_read_is_what_was_written(reader: Callable[[Any], Any], values: list[Any]) -> None:
     for value in values:
-        assert reader(json.loads(json.dumps(_fields.plain(value)))) == value
+        assert reader(json.loads(json.dumps(plain(value)))) == value
 
 
 @pytest.mark.parametrize(("reader", "values"), BAD)
@@ -49,7 +50,7 @@ def test_anything_else_is_refused(reader: Callable[[Any], Any], values: list[Any
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0, 5e-324, sys.float_info.max, 0.1 + 0.2])
 def test_every_float_survives(value: float) -> None:
-    text = json.dumps(_fields.plain(value), allow_nan=False)
+    text = json.dumps(plain(value), allow_nan=False)
     found = _fields.number(json.loads(text))
     assert found == value or (math.isnan(found) and math.isnan(value))
     assert math.copysign(1, found) == math.copysign(1, value)
@@ -63,7 +64,7 @@ def test_numbers_become_floats_and_lists_tuples() -> None:
 
 def test_plain_data_goes_to_the_bottom() -> None:
     deep = {"a": ({"b": [math.nan, (1.0, -math.inf)]},), 3: None}
-    assert _fields.plain(deep) == {"a": [{"b": ["nan", [1.0, "-inf"]]}], "3": None}
+    assert plain(deep) == {"a": [{"b": ["nan", [1.0, "-inf"]]}], "3": None}
 
 
 READERS: dict[str, _fields.Reader[Any]] = {"name": _fields.text, "sizes": _fields.several(_fields.count)}

@@ -1,0 +1,54 @@
+"""Values as JSON takes them, and tables as Markdown does."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+_PIPE = re.compile(r"(\\*)(\|)")  # behind an even number of backslashes a pipe ends the cell
+_TAG = re.compile(r"(\\*)(<(?=[A-Za-z/!?]))")
+
+
+def plain(value: Any, not_finite: Callable[[float], Any] = str) -> Any:
+    """Return plain data of JSON, which has no number that is not finite.
+
+    Args:
+        value: Numbers, texts, and mappings and sequences of them.
+        not_finite: What stands for such a number: by default a text.
+
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return not_finite(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, not_finite) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, not_finite) for item in value]
+    return value
+
+
+def null(value: float) -> None:
+    """Stand for a number that is not finite, as `null`."""
+
+
+def line(text: str) -> str:
+    """Write a text on one line of Markdown, in which nothing is taken for HTML."""
+    return _TAG.sub(r"\1\1\\\2", " ".join(text.split()))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: Sequence[str] = ()) -> str:
+    """Write a table of Markdown.
+
+    Args:
+        header: Of the columns.
+        rows: Their cells; a pipe in one does not end it.
+        rule: What stands below the header: by default `---`, which leaves the alignment open.
+
+    """
+    lines = [[*map(_cell, header)], rule or ["---"] * len(header), *([*map(_cell, cells)] for cells in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cell(text: str) -> str:
+    return _PIPE.sub(r"\1\1\\\2", line(text))
