@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported, and inherited by subprocesses: idle OpenMP threads sleep, so that tests stay fast on a
 # machine that is busy with something else.
@@ -22,6 +23,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from support import flags_on_a_device
 from support.stores import Bucket
+
+from lightning_amp._plain_data import table
 
 DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 if torch.device(DEVICE).type not in {"cpu", "cuda"}:
@@ -42,6 +45,16 @@ def pytest_runtest_setup() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print what was found out about planted faults, if that was asked for: `-k diseases`."""
+    if "diseases" not in (config.getoption("keyword") or ""):
+        return
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    rows = [value for report in reports for key, value in getattr(report, "user_properties", []) if key == "disease"]
+    if rows:
+        terminalreporter.write_line(table(["fault", "named", "cure", "worked"], rows))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,21 +13,24 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import final, override
 
 from lightning_amp import _messages
-from lightning_amp._arguments import require_count
+from lightning_amp._arguments import is_count, require_count
 from lightning_amp._compat import _modules
 from lightning_amp._files import write_atomically
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
+from lightning_amp._text import counted
 from lightning_amp._urls import child, location
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.casting import Choice
-from lightning_amp.numerics import nonfinite_gradients
+from lightning_amp.numerics import largest_finite, nonfinite_gradients, stack_scalars
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import Saved, StepRecord, Subscription
 from lightning_amp.shadow import BatchWindow, Finding, find, gather, gather_on_zero, packed_step, unpacked_step
 
 OVERFLOWS = "amp/overflows"
+_LOOKS = 20
+"""How many skips are run again for each report there may be: most show what is known, or a scale that settles."""
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +119,12 @@ class OverflowLocator(Callback):
     def _forget(self) -> None:
         self._reports: list[OverflowReport] = []
         self._num_located = 0
+        self._num_causes = 0
         self._num_overflows = 0
+        self._num_calibrating = 0
+        self._num_repeated = 0
+        self._num_looks = 0
+        self._known: set[str] = set()
         self._warned = False
 
     def _begin_fit(self) -> None:
@@ -126,6 +135,7 @@ class OverflowLocator(Callback):
         self._skipped: list[StepRecord] = []  # not looked into yet
         self._num_attempted = 0
         self._steps_seen = 0
+        self._largest_weight: float | None = None
 
     @property
     def reports(self) -> list[OverflowReport]:
@@ -159,9 +169,10 @@ class OverflowLocator(Callback):
         reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
             _messages.info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
-        elif self._num_located < self.max_reports:
+        elif not self._is_done:
             self._looking = plugin.records.subscribe(self._receive, at_once=True)
             self._num_attempted = plugin.records.num_attempted
+            self._largest_weight = _largest_weight(pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -182,6 +193,17 @@ class OverflowLocator(Callback):
             self._plugin.records.flush()
             log_metrics(trainer, {OVERFLOWS: float(self._num_overflows)})
         self._steps_seen = steps
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        parts = []
+        if self._num_calibrating:
+            steps = counted(self._num_calibrating, "step")
+            parts.append(f"{steps} skipped while the scale settled, which is how dynamic scaling works")
+        if self._num_repeated:
+            parts.append(f"{counted(self._num_repeated, 'step')} more skipped for a cause that was reported")
+        if parts:
+            _messages.info(f"OverflowLocator: {'; '.join(parts)}.")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -208,7 +230,13 @@ class OverflowLocator(Callback):
         if self._plugin is not None:
             self._plugin.flush()  # closes what hooks have stepped since the last batch, and reads it
         reports = [report.as_dict() for report in self._reports]
-        return {"num_overflows": self._num_overflows, "num_located": self._num_located, "reports": reports}
+        state: dict[str, Any] = {
+            "num_overflows": self._num_overflows, "num_located": self._num_located, "reports": reports,
+        }  # fmt: skip
+        if self._num_looks:
+            state["looks"] = [self._num_looks, self._num_causes, self._num_calibrating, self._num_repeated]
+            state["known"] = sorted(self._known)
+        return state
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -218,11 +246,17 @@ class OverflowLocator(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Saved(state_dict, "OverflowLocator")
         num_overflows, num_located = saved.count("num_overflows"), saved.count("num_located")
+        looks = saved.entries("looks") if "looks" in state_dict else [num_located, num_located, 0, 0]
+        known = saved.entries("known") if "known" in state_dict else []
+        if not (len(looks) == 4 and all(is_count(number, 0) for number in looks)):
+            raise saved.wrong("looks", "four whole numbers of 0 or more")
         try:
             reports = [OverflowReport.from_dict(values) for values in saved.entries("reports")]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise saved.wrong("reports", "a list of reports, as `OverflowReport.as_dict()` writes them") from error
         self._num_overflows, self._num_located = num_overflows, num_located
+        self._num_looks, self._num_causes, self._num_calibrating, self._num_repeated = looks
+        self._known = set(map(str, known))
         self._reports = reports
 
     # -- work ----------------------------------------------------------------------------------------------------------
@@ -250,19 +284,34 @@ class OverflowLocator(Callback):
         skipped, self._skipped = self._skipped, []
         if skipped and self._window:
             finding: Finding | None = None
-            for record in skipped[: self.max_reports - self._num_located]:
-                finding = finding or find(trainer, module, self._window, record.scale, record.precision)
+            for record in skipped:
+                if self._is_done:
+                    break
+                finding = finding or self._find(trainer, module, record)
                 self._report(trainer, module, record, finding)
         num_attempted = self._plugin.records.num_attempted
         if num_attempted != self._num_attempted:  # the next window begins
             self._num_attempted = num_attempted
             self._window.clear()
-        if self._num_located >= self.max_reports:
+        if self._is_done:
             self._stop_looking()
+
+    @property
+    def _is_done(self) -> bool:
+        return self._num_causes >= self.max_reports or self._num_looks >= _LOOKS * self.max_reports
+
+    def _find(self, trainer: Trainer, module: LightningModule, record: StepRecord) -> Finding:
+        assert self._plugin is not None
+        scaler = self._plugin.scaler
+        falls = (
+            scaler is not None and scaler.get_backoff_factor() < 1 and record.scale > getattr(scaler, "min_scale", 0)
+        )
+        return find(trainer, module, self._window, record.scale, record.precision, known=self._known, is_dynamic=falls)
 
     def _report(self, trainer: Trainer, module: LightningModule, record: StepRecord, finding: Finding) -> None:
         """Report to all ranks. All are here, for the same step: they agree on what is skipped."""
         parameters = _modules.plain_parameters(module)
+        grown = None if self._largest_weight is None else (self._largest_weight, _largest_weight(module))
         mine = OverflowReport(
             record=record,
             rank=trainer.global_rank,
@@ -277,21 +326,45 @@ class OverflowLocator(Callback):
             largest_gradient=finding.largest_gradient,
             note=finding.note,
             precision=Choice.of(record.precision).canonical,
+            remedies=finding.remedies,
+            largest_weights=grown,
         )
-        everybodys = gather(trainer, mine)
-        reports = [r for r in everybodys if r.cause != "not reproduced" or r.note] or everybodys[:1]
+        everybodys = gather(trainer, (mine, finding.key or f"{mine.cause}: {mine.note}"))
+        found = [(r, key) for r, key in everybodys if r.cause != "not reproduced" or r.note] or everybodys[:1]
+        self._num_looks += 1
+        if all(report.is_calibration for report, _ in found):
+            self._num_calibrating += 1
+            return
+        found = [(report, key) for report, key in found if not report.is_calibration]
+        reports = [replace(report, is_repeated=key in self._known) for report, key in found]
+        is_new = not all(report.is_repeated for report in reports)
+        self._known.update(key for _, key in found)
+        self._num_repeated += not is_new
+        if self._num_located >= self.max_reports:
+            if not is_new:
+                return
+            self._forget_a_repeated_one()
         self._reports += reports
         self._num_located += 1
-        done = self._num_located == self.max_reports
+        self._num_causes += is_new
         if trainer.global_rank == 0:
-            with own_lines():
-                for report in reports:
-                    _log.warning(f"OverflowLocator: {report}")
-                if done:
-                    steps = "1 skipped step" if self.max_reports == 1 else f"{self.max_reports} skipped steps"
-                    _log.warning(f"OverflowLocator: {steps} looked into; no more in this run.")
+            self._print([report for report in reports if not report.is_repeated])
         if self.dirpath is not None:
             self._save(trainer, module, reports, finding)
+
+    def _print(self, reports: list[OverflowReport]) -> None:
+        with own_lines():
+            for report in reports:
+                _log.warning(f"OverflowLocator: {report}")
+            if reports and self._num_causes == self.max_reports:
+                causes = "1 cause" if self.max_reports == 1 else f"{self.max_reports} different causes"
+                _log.warning(f"OverflowLocator: {causes} reported; it looks no more in this run.")
+
+    def _forget_a_repeated_one(self) -> None:
+        """Make room for a new cause: of those that were reported before, the latest goes."""
+        index = next(report.record.index for report in reversed(self._reports) if report.is_repeated)
+        self._reports = [r for r in self._reports if r.record.index != index or not r.is_repeated]
+        self._num_located -= 1
 
     def _save(self, trainer: Trainer, module: LightningModule, reports: list[OverflowReport], finding: Finding) -> None:
         """Write on rank 0; what another rank's file needs from there is sent."""
@@ -334,3 +407,9 @@ class OverflowLocator(Callback):
         """Return what a pickle or a deep copy takes along: the settings and the reports, not the run."""
         of_the_run = {"_plugin": None, "_counting": None, "_looking": None, "_window": BatchWindow(), "_skipped": []}
         return {**vars(self), **of_the_run}
+
+
+def _largest_weight(module: LightningModule) -> float:
+    """Return the largest magnitude of its parameters. Waits for the device."""
+    found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.is_floating_point()]
+    return float(stack_scalars(found).max()) if found else 0.0

@@ -3,7 +3,7 @@
 from lightning_amp.reports._comparison_table import LOADER_SUFFIX, ComparisonRow, ComparisonTable
 from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import TOTAL, GradientRow, GradientTable
-from lightning_amp.reports._overflow_report import OverflowReport
+from lightning_amp.reports._overflow_report import OverflowReport, Remedy
 from lightning_amp.reports._scale_chart import scale_chart
 from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory
 from lightning_amp.reports._scale_plot import plot_histories
@@ -22,6 +22,7 @@ __all__ = [
     "OverflowReport",
     "PolicyReplay",
     "Quantity",
+    "Remedy",
     "ScaleHistory",
     "plot_histories",
     "scale_chart",

@@ -1,11 +1,12 @@
 """Run the user's step a second time, unseen: on a copy, with its own random numbers and loggers."""
 
+from lightning_amp.shadow._batch_window import BatchWindow
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
 from lightning_amp.shadow._gradient_sample import take_sample
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
-from lightning_amp.shadow._overflow_search import BatchWindow, Finding, find, packed_step, unpacked_step
+from lightning_amp.shadow._overflow_search import Finding, find
 from lightning_amp.shadow._paired_evaluation import PairedEvaluation
 from lightning_amp.shadow._private_fit import (
     PRIVATE_CALLBACKS,
@@ -17,6 +18,7 @@ from lightning_amp.shadow._private_fit import (
     unnoticed,
 )
 from lightning_amp.shadow._ranks import gather, gather_on_zero
+from lightning_amp.shadow._step_bundle import packed_step, unpacked_step
 from lightning_amp.shadow._training_pass import TrainingPass
 
 __all__ = [

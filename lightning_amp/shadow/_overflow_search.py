@@ -1,12 +1,10 @@
-"""The batches that a failed step was made of, and their replay."""
+"""Why a step was skipped: its batches run again, in fp32 too, and with what may help."""
 
 from __future__ import annotations
 
-import io
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,88 +12,48 @@ from torch import Tensor
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp._containers import tensors_in
-from lightning_amp.numerics import HALF_DTYPES, nonfinite_gradients
+from lightning_amp.casting import Fp32Modules, our_name, runnable
+from lightning_amp.numerics import HALF_DTYPES, all_finite, fitting_scale, nonfinite_gradients
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.reports import Remedy
+from lightning_amp.shadow import _training_pass
+from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
+from lightning_amp.shadow._blame import Blame, blame, cause_key, final_key
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._ranks import gather
+from lightning_amp.shadow._remedies import (
+    Trial,
+    Trials,
+    modules_after,
+    trials_in_any_precision,
+    trials_in_half,
+    trials_of_scale,
+)
 from lightning_amp.shadow._training_pass import TrainingPass
-from lightning_amp.tracing import Diagnosis, Place, RandomState, Trace, diagnose, full_precision, make_bundle
+from lightning_amp.tracing import Diagnosis, GradientPlace, OperationWatch, Trace, diagnose, full_precision
 
-_WINDOW_BYTES = 2**28
-"""What the batches of an accumulation window may take in memory; of a larger one the first are forgotten."""
-
-
-@final
-@dataclass(slots=True)
-class KeptBatch:
-    """A batch, and the random generators before its step."""
-
-    batch: Any
-    batch_idx: int
-    random_state: RandomState
-    versions: list[tuple[Tensor, int]]
-    num_bytes: int
-    edited: bool = False
-
-    def detect_edits(self, was_copied: bool) -> bool:
-        """Return whether its step, which has run, changed it in place."""
-        changed = any(_modules.version(tensor) != version for tensor, version in self.versions)
-        self.edited = changed and not was_copied
-        self.versions = []
-        return changed
-
-
-@final
-class BatchWindow:
-    """The batches since the last attempted step.
-
-    Keeps references. Once a batch was found to be edited in place by its step, copies.
-    """
-
-    def __init__(self) -> None:
-        self.kept: deque[KeptBatch] = deque()
-        self._first: int | None = None
-        self._num_bytes = 0
-        self._must_copy = False
-
-    def __bool__(self) -> bool:
-        return bool(self.kept)
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """Return the indices of the first and the last batch, kept or not."""
-        last = self.kept[-1].batch_idx
-        return (last if self._first is None else self._first), last
-
-    def add(self, batch: Any, batch_idx: int, device_type: str) -> None:
-        """Keep a batch on which a step is about to run."""
-        tensors = [tensor for _, tensor in tensors_in(batch)]
-        num_bytes = sum(t.numel() * t.element_size() for t in tensors)
-        versions = [(t, _modules.version(t)) for t in tensors if not t.is_inference()]
-        kept = copy_batch(batch) if self._must_copy else batch
-        if self._first is None:
-            self._first = batch_idx
-        self.kept.append(KeptBatch(kept, batch_idx, RandomState.capture(device_type), versions, num_bytes))
-        self._num_bytes += num_bytes
-        while self._num_bytes > _WINDOW_BYTES and len(self.kept) > 1:
-            self._num_bytes -= self.kept.popleft().num_bytes
-
-    def detect_edits(self) -> None:
-        """Look whether the step on the last batch, which has run, changed it in place."""
-        if self.kept and self.kept[-1].detect_edits(was_copied=self._must_copy):
-            self._must_copy = True
-
-    def clear(self) -> None:
-        """Forget the batches: a step was attempted."""
-        self.kept.clear()
-        self._first, self._num_bytes = None, 0
+_BOUNDARY = _training_pass.__file__
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What the replay of a window showed."""
+    """What the replay of a window showed.
+
+    Attributes:
+        diagnosis: Where the first non-finite value arose.
+        batch_idx: Of the batch that failed, or the last one.
+        num_replayed: How many batches ran again.
+        parameters: Those with non-finite gradients.
+        note: Why it may not be exact.
+        step: The batch.
+        largest_gradient: The largest true gradient of a finite step, as far as half precision would have to hold it.
+        remedies: What was tried.
+        key: The same for the same cause.
+        is_known: Whether the caller knew that cause, so that nothing else was looked at.
+
+    """
 
     diagnosis: Diagnosis
     batch_idx: int
@@ -104,9 +62,21 @@ class Finding:
     note: str = ""
     step: KeptBatch | None = None
     largest_gradient: float | None = None
+    remedies: tuple[Remedy, ...] = ()
+    key: str = ""
+    is_known: bool = False
 
 
-def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: float, precision: str = "") -> Finding:
+def find(
+    trainer: Trainer,
+    module: LightningModule,
+    window: BatchWindow,
+    scale: float,
+    precision: str = "",
+    *,
+    known: Collection[str] = (),
+    is_dynamic: bool = True,
+) -> Finding:
     """Run the batches of the window again until one is not finite. Never raises, changes nothing.
 
     All ranks must call. They run as many passes, whatever each of them finds: a step may talk to the other ranks
@@ -118,11 +88,13 @@ def find(trainer: Trainer, module: LightningModule, window: BatchWindow, scale: 
         window: The batches.
         scale: That the step was taken at.
         precision: That it was taken in, by our name; the plugin may have gone on in another. Empty: as of now.
+        known: Keys of causes that need no second look.
+        is_dynamic: Whether the scale falls by itself.
 
     """
     steps = list(window.kept)
     steps = steps[-min(gather(trainer, len(steps))) :]
-    search = _Search(trainer, module, scale, precision, steps[-1])
+    search = _Search(trainer, module, scale, precision, steps[-1], known, is_dynamic)
     search.run(steps)
     note = "; ".join(filter(None, (_edited(steps[-1]), search.unseen)))
     return search.finding or Finding(Diagnosis("none"), steps[-1].batch_idx, len(steps), note=note, step=steps[-1])
@@ -133,16 +105,29 @@ class _Search:
     """One replay of a window, on all ranks in step."""
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, scale: float, precision: str, last: KeptBatch
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        scale: float,
+        precision: str,
+        last: KeptBatch,
+        known: Collection[str],
+        is_dynamic: bool,
     ) -> None:
         self.finding: Finding | None = None
         self._trainer, self._module, self._loss_scale = trainer, module, scale
-        self._precision = precision
+        self._precision, self._known, self._is_dynamic = precision, known, is_dynamic
+        self._device = trainer.strategy.root_device
         self._step, self._number = last, 0
         self._replay: TrainingPass | None = None
+        self._watch: OperationWatch | None = None
         self._is_new = False
         self._unseen: list[str] = []
-        self._half_places: set[Place] = set()
+        self._half_places: set[GradientPlace] = set()
+        self._trials: Trials | None = None
+        self._trial: Trial | None = None
+        self._phase = "the replay"
+        self._hidden_in: OperationWatch | None = None  # in fp32, of a value that the loss does not show
 
     @property
     def unseen(self) -> str:
@@ -158,8 +143,10 @@ class _Search:
             for self._number, self._step in enumerate(steps, start=1):
                 if not self._all(self._run_step):
                     return
-                if self._any(self._wants_measure) and not self._all(self._measure):
-                    return
+                if self._any(self._is_new) and self._all(self._compare):
+                    self._phase = "trials"
+                    while self._any(self._trial is not None) and self._all(self._try):
+                        pass
                 if not self._any(self.finding is None):
                     return
         finally:
@@ -179,7 +166,8 @@ class _Search:
                 if failure.out_of_memory:
                     note += ": there is no cause to report. A smaller batch needs less"
                 self.finding = Finding(Diagnosis("none"), self._step.batch_idx, done, note=note, step=self._step)
-            elif self._is_new:  # the cause is known, only how large the true gradient is is not
+            elif self._is_new and self._phase != "trials" and self.finding.diagnosis.cause == "backward":
+                # the cause is known, only how it is in fp32 is not
                 missing = f"the true gradients could not be measured in fp32 ({failure.reason})"
                 note = "; ".join(filter(None, (self.finding.note, missing)))
                 self.finding = replace(self.finding, note=note)
@@ -188,97 +176,148 @@ class _Search:
     def _any(self, flag: bool) -> bool:
         return any(gather(self._trainer, flag))
 
-    @property
-    def _wants_measure(self) -> bool:
-        return self._is_new and self.finding is not None and self.finding.diagnosis.cause == "backward"
-
     def _begin(self) -> None:
         self._replay = TrainingPass(self._trainer, self._module, precision=self._precision)
 
+    # -- the step as it was --------------------------------------------------------------------------------------------
+
     def _run_step(self) -> None:
         assert self._replay is not None
-        self._is_new = False
-        found, parameters, trace = _run(self._trainer, self._replay, self._step, self._loss_scale)
-        self._unseen, self._half_places = trace.unseen, trace.half_places
-        self._replay.forget_gradients()
-        if found.cause != "none" and self.finding is None:
-            self._is_new = True
-            step = self._step
-            note = "; ".join(filter(None, (_edited(step), self.unseen)))
-            self.finding = Finding(found, step.batch_idx, self._number, parameters, note, step)
+        self._is_new, replay, step = False, self._replay, self._step
+        with Trace(replay.module) as trace, OperationWatch(replay.module, _BOUNDARY) as watch:
+            loss = replay.run(
+                step.batch,
+                step.batch_idx,
+                context=replay.forward_context(),
+                random_state=step.random_state,
+                scale=self._loss_scale,
+                trace=trace,
+                watch=watch,
+            )
+        found = diagnose(trace, loss, step.batch)
+        parameters: tuple[str, ...] = ()
+        if found.cause != "none":
+            parameters = nonfinite_gradients(_modules.plain_parameters(replay.module))
+        replay.forget_gradients()
+        self._unseen, self._half_places, self._watch = trace.unseen, trace.half_places, watch
+        if found.cause == "none" or self.finding is not None:
+            return
+        note = "; ".join(filter(None, (_edited(step), self.unseen)))
+        key = cause_key(found, watch)
+        self._is_new = key not in self._known
+        self.finding = Finding(
+            found, step.batch_idx, self._number, parameters, note, step, key=key, is_known=not self._is_new
+        )
 
-    def _measure(self) -> None:
+    # -- in fp32 -------------------------------------------------------------------------------------------------------
+
+    def _compare(self) -> None:
+        """Run it in fp32: is it finite there, how large is what was not, and which operation made the difference."""
         assert self._replay is not None
         exact = self._replay
         if any(parameter.dtype in HALF_DTYPES for parameter in self._module.parameters()):
             exact = TrainingPass(self._trainer, self._module, upcast=True)
+        wanted = [] if self._watch is None else [call.key for call in self._watch.bad]
+        if self._watch is not None and self._watch.first_backward is not None:
+            wanted.append(self._watch.first_backward.call.key)
         try:
-            largest = _largest_true_gradient(self._trainer, exact, self._step, self._half_places)
+            watch = OperationWatch(exact.module, _BOUNDARY, wanted, undo_casts=True)
+            with Trace(exact.module) as trace, watch:
+                loss = exact.run(
+                    copy_batch(self._step.batch, upcast=True),
+                    self._step.batch_idx,
+                    context=full_precision(self._device.type),
+                    random_state=self._step.random_state,
+                    trace=trace,
+                    watch=watch,
+                )
+            found = diagnose(trace, loss, self._step.batch)
+            parameters = nonfinite_gradients(_modules.plain_parameters(exact.module))
+            arrivals = trace.gradients_in_half(self._half_places)
+            largest = float(torch.stack([a.largest for a in arrivals]).max()) if arrivals else None
         finally:
             exact.forget_gradients()
             if exact is not self._replay:
                 exact.close()
-        if self._wants_measure and self.finding is not None:
+        if not self._is_new or self.finding is None or self._watch is None:
+            return
+        found = found if found.cause != "none" or not parameters else Diagnosis("backward", where="parameter")
+        blamed = blame(exact.module, self.finding.diagnosis, self._watch, found, watch, self._step.batch)
+        if self.finding.diagnosis.cause == "backward":
             self.finding = replace(self.finding, largest_gradient=largest)
+        key = final_key(blamed.diagnosis, self.finding.key)
+        self.finding = replace(self.finding, diagnosis=blamed.diagnosis, key=key)
+        self._hidden_in = watch if blamed.is_swallowed else None
+        self._trials = self._plan(blamed, largest)
+        self._trial = next(self._trials, None)
+
+    # -- what helps ----------------------------------------------------------------------------------------------------
+
+    def _plan(self, blamed: Blame, largest: float | None) -> Trials:
+        found, call = blamed.diagnosis, blamed.call
+        if found.in_fp32 == "not finite":
+            if found.cause not in ("batch", "weights"):
+                yield from trials_in_any_precision(found.operation, call)
+            return
+        precision = self._precision or our_name(str(self._trainer.precision_plugin.precision))
+        if found.cause == "backward" and self._loss_scale != 1 and precision == "fp16":
+            fitting = fitting_scale(largest or 0.0, spare_bits=0, lowest=-126)
+            yield from trials_of_scale(self._loss_scale, fitting)
+            if self.finding is not None and any(remedy.worked for remedy in self.finding.remedies):
+                return
+        bad = [] if self._watch is None else self._watch.bad
+        takers = [] if call is None else modules_after(call, bad, self._module)
+        yield from trials_in_half(precision, runnable(self._device), found.operation, call, takers)
+
+    def _try(self) -> None:
+        """Run the step as the trial says; a rank without one runs it as it was."""
+        trial = self._trial or Trial(Remedy(""))
+        worked = self._works(trial)
+        if self._trial is None or self._trials is None or self.finding is None:
+            return
+        remedy = trial.remedy._replace(worked=worked)
+        key = remedy.kind if worked and remedy.kind in ("scale", "divisor") else self.finding.key
+        self.finding = replace(self.finding, remedies=(*self.finding.remedies, remedy), key=key)
+        try:
+            self._trial = self._trials.send(worked)
+        except StopIteration:
+            self._trial = None
+
+    def _works(self, trial: Trial) -> bool:
+        replay = self._replay
+        assert replay is not None
+        scale = trial.scale if trial.scale is not None else 1.0 if self._is_dynamic else self._loss_scale
+        rules: Fp32Modules | None = None
+        plugin = self._trainer.precision_plugin
+        context = replay.forward_context()
+        if trial.precision and isinstance(plugin, AmpPrecision):
+            context = plugin.forward_context_of(trial.precision)
+        try:
+            if trial.rules:
+                rules = Fp32Modules(replay.module, trial.rules, self._device.type, active=True)
+            looks = trial.edits or self._hidden_in is not None
+            watch = OperationWatch(replay.module, _BOUNDARY, edits=trial.edits) if looks else None
+            with watch or nullcontext():
+                loss = replay.run(
+                    self._step.batch,
+                    self._step.batch_idx,
+                    context=context,
+                    random_state=self._step.random_state,
+                    scale=scale,
+                )
+            if watch is not None and self._hidden_in is not None:
+                there = {call.key for call in self._hidden_in.bad}
+                if any(call.makes_nan and call.key not in there for call in watch.bad):
+                    return False
+            return _is_finite(loss) and not nonfinite_gradients(_modules.plain_parameters(replay.module))
+        finally:
+            replay.forget_gradients()
+            if rules is not None:
+                rules.remove()
 
 
-def _run(
-    trainer: Trainer, replay: TrainingPass, step: KeptBatch, scale: float
-) -> tuple[Diagnosis, tuple[str, ...], Trace]:
-    with Trace(replay.module) as trace:
-        loss = replay.run(
-            step.batch,
-            step.batch_idx,
-            context=replay.forward_context(),
-            random_state=step.random_state,
-            scale=scale,
-            trace=trace,
-        )
-    found = diagnose(trace, loss, step.batch)
-    parameters = nonfinite_gradients(_modules.plain_parameters(replay.module)) if found.cause != "none" else ()
-    return found, parameters, trace
-
-
-def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBatch, half_places: set[Place]) -> float:
-    """Measure it in fp32, over parameters and outputs of modules: it tells which scale would have been low enough."""
-    context = full_precision(trainer.strategy.root_device.type)
-    batch = copy_batch(step.batch, upcast=True)
-    with Trace(replay.module, values=False) as trace:
-        replay.run(batch, step.batch_idx, context=context, random_state=step.random_state, trace=trace)
-    return float(torch.stack([arrival.largest for arrival in trace.gradients_in_half(half_places)]).max())
-
-
-def packed_step(
-    trainer: Trainer, module: LightningModule, step: KeptBatch, scale: float, report: dict[str, Any]
-) -> bytes:
-    """Pack what rank 0 does not have of the bundle for `lightning_amp.tracing.replay`: all but the parameters."""
-    parameters = dict(module.named_parameters())
-    bundle = make_bundle(
-        module_state={name: value for name, value in module.state_dict().items() if name not in parameters},
-        batch=step.batch,
-        batch_idx=step.batch_idx,
-        random_state=step.random_state,
-        scale=scale,
-        loss_divisor=float(trainer.accumulate_grad_batches) if module.automatic_optimization else 1.0,
-        report=_plain(report),
-    )
-    file = io.BytesIO()
-    torch.save(bundle, file)
-    return file.getvalue()
-
-
-def unpacked_step(packed: bytes, module: LightningModule) -> dict[str, Any]:
-    """Return the whole bundle, with the parameters of this rank, which are those of all."""
-    bundle = torch.load(io.BytesIO(packed), weights_only=False)
-    state = {name: value for name, value in module.state_dict().items() if name not in bundle["module_state"]}
-    state = {name: value.detach().cpu() for name, value in state.items()}
-    return {**bundle, "module_state": {**state, **bundle["module_state"]}}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+def _is_finite(loss: Tensor | None) -> bool:
+    return loss is None or bool(all_finite([loss]))
 
 
 def _edited(step: KeptBatch) -> str:

@@ -20,7 +20,7 @@ from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.shadow._views import View, replaying
-from lightning_amp.tracing import RandomState, Trace, paired_random
+from lightning_amp.tracing import OperationWatch, RandomState, Trace, paired_random
 
 
 @final
@@ -46,6 +46,7 @@ class TrainingPass:
         self._factor: float | Tensor = 1.0
         self._stepped: dict[int, Tensor] = {}
         self._trace: Trace | None = None
+        self._watch: OperationWatch | None = None
         plugin = replaying(trainer.precision_plugin, clip_gradients=_do_nothing, unscale_=_do_nothing)
         schedulers = [_idle_schedule(config) for config in trainer.lr_scheduler_configs]
         strategy = {"backward": self._backward, "precision_plugin": plugin, "lr_scheduler_configs": schedulers}
@@ -101,6 +102,7 @@ class TrainingPass:
         random_state: RandomState | None = None,
         scale: float | Tensor = 1.0,
         trace: Trace | None = None,
+        watch: OperationWatch | None = None,
     ) -> Tensor | None:
         """Run one step and its backward; the random generators stay as they are.
 
@@ -111,11 +113,12 @@ class TrainingPass:
             random_state: Where the random generators begin; default: as found.
             scale: What the loss is multiplied with before its backward.
             trace: Watches, if given; already entered.
+            watch: Likewise.
 
         Returns:
             The loss of automatic optimization, or the sum of those that had a backward; before scaling.
         """
-        self._factor, self._trace, self._losses = scale, trace, list[Tensor]()
+        self._factor, self._trace, self._watch, self._losses = scale, trace, watch, list[Tensor]()
         self._stepped.clear()
         shadow = self._shadow
         with paired_random(self._device_type, random_state), torch.enable_grad(), _frozen(self._real), self._in_fp8():
@@ -159,6 +162,8 @@ class TrainingPass:
 
     def _backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         self._losses.append(loss.detach().float())
+        if self._watch is not None:
+            self._watch.note_loss(loss)
         with torch.autocast(self._device_type, enabled=False):
             scaled = loss * self._factor
             if self._trace is None:

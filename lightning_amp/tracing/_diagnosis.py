@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,8 @@ from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import all_finite, count_nonfinite, largest_finite
+from lightning_amp.tracing._operation import InFp32, Operation, blamed_in_fp32, operation
+from lightning_amp.tracing._operation_watch import BackwardCall, OperationCall, OperationWatch
 from lightning_amp.tracing._trace import Call, Trace, Where, floating_in
 
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "none"]
@@ -23,23 +25,26 @@ class Diagnosis:
     """Where the first non-finite value of a step arose. Immutable.
 
     Attributes:
-        cause: `"batch"`: the batch has non-finite values. `"weights"`: a parameter of the module has. `"forward"`: the
-            output of the module overflowed, from finite inputs and weights. `"loss"`: all modules were fine, the loss
-            was computed to something non-finite. `"backward"`: the loss was finite, only its scaled gradient
-            overflowed. `"none"`: everything was finite.
+        cause: `"batch"`: the batch has non-finite values. `"weights"`: a parameter or buffer of the module has.
+            `"forward"`: the output of the module overflowed, from finite inputs and weights. `"loss"`: all modules were
+            fine, the loss was computed to something non-finite. `"backward"`: the loss was finite, only its scaled
+            gradient overflowed. `"none"`: everything was finite.
         module: Qualified name of the module, the empty string for the outermost; `None` if there is none to name.
         module_class: Its class.
         where: In a forward: `"output"`, or `"input"` if what arrived at the module was not finite although every
             module before it was: an operation outside of any module overflowed. In a backward: `"parameter"`, the
             gradient of its parameter; `"input"`, what its backward computed for its input; `"output"`, what arrived
             from the loss or from operations outside of any module.
-        parameter: In a backward its qualified name; with cause `"weights"` the parameter that is not finite.
+        parameter: In a backward its qualified name; with cause `"weights"` the parameter or buffer that is not finite.
         dtype: Of the first non-finite output or gradient, such as `"float16"`.
         shape: Of the same.
         largest_input: Largest finite magnitude of what went into the module.
         largest_weight: Largest finite magnitude of its own parameters.
         largest_gradient: Largest magnitude, scaled, of the gradients that are finite.
         entries: Cause `"batch"`: which parts of the batch have how many non-finite values.
+        in_fp32: Whether the same step is finite in fp32; empty if it was not looked at. Two diagnoses that differ
+            here, or in what follows, are equal.
+        operation: Which operation, on which line; `None` if it was not looked at or not found.
 
     """
 
@@ -54,6 +59,8 @@ class Diagnosis:
     largest_weight: float | None = None
     largest_gradient: float | None = None
     entries: tuple[tuple[str, int], ...] = ()
+    in_fp32: InFp32 = field(default="", compare=False)
+    operation: Operation | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain types, for JSON."""
@@ -97,6 +104,16 @@ def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
         largest_weight=_largest_weight(owner),
         largest_gradient=max(filter(math.isfinite, before), default=None),
     )
+
+
+def with_operation(module: nn.Module, found: Diagnosis, watch: OperationWatch) -> Diagnosis:
+    """Add the operation to a diagnosis, as one run alone shows it."""
+    culprit: OperationCall | BackwardCall | None = None
+    if found.cause == "backward":
+        culprit = watch.first_backward
+    elif found.cause in ("forward", "loss"):
+        culprit = blamed_in_fp32(watch.made_loss, watch.bad)
+    return found if culprit is None else replace(found, operation=operation(module, culprit, None))
 
 
 def nonfinite_entries(values: Any) -> tuple[tuple[str, int], ...]:

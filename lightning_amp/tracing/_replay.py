@@ -16,7 +16,8 @@ from lightning_amp._compat import _modules
 from lightning_amp.numerics import HALF_DTYPES, headroom_bits, largest, limits, nonfinite_gradients
 from lightning_amp.tracing._bundles import copy_to, load_bundle
 from lightning_amp.tracing._conditions import RandomState, paired_random
-from lightning_amp.tracing._diagnosis import Diagnosis, diagnose
+from lightning_amp.tracing._diagnosis import Diagnosis, diagnose, with_operation
+from lightning_amp.tracing._operation_watch import OperationWatch
 from lightning_amp.tracing._trace import Trace
 
 Step = Callable[[nn.Module, Any], Any]
@@ -109,7 +110,8 @@ def _replay(
     used_scale = float(bundle["scale"] if scale is None else scale)
     run: Step = step or (lambda module, batch: cast(Any, module).training_step(batch, bundle["batch_idx"]))
     RandomState.unpack(bundle["random_state"], device.type).restore(device.type)
-    with torch.compiler.set_stance("force_eager"), Trace(module) as trace:
+    watch = OperationWatch(module, __file__)
+    with torch.compiler.set_stance("force_eager"), Trace(module) as trace, watch:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
             output = run(module, batch)
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
@@ -118,13 +120,13 @@ def _replay(
                 f"The step returned no loss, but a `{type(loss).__name__}`. Pass one that does, `step=lambda module,"
                 " batch: ...`: a step of manual optimization has none to return."
             )
+        watch.note_loss(loss)
         trace.backward(loss.float() / bundle["loss_divisor"] * used_scale)
     parameters = _modules.plain_parameters(module)
     magnitudes = [largest(p.grad) for p in parameters.values() if p.grad is not None]
     room = headroom_bits(torch.stack(magnitudes)) if magnitudes else torch.tensor(torch.inf)
-    return Replay(
-        float(loss.detach()), diagnose(trace, loss, batch), nonfinite_gradients(parameters), float(room)
-    )  # fmt: skip
+    found = with_operation(module, diagnose(trace, loss, batch), watch)
+    return Replay(float(loss.detach()), found, nonfinite_gradients(parameters), float(room))
 
 
 def _upcast_like(state: Mapping[str, Any], module: nn.Module) -> None:

@@ -23,6 +23,15 @@ from lightning_amp.scaling import RecordLog, Subscription
 from lightning_amp.tracing import replay
 
 
+class TwoFaults(BadRow):
+    """One in batches of odd index, another in those of even index."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch_idx % 2:
+            return self.loss(batch)
+        return Toy.loss(self, batch) / torch.where(batch.abs().max() > 1e3, 0.0, 1.0)
+
+
 def test_keys_are_those_of_the_docstring() -> None:
     recorder = Recorder()
     trainer = fit(BadRow, fp16(), with_bad(1, 2), logger=recorder, callbacks=[OverflowLocator(max_reports=1)])
@@ -52,7 +61,10 @@ def test_report_has_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert file.name == "overflow_step00005_rank0.json"
     assert json.loads(file.read_text()) == json.loads(report.to_json())
     assert str(report) in caplog.text
-    assert "step 5 was skipped: epoch 0, batch 5, loss scale 64\n  cause: the loss: every module's" in str(report)
+    assert "step 5 was skipped: epoch 0, batch 5, loss scale 64\n  cause: the loss: the result of `where`" in str(
+        report
+    )
+    assert "line: overflows.py:" in str(report)
     with pytest.raises(AttributeError):
         report.rank = 1
 
@@ -65,13 +77,39 @@ def test_at_most_max_reports_then_silent_and_free(caplog: pytest.LogCaptureFixtu
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
             waits.append((args[-1], any(s.at_once for s in plugin.records.subscriptions)))
 
-    fit(BadRow, plugin, with_bad(1, 2, 4), callbacks=[locator, Look()])
+    fit(TwoFaults, plugin, with_bad(1, 2, 4), callbacks=[locator, Look()])
     assert [r.batch_idx for r in locator.reports] == [1, 2]
     assert waits == [(i, i < 2) for i in range(8)]
     assert not locator._window
     assert caplog.text.count("was skipped") == 2
-    assert "2 skipped steps looked into; no more in this run" in caplog.text
+    assert "2 different causes reported; it looks no more in this run" in caplog.text
     assert plugin.num_skipped == 3
+
+
+def test_a_cause_is_printed_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    locator = OverflowLocator(max_reports=3)
+    with caplog.at_level("INFO"):
+        fit(TwoFaults, fp16(), with_bad(0, 1, 3, 5, 6, count=9), callbacks=[locator])
+    assert [(r.batch_idx, r.is_repeated) for r in locator.reports] == [(0, False), (1, False), (3, True)]
+    assert caplog.text.count("was skipped") == 2
+    assert "OverflowLocator: 3 steps more skipped for a cause that was reported." in caplog.text
+
+
+def test_a_new_cause_takes_the_place_of_a_repeated_one() -> None:
+    locator = OverflowLocator(max_reports=2)
+    fit(TwoFaults, fp16(), with_bad(1, 3, 5, 6), callbacks=[locator])
+    assert [r.batch_idx for r in locator.reports] == [1, 6]
+
+
+def test_a_scale_that_settles_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    locator, plugin = OverflowLocator(max_reports=1), AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**24))
+    with caplog.at_level("INFO"):
+        fit(BadRow, plugin, with_bad(7), callbacks=[locator], max_epochs=3)
+    assert plugin.num_skipped > 5
+    (report,) = locator.reports  # that of the bad row, after all others
+    assert report.cause == "loss"
+    assert caplog.text.count("was skipped") == 1
+    assert "steps skipped while the scale settled, which is how dynamic scaling works" in caplog.text
 
 
 def test_none_is_none() -> None:
@@ -91,7 +129,7 @@ def test_the_last_of_too_many_skips_is_reported_too() -> None:
 def test_bundle(tmp_path: Path) -> None:
     locator = OverflowLocator(dirpath=tmp_path, save_bundles=True)
     net = lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))  # noqa: E731
-    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**24))
+    plugin = AmpPrecision("fp16", scaler=2.0**24)
     fit(lambda: Toy(net=net()), plugin, batches(1), callbacks=[locator])
     path = tmp_path / "overflow_step00000_rank0.pt"
     again = replay(path, lambda: Toy(net=net()), precision="fp16")

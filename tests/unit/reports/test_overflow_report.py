@@ -16,10 +16,11 @@ from lightning_amp.reports._overflow_report import OverflowReport
 
 def test_the_scale_that_would_fit() -> None:
     locator = OverflowLocator()
-    fit(Toy, AmpPrecision("fp16", scaler=DynamicLossScaler(2.0**24)), batches(2), callbacks=[locator])
+    fit(Toy, AmpPrecision("fp16", scaler=2.0**24), batches(2), callbacks=[locator])
     report = locator.reports[0]
     assert report.cause == "backward"
-    advised = float(eval(str(report).split("fits at a scale of ")[1].split(",")[0]))  # such as 2**13
+    advised = float(eval(str(report).split("a loss scale of ")[1].split(" or below")[0]))  # such as 2**13
+    assert advised == report.working_scale
     plugin = AmpPrecision("fp16", scaler=advised)
     fit(Toy, plugin, batches(1), callbacks=[locator])
     assert plugin.num_skipped == 0

@@ -1,0 +1,174 @@
+"""Who is to blame for a step that is not finite: what two runs of it, as it was and in fp32, say together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+from typing_extensions import final
+
+from lightning_amp._compat import _modules
+from lightning_amp.numerics import count_nonfinite
+from lightning_amp.tracing import (
+    BackwardCall,
+    Diagnosis,
+    OperationCall,
+    OperationWatch,
+    blamed_in_fp32,
+    blamed_in_half,
+    nonfinite_entries,
+    operation,
+)
+
+
+@final
+class Blame(NamedTuple):
+    """A diagnosis, and the operation of the replay that it names.
+
+    Attributes:
+        diagnosis: What it is.
+        call: The operation.
+        is_swallowed: What it made is not in the loss, which is finite: `1 / (1 + inf)` is 0.
+
+    """
+
+    diagnosis: Diagnosis
+    call: OperationCall | None
+    is_swallowed: bool = False
+
+
+def cause_key(found: Diagnosis, watch: OperationWatch) -> str:
+    """Return what is the same for one cause, whichever batch shows it; before anybody knows what fp32 does."""
+    call: OperationCall | None = None
+    if found.cause == "backward":
+        call = None if watch.first_backward is None else watch.first_backward.call
+    elif found.cause in ("forward", "loss"):
+        bad = watch.bad if watch.made_loss is None else watch.made_loss.roots
+        call = next(iter(bad), None)
+    if call is None:
+        return f"{found.cause}: {found.module}, {found.parameter or ''}"
+    place = call.key.place
+    return f"{call.key.name}, {place.file}:{place.line}" if place is not None else f"{call.key.name}, {call.module}"
+
+
+def final_key(found: Diagnosis, before: str) -> str:
+    """Return the same, of a diagnosis that fp32 has corrected."""
+    operation = found.operation
+    if operation is None or found.cause in ("batch", "weights"):
+        return (
+            before if found.cause not in ("batch", "weights") else f"{found.cause}: {found.module}, {found.parameter}"
+        )
+    return f"{operation.name}, {operation.file}:{operation.line}" if operation.file else before
+
+
+def blame(
+    module: nn.Module,
+    found: Diagnosis,
+    half: OperationWatch,
+    found_in_fp32: Diagnosis,
+    exact: OperationWatch,
+    batch: Any,
+) -> Blame:
+    """Correct a diagnosis by what the same step did in fp32.
+
+    Args:
+        module: What ran in fp32.
+        found: Of the step as it was.
+        half: Its operations.
+        found_in_fp32: Of the step in fp32; an intended mask is no cause there.
+        exact: Its operations.
+        batch: What went in.
+
+    """
+    if found_in_fp32.cause == "none":
+        return _lost_in_half(module, found, half, exact)
+    return _not_in_fp32_either(module, found, half, found_in_fp32, exact, batch)
+
+
+def _lost_in_half(module: nn.Module, found: Diagnosis, half: OperationWatch, exact: OperationWatch) -> Blame:
+    found = replace(found, in_fp32="finite")
+    if found.cause == "backward":
+        hidden = blamed_in_half(half, exact, None)
+        if hidden is not None and hidden.makes_nan:
+            named = _named(module, replace(found, cause="forward", parameter=None), hidden, exact)
+            return named._replace(is_swallowed=True)
+        culprit = half.first_backward
+        return Blame(found, None) if culprit is None else _named(module, found, culprit, exact)
+    call = blamed_in_half(half, exact, half.made_loss)
+    if call is None:
+        return Blame(found, None)
+    if found.cause in ("batch", "weights"):  # which fp32 takes in its stride: it was not that
+        found = replace(found, cause="forward" if call.module else "loss", parameter=None, entries=())
+    return _named(module, found, call, exact)
+
+
+def _not_in_fp32_either(
+    module: nn.Module,
+    found: Diagnosis,
+    half: OperationWatch,
+    found_in_fp32: Diagnosis,
+    exact: OperationWatch,
+    batch: Any,
+) -> Blame:
+    found = replace(found, in_fp32="not finite")
+    if found_in_fp32.cause == "backward":
+        if found.cause != "backward":  # what fp32 shows is the lesser harm, and there for everybody
+            found = replace(found_in_fp32, in_fp32="not finite")
+        culprit = exact.first_backward
+        return Blame(found, None) if culprit is None else _named(module, found, culprit, exact)
+    call = blamed_in_fp32(exact.made_loss, exact.bad)
+    if call is None:
+        return Blame(found, None)
+    if call.takes_nonfinite and not call.sources:
+        return Blame(_from_outside(module, found, call, batch), None)
+    if call.facts.kind == "masked" or not call.takes_nonfinite or found.cause not in ("batch", "weights"):
+        cause = "forward" if call.module else "loss"
+        kept = found.cause if found.cause in ("forward", "loss") else cause
+        as_it_was = next((c for c in half.bad if c.key == call.key and c.facts.kind == call.facts.kind), call)
+        return _named(module, replace(found, cause=kept, parameter=None, entries=()), as_it_was, exact)
+    return Blame(found, None)
+
+
+def _from_outside(module: nn.Module, found: Diagnosis, call: OperationCall, batch: Any) -> Diagnosis:
+    """Find what was not finite before any operation: the batch, a parameter, a buffer."""
+    owner = found.module if call.module is None else call.module
+    classes = {_modules.plain_name(name): type(m).__name__ for name, m in module.named_modules()}
+    states = [*module.named_parameters(), *module.named_buffers()]
+    bad = [_modules.plain_name(name) for name, value in states if _is_bad(value)]
+    near = [name for name in bad if owner and name.startswith(f"{owner}.")]
+    entries = nonfinite_entries(batch)
+    if near or (bad and not entries):
+        name = (near or bad)[0]
+        return replace(
+            found, cause="weights", parameter=name, module=owner, module_class=classes.get(owner or ""), entries=()
+        )
+    if entries:
+        return replace(
+            found, cause="batch", entries=entries, parameter=None, module=owner or None,
+            module_class=classes.get(owner) if owner else None,
+        )  # fmt: skip
+    return found
+
+
+def _is_bad(value: Any) -> bool:
+    return bool((value.is_floating_point() or value.is_complex()) and count_nonfinite(value))
+
+
+def _named(module: nn.Module, found: Diagnosis, culprit: OperationCall | BackwardCall, exact: OperationWatch) -> Blame:
+    call = culprit if isinstance(culprit, OperationCall) else culprit.call
+    named = operation(module, culprit, exact.measured.get(call.key))
+    if found.cause in ("forward", "loss") and call.module is not None:
+        cause = found.cause if call.module == "" else "forward"
+        is_loss = cause == "loss"
+        found = replace(
+            found,
+            cause=cause,
+            module=None if is_loss else call.module,
+            module_class=None if is_loss else named.module_class,
+            where=None if is_loss else "output",
+            dtype=named.dtype,
+            shape=named.shape,
+            largest_input=named.largest_input,
+        )
+    return Blame(replace(found, operation=named), call)

@@ -1,0 +1,66 @@
+"""Planted faults: each is named completely, with a cure that works, and the cured ones are quiet.
+
+`make test TEST_ARGS="-k diseases"` prints the table.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support.faults import FAULTS, Fault
+
+from lightning_amp import OverflowLocator
+from lightning_amp.reports import OverflowReport
+
+
+def run(fault: Fault, cured: bool) -> tuple[OverflowLocator, Any]:
+    torch.manual_seed(0)
+    locator, plugin = OverflowLocator(max_reports=3), fault.plugin(cured)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=2, plugins=[plugin], callbacks=[locator], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(fault.make(cured), fault.loader(cured))
+    return locator, plugin
+
+
+def wrong(fault: Fault, report: OverflowReport) -> list[str]:
+    """Compare a report with what was planted."""
+    found = report.diagnosis
+    operation, advice = found.operation, str(report).partition("\n  try: ")[2]
+    name, code = ("", "") if operation is None else (operation.name, operation.code)
+    checks = {
+        f"cause {report.cause}": fault.cause in ("", report.cause),
+        f"operation {name}": fault.operation in ("", name),
+        f"line {code}": fault.line in code,
+        f"module {found.module}": fault.module in (None, found.module),
+        f"in fp32 {found.in_fp32}": fault.in_fp32 == found.in_fp32,
+        f"words: {report}": fault.says in str(report) and not any(word in advice for word in fault.never),
+        f"remedies {report.remedies}": not fault.remedy
+        or fault.remedy in [r.kind for r in report.remedies if r.worked],
+    }
+    return [text for text, is_right in checks.items() if not is_right]
+
+
+@pytest.mark.filterwarnings("ignore:std\\(\\)")  # of one value
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_and_its_cure_works(name: str, record_property: Any, caplog: pytest.LogCaptureFixture) -> None:
+    fault = FAULTS[name]
+    locator, plugin = run(fault, cured=False)
+    assert plugin.num_skipped > 0
+    named = wrong(fault, locator.reports[0])
+    news = [report for report in locator.reports if not report.is_repeated]
+    printed = caplog.text.count("was skipped")
+    with caplog.at_level(logging.WARNING):
+        caplog.clear()
+        cured, _ = run(fault, cured=True)
+    is_quiet = not cured.reports and "OverflowLocator" not in caplog.text
+    cure = str(locator.reports[0]).partition("\n  try: ")[2]
+    record_property("disease", [name, "yes" if not named else "; ".join(named), cure, "yes" if is_quiet else "no"])
+    assert named == []
+    assert is_quiet
+    assert len(news) == printed == 1, "one fault has one cause, which is said once"
