@@ -215,7 +215,7 @@ def masked_row(cured: bool) -> Callable[[Any, Tensor], Tensor]:
             keep[2, 2] = True
         scores = scores.masked_fill(~keep, float("-inf"))
         weights = torch.softmax(scores, -1)
-        return (weights @ z.float()).square().mean()
+        return (weights @ z.float()).float().square().mean()
 
     return loss
 
