@@ -5,32 +5,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from dataclasses import replace
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import final, override
 
 from lightning_amp import _messages
-from lightning_amp._arguments import is_count, require_count
+from lightning_amp._arguments import require_count
 from lightning_amp._compat import _modules
-from lightning_amp._files import write_atomically
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
-from lightning_amp._text import counted
-from lightning_amp._urls import child, location
+from lightning_amp._urls import location
+from lightning_amp.callbacks._report_files import ReportFiles
+from lightning_amp.callbacks._skip_causes import SkipCauses
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.casting import Choice
 from lightning_amp.numerics import largest_finite, nonfinite_gradients, stack_scalars
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import Saved, StepRecord, Subscription
-from lightning_amp.shadow import BatchWindow, Finding, find, gather, gather_on_zero, packed_step, unpacked_step
+from lightning_amp.shadow import BatchWindow, Finding, find, gather
 
 OVERFLOWS = "amp/overflows"
-_LOOKS = 20
-"""How many skips are run again for each report there may be: most show what is known, or a scale that settles."""
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +41,7 @@ class OverflowLocator(Callback):
         trainer = L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[locator], max_epochs=1)
         trainer.fit(model, data)
         for report in locator.reports:
-            print(report.batch_idx, report.cause, report.diagnosis.module)
+            print(report.batch_idx, report.cause, report.diagnosis.module, report.diagnosis.operation)
 
     ================ =====================================================================
     key              value, at every log point
@@ -54,15 +50,21 @@ class OverflowLocator(Callback):
     ================ =====================================================================
 
     After a skipped step it runs the batch again, on a copy of the module: same weights, batch, random numbers and
-    scale. It then knows whether the batch, a weight, the forward of a module, the loss, or only the scaled backward was
-    not finite, and says so:
+    scale; then in fp32; then with what may help. It then knows whether the batch, a weight, the forward of a module,
+    the loss, or only the backward was not finite, in which operation and on which line, whether fp32 would do better,
+    and which remedies work, and says so:
 
     .. code-block:: text
 
         OverflowLocator: step 7 was skipped: epoch 0, batch 7, loss scale 2**16
-          cause: the forward: the output of `net.2` (Linear, ...), float16 [4, 16], is not finite; ...
+          cause: the forward: the result of `exp` in `head` (Contrast), float16 [4, 4], is not finite; in fp32 it is, ...
+          line: losses.py:75 "log_z = torch.log(torch.exp(sim).sum(-1))"
           non-finite gradients: `net.0.weight`, `net.0.bias`, `net.2.weight` and 1 more
-          try: 'bf16', whose range is that of fp32; or ...
+          try: 'bf16', whose range is that of fp32 (tried: works); or ...
+
+    A remedy is printed with "tried" if a replay with it was finite, forward and backward. A cause that was printed is
+    counted from then on, not printed again. A step that is skipped because a dynamic scale is still too high is no
+    fault: if a replay at a lower scale is finite, it is only counted. One line at the end has both counts.
 
     :attr:`reports` has the same as data. The run is bit-identical to one without: the copy has its own parameters,
     buffers, metrics, lists, logger and random generators, and it is gone after the replay. What user code does outside
@@ -80,8 +82,8 @@ class OverflowLocator(Callback):
     :class:`~lightning_amp.AmpPrecision` can be seen; with another plugin it says so and does nothing.
 
     Args:
-        max_reports: Stop looking after this many skipped steps, in this Trainer; from then on it only counts. A resumed
-            run goes on counting, and has the reports of its checkpoint.
+        max_reports: Stop looking after this many different causes, or 20 times as many skipped steps, in this Trainer;
+            from then on it only counts. A resumed run goes on counting, and has the reports of its checkpoint.
         dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`, or its URL (`"s3://bucket/run"`,
             as Lightning's callbacks take it). `None` writes none. If it cannot be written, one warning says so and
             training goes on. A file appears whole or not at all.
@@ -117,15 +119,9 @@ class OverflowLocator(Callback):
         self._begin_fit()
 
     def _forget(self) -> None:
-        self._reports: list[OverflowReport] = []
-        self._num_located = 0
-        self._num_causes = 0
+        self._causes = SkipCauses(self.max_reports)
+        self._files = None if self.dirpath is None else ReportFiles(self.dirpath, self.save_bundles)
         self._num_overflows = 0
-        self._num_calibrating = 0
-        self._num_repeated = 0
-        self._num_looks = 0
-        self._known: set[str] = set()
-        self._warned = False
 
     def _begin_fit(self) -> None:
         self._plugin: AmpPrecision | None = None
@@ -143,7 +139,7 @@ class OverflowLocator(Callback):
 
         The same on all ranks: one per step and rank that found a cause; of a step for which none did, that of rank 0.
         """
-        return list(self._reports)
+        return list(self._causes.reports)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -169,7 +165,7 @@ class OverflowLocator(Callback):
         reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
             _messages.info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
-        elif not self._is_done:
+        elif not self._causes.is_complete:
             self._looking = plugin.records.subscribe(self._receive, at_once=True)
             self._num_attempted = plugin.records.num_attempted
             self._largest_weight = _largest_weight(pl_module)
@@ -196,14 +192,9 @@ class OverflowLocator(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        parts = []
-        if self._num_calibrating:
-            steps = counted(self._num_calibrating, "step")
-            parts.append(f"{steps} skipped while the scale settled, which is how dynamic scaling works")
-        if self._num_repeated:
-            parts.append(f"{counted(self._num_repeated, 'step')} more skipped for a cause that was reported")
-        if parts:
-            _messages.info(f"OverflowLocator: {'; '.join(parts)}.")
+        summary = self._causes.summary()
+        if summary:
+            _messages.info(f"OverflowLocator: {summary}.")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -229,14 +220,7 @@ class OverflowLocator(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._plugin is not None:
             self._plugin.flush()  # closes what hooks have stepped since the last batch, and reads it
-        reports = [report.as_dict() for report in self._reports]
-        state: dict[str, Any] = {
-            "num_overflows": self._num_overflows, "num_located": self._num_located, "reports": reports,
-        }  # fmt: skip
-        if self._num_looks:
-            state["looks"] = [self._num_looks, self._num_causes, self._num_calibrating, self._num_repeated]
-            state["known"] = sorted(self._known)
-        return state
+        return {"num_overflows": self._num_overflows, **self._causes.state()}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -245,19 +229,9 @@ class OverflowLocator(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Saved(state_dict, "OverflowLocator")
-        num_overflows, num_located = saved.count("num_overflows"), saved.count("num_located")
-        looks = saved.entries("looks") if "looks" in state_dict else [num_located, num_located, 0, 0]
-        known = saved.entries("known") if "known" in state_dict else []
-        if not (len(looks) == 4 and all(is_count(number, 0) for number in looks)):
-            raise saved.wrong("looks", "four whole numbers of 0 or more")
-        try:
-            reports = [OverflowReport.from_dict(values) for values in saved.entries("reports")]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise saved.wrong("reports", "a list of reports, as `OverflowReport.as_dict()` writes them") from error
-        self._num_overflows, self._num_located = num_overflows, num_located
-        self._num_looks, self._num_causes, self._num_calibrating, self._num_repeated = looks
-        self._known = set(map(str, known))
-        self._reports = reports
+        num_overflows, causes = saved.count("num_overflows"), SkipCauses(self.max_reports)
+        causes.restore(saved, state_dict)
+        self._num_overflows, self._causes = num_overflows, causes
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -285,7 +259,7 @@ class OverflowLocator(Callback):
         if skipped and self._window:
             finding: Finding | None = None
             for record in skipped:
-                if self._is_done:
+                if self._causes.is_complete:
                     break
                 finding = finding or self._find(trainer, module, record)
                 self._report(trainer, module, record, finding)
@@ -293,12 +267,8 @@ class OverflowLocator(Callback):
         if num_attempted != self._num_attempted:  # the next window begins
             self._num_attempted = num_attempted
             self._window.clear()
-        if self._is_done:
+        if self._causes.is_complete:
             self._stop_looking()
-
-    @property
-    def _is_done(self) -> bool:
-        return self._num_causes >= self.max_reports or self._num_looks >= _LOOKS * self.max_reports
 
     def _find(self, trainer: Trainer, module: LightningModule, record: StepRecord) -> Finding:
         assert self._plugin is not None
@@ -306,7 +276,9 @@ class OverflowLocator(Callback):
         falls = (
             scaler is not None and scaler.get_backoff_factor() < 1 and record.scale > getattr(scaler, "min_scale", 0)
         )
-        return find(trainer, module, self._window, record.scale, record.precision, known=self._known, is_dynamic=falls)
+        return find(
+            trainer, module, self._window, record.scale, record.precision, known=self._causes.known, is_dynamic=falls
+        )
 
     def _report(self, trainer: Trainer, module: LightningModule, record: StepRecord, finding: Finding) -> None:
         """Report to all ranks. All are here, for the same step: they agree on what is skipped."""
@@ -331,77 +303,19 @@ class OverflowLocator(Callback):
         )
         everybodys = gather(trainer, (mine, finding.key or f"{mine.cause}: {mine.note}"))
         found = [(r, key) for r, key in everybodys if r.cause != "not reproduced" or r.note] or everybodys[:1]
-        self._num_looks += 1
-        if all(report.is_calibration for report, _ in found):
-            self._num_calibrating += 1
-            return
-        found = [(report, key) for report, key in found if not report.is_calibration]
-        reports = [replace(report, is_repeated=key in self._known) for report, key in found]
-        is_new = not all(report.is_repeated for report in reports)
-        self._known.update(key for _, key in found)
-        self._num_repeated += not is_new
-        if self._num_located >= self.max_reports:
-            if not is_new:
-                return
-            self._forget_a_repeated_one()
-        self._reports += reports
-        self._num_located += 1
-        self._num_causes += is_new
+        taken = self._causes.add(found)
         if trainer.global_rank == 0:
-            self._print([report for report in reports if not report.is_repeated])
-        if self.dirpath is not None:
-            self._save(trainer, module, reports, finding)
+            self._print([report for report in taken if not report.is_repeated])
+        if self._files is not None and taken:
+            self._files.save(trainer, module, taken, finding)
 
     def _print(self, reports: list[OverflowReport]) -> None:
         with own_lines():
             for report in reports:
                 _log.warning(f"OverflowLocator: {report}")
-            if reports and self._num_causes == self.max_reports:
+            if reports and self._causes.has_all_causes:
                 causes = "1 cause" if self.max_reports == 1 else f"{self.max_reports} different causes"
                 _log.warning(f"OverflowLocator: {causes} reported; it looks no more in this run.")
-
-    def _forget_a_repeated_one(self) -> None:
-        """Make room for a new cause: of those that were reported before, the latest goes."""
-        index = next(report.record.index for report in reversed(self._reports) if report.is_repeated)
-        self._reports = [r for r in self._reports if r.record.index != index or not r.is_repeated]
-        self._num_located -= 1
-
-    def _save(self, trainer: Trainer, module: LightningModule, reports: list[OverflowReport], finding: Finding) -> None:
-        """Write on rank 0; what another rank's file needs from there is sent."""
-        assert self.dirpath is not None
-        bundles: list[bytes | None] = []
-        if self.save_bundles:
-            mine = next((r for r in reports if r.rank == trainer.global_rank), None)
-            bundles = gather_on_zero(trainer, None if mine is None else self._packed(trainer, module, mine, finding))
-        if trainer.global_rank != 0:
-            return
-        try:
-            for report in reports:
-                stem = child(self.dirpath, f"overflow_step{report.record.index:05d}_rank{report.rank}")
-                write_atomically(f"{stem}.json", lambda file, report=report: file.write(report.to_json()))
-                packed = bundles[report.rank] if bundles else None
-                if packed is not None:
-                    bundle = unpacked_step(packed, module)
-                    write_atomically(f"{stem}.pt", lambda file, bundle=bundle: torch.save(bundle, file), mode="binary")
-        except Exception as error:  # a full disk
-            self._warn_of_files(error)
-
-    def _packed(
-        self, trainer: Trainer, module: LightningModule, report: OverflowReport, finding: Finding
-    ) -> bytes | None:
-        if finding.step is None:
-            return None
-        try:
-            return packed_step(trainer, module, finding.step, report.record.scale, report.as_dict())
-        except Exception as error:  # a batch that cannot be pickled
-            self._warn_of_files(error)
-            return None
-
-    def _warn_of_files(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            text = f"`OverflowLocator` could not write to `{self.dirpath}`: {error}. Training is not affected."
-            _messages.warn_on_this_rank(text)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle or a deep copy takes along: the settings and the reports, not the run."""

@@ -44,7 +44,8 @@ class OverflowReport:
     .. code-block:: python
 
         locator = OverflowLocator()
-        L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[locator], max_epochs=1).fit(model, data)
+        plugin = AmpPrecision("fp16", scaler=2.0**24)  # static, and too high
+        L.Trainer(plugins=[plugin], callbacks=[locator], max_epochs=1).fit(model, data)
         report = locator.reports[0]
         print(report)  # the text that was logged
         print(report.cause, report.diagnosis.module, report.parameters)
@@ -109,7 +110,7 @@ class OverflowReport:
         found["entries"] = tuple((path, count) for path, count in found["entries"])
         operation = found.get("operation")
         if operation is not None:
-            lists = {name: tuple(operation[name]) for name in ("shape", "index")}
+            lists: dict[str, Any] = {name: tuple(operation[name]) for name in ("shape", "index")}
             found["operation"] = Operation(**{**operation, **lists})
         own: dict[str, Any] = dict(values)
         remedies = values.get("remedies", ())

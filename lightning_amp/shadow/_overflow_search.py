@@ -117,7 +117,7 @@ class _Search:
         self.finding: Finding | None = None
         self._trainer, self._module, self._loss_scale = trainer, module, scale
         self._precision, self._known, self._is_dynamic = precision, known, is_dynamic
-        self._device = trainer.strategy.root_device
+        self._root_device = trainer.strategy.root_device
         self._step, self._number = last, 0
         self._replay: TrainingPass | None = None
         self._watch: OperationWatch | None = None
@@ -226,7 +226,7 @@ class _Search:
                 loss = exact.run(
                     copy_batch(self._step.batch, upcast=True),
                     self._step.batch_idx,
-                    context=full_precision(self._device.type),
+                    context=full_precision(self._root_device.type),
                     random_state=self._step.random_state,
                     trace=trace,
                     watch=watch,
@@ -267,7 +267,7 @@ class _Search:
                 return
         bad = [] if self._watch is None else self._watch.bad
         takers = [] if call is None else modules_after(call, bad, self._module)
-        yield from trials_in_half(precision, runnable(self._device), found.operation, call, takers)
+        yield from trials_in_half(precision, runnable(self._root_device), found.operation, call, takers)
 
     def _try(self) -> None:
         """Run the step as the trial says; a rank without one runs it as it was."""
@@ -294,7 +294,7 @@ class _Search:
             context = plugin.forward_context_of(trial.precision)
         try:
             if trial.rules:
-                rules = Fp32Modules(replay.module, trial.rules, self._device.type, active=True)
+                rules = Fp32Modules(replay.module, trial.rules, self._root_device.type, active=True)
             looks = trial.edits or self._hidden_in is not None
             watch = OperationWatch(replay.module, _BOUNDARY, edits=trial.edits) if looks else None
             with watch or nullcontext():

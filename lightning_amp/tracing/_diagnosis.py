@@ -13,7 +13,8 @@ from typing_extensions import final
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import all_finite, count_nonfinite, largest_finite
 from lightning_amp.tracing._operation import InFp32, Operation, blamed_in_fp32, operation
-from lightning_amp.tracing._operation_watch import BackwardCall, OperationCall, OperationWatch
+from lightning_amp.tracing._operation_calls import BackwardCall, OperationCall
+from lightning_amp.tracing._operation_watch import OperationWatch
 from lightning_amp.tracing._trace import Call, Trace, Where, floating_in
 
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "none"]

@@ -10,7 +10,8 @@ from torch import nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp.tracing._operation_watch import BackwardCall, OperationCall, OperationWatch
+from lightning_amp.tracing._operation_calls import BackwardCall, OperationCall
+from lightning_amp.tracing._operation_watch import OperationWatch
 
 InFp32 = Literal["", "finite", "not finite"]
 

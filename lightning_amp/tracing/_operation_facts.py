@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ LITERALS = {"masked_fill", "masked_fill_", "where", "full", "new_full", "full_li
 
 
 @final
-class Facts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Facts:
     """What stands out.
 
     Attributes:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,118 +14,20 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
-from lightning_amp.numerics import HALF_DTYPES, all_finite, dense, largest_finite
-from lightning_amp.tracing._operation_facts import Facts, facts_of, smallest_magnitude
+from lightning_amp.numerics import HALF_DTYPES, all_finite
+from lightning_amp.tracing._operation_calls import (
+    REVERSED,
+    BackwardCall,
+    Key,
+    OperationCall,
+    largest_of,
+    plain_operation,
+)
 from lightning_amp.tracing._places import Place, running_code
 from lightning_amp.tracing._trace import floating_in, shape_of
 
 Edit = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Does the work of an operation in another way: gets it, and its arguments."""
-
-
-class Key(NamedTuple):
-    """The same for an operation of another run of the same step, in another precision."""
-
-    name: str
-    place: Place | None
-    occurrence: int
-
-
-@final
-@dataclass(slots=True, eq=False)
-class OperationCall:
-    """One operation.
-
-    Attributes:
-        key: Finds it in another run.
-        number: How many operations ran before it.
-        module: Qualified name of the module whose own code ran it; `None` outside of all, in `training_step` too.
-        sources: Operations whose non-finite results went in.
-        takes_nonfinite: Whether something that is not finite went in, from wherever.
-        num_nonfinite: How many values of the result are not finite.
-        makes_nan: Whether the result has a NaN or a positive infinity; masks have negative ones on purpose.
-        dtype: Of the result.
-        shape: Of the result.
-        largest_input: Largest finite magnitude of what went in; `None` without floating-point tensors.
-        largest_output: The same of the result.
-        facts: What stands out in the arguments.
-        smallest: Smallest magnitude of what must not be 0 in it, on the device.
-        is_reversed: It is a division of a number by a tensor: `1 / x`.
-
-    """
-
-    key: Key
-    number: int
-    module: str | None
-    sources: list[OperationCall] = field(default_factory=list)
-    takes_nonfinite: bool = False
-    num_nonfinite: int = 0
-    makes_nan: bool = False
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    largest_input: float | None = None
-    largest_output: float | None = None
-    facts: Facts = field(default_factory=Facts)
-    smallest: Tensor | None = None
-    is_reversed: bool = False
-
-    @property
-    def name(self) -> str:
-        """Return its plain name: `"div"`."""
-        return self.key.name
-
-    @property
-    def known_as(self) -> str:
-        """Return the name by which its arguments are understood."""
-        return "reciprocal" if self.is_reversed else self.key.name
-
-    @property
-    def roots(self) -> list[OperationCall]:
-        """Return the operations from which its non-finite values come, the first of them first."""
-        found: dict[int, OperationCall] = {}
-        seen, queue = {self.number}, [self]
-        while queue:
-            call = queue.pop()
-            if not call.sources:
-                found[call.number] = call
-            for source in call.sources:
-                if source.number not in seen:
-                    seen.add(source.number)
-                    queue.append(source)
-        return [found[number] for number in sorted(found)]
-
-    @property
-    def chain(self) -> list[OperationCall]:
-        """Return it and all that its non-finite values went through, in order."""
-        found = {self.number: self}
-        queue = [self]
-        while queue:
-            for source in queue.pop().sources:
-                if source.number not in found:
-                    found[source.number] = source
-                    queue.append(source)
-        return [found[number] for number in sorted(found)]
-
-
-@final
-@dataclass(slots=True)
-class BackwardCall:
-    """The backward of an operation, which made a gradient that is not finite.
-
-    Attributes:
-        call: Which operation.
-        is_sum: It made nothing: what arrived was not finite, although all that was added up was.
-        dtype: Of the gradient.
-        shape: Of the gradient.
-        largest: Largest finite magnitude of what arrived.
-
-    """
-
-    call: OperationCall
-    is_sum: bool
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    largest: float | None
 
 
 @final
@@ -217,13 +118,13 @@ class OperationWatch(TorchFunctionMode):
         place, module = running
         key = Key(name, place, self._occurrences[name, place])
         self._occurrences[name, place] += 1
-        call = OperationCall(key, self._number, module)
-        call.is_reversed = str(getattr(func, "__name__", "")) in _REVERSED
+        is_reversed = str(getattr(func, "__name__", "")) in REVERSED
+        call = OperationCall(key, self._number, module, "reciprocal" if is_reversed else "")
         self._number += 1
         with torch.no_grad(), _modules.outside_transforms():
             inputs = [_modules.behind_transforms(t) for _, t in floating_in([args, kwargs])]
             self._claim_inputs(inputs, place, call.module)
-            before = self._before(call, name, inputs, args, kwargs)
+            call.measure_before(inputs, args, kwargs)
         edit = self._edits.get((name, place))
         result = func(*args, **kwargs) if edit is None else edit(func, args, kwargs)
         if self._undo_casts and name == "to" and isinstance(result, Tensor) and result.dtype in HALF_DTYPES:
@@ -231,36 +132,20 @@ class OperationWatch(TorchFunctionMode):
         changed = args[0] if result is None or name == "assignment" else result
         with torch.no_grad(), _modules.outside_transforms():
             outputs = [_modules.behind_transforms(t) for _, t in floating_in(changed)]
-            self._look(call, inputs, outputs, before, args, kwargs)
+            self._look(call, inputs, outputs, args, kwargs)
             for tensor in outputs:
                 self._claim(tensor.grad_fn, call)
         return result
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _before(self, call: OperationCall, name: str, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """Measure what an operation in place may overwrite, or what its derivative depends on."""
-        call.smallest = smallest_magnitude(call.known_as, args, kwargs)
-        if not name_is_in_place(name) or not inputs:
-            return None
-        return bool(all_finite(inputs)), _largest(inputs)
-
-    def _look(
-        self, call: OperationCall, inputs: list[Tensor], outputs: list[Tensor], before: Any, args: Any, kwargs: Any
-    ) -> None:
+    def _look(self, call: OperationCall, inputs: list[Tensor], outputs: list[Tensor], args: Any, kwargs: Any) -> None:
         wanted = call.key in self._wanted
         if not outputs or (not wanted and bool(all_finite(outputs))):
             return
-        values = [dense(t.detach()) for t in outputs]
-        call.num_nonfinite = sum(int((~torch.isfinite(v)).sum()) for v in values)
-        call.makes_nan = any(bool((torch.isnan(v) | torch.isposinf(v.real)).any()) for v in values)
-        call.dtype, call.shape = outputs[0].dtype, shape_of(outputs[0])
-        call.largest_output = _largest(outputs)
-        finite, call.largest_input = before or (bool(all_finite(inputs)), _largest(inputs))
-        call.takes_nonfinite = not finite
-        call.facts = facts_of(call.known_as, args, kwargs)
-        culprits = [t for t in inputs if not finite and not bool(all_finite([t]))]
-        call.sources = list({id(c): c for c in map(self.maker, culprits) if c is not None and c is not call}.values())
+        call.measure(inputs, outputs, args, kwargs)
+        if call.takes_nonfinite:
+            call.came_from(self.maker(tensor) for tensor in inputs if not bool(all_finite([tensor])))
         if wanted:
             self.measured[call.key] = call
         if call.num_nonfinite:
@@ -306,7 +191,7 @@ class OperationWatch(TorchFunctionMode):
             is_sum = not bool(all_finite(given))
             bad = given if is_sum else [t for t in made if not bool(all_finite([t]))]
             if bad:
-                self.first_backward = BackwardCall(call, is_sum, bad[0].dtype, shape_of(bad[0]), _largest(given))
+                self.first_backward = BackwardCall(call, is_sum, bad[0].dtype, shape_of(bad[0]), largest_of(given))
 
 
 @final
@@ -320,39 +205,3 @@ class _Hook:
         watch = self._watch()
         if watch is not None:
             watch.note_backward(self._call, computed, arrived)
-
-
-_PLAIN_NAMES = {
-    "true_divide": "div", "divide": "div", "truediv": "div", "rdiv": "div", "rtruediv": "div", "multiply": "mul",
-    "subtract": "sub", "rsub": "sub", "negative": "neg", "setitem": "assignment", "getitem": "indexing",
-    "rpow": "pow", "rmul": "mul", "radd": "add", "rmatmul": "matmul", "iadd": "add", "isub": "sub", "imul": "mul",
-    "itruediv": "div", "idiv": "div", "ipow": "pow", "concat": "cat", "concatenate": "cat", "type": "to",
-    "half": "to", "bfloat16": "to",
-}  # fmt: skip
-_REVERSED = {"__rdiv__", "__rtruediv__"}
-_NOT_LOOKED_AT = {
-    "get", "set", "size", "dim", "numel", "backward", "grad", "detach", "requires_grad_", "is_floating_point",
-    "is_complex", "stride", "data_ptr", "register_hook", "retain_grad", "item", "tolist", "isfinite", "isnan", "isinf",
-    "len", "repr", "format", "bool", "set_grad_enabled", "is_inference", "element_size", "storage", "untyped_storage",
-}  # fmt: skip
-
-
-def plain_operation(func: Any) -> str | None:
-    """Return the name of an operation as users know it; `None` of what computes nothing."""
-    name = str(getattr(func, "__name__", func))
-    in_place = name.endswith("_") and not name.endswith("__")
-    name = name.strip("_")
-    name = _PLAIN_NAMES.get(name, name)
-    if name in _NOT_LOOKED_AT or name.startswith(("empty", "new_empty")):
-        return None
-    return f"{name}_" if in_place else name
-
-
-def name_is_in_place(name: str) -> bool:
-    """Return whether an operation writes into its first argument."""
-    return name.endswith("_") or name == "assignment"
-
-
-def _largest(tensors: list[Tensor]) -> float | None:
-    found = [float(largest_finite(t)) for t in tensors if t.numel()]
-    return max(found, default=None)

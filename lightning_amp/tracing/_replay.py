@@ -60,9 +60,10 @@ def replay(
         from lightning_amp.tracing import replay
 
         locator = OverflowLocator(dirpath="overflows", save_bundles=True)
-        L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[locator], max_epochs=1).fit(model, data)
+        plugin = AmpPrecision("fp16", scaler=2.0**24)  # static, and too high
+        L.Trainer(plugins=[plugin], callbacks=[locator], max_epochs=1).fit(model, data)
         again = replay("overflows/overflow_step00000_rank0.pt", model, precision="fp32")
-        print(again.diagnosis.cause, again.headroom_bits)  # none -2.5: fp16 has room for it at a scale 2**3 times lower
+        print(again.diagnosis.cause, again.headroom_bits)  # none -7.5: fp16 has room for it at a scale 2**8 times lower
 
     Args:
         bundle: What `OverflowLocator(save_bundles=True)` saved: its path or URL, or the loaded dictionary.

@@ -51,7 +51,7 @@ trainer.fit(Both(), batches(8), batches(2))
 print("the end")
 """
 REPORTS = [
-    "OverflowLocator: step 0 was skipped",
+    "OverflowLocator: step 1 was skipped",
     "ScaleMonitor: ",
     "GradientMonitor, step",
     "MetricComparison, epoch",

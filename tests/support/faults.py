@@ -1071,7 +1071,7 @@ FAULTS: dict[str, Fault] = {
     ),
 }
 
-FAULTS |= MORE
+FAULTS.update(MORE)
 
 
 def _zero_row() -> Any:

@@ -12,7 +12,7 @@ from support.overflows import BadRow, HalfBody, fp16, with_bad
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, OverflowLocator
-from lightning_amp.shadow import TrainingPass, _batch_window
+from lightning_amp.shadow import TrainingPass
 
 
 def test_half_precision_that_was_there_before_is_no_reason_to_give_up() -> None:
@@ -31,14 +31,6 @@ def test_accumulation_names_the_batch_of_the_window(index: int) -> None:
     (report,) = locator.reports
     assert (report.batch_idx, report.window, report.num_replayed) == (index, (2, 3), index - 1)
     assert f"batch {index} (of batches 2 to 3, which make one step)" in str(report)
-
-
-def test_a_window_that_is_too_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_batch_window, "_WINDOW_BYTES", 300)  # two batches of 128 bytes
-    locator = OverflowLocator()
-    fit(BadRow, fp16(), with_bad(0, 7), accumulate_grad_batches=4, callbacks=[locator])
-    assert [(r.batch_idx, r.cause) for r in locator.reports] == [(3, "not reproduced"), (7, "loss")]
-    assert locator.reports[0].window == (0, 3)
 
 
 def test_a_module_that_accumulates_by_itself_has_a_window_too() -> None:

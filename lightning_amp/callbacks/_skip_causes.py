@@ -1,0 +1,118 @@
+"""The causes of skipped steps, told apart: what is new, what is known, and what is no fault at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from typing_extensions import final
+
+from lightning_amp._arguments import is_count
+from lightning_amp._text import counted
+from lightning_amp.reports import OverflowReport
+from lightning_amp.scaling import Saved
+
+_LOOKS = 20
+"""How many skips are looked into for each report there may be: most show what is known, or a scale that settles."""
+
+
+@final
+class SkipCauses:
+    """The reports of one Trainer, and how often each kind of skip was seen.
+
+    Args:
+        max_reports: How many causes, and how many steps in `reports`, there are at most.
+
+    Attributes:
+        reports: Of new causes and, where there is room, of steps that were skipped for a known one.
+        known: Keys of all causes so far.
+
+    """
+
+    def __init__(self, max_reports: int) -> None:
+        self.max_reports = max_reports
+        self.reports: list[OverflowReport] = []
+        self.known: set[str] = set()
+        self._num_steps = 0
+        self._num_looks = self._num_causes = self._num_calibrating = self._num_repeated = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether nothing more will be looked into."""
+        return self._num_causes >= self.max_reports or self._num_looks >= _LOOKS * self.max_reports
+
+    @property
+    def has_all_causes(self) -> bool:
+        """Return whether as many causes were found as there may be."""
+        return self._num_causes >= self.max_reports
+
+    def add(self, found: Sequence[tuple[OverflowReport, str]]) -> list[OverflowReport]:
+        """Take what the ranks found out about one skipped step, each with the key of its cause.
+
+        Returns:
+            What was taken into :attr:`reports`.
+
+        """
+        self._num_looks += 1
+        faults = [(report, key) for report, key in found if not report.is_calibration]
+        if not faults:
+            self._num_calibrating += 1
+            return []
+        taken = [replace(report, is_repeated=key in self.known) for report, key in faults]
+        is_new = not all(report.is_repeated for report in taken)
+        self.known.update(key for _, key in faults)
+        self._num_repeated += not is_new
+        if self._num_steps >= self.max_reports:
+            if not is_new:
+                return []
+            self._forget_a_repeated_one()
+        self.reports += taken
+        self._num_steps += 1
+        self._num_causes += is_new
+        return taken
+
+    def summary(self) -> str:
+        """Say at the end of a fit what was not said before; empty if there is nothing."""
+        parts: list[str] = []
+        if self._num_calibrating:
+            steps = counted(self._num_calibrating, "step")
+            parts.append(f"{steps} skipped while the scale settled, which is how dynamic scaling works")
+        if self._num_repeated:
+            parts.append(f"{counted(self._num_repeated, 'step')} more skipped for a cause that was reported")
+        return "; ".join(parts)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        state: dict[str, Any] = {
+            "num_located": self._num_steps, "reports": [report.as_dict() for report in self.reports],
+        }  # fmt: skip
+        if self._num_looks:
+            state["looks"] = [self._num_looks, self._num_causes, self._num_calibrating, self._num_repeated]
+            state["known"] = sorted(self.known)
+        return state
+
+    def restore(self, saved: Saved, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state` returned; older checkpoints have less.
+
+        Raises:
+            ValueError: If it is not that. Nothing is changed then.
+
+        """
+        num_steps = saved.count("num_located")
+        try:
+            reports = [OverflowReport.from_dict(values) for values in saved.entries("reports")]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise saved.wrong("reports", "a list of reports, as `OverflowReport.as_dict()` writes them") from error
+        looks = saved.entries("looks") if "looks" in state else [num_steps, num_steps, 0, 0]
+        if not (len(looks) == 4 and all(is_count(number, 0) for number in looks)):
+            raise saved.wrong("looks", "four whole numbers of 0 or more")
+        known = saved.entries("known") if "known" in state else []
+        self.reports, self.known, self._num_steps = reports, set(map(str, known)), num_steps
+        self._num_looks, self._num_causes, self._num_calibrating, self._num_repeated = looks
+
+    def _forget_a_repeated_one(self) -> None:
+        """Make room for a new cause: of those that were reported before, the latest goes."""
+        index = next(report.record.index for report in reversed(self.reports) if report.is_repeated)
+        self.reports = [r for r in self.reports if r.record.index != index or not r.is_repeated]
+        self._num_steps -= 1

@@ -1,0 +1,85 @@
+"""Causes are told apart, counted, and kept within their number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_amp.callbacks._skip_causes import SkipCauses
+from lightning_amp.reports import OverflowReport, Remedy
+from lightning_amp.scaling import Saved, StepRecord
+from lightning_amp.tracing import Diagnosis
+
+
+def report(index: int, **changes: Any) -> OverflowReport:
+    arguments: dict[str, Any] = {
+        "record": StepRecord(index, 0, 2.0**16, 2.0**15, skipped=True, reason="gradient", precision="fp16"),
+        "rank": 0, "world_size": 1, "epoch": 0, "batch_idx": index, "window": (index, index), "num_replayed": 1,
+        "cause": "backward", "diagnosis": Diagnosis("backward"), "parameters": (),
+    }  # fmt: skip
+    return OverflowReport(**{**arguments, **changes})
+
+
+def restored(max_reports: int, state: dict[str, Any]) -> SkipCauses:
+    causes = SkipCauses(max_reports)
+    causes.restore(Saved(state, "OverflowLocator"), state)
+    return causes
+
+
+def settling(index: int) -> OverflowReport:
+    return report(index, remedies=(Remedy("scale", (2.0**12,), True),))
+
+
+def test_a_scale_that_settles_only_counts() -> None:
+    causes = SkipCauses(1)
+    for index in range(13):
+        assert causes.add([(settling(index), "scale")]) == []
+    assert causes.reports == []
+    assert not causes.is_complete
+    assert causes.summary() == "13 steps skipped while the scale settled, which is how dynamic scaling works"
+    assert causes.add([(report(40), "log")])
+    assert causes.is_complete
+
+
+def test_a_static_scale_is_a_fault() -> None:
+    causes = SkipCauses(1)
+    record = StepRecord(0, 0, 64.0, 64.0, skipped=True, reason="gradient", precision="fp16")
+    assert causes.add([(report(0, record=record, remedies=(Remedy("scale", (8.0,), True),)), "scale")])
+
+
+def test_one_rank_may_know_a_cause_that_is_new_on_another() -> None:
+    causes = SkipCauses(5)
+    causes.add([(report(0), "a")])
+    taken = causes.add([(report(1), "a"), (report(1, rank=1), "b")])
+    assert [(r.rank, r.is_repeated) for r in taken] == [(0, True), (1, False)]
+
+
+def test_looking_ends_some_time() -> None:
+    causes = SkipCauses(1)
+    for index in range(20):
+        assert not causes.is_complete
+        causes.add([(settling(index), "scale")])
+    assert causes.is_complete
+    assert not causes.has_all_causes
+
+
+def test_state() -> None:
+    causes = SkipCauses(3)
+    assert causes.state() == {"num_located": 0, "reports": []}
+    causes.add([(report(0), "a")])
+    causes.add([(report(1), "a")])
+    causes.add([(settling(2), "scale")])
+    again = restored(3, causes.state())
+    assert again.state() == causes.state()
+    assert again.reports == causes.reports
+    assert again.summary() == causes.summary()
+    old = {"num_located": 1, "reports": causes.state()["reports"][:1]}
+    assert restored(1, old).is_complete
+
+
+@pytest.mark.parametrize("looks", [[1, 2], [1, -1, 0, 0], "abcd", [1.5, 0, 0, 0]])
+def test_a_state_that_is_none(looks: Any) -> None:
+    state = {"num_located": 0, "reports": [], "looks": looks}
+    with pytest.raises(ValueError, match="looks"):
+        restored(3, state)

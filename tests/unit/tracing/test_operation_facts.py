@@ -1,0 +1,81 @@
+"""What stands out in arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_amp.tracing._operation_facts import argument_of, facts_of, smallest_magnitude
+
+INF = float("inf")
+ROWS = torch.tensor([[1.0, 2.0], [-INF, -INF]])
+PLAIN: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "kind", "index", "count"),
+    [
+        ("mean", (torch.empty(0),), PLAIN, "empty", (), 0),
+        ("mse_loss", (torch.empty(0, 2), torch.empty(0, 2)), PLAIN, "empty", (), 0),
+        ("mean", (torch.ones(2),), PLAIN, "", (), 0),
+        ("cross_entropy", (torch.ones(2, 3), torch.tensor([-100, -100])), PLAIN, "ignored", (), 0),
+        ("cross_entropy", (torch.ones(2, 3), torch.tensor([7, 7])), {"ignore_index": 7}, "ignored", (), 0),
+        ("cross_entropy", (torch.ones(2, 3), torch.tensor([-100, 1])), PLAIN, "", (), 0),
+        ("softmax", (ROWS, -1), PLAIN, "masked", (1,), 1),
+        ("softmax", (ROWS.T,), {"dim": 0}, "masked", (1,), 1),
+        ("log_softmax", (ROWS, 0), PLAIN, "", (), 0),
+        ("softmax", (torch.stack([ROWS, ROWS]), -1), PLAIN, "masked", (0, 1), 2),
+        ("std", (torch.ones(1),), PLAIN, "one", (), 0),
+        ("var", (torch.ones(3, 1), 1), PLAIN, "one", (), 0),
+        ("std", (torch.ones(3, 1), 0), PLAIN, "", (), 0),
+        ("masked_fill", (torch.ones(2), torch.ones(2) > 0, -INF), PLAIN, "literal", (), 0),
+        ("to", (torch.ones(2), torch.float16), PLAIN, "cast", (), 0),
+        ("div", (torch.ones(3), torch.tensor([1.0, 0, 0])), PLAIN, "zero", (1,), 2),
+        ("div", (torch.zeros(3), torch.ones(3)), PLAIN, "", (), 0),
+        ("div", (torch.ones(3), 0.0), PLAIN, "zero", (), 1),
+        ("reciprocal", (torch.tensor(0.0), 1), PLAIN, "zero", (), 1),
+        ("log", (torch.tensor([2.0, 0.0]),), PLAIN, "zero", (1,), 1),
+        ("sqrt", (torch.tensor([0.0, -1.0]),), PLAIN, "negative", (1,), 1),
+        ("pow", (torch.tensor([0.0]), 2), PLAIN, "", (), 0),
+        ("pow", (torch.tensor([0.0]), 0.5), PLAIN, "zero", (0,), 1),
+        ("acos", (torch.tensor([0.0, 1.0]),), PLAIN, "zero", (1,), 1),
+        ("add", (torch.zeros(2), torch.zeros(2)), PLAIN, "", (), 0),
+    ],
+)
+def test_facts(name: str, args: Any, kwargs: Any, kind: str, index: tuple[int, ...], count: int) -> None:
+    found = facts_of(name, args, kwargs)
+    assert (found.kind, found.index, found.count) == (kind, index, count)
+
+
+def test_masks_of_attention_mean_opposite_things() -> None:
+    x, mask = torch.ones(1, 2, 4), torch.tensor([[True, False], [False, False]])
+    found = facts_of("scaled_dot_product_attention", (x, x, x), {"attn_mask": mask})
+    assert (found.kind, found.index) == ("masked", (1,))
+    padding = torch.tensor([[False, False], [True, True]])
+    found = facts_of("multi_head_attention_forward", (x, x, x), {"key_padding_mask": padding})
+    assert (found.kind, found.index) == ("masked", (1,))
+
+
+def test_what_must_not_be_zero() -> None:
+    a, b = torch.ones(2), torch.zeros(2)
+    assert argument_of("div", (a, b), {}) is b
+    assert argument_of("div", (a,), {"other": b}) is b
+    assert argument_of("reciprocal", (b, 1), {}) is b
+    assert argument_of("xlogy", (a, b), {}) is b
+    assert argument_of("sqrt", (), {"input": b}) is b
+
+
+def test_the_distance_to_where_a_derivative_is_infinite() -> None:
+    def smallest(name: str, value: Tensor, *others: Any) -> float | None:
+        found = smallest_magnitude(name, (value, *others), {})
+        return None if found is None else float(found)
+
+    assert smallest("sqrt", torch.tensor([4.0, 0.25])) == 0.25
+    assert smallest("acos", torch.tensor([0.0, -0.75])) == 0.25
+    assert smallest("pow", torch.tensor([0.0]), 2) is None
+    assert smallest("pow", torch.tensor([0.5]), 0.5) == 0.5
+    assert smallest("add", torch.tensor([0.0])) is None
+    assert smallest("sqrt", torch.empty(0)) is None
