@@ -192,6 +192,11 @@ def outside_transforms() -> contextlib.AbstractContextManager[None]:
     return temporarily_clear_interpreter_stack()  # pyright: ignore[reportReturnType]
 
 
+def inside_transforms() -> bool:
+    """Return whether a transform of `torch.func` is under way. Can go with `outside_transforms`."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
 # Can go with `outside_transforms`.
 def behind_transforms(tensor: Tensor) -> Tensor:
     """Return the tensor that holds the values: of a batch inside `vmap` all of them."""

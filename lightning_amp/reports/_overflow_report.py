@@ -25,7 +25,7 @@ class Remedy(NamedTuple):
             what goes into the operation that is named; `"operation without autocast"`: and autocast off around it.
             `"scale"`: a lower loss scale. `"divisor"`: the loss divided by a constant. `"epsilon"`: what must not be 0
             is kept that far away from it. `"finite mask"`: the lowest number of the format in the place of minus
-            infinity.
+            infinity. `"clamp"`: the argument is kept below a number. `"zero_infinity"`: that option of a CTC loss.
         values: Names of modules, the scale, the divisor, or the epsilon.
         worked: Whether loss and gradients were finite.
 

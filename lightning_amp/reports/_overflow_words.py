@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 _EPSILONS = "an epsilon under roots, logarithms and quotients"
 _GROWN = 1e3
-_SUMS = {"sum", "mean", "cumsum", "norm", "vector_norm", "var", "std", "prod", "cumprod", "logcumsumexp"}
 _POWERS = {"exp", "exp_", "expm1", "exp2", "cosh", "sinh"}
 
 
@@ -148,7 +147,7 @@ def _backward(report: OverflowReport) -> str:
         module = f" in `{operation.module}` ({operation.module_class})" if operation.module else ""
         tensor = f"{operation.dtype} {list(operation.shape)}"
         if operation.name in ("float", "to") and found.in_fp32 == "finite":
-            text = f"the gradient{module}, {tensor}, is not finite where the cast of that line is undone"
+            text = f"the gradient{module}, which that line casts back to {tensor}, is not finite"
         elif operation.is_sum:
             text = f"the gradient that arrives at the result of `{operation.name}`{module}, {tensor}, is not finite"
         else:
@@ -216,14 +215,21 @@ def _by_hand(report: OverflowReport) -> str:
     if operation is None:
         return ""
     if operation.name in _POWERS:
-        return "subtract the maximum before the exponential (`torch.logsumexp`, `log_softmax`)"
+        return _on_exponential(report, operation)
     if operation.name in ("to", "to_"):
         return "keep that tensor in float32, or a constant within `torch.finfo(x.dtype)`"
     if operation.kind == "zero":
         return f"an epsilon that {operation.dtype} holds: 1e-8 is 0 in float16, `torch.finfo(x.dtype).tiny` is not"
-    if operation.name in _SUMS:
-        return ""
     return ""
+
+
+def _on_exponential(report: OverflowReport, operation: Operation) -> str:
+    if operation.followed_by in ("sum", "logsumexp", "mean", "div"):
+        return "subtract the maximum before the exponential (`torch.logsumexp`, `log_softmax`)"
+    largest = next((r.values[0] for r in report.remedies if r.kind == "clamp" and r.worked), None)
+    if largest is None:
+        return f"keep the argument of `{operation.name}` small, with a `.clamp(max=...)`"
+    return f"keep the argument of `{operation.name}` small: `.clamp(max={largest:g})` (tried: works)"
 
 
 def _in_general(report: OverflowReport) -> str:
@@ -279,7 +285,10 @@ def _for_any_precision(report: OverflowReport) -> str:
         what = "the divisor" if operation.name in ("div", "div_") else f"the argument of `{operation.name}`"
         return f"an epsilon in {what}{tried}"
     if operation.name in _POWERS:
-        return "subtract the maximum before the exponential (`torch.logsumexp`, `log_softmax`)"
+        return _on_exponential(report, operation)
+    if operation.name == "ctc_loss":
+        tried = " (tried: works)" if any(r.kind == "zero_infinity" and r.worked for r in report.remedies) else ""
+        return f"`zero_infinity=True`{tried}, or inputs that are at least as long as their labels need"
     if operation.largest_input is not None and operation.largest_input > 1e15:
         no_larger = "; 'fp32' holds no larger numbers than bfloat16" if operation.dtype == "bfloat16" else ""
         return (

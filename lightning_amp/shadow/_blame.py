@@ -91,16 +91,16 @@ def _lost_in_half(module: nn.Module, found: Diagnosis, half: OperationWatch, exa
     if found.cause == "backward":
         hidden = blamed_in_half(half, exact, None)
         if hidden is not None and hidden.makes_nan:
-            named = _named(module, replace(found, cause="forward", parameter=None), hidden, exact)
+            named = _named(module, replace(found, cause="forward", parameter=None), hidden, exact, half)
             return named._replace(is_swallowed=True)
         culprit = half.first_backward
-        return Blame(found, None) if culprit is None else _named(module, found, culprit, exact)
+        return Blame(found, None) if culprit is None else _named(module, found, culprit, exact, half)
     call = blamed_in_half(half, exact, half.made_loss)
     if call is None:
         return Blame(found, None)
     if found.cause in ("batch", "weights"):  # which fp32 takes in its stride: it was not that
         found = replace(found, cause="forward" if call.module else "loss", parameter=None, entries=())
-    return _named(module, found, call, exact)
+    return _named(module, found, call, exact, half)
 
 
 def _not_in_fp32_either(
@@ -116,7 +116,13 @@ def _not_in_fp32_either(
         if found.cause != "backward":  # what fp32 shows is the lesser harm, and there for everybody
             found = replace(found_in_fp32, in_fp32="not finite")
         culprit = exact.first_backward
-        return Blame(found, None) if culprit is None else _named(module, found, culprit, exact)
+        if culprit is None:
+            return Blame(found, None)
+        call = culprit.call
+        if call.num_nonfinite and not call.takes_nonfinite:  # its result is not finite either, and was swallowed
+            cause = "forward" if call.module else "loss"
+            return _named(module, replace(found, cause=cause, parameter=None), call, exact)
+        return _named(module, found, culprit, exact)
     call = blamed_in_fp32(exact.made_loss, exact.bad)
     if call is None:
         return Blame(found, None)
@@ -126,13 +132,13 @@ def _not_in_fp32_either(
         cause = "forward" if call.module else "loss"
         kept = found.cause if found.cause in ("forward", "loss") else cause
         as_it_was = next((c for c in half.bad if c.key == call.key and c.facts.kind == call.facts.kind), call)
-        return _named(module, replace(found, cause=kept, parameter=None, entries=()), as_it_was, exact)
+        return _named(module, replace(found, cause=kept, parameter=None, entries=()), as_it_was, exact, half)
     return Blame(found, None)
 
 
 def _from_outside(module: nn.Module, found: Diagnosis, call: OperationCall, batch: Any) -> Diagnosis:
     """Find what was not finite before any operation: the batch, a parameter, a buffer."""
-    owner = found.module if call.module is None else call.module
+    owner = call.module or found.module
     classes = {_modules.plain_name(name): type(m).__name__ for name, m in module.named_modules()}
     states = [*module.named_parameters(), *module.named_buffers()]
     bad = [_modules.plain_name(name) for name, value in states if _is_bad(value)]
@@ -155,9 +161,16 @@ def _is_bad(value: Any) -> bool:
     return bool((value.is_floating_point() or value.is_complex()) and count_nonfinite(value))
 
 
-def _named(module: nn.Module, found: Diagnosis, culprit: OperationCall | BackwardCall, exact: OperationWatch) -> Blame:
+def _named(
+    module: nn.Module,
+    found: Diagnosis,
+    culprit: OperationCall | BackwardCall,
+    exact: OperationWatch,
+    half: OperationWatch | None = None,
+) -> Blame:
     call = culprit if isinstance(culprit, OperationCall) else culprit.call
-    named = operation(module, culprit, exact.measured.get(call.key))
+    bad = [*exact.bad, *(half.bad if half is not None else ())]
+    named = operation(module, culprit, exact.measured.get(call.key), bad)
     if found.cause in ("forward", "loss") and call.module is not None:
         cause = found.cause if call.module == "" else "forward"
         is_loss = cause == "loss"

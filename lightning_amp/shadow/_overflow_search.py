@@ -260,7 +260,7 @@ class _Search:
                 yield from trials_in_any_precision(found.operation, call)
             return
         precision = self._precision or our_name(str(self._trainer.precision_plugin.precision))
-        if found.cause == "backward" and self._loss_scale != 1 and precision == "fp16":
+        if found.cause == "backward" and precision == "fp16":
             fitting = fitting_scale(largest or 0.0, spare_bits=0, lowest=-126)
             yield from trials_of_scale(self._loss_scale, fitting)
             if self.finding is not None and any(remedy.worked for remedy in self.finding.remedies):

@@ -16,6 +16,8 @@ from lightning_amp.reports import Remedy
 from lightning_amp.tracing import Edit, Operation, OperationCall, Place, argument_of
 
 _EPSILONS = (1e-8, 1e-6, 1e-4, 1e-3)
+_EXPONENTS = (80.0, 20.0, 10.0, 5.0)
+EXPONENTIALS = {"exp", "expm1", "exp2", "cosh", "sinh"}
 _LOWER = (2.0**-2, 2.0**-6, 2.0**-12)
 
 
@@ -69,7 +71,7 @@ def trials_in_half(
     for rules in _rules(name, takers):
         if (yield Trial(Remedy("fp32_modules", rules), rules=rules)):
             break
-    if call is not None and operation is not None and operation.file and operation.name not in ("to", "to_"):
+    if call is not None and operation is not None and operation.is_users and operation.name not in ("to", "to_"):
         place = (call.key.name, call.key.place)
         if not (yield Trial(Remedy("operation in fp32"), edits={place: _in_fp32})):
             yield Trial(Remedy("operation without autocast"), edits={place: _without_autocast})
@@ -84,7 +86,12 @@ def _rules(name: str, takers: Sequence[str]) -> list[tuple[str, ...]]:
         found += [(name, *others[:count]) for count in (1, 2) if len(others) >= count]
         parent = name.rpartition(".")[0]
         found += [(parent,)] if parent else []
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(map(_without_inner, found)))
+
+
+def _without_inner(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Leave out modules inside of others."""
+    return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
 
 
 def trials_of_scale(scale: float, fitting: float) -> Trials:
@@ -109,6 +116,12 @@ def trials_in_any_precision(operation: Operation | None, call: OperationCall | N
     place = (call.key.name, call.key.place)
     if operation.kind == "masked":
         yield Trial(Remedy("finite mask"), edits={place: _finite_mask})
+    if operation.name == "ctc_loss":
+        yield Trial(Remedy("zero_infinity"), edits={place: _zero_infinity})
+    if operation.name in EXPONENTIALS:
+        for largest in _EXPONENTS:
+            if (yield Trial(Remedy("clamp", (largest,)), edits={place: _Clamp(largest)})):
+                return
     if operation.kind in ("zero", "negative") or (operation.in_backward and operation.kind_in_fp32 == "zero"):
         for epsilon in _EPSILONS:
             if (yield Trial(Remedy("epsilon", (epsilon,)), edits={place: _Epsilon(call.known_as, epsilon)})):
@@ -123,6 +136,26 @@ def _without_autocast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     device_type = next((t.device.type for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), "cpu")
     with torch.autocast(device_type, enabled=False):
         return _in_fp32(func, args, kwargs)
+
+
+def _zero_infinity(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args[:6], **{**kwargs, "zero_infinity": True})
+
+
+@final
+class _Clamp:
+    """Keeps what goes in below a number."""
+
+    def __init__(self, largest: float) -> None:
+        self._largest = largest
+
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        argument = argument_of("exp", args, kwargs)
+        below = argument.clamp(max=self._largest)
+        return func(
+            *(below if value is argument else value for value in args),
+            **{key: below if value is argument else value for key, value in kwargs.items()},
+        )
 
 
 def _finite_mask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -131,6 +131,8 @@ class TrainingPass:
                     output = shadow.call("training_step", *((batch, batch_idx) if takes_index else (batch,)))
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if self._automatic and isinstance(loss, Tensor):
+                    if watch is not None:
+                        watch.note_loss(loss)
                     self._backward(loss / self._trainer.accumulate_grad_batches)
                     return loss.detach()
         return torch.stack([loss.reshape(()) for loss in self._losses]).sum() if self._losses else None
@@ -165,7 +167,8 @@ class TrainingPass:
         if self._watch is not None:
             self._watch.note_loss(loss)
         with torch.autocast(self._device_type, enabled=False):
-            scaled = loss * self._factor
+            # as a scaler does it: times a tensor, so that a loss in half precision becomes float32
+            scaled = loss * torch.as_tensor(self._factor, dtype=torch.float32, device=loss.device)
             if self._trace is None:
                 scaled.backward(*args, **kwargs)
             else:

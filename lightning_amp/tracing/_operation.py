@@ -39,6 +39,7 @@ class Operation:
         kind_in_fp32: The same in fp32: a divisor may be 0 in half precision alone.
         index: Where, of the first.
         count: At how many places.
+        followed_by: Name of the first operation that took the result, if that is not finite.
 
     """
 
@@ -58,6 +59,12 @@ class Operation:
     kind_in_fp32: str = ""
     index: tuple[int, ...] = ()
     count: int = 0
+    followed_by: str = ""
+
+    @property
+    def is_users(self) -> bool:
+        """Return whether the line is one of the user's, not of an installed package."""
+        return bool(self.file) and not any(part in self.file for part in ("site-packages", "dist-packages"))
 
 
 def blamed_in_half(
@@ -108,8 +115,8 @@ def blamed_in_fp32(made_loss: OperationCall | None, bad: Iterable[OperationCall]
 def operation(
     module: nn.Module,
     found: OperationCall | BackwardCall,
-    there: OperationCall | None,
-    largest_in_fp32: float | None = None,
+    there: OperationCall | None = None,
+    bad: Iterable[OperationCall] = (),
 ) -> Operation:
     """Describe what was found.
 
@@ -117,7 +124,7 @@ def operation(
         module: The whole, for the classes of its parts.
         found: In the step as it was, or in fp32 where that is not finite either.
         there: The same operation in fp32, if it was measured.
-        largest_in_fp32: Of the result; default: as `there` has it.
+        bad: All operations of the run in which it was found, whose results are not finite.
 
     """
     call = found if isinstance(found, OperationCall) else found.call
@@ -128,8 +135,8 @@ def operation(
         kind = "zero" if call.smallest is not None and float(call.smallest) == 0 else ""
         if there is not None and there.smallest is not None and float(there.smallest) == 0:
             in_fp32 = "zero"
-    if largest_in_fp32 is None and there is not None and not there.num_nonfinite:
-        largest_in_fp32 = there.largest_output
+    largest_in_fp32 = None if there is None or there.num_nonfinite else there.largest_output
+    taker = next((other for other in bad if any(source is call for source in other.sources)), None)
     place = call.key.place
     dtype = found.dtype
     return Operation(
@@ -149,4 +156,5 @@ def operation(
         in_fp32,
         facts.index,
         facts.count,
+        "" if taker is None else taker.name,
     )

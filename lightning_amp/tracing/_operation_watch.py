@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
+from lightning_amp._containers import replace
 from lightning_amp.numerics import HALF_DTYPES, all_finite
 from lightning_amp.tracing._operation_calls import (
     REVERSED,
@@ -90,9 +91,8 @@ class OperationWatch(TorchFunctionMode):
         self._by_storage.clear()
 
     def note_loss(self, loss: Tensor) -> None:
-        """Take a tensor for a loss, before its backward."""
-        if self.made_loss is None:
-            self.made_loss = self.maker(loss)
+        """Take a tensor for a loss, before its backward. The first that is not finite counts."""
+        self.made_loss = self.made_loss or self.maker(loss)
 
     def maker(self, tensor: Tensor | None) -> OperationCall | None:
         """Return the operation that made a tensor not finite, while the context is entered."""
@@ -121,10 +121,14 @@ class OperationWatch(TorchFunctionMode):
         is_reversed = str(getattr(func, "__name__", "")) in REVERSED
         call = OperationCall(key, self._number, module, "reciprocal" if is_reversed else "")
         self._number += 1
+        is_transformed = _modules.inside_transforms()
         with torch.no_grad(), _modules.outside_transforms():
             inputs = [_modules.behind_transforms(t) for _, t in floating_in([args, kwargs])]
             self._claim_inputs(inputs, place, call.module)
-            call.measure_before(inputs, args, kwargs)
+            plain = args, kwargs
+            if is_transformed:
+                plain = replace(plain, _behind)
+            call.measure_before(inputs, *plain)
         edit = self._edits.get((name, place))
         result = func(*args, **kwargs) if edit is None else edit(func, args, kwargs)
         if self._undo_casts and name == "to" and isinstance(result, Tensor) and result.dtype in HALF_DTYPES:
@@ -132,7 +136,7 @@ class OperationWatch(TorchFunctionMode):
         changed = args[0] if result is None or name == "assignment" else result
         with torch.no_grad(), _modules.outside_transforms():
             outputs = [_modules.behind_transforms(t) for _, t in floating_in(changed)]
-            self._look(call, inputs, outputs, args, kwargs)
+            self._look(call, inputs, outputs, *plain)
             for tensor in outputs:
                 self._claim(tensor.grad_fn, call)
         return result
@@ -192,6 +196,10 @@ class OperationWatch(TorchFunctionMode):
             bad = given if is_sum else [t for t in made if not bool(all_finite([t]))]
             if bad:
                 self.first_backward = BackwardCall(call, is_sum, bad[0].dtype, shape_of(bad[0]), largest_of(given))
+
+
+def _behind(value: Any) -> Any:
+    return _modules.behind_transforms(value) if isinstance(value, Tensor) else value
 
 
 @final

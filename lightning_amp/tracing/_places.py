@@ -90,7 +90,7 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
         boundary: As of :func:`user_place`.
 
     Returns:
-        Both, each `None` where there is none; `None` alone where this package is measuring something.
+        Both, each `None` where there is none; `None` alone where nobody's code is running, or what measures it.
 
     """
     place: Place | None = None
@@ -110,7 +110,7 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
                 module = names.get(id(owner))
         if place is not None and module is not None:
             break
-    return place, module
+    return None if place is None and module is None else (place, module)
 
 
 def called_by_optimizer() -> bool:

@@ -688,7 +688,7 @@ MORE: dict[str, Fault] = {
         "exp",
         "torch.exp(x",
         "soft",
-        says="subtract the maximum",
+        says="keep the argument of `exp` small",
         remedy="bf16",
     ),
     "two masks that hide a row": Fault(

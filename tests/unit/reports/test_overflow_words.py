@@ -37,8 +37,8 @@ def test_a_whole_report() -> None:
     remedies = (Remedy("bf16", (), True), Remedy("fp32_modules", ("head",), False))
     assert str(report("forward", EXP, remedies=remedies, parameters=("head.weight",))) == (
         "step 0 was skipped: epoch 0, batch 3, loss scale 2**16\n"
-        "  cause: the forward: the result of `exp` in `head` (Contrast), float16 [4, 4], is not finite; in fp32 it is, up"
-        " to 199,000; the largest finite input is 12.2\n"
+        "  cause: the forward: the result of `exp` in `head` (Contrast), float16 [4, 4], is not finite; in fp32 it is,"
+        " up to 199,000; the largest finite input is 12.2\n"
         '  line: losses.py:75 "log_z = torch.exp(sim).sum(-1)"\n'
         "  non-finite gradients: `head.weight`\n"
         "  try: 'bf16', whose range is that of fp32 (tried: works); or subtract the maximum before the exponential"
