@@ -10,6 +10,7 @@ import torch
 import torch.utils.checkpoint as _checkpoint_module
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue, reportMissingModuleSource]
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from typing_extensions import final
 
@@ -203,6 +204,29 @@ def behind_transforms(tensor: Tensor) -> Tensor:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
+
+
+def watched_backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Do what `loss.backward(...)` does, in the sight of a `TorchFunctionMode`.
+
+    The public ways are calls that such a mode takes, and it sees nothing of what runs inside: neither a Function of the
+    user's own nor what activation checkpointing runs again. Can go when a mode stays on in a backward.
+    """
+    if gradient is None and loss.numel() != 1:
+        loss.backward(None, retain_graph, create_graph, inputs)  # which says what is wrong
+        return
+    gradient = torch.ones_like(loss) if gradient is None else gradient
+    keep = create_graph if retain_graph is None else retain_graph
+    leaves = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    _engine_run_backward(
+        (loss,), (gradient,), keep, create_graph, leaves, allow_unreachable=True, accumulate_grad=True
+    )  # fmt: skip
 
 
 WRAPPED_CHILDREN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}

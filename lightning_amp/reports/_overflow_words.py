@@ -270,6 +270,10 @@ def _for_any_precision(report: OverflowReport) -> str:
         return "leave out what is empty before it: `if x.numel()`; or divide a sum by `max(1, count)`"
     if operation.kind == "one":
         return "`unbiased=False` (`correction=0`), or more than one value"
+    if operation.name.startswith("CheckpointFunction"):
+        return "look into that checkpointed region: with `use_reentrant=False` its line is named here"
+    if operation.kind == "function":
+        return f"look at the `backward` of `{operation.name}`: what it divides by, or takes a root or logarithm of"
     if operation.in_backward and operation.kind == "zero":
         where = (
             "in front of it"

@@ -113,6 +113,7 @@ def _not_in_fp32_either(
 ) -> Blame:
     found = replace(found, in_fp32="not finite")
     if found_in_fp32.cause == "backward":
+        inside = next((call for call in exact.bad_in_backward if not call.takes_nonfinite), None)
         if found.cause != "backward":  # what fp32 shows is the lesser harm, and there for everybody
             found = replace(found_in_fp32, in_fp32="not finite")
         culprit = exact.first_backward
@@ -122,7 +123,20 @@ def _not_in_fp32_either(
         if call.num_nonfinite and not call.takes_nonfinite:  # its result is not finite either, and was swallowed
             cause = "forward" if call.module else "loss"
             return _named(module, replace(found, cause=cause, parameter=None), call, exact)
-        return _named(module, found, culprit, exact)
+        named = _named(module, found, culprit, exact)
+        if (
+            named.diagnosis.operation is not None
+            and named.diagnosis.operation.kind == "function"
+            and inside is not None
+        ):
+            line = operation(module, inside)  # in the code of the function's own backward
+            return named._replace(
+                diagnosis=replace(
+                    named.diagnosis,
+                    operation=replace(named.diagnosis.operation, file=line.file, line=line.line, code=line.code),
+                )
+            )
+        return named
     call = blamed_in_fp32(exact.made_loss, exact.bad)
     if call is None:
         return Blame(found, None)

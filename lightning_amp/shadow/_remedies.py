@@ -71,6 +71,10 @@ def trials_in_half(
     for rules in _rules(name, takers):
         if (yield Trial(Remedy("fp32_modules", rules), rules=rules)):
             break
+    if call is not None and call.name in EXPONENTIALS:
+        for largest in _EXPONENTS:
+            if (yield Trial(Remedy("clamp", (largest,)), edits={(call.key.name, call.key.place): _Clamp(largest)})):
+                break
     if call is not None and operation is not None and operation.is_users and operation.name not in ("to", "to_"):
         place = (call.key.name, call.key.place)
         if not (yield Trial(Remedy("operation in fp32"), edits={place: _in_fp32})):

@@ -169,10 +169,9 @@ class TrainingPass:
         with torch.autocast(self._device_type, enabled=False):
             # as a scaler does it: times a tensor, so that a loss in half precision becomes float32
             scaled = loss * torch.as_tensor(self._factor, dtype=torch.float32, device=loss.device)
-            if self._trace is None:
-                scaled.backward(*args, **kwargs)
-            else:
-                self._trace.backward(scaled, *args, **kwargs)
+            run = scaled.backward if self._trace is None else partial(self._trace.backward, scaled)
+            with nullcontext() if self._watch is None else self._watch.backward():
+                run(*args, **kwargs)
 
     def _stand_in(self, optimizer: Any) -> Any:
         stand_in = View(optimizer)

@@ -133,6 +133,8 @@ def operation(
     kind = facts.kind
     if isinstance(found, BackwardCall):
         kind = "zero" if call.smallest is not None and float(call.smallest) == 0 else ""
+        if call.known_as == "a Function":
+            kind = "function"
         if there is not None and there.smallest is not None and float(there.smallest) == 0:
             in_fp32 = "zero"
     largest_in_fp32 = None if there is None or there.num_nonfinite else there.largest_output

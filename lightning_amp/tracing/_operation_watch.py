@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from typing_extensions import final, override
 
@@ -46,7 +48,8 @@ class OperationWatch(TorchFunctionMode):
         undo_casts: Leave out casts to half precision that the code itself makes, so that all of it is in fp32.
 
     Attributes:
-        bad: Operations with results that are not finite, in order.
+        bad: Operations with results that are not finite, in order; of the forward.
+        bad_in_backward: Those that a backward ran, in a Function of the user's own.
         measured: Those that were wanted and ran, finite or not.
         first_backward: The first backward whose gradient is not finite.
         made_loss: What made the first loss that is not finite.
@@ -65,6 +68,8 @@ class OperationWatch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.bad: list[OperationCall] = []
+        self.bad_in_backward: list[OperationCall] = []
+        self._in_backward = False
         self.measured: dict[Key, OperationCall] = {}
         self.first_backward: BackwardCall | None = None
         self.made_loss: OperationCall | None = None
@@ -93,6 +98,15 @@ class OperationWatch(TorchFunctionMode):
     def note_loss(self, loss: Tensor) -> None:
         """Take a tensor for a loss, before its backward. The first that is not finite counts."""
         self.made_loss = self.made_loss or self.maker(loss)
+
+    @contextmanager
+    def backward(self) -> Generator[None]:
+        """Take what runs inside for a backward: forwards that are run again, and Functions of the user's own."""
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
 
     def maker(self, tensor: Tensor | None) -> OperationCall | None:
         """Return the operation that made a tensor not finite, while the context is entered."""
@@ -124,7 +138,7 @@ class OperationWatch(TorchFunctionMode):
         is_transformed = _modules.inside_transforms()
         with torch.no_grad(), _modules.outside_transforms():
             inputs = [_modules.behind_transforms(t) for _, t in floating_in([args, kwargs])]
-            self._claim_inputs(inputs, place, call.module)
+            self._claim_inputs(inputs, place)
             plain = args, kwargs
             if is_transformed:
                 plain = replace(plain, _behind)
@@ -153,7 +167,7 @@ class OperationWatch(TorchFunctionMode):
         if wanted:
             self.measured[call.key] = call
         if call.num_nonfinite:
-            self.bad.append(call)
+            (self.bad_in_backward if self._in_backward else self.bad).append(call)
             for tensor in outputs:
                 self._remember(tensor, call)
 
@@ -166,13 +180,15 @@ class OperationWatch(TorchFunctionMode):
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _claim_inputs(self, inputs: list[Tensor], place: Place | None, module: str | None) -> None:
+    def _claim_inputs(self, inputs: list[Tensor], place: Place | None) -> None:
         """Name the nodes that nobody has seen being made: those of custom Functions."""
         for tensor in inputs:
             node = tensor.grad_fn
             if node is not None and node not in self._nodes:
+                own = isinstance(node, BackwardCFunction)
                 name = node.name().removesuffix("Backward").removesuffix("Backward0")
-                self._claim(node, OperationCall(Key(name, place, -1), self._number, module))
+                call = OperationCall(Key(name, place, -1), self._number, None, known_as="a Function" if own else "")
+                self._claim(node, call)
 
     def _claim(self, node: Any, call: OperationCall) -> None:
         """Watch the backward of an operation: all nodes down to those of other operations."""

@@ -234,7 +234,7 @@ class Trace:
         """Run `loss.backward(...)`; forwards that it runs again (activation checkpointing) are not counted."""
         self._in_backward = True
         try:
-            loss.backward(*args, **kwargs)
+            _modules.watched_backward(loss, *args, **kwargs)
         finally:
             self._in_backward = False
 
