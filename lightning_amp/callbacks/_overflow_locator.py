@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import final, override
@@ -271,14 +271,21 @@ class OverflowLocator(Callback):
             self._stop_looking()
 
     def _find(self, trainer: Trainer, module: LightningModule, record: StepRecord) -> Finding:
+        is_dynamic = self._scale_is(record) == "dynamic"
+        known = self._causes.known
+        return find(
+            trainer, module, self._window, record.scale, record.precision, known=known, is_dynamic=is_dynamic
+        )  # fmt: skip
+
+    def _scale_is(self, record: StepRecord) -> Literal["", "dynamic", "static", "lowest"]:
         assert self._plugin is not None
         scaler = self._plugin.scaler
-        falls = (
-            scaler is not None and scaler.get_backoff_factor() < 1 and record.scale > getattr(scaler, "min_scale", 0)
-        )
-        return find(
-            trainer, module, self._window, record.scale, record.precision, known=self._causes.known, is_dynamic=falls
-        )
+        if scaler is None or record.precision != "fp16":
+            return ""
+        lowest = getattr(scaler, "min_scale", 0.0)
+        if scaler.get_backoff_factor() >= 1 or lowest == getattr(scaler, "max_scale", None):
+            return "static"
+        return "lowest" if record.scale <= lowest else "dynamic"
 
     def _report(self, trainer: Trainer, module: LightningModule, record: StepRecord, finding: Finding) -> None:
         """Report to all ranks. All are here, for the same step: they agree on what is skipped."""
@@ -300,6 +307,7 @@ class OverflowLocator(Callback):
             precision=Choice.of(record.precision).canonical,
             remedies=finding.remedies,
             largest_weights=grown,
+            scale_is=self._scale_is(record),
         )
         everybodys = gather(trainer, (mine, finding.key or f"{mine.cause}: {mine.note}"))
         found = [(r, key) for r, key in everybodys if r.cause != "not reproduced" or r.note] or everybodys[:1]

@@ -67,6 +67,7 @@ class OverflowReport:
         remedies: What was tried in replays of the step, and whether it worked; empty if the cause was known.
         is_repeated: Whether an earlier report names the same cause, so that nothing was tried.
         largest_weights: Largest magnitude of a parameter at the start of the fit, and now.
+        scale_is: Of the loss scale: `"dynamic"`, `"static"`, or `"lowest"` where it falls no further; empty without.
     """
 
     record: StepRecord
@@ -85,6 +86,7 @@ class OverflowReport:
     remedies: tuple[Remedy, ...] = ()
     is_repeated: bool = False
     largest_weights: tuple[float, float] | None = None
+    scale_is: Literal["", "dynamic", "static", "lowest"] = ""
 
     @property
     def working_scale(self) -> float | None:
@@ -94,8 +96,7 @@ class OverflowReport:
     @property
     def is_calibration(self) -> bool:
         """Return whether nothing is wrong: a dynamic scale was too high for a moment, and falls to one that works."""
-        falls = self.record.next_scale < self.record.scale
-        return self.cause == "backward" and falls and self.working_scale is not None
+        return self.cause == "backward" and self.scale_is == "dynamic" and self.working_scale is not None
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain types."""

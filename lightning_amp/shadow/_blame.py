@@ -86,6 +86,14 @@ def blame(
     return _not_in_fp32_either(module, found, half, found_in_fp32, exact, batch)
 
 
+def blame_alone(module: nn.Module, found: Diagnosis, half: OperationWatch) -> Blame:
+    """Name the operation where nobody knows what fp32 does."""
+    if found.cause == "backward":
+        return Blame(found, None) if half.first_backward is None else _named(module, found, half.first_backward, half)
+    call = blamed_in_fp32(half.made_loss, half.bad) if found.cause in ("forward", "loss") else None
+    return Blame(found, None) if call is None or call.takes_nonfinite else _named(module, found, call, half)
+
+
 def _lost_in_half(module: nn.Module, found: Diagnosis, half: OperationWatch, exact: OperationWatch) -> Blame:
     found = replace(found, in_fp32="finite")
     if found.cause == "backward":
@@ -141,7 +149,13 @@ def _not_in_fp32_either(
     if call is None:
         return Blame(found, None)
     if call.takes_nonfinite and not call.sources:
-        return Blame(_from_outside(module, found, call, batch), None)
+        outside = _from_outside(module, found, call, batch)
+        if outside.cause in ("batch", "weights"):
+            return Blame(outside, None)
+        named = _named(module, outside, call, exact, half)
+        assert named.diagnosis.operation is not None
+        operation_there = replace(named.diagnosis.operation, kind="outside")
+        return Blame(replace(named.diagnosis, operation=operation_there), None)
     if call.facts.kind == "masked" or not call.takes_nonfinite or found.cause not in ("batch", "weights"):
         cause = "forward" if call.module else "loss"
         kept = found.cause if found.cause in ("forward", "loss") else cause

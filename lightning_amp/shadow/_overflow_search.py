@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp.casting import Fp32Modules, our_name, runnable
-from lightning_amp.numerics import HALF_DTYPES, all_finite, fitting_scale, nonfinite_gradients
-from lightning_amp.precision import AmpPrecision
+from lightning_amp.casting import our_name, runnable
+from lightning_amp.numerics import fitting_scale, nonfinite_gradients
 from lightning_amp.reports import Remedy
-from lightning_amp.shadow import _training_pass
 from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
-from lightning_amp.shadow._blame import Blame, blame, cause_key, final_key
+from lightning_amp.shadow._blame import Blame, blame, blame_alone, cause_key, final_key
 from lightning_amp.shadow._failures import Failure
-from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._ranks import gather
 from lightning_amp.shadow._remedies import (
     Trial,
@@ -30,10 +24,9 @@ from lightning_amp.shadow._remedies import (
     trials_in_half,
     trials_of_scale,
 )
+from lightning_amp.shadow._step_runs import BOUNDARY, StepInFp32, run_in_fp32, run_trial
 from lightning_amp.shadow._training_pass import TrainingPass
-from lightning_amp.tracing import Diagnosis, GradientPlace, OperationWatch, Trace, diagnose, full_precision
-
-_BOUNDARY = _training_pass.__file__
+from lightning_amp.tracing import Diagnosis, GradientPlace, OperationWatch, Trace, diagnose
 
 
 @final
@@ -126,7 +119,6 @@ class _Search:
         self._half_places: set[GradientPlace] = set()
         self._trials: Trials | None = None
         self._trial: Trial | None = None
-        self._phase = "the replay"
         self._hidden_in: OperationWatch | None = None  # in fp32, of a value that the loss does not show
 
     @property
@@ -144,7 +136,6 @@ class _Search:
                 if not self._all(self._run_step):
                     return
                 if self._any(self._is_new) and self._all(self._compare):
-                    self._phase = "trials"
                     while self._any(self._trial is not None) and self._all(self._try):
                         pass
                 if not self._any(self.finding is None):
@@ -166,11 +157,6 @@ class _Search:
                 if failure.out_of_memory:
                     note += ": there is no cause to report. A smaller batch needs less"
                 self.finding = Finding(Diagnosis("none"), self._step.batch_idx, done, note=note, step=self._step)
-            elif self._is_new and self._phase != "trials" and self.finding.diagnosis.cause == "backward":
-                # the cause is known, only how it is in fp32 is not
-                missing = f"the true gradients could not be measured in fp32 ({failure.reason})"
-                note = "; ".join(filter(None, (self.finding.note, missing)))
-                self.finding = replace(self.finding, note=note)
         return not self._any(failed)
 
     def _any(self, flag: bool) -> bool:
@@ -184,7 +170,7 @@ class _Search:
     def _run_step(self) -> None:
         assert self._replay is not None
         self._is_new, replay, step = False, self._replay, self._step
-        with Trace(replay.module) as trace, OperationWatch(replay.module, _BOUNDARY) as watch:
+        with Trace(replay.module) as trace, OperationWatch(replay.module, BOUNDARY) as watch:
             loss = replay.run(
                 step.batch,
                 step.batch_idx,
@@ -214,65 +200,63 @@ class _Search:
     def _compare(self) -> None:
         """Run it in fp32: is it finite there, how large is what was not, and which operation made the difference."""
         assert self._replay is not None
-        exact = self._replay
-        if any(parameter.dtype in HALF_DTYPES for parameter in self._module.parameters()):
-            exact = TrainingPass(self._trainer, self._module, upcast=True)
-        wanted = [] if self._watch is None else [call.key for call in self._watch.bad]
-        if self._watch is not None and self._watch.first_backward is not None:
-            wanted.append(self._watch.first_backward.call.key)
+        assert self._watch is not None
+        failure: Failure | None = None
+        exact: StepInFp32 | None = None
         try:
-            watch = OperationWatch(exact.module, _BOUNDARY, wanted, undo_casts=True)
-            with Trace(exact.module) as trace, watch:
-                loss = exact.run(
-                    copy_batch(self._step.batch, upcast=True),
-                    self._step.batch_idx,
-                    context=full_precision(self._root_device.type),
-                    random_state=self._step.random_state,
-                    trace=trace,
-                    watch=watch,
-                )
-            found = diagnose(trace, loss, self._step.batch)
-            parameters = nonfinite_gradients(_modules.plain_parameters(exact.module))
-            arrivals = trace.gradients_in_half(self._half_places)
-            largest = float(torch.stack([a.largest for a in arrivals]).max()) if arrivals else None
-        finally:
-            exact.forget_gradients()
-            if exact is not self._replay:
-                exact.close()
-        if not self._is_new or self.finding is None or self._watch is None:
+            exact = run_in_fp32(self._trainer, self._module, self._replay, self._step, self._watch, self._half_places)
+        except Exception as error:
+            failure = Failure.of(error, "the training step", "the replay in fp32")
+        if not self._is_new or self.finding is None:
             return
-        found = found if found.cause != "none" or not parameters else Diagnosis("backward", where="parameter")
-        blamed = blame(exact.module, self.finding.diagnosis, self._watch, found, watch, self._step.batch)
-        if self.finding.diagnosis.cause == "backward":
-            self.finding = replace(self.finding, largest_gradient=largest)
-        key = final_key(blamed.diagnosis, self.finding.key)
-        self.finding = replace(self.finding, diagnosis=blamed.diagnosis, key=key)
-        self._hidden_in = watch if blamed.is_swallowed else None
-        self._trials = self._plan(blamed, largest)
-        self._trial = next(self._trials, None)
+        finding = self.finding
+        if exact is None:
+            assert failure is not None
+            note = f"it could not be run in fp32 ({failure.reason})"
+            if "modified by an inplace operation" not in failure.reason:
+                finding = replace(finding, note="; ".join(filter(None, (finding.note, note))))
+            blamed = blame_alone(self._replay.module, finding.diagnosis, self._watch)
+        else:
+            module = self._replay.module
+            blamed = blame(module, finding.diagnosis, self._watch, exact.found, exact.watch, self._step.batch)
+            if finding.diagnosis.cause == "backward":
+                finding = replace(finding, largest_gradient=exact.largest)
+        key = final_key(blamed.diagnosis, finding.key)
+        self.finding = replace(finding, diagnosis=blamed.diagnosis, key=key)
+        self._hidden_in = exact.watch if exact is not None and blamed.is_swallowed else None
+        if failure is None or not failure.out_of_memory:
+            self._trials = self._plan(blamed, None if exact is None else exact.largest)
+            self._trial = next(self._trials, None)
 
     # -- what helps ----------------------------------------------------------------------------------------------------
 
     def _plan(self, blamed: Blame, largest: float | None) -> Trials:
         found, call = blamed.diagnosis, blamed.call
-        if found.in_fp32 == "not finite":
+        if found.in_fp32 != "finite":
             if found.cause not in ("batch", "weights"):
                 yield from trials_in_any_precision(found.operation, call)
-            return
+            if found.in_fp32 == "not finite" or self._has_worked:
+                return
         precision = self._precision or our_name(str(self._trainer.precision_plugin.precision))
         if found.cause == "backward" and precision == "fp16":
-            fitting = fitting_scale(largest or 0.0, spare_bits=0, lowest=-126)
+            fitting = self._loss_scale if largest is None else fitting_scale(largest, spare_bits=0, lowest=-126)
             yield from trials_of_scale(self._loss_scale, fitting)
-            if self.finding is not None and any(remedy.worked for remedy in self.finding.remedies):
+            if self._has_worked:
                 return
         bad = [] if self._watch is None else self._watch.bad
         takers = [] if call is None else modules_after(call, bad, self._module)
         yield from trials_in_half(precision, runnable(self._root_device), found.operation, call, takers)
 
+    @property
+    def _has_worked(self) -> bool:
+        return self.finding is not None and any(remedy.worked for remedy in self.finding.remedies)
+
     def _try(self) -> None:
         """Run the step as the trial says; a rank without one runs it as it was."""
+        assert self._replay is not None
         trial = self._trial or Trial(Remedy(""))
-        worked = self._works(trial)
+        scale = trial.scale if trial.scale is not None else 1.0 if self._is_dynamic else self._loss_scale
+        worked = run_trial(self._trainer, self._replay, self._step, trial, scale, self._hidden_in)
         if self._trial is None or self._trials is None or self.finding is None:
             return
         remedy = trial.remedy._replace(worked=worked)
@@ -282,42 +266,6 @@ class _Search:
             self._trial = self._trials.send(worked)
         except StopIteration:
             self._trial = None
-
-    def _works(self, trial: Trial) -> bool:
-        replay = self._replay
-        assert replay is not None
-        scale = trial.scale if trial.scale is not None else 1.0 if self._is_dynamic else self._loss_scale
-        rules: Fp32Modules | None = None
-        plugin = self._trainer.precision_plugin
-        context = replay.forward_context()
-        if trial.precision and isinstance(plugin, AmpPrecision):
-            context = plugin.forward_context_of(trial.precision)
-        try:
-            if trial.rules:
-                rules = Fp32Modules(replay.module, trial.rules, self._root_device.type, active=True)
-            looks = trial.edits or self._hidden_in is not None
-            watch = OperationWatch(replay.module, _BOUNDARY, edits=trial.edits) if looks else None
-            with watch or nullcontext():
-                loss = replay.run(
-                    self._step.batch,
-                    self._step.batch_idx,
-                    context=context,
-                    random_state=self._step.random_state,
-                    scale=scale,
-                )
-            if watch is not None and self._hidden_in is not None:
-                there = {call.key for call in self._hidden_in.bad}
-                if any(call.makes_nan and call.key not in there for call in watch.bad):
-                    return False
-            return _is_finite(loss) and not nonfinite_gradients(_modules.plain_parameters(replay.module))
-        finally:
-            replay.forget_gradients()
-            if rules is not None:
-                rules.remove()
-
-
-def _is_finite(loss: Tensor | None) -> bool:
-    return loss is None or bool(all_finite([loss]))
 
 
 def _edited(step: KeptBatch) -> str:

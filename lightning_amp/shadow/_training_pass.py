@@ -169,7 +169,11 @@ class TrainingPass:
         with torch.autocast(self._device_type, enabled=False):
             # as a scaler does it: times a tensor, so that a loss in half precision becomes float32
             scaled = loss * torch.as_tensor(self._factor, dtype=torch.float32, device=loss.device)
-            run = scaled.backward if self._trace is None else partial(self._trace.backward, scaled)
+            run = scaled.backward
+            if self._watch is not None:
+                run = partial(_modules.watched_backward if self._trace is None else self._trace.backward, scaled)
+            elif self._trace is not None:
+                run = partial(self._trace.backward, scaled)
             with nullcontext() if self._watch is None else self._watch.backward():
                 run(*args, **kwargs)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import final
 
-Kind = Literal["", "empty", "ignored", "masked", "zero", "negative", "one", "cast", "literal"]
+Kind = Literal["", "empty", "ignored", "masked", "zero", "negative", "one", "cast", "literal", "infinite"]
 
 ROOTS = {"sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "reciprocal", "div", "norm", "vector_norm", "std",
          "normalize", "cosine_similarity", "cdist", "pairwise_distance", "float_power", "acos", "asin", "atanh",
@@ -37,7 +37,8 @@ class Facts:
         kind: `"empty"`: it is taken over no values. `"ignored"`: each label of the batch is left out. `"masked"`: all
             of a row is minus infinity. `"zero"`: a divisor, or what is under a root or logarithm, is 0. `"negative"`:
             the latter is below 0. `"one"`: a spread over one value. `"cast"`: the value does not fit into the dtype.
-            `"literal"`: an infinity was written there. Empty: nothing.
+            `"literal"`: an infinity was written there. `"infinite"`: one went into a product, sum or difference. Empty:
+            nothing.
         index: Where, of the first: the index of a row or element.
         count: At how many places.
 
@@ -64,6 +65,8 @@ def facts_of(name: str, args: Any, kwargs: Any) -> Facts:
         return Facts("literal")
     if name == "to":
         return Facts("cast")
+    if name in ("mul", "mul_", "matmul", "bmm", "sub", "sub_", "add", "add_") and len(tensors) > 1:
+        return Facts("infinite") if any(bool(torch.isinf(t.detach()).any()) for t in tensors) else Facts()
     return _root(name, args, kwargs)
 
 
@@ -100,7 +103,7 @@ def _root(name: str, args: Any, kwargs: Any) -> Facts:
         return Facts()
     value = value.detach()
     if plain in ("sqrt", "rsqrt", "log", "log2", "log10", "pow") and not value.is_complex() and bool((value < 0).any()):
-        below = value < 0
+        below = value < 0  # to a power that is no whole number
         return Facts("negative", _first(below), int(below.sum()))
     zero = value.abs() == 1 if plain in _ENDS else value == 0
     return Facts("zero", _first(zero), int(zero.sum())) if bool(zero.any()) else Facts()
@@ -111,7 +114,7 @@ def _has_roots(name: str, args: Any, kwargs: Any) -> bool:
     if name not in ("pow", "float_power", "pow_"):
         return True
     exponent = kwargs.get("exponent", args[1] if len(args) > 1 else 2)
-    return isinstance(exponent, Tensor) or exponent < 1
+    return isinstance(exponent, Tensor) or exponent < 1 or exponent != int(exponent)
 
 
 def _all_ignored(args: Any, kwargs: Any) -> bool:

@@ -27,6 +27,7 @@ _TORCH = _folder("torch")
 _LIBRARIES = (_TORCH, *_LIGHTNING)
 _OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)
 _STANDARD = (_folder("linecache"), "<")
+_MODES = {"__torch_function__", "__torch_dispatch__"}
 _MEASURING = tuple(f"{_OWN}/{room}/" for room in ("tracing", "numerics"))
 _ASKING = (f"{_OWN}/tracing/_operation_watch.py", __file__)
 _CALLING = nn.Module.__call__.__code__.co_filename
@@ -102,10 +103,11 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
             is_inside = False
             if file.startswith(_MEASURING):
                 return None
-        if place is None and not file.startswith((*_LIBRARIES, *_STANDARD)):
+        code = frame.f_code
+        if place is None and not file.startswith((*_LIBRARIES, *_STANDARD)) and code.co_name not in _MODES:
             place = Place(file, frame.f_lineno)
-        if module is None and file != _CALLING:
-            owner = frame.f_locals.get("self")
+        if module is None and file != _CALLING and code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])  # `self`, by whatever name
             if isinstance(owner, nn.Module):
                 module = names.get(id(owner))
         if place is not None and module is not None:

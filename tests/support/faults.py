@@ -1010,7 +1010,7 @@ FAULTS: dict[str, Fault] = {
         "div",
         "z / norm",
         None,
-        says="1e-8 is 0 in float16",
+        says="an epsilon that float16 holds: 1e-8 is 0 in it",
         remedy="bf16",
     ),
     "a running sum in half": Fault(
