@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.planned_race import planned_race
 from support.slow_projects import HEALTHY, SLOW
 
 from lightning_amp import doctor
-from lightning_amp.profiling import _variants
+from lightning_amp.advice import AS_IT_IS, IN_FP32
+from lightning_amp.profiling import _examine_step
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -26,9 +28,8 @@ def codes(report: Any) -> dict[str, str]:
 @pytest.mark.parametrize("name", SLOW)
 def test_a_planted_reason_is_named_and_its_cure_takes_it_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = SLOW[name]
-    if case.code == "model-too-small":  # what one pair of steps showed would be noise
-        monkeypatch.setattr(_variants, "_ROUNDS", (9, 9))
-        monkeypatch.setattr(_variants, "_LAPS", 4)
+    if case.code == "model-too-small":  # which is about times
+        monkeypatch.setattr(_examine_step, "race", planned_race(lambda data: {AS_IT_IS: 1.0, IN_FP32: 0.9}))
     report = doctor(**case.arguments())
     found = codes(report)
     assert case.code in found
