@@ -423,7 +423,7 @@ class InARow(cases.Case):
 
     def __init__(self) -> None:
         super().__init__()
-        body = [
+        body: list[nn.Module] = [
             cases.LargeInside(16), nn.Linear(16, 16), cases.LargeScores(16), nn.Linear(16, 16), cases.LargeInside(16),
         ]  # fmt: skip
         self.inp, self.body, self.head = nn.Linear(cases.SIZE, 16), nn.Sequential(*body), nn.Linear(16, 1)
