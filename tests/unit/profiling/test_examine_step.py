@@ -100,3 +100,24 @@ def test_products_of_the_optimizer_are_not_those_of_the_module(monkeypatch: pyte
     assert any(o.part == OPTIMIZER and o.flops for o in recorded[0].operations)
     assert flops[0] == flops[1]
     assert list(parts.values()) == [{FORWARD, BACKWARD}] * 6
+
+
+def test_the_race_does_not_accumulate_and_a_factory_draws_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    races: list[dict[str, Any]] = []
+    real = _examine_step.race
+
+    def noted(contestants: Any, device: Any, kwargs: Any, data: Any) -> Any:
+        races.append(dict(kwargs))
+        return real(contestants, device, kwargs, data)
+
+    monkeypatch.setattr(_examine_step, "race", noted)
+    drawn: list[int] = []
+
+    def make() -> WithRows:
+        drawn.append(int(torch.randint(1, 10**9, ())))
+        return WithRows()
+
+    doctor(make, precision="bf16", trainer_kwargs={"accumulate_grad_batches": 2}, device="cpu")
+    assert [kwargs["accumulate_grad_batches"] for kwargs in races] == [1]
+    assert len(drawn) >= 2
+    assert len(set(drawn)) == 1

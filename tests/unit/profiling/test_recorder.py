@@ -145,6 +145,19 @@ def test_memory_is_followed_until_it_is_freed() -> None:
     assert {a.num_bytes for a in gradients} >= {4 * 8 * 16, 4 * 16}
 
 
+def test_what_is_freed_after_the_step_lasts_to_its_end() -> None:
+    model, kept = net(), list[Tensor]()
+
+    def loss() -> Tensor:
+        kept.append(torch.ones(1000, 1000))
+        return model(torch.ones(3, 8)).sum()
+
+    recorder = Step(model).run(loss)
+    kept.clear()
+    (made,) = [allocation for allocation in recorder.allocations if allocation.num_bytes == 4_000_000]
+    assert made.end is None
+
+
 def test_what_was_there_before_the_step_is_no_new_memory() -> None:
     """Operations in place give it out again: on weights, buffers, the states of optimizers and the batch."""
     model, batch = nn.Sequential(*net(), nn.BatchNorm1d(4)), torch.ones(300, 8)
