@@ -182,6 +182,7 @@ def become(argv: list[str], out: str, err: str, env: dict[str, str], cwd: str) -
     tempfile.tempdir = None
     numpy, torch = sys.modules["numpy"], sys.modules["torch"]
     numpy.random.seed()  # `random` does that itself
+    torch.seed()
     if "OMP_NUM_THREADS" in env:  # read when torch was imported
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     main = sys.modules["__main__"] = ModuleType("__main__")
