@@ -254,13 +254,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", default="fp16", help="what AmpPrecision takes: fp32, bf16, fp16 (default), auto")
     parser.add_argument("--demo", action="store_true", help="fp32, bf16 and fp16 side by side")
-    parser.add_argument("--fast", action="store_true", help="a small model and two epochs: does it run?")
+    parser.add_argument("--fast", action="store_true", help="a small model, an epoch or two: does it run?")
     parser.add_argument("--out", type=Path, default=Path("demo_results"), help="folder for CSV files and the picture")
     args = parser.parse_args()
     if args.demo:
         rows, note = demo(args.out, fast=args.fast)
     else:
-        rows, note = [train(args.precision, args.out, **({"width": 64, "epochs": 2} if args.fast else {}))], ""
+        rows, note = [train(args.precision, args.out, **({"width": 64, "epochs": 1} if args.fast else {}))], ""
     print(f"\n{as_table(rows)}\n\n{note}", end="")
     print(f"The history of the loss scale (CSV; PNG for fp16) and the comparisons (CSV) are in {args.out}/.")
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.scale_runs import scale_run
 from support.source import ROOT
 
@@ -151,9 +152,11 @@ def test_what_is_found_from_here_is_made_in_a_process_that_was_started_elsewhere
     monkeypatch.setattr(sys, "path", list(sys.path))
     user = parse_user_classes([], ["--model=nets.mine.Net", "--model.width=64", "--data=nets.mine.Data"])
     (elsewhere / "sent").write_bytes(pickle.dumps((user.make_module, user.make_data)))
-    code = "import pickle; net, data = (f() for f in pickle.load(open('sent', 'rb'))); print(net.width, type(data))"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=elsewhere, env=environment(), check=False)
+    script = elsewhere / "script.py"
+    script.write_text(
+        "import pickle; net, data = (f() for f in pickle.load(open('sent', 'rb'))); print(net.width, type(data))"
+    )
+    done = warm.run_script(script, cwd=elsewhere, env=environment())
     assert (done.returncode, done.stdout) == (0, "64 <class 'nets.mine.Data'>\n"), done.stderr
 
 

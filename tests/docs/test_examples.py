@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -29,9 +30,7 @@ def as_loud_as_before() -> Iterator[None]:
 
 
 def run_example(path: Path, *arguments: str | Path) -> str:
-    done = subprocess.run(
-        [sys.executable, path, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=240, check=False
-    )
+    done = warm.run_script(path, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

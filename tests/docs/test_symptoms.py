@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from support import warm
 
 from lightning_amp._text import exact
 
@@ -22,8 +23,10 @@ def without_numbers(text: str) -> str:
 
 def test_output_in_the_guide_is_real() -> None:
     """One process for all: they print one after the other, each below a line with its name."""
-    command = [sys.executable, ROOT / "examples" / "symptoms.py", "--fast"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = warm.run_script(
+        Path(__file__).with_name("symptoms_script.py"), "--fast", env={**os.environ, "PYTHONPATH": paths}
+    )
     assert done.returncode == 0, done.stderr
     printed = dict(re.findall(r"^--- ([\w-]+): (.*?)(?=^--- |\Z)", done.stdout, re.MULTILINE | re.DOTALL))
     assert printed.keys() == {name for name, _ in BLOCK.findall(GUIDE)}

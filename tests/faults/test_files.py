@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from support import warm
 from support.resuming import assert_equal, everything, plugin_for, train
 from support.stores import Bucket
 
@@ -109,8 +108,7 @@ def test_a_folder_that_vanishes(name: str, tmp_path: Path) -> None:
 def test_a_full_disk(tmp_path: Path) -> None:
     """A limit on the size of files, in a process of its own: a real write fails halfway."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])}
-    command = [sys.executable, str(HERE / "full_disk_script.py"), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = warm.run_script(HERE / "full_disk_script.py", tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.splitlines() == ["ScaleMonitor: 1 warning", "OverflowLocator: 1 warning", "bit-identical"]
 

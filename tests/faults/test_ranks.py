@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from support import warm
 
 from lightning_amp._files import LEFTOVER
 from lightning_amp.reports import ScaleHistory
@@ -21,8 +20,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("victim", [1])
 def test_the_other_rank_stops(victim: int, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])}
-    command = [sys.executable, str(HERE / "rank_script.py"), str(victim), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = warm.run_script(HERE / "rank_script.py", str(victim), tmp_path, env=environment)
     ended = time.time()
     assert done.returncode != 0
     assert "Connection" in done.stderr or "connection" in done.stderr, done.stderr[-3000:]

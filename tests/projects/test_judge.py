@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from support import warm
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
@@ -331,15 +330,8 @@ def test_a_process_that_dies_or_hangs_is_a_row(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": paths},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = warm.run_script(script, env={**os.environ, "PYTHONPATH": paths}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert "dies (0 s): bf16: OURS: the process died with exit code 3 in the arm 'ours bf16'" in done.stdout
     assert "hangs (0 s): fp32: WRONG PROJECT: not finished after 2 s in the arm 'plain fp32'" in done.stdout
     assert "good: fine" in done.stdout

@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import pytest
 import torch
 from support import Toy, batches, fit
 from support.averages import EMAWeightAveraging
+from support.launch import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError, MetricCollection
@@ -280,12 +279,7 @@ def test_only_looking_changes_nothing(manual: bool, accumulate: int) -> None:
 
 
 def test_a_bad_batch_on_one_of_two_ranks(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
-        environment.pop(name, None)
-    command = [sys.executable, str(Path(__file__)), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(Path(__file__), 2, tmp_path)
     well, ill = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert well["reports"] == ill["reports"] == [[1, 2, "batch", "body.0"]]
     assert ", rank 1, loss scale" in well["text"]

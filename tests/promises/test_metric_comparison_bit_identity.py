@@ -5,8 +5,6 @@ That holds only if batches, random draws, metric states, lists, buffers and weig
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
 from support.averages import EMAWeightAveraging
 from support.comparison_models import Everything, Rows, everything_of, fit, loaders
+from support.launch import run_ranks
 
 from lightning_amp import AmpPrecision
 from lightning_amp.callbacks._metric_comparison import MetricComparison
@@ -186,12 +185,7 @@ def test_test_is_the_same_with_and_without(num_loaders: int, limit_batches: int 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_two_processes(manual: bool, tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
-        environment.pop(name, None)
-    command = [sys.executable, str(Path(__file__)), str(tmp_path), str(int(manual))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(Path(__file__), 2, tmp_path, str(int(manual)))
     for rank in (0, 1):
         report = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert report["changed"] == []

@@ -1,12 +1,10 @@
-"""Start a script once per rank, in gloo processes of its own, and wait for all of them."""
+"""Run a script once per rank, in gloo processes of their own, and wait for all of them."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from support import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,13 +45,18 @@ def read(folder: Path, world_size: int) -> list[dict[str, Any]]:
 def launch(
     script: Path, world_size: int, folder: Path, *arguments: str, timeout_s: float = 240
 ) -> list[dict[str, Any]]:
-    """Run `script FOLDER ARGUMENTS...` on every rank; returns what each of them saved as `rank{rank}.pt` in `folder`.
+    """As :func:`run_ranks`, with an empty `folder` first; returns what each rank saved there as `rank{rank}.pt`."""
+    run_ranks(script, world_size, folder, *arguments, timeout_s=timeout_s)
+    return read(folder, world_size)
+
+
+def run_ranks(script: Path, world_size: int, *arguments: str | Path, timeout_s: float = 240) -> None:
+    """Run `script ARGUMENTS...` on every rank.
 
     Args:
         script: Ends with `torch.distributed.destroy_process_group()`.
         world_size: How many processes.
-        folder: Empty.
-        arguments: More of them.
+        arguments: Of the script.
         timeout_s: After so long all are killed.
 
     Raises:
@@ -70,16 +75,15 @@ def launch(
         "WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
     }
-    with tempfile.TemporaryFile() as printed:
+    with tempfile.TemporaryDirectory() as folder:
+        printed = Path(folder, "printed")
         processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(folder), *arguments],
+            warm.start(
+                script, *arguments, out=printed, err=printed, order=rank % 2,
                 env={**common, "LOCAL_RANK": str(rank), "RANK": str(rank)},
-                stdout=printed,
-                stderr=subprocess.STDOUT,
             )
             for rank in range(world_size)
-        ]
+        ]  # fmt: skip
         deadline = time.monotonic() + timeout_s
         try:
             while any(p.poll() is None for p in processes):
@@ -91,6 +95,5 @@ def launch(
             for process in processes:
                 process.kill()
                 process.wait()
-        printed.seek(0)
-        assert codes == [0] * world_size, f"exit codes {codes}\n{printed.read().decode(errors='replace')[-6000:]}"
-    return read(folder, world_size)
+        text = printed.read_text(encoding="utf-8", errors="replace")
+        assert codes == [0] * world_size, f"exit codes {codes}\n{text[-6000:]}"

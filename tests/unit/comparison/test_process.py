@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import warm
 from support.compared import by_hand, dies, sleeps, task
 
 from lightning_amp import AmpPrecision
@@ -68,33 +68,29 @@ kwargs = dict(accelerator="cpu", max_epochs=1)
 """
 
 
-def start_script(
-    folder: Path, guard: str, factories: str, functions: str = "", *arguments: str
-) -> subprocess.Popen[str]:
+def start_script(folder: Path, guard: str, factories: str, functions: str = "", *arguments: str) -> warm.Process:
+    """Its errors go to `folder / "err"`."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).format(guard=guard, factories=factories, functions=functions))
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "SLEEPER": str(folder / "sleeper")}
-    return subprocess.Popen(
-        [sys.executable, script, *arguments],
-        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    return warm.start(script, *arguments, out=folder / "out", err=folder / "err", cwd=folder, env=environment)
 
 
 def test_functions_of_the_script_itself(tmp_path: Path) -> None:
     """And its arguments, which it may look at while it is imported."""
     functions = "import sys\nWIDTH = int(sys.argv[1])\ndef make():\n    return Waves(WIDTH)\n"
     script = start_script(tmp_path, 'if __name__ == "__main__": ', "make, Sea", functions, "16")
-    _, err = script.communicate(timeout=100)
-    assert script.returncode == 0, err
+    code, err = script.wait(), (tmp_path / "err").read_text()
+    assert code == 0, err
     assert "[1/1] fp32, seed 0: " in err
     assert (tmp_path / "kept" / "fp32-seed0.json").is_file()
 
 
 def test_a_script_without_a_guard(tmp_path: Path) -> None:
     script = start_script(tmp_path, "", "make, Sea", "def make():\n    return Waves(16)\n")
-    _, err = script.communicate(timeout=100)
-    assert script.returncode != 0
+    assert script.wait() != 0
+    err = (tmp_path / "err").read_text()
     last = err.strip().splitlines()[-1]
     assert last.startswith("ValueError: The process of an arm could not import")
     assert 'if __name__ == "__main__":' in last
@@ -108,7 +104,7 @@ def test_an_arm_ends_when_the_script_is_gone(tmp_path: Path) -> None:
     while not (sleeper.exists() and sleeper.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     script.kill()
-    script.communicate(timeout=30)
+    script.wait()
     while is_running(int(sleeper.read_text())) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(int(sleeper.read_text()))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_amp.casting import Fp32Modules
+from lightning_amp.profiling import _analysis
 from lightning_amp.profiling._clock import BACKWARD, FORWARD, OPTIMIZER
 from lightning_amp.profiling._operations import Operation
 from lightning_amp.profiling._recorder import Recorder
@@ -19,10 +21,11 @@ CPU = torch.device("cpu")
 class Step:
     """A step by hand, that says which part is running."""
 
-    def __init__(self, net: nn.Module, fp32: tuple[nn.Module, ...] = ()) -> None:
+    def __init__(self, net: nn.Module, fp32: tuple[nn.Module, ...] = (), held: Sequence[Tensor] = ()) -> None:
         self.part = FORWARD
         self.net = net
-        self.recorder = Recorder(net, CPU, [m for f in fp32 for m in f.modules()], (), lambda: self.part, "nobody.py")
+        kept = [m for f in fp32 for m in f.modules()]
+        self.recorder = Recorder(net, CPU, kept, held, lambda: self.part, "nobody.py")
 
     def run(self, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None = None) -> Recorder:
         with self.recorder:
@@ -89,6 +92,23 @@ def test_casts_and_who_asked_for_them() -> None:
     assert "h.float()" in str(explicit.place)
 
 
+def test_casts_of_this_package_are_not_the_users() -> None:
+    """It casts what goes into a module that is kept in fp32: the line that calls the module asked for nothing."""
+    model = net()
+    Fp32Modules(model, ["2"], "cpu", active=True)
+
+    def loss() -> Tensor:
+        return model(torch.ones(3, 8)).double().sum()
+
+    recorder = Step(model).run(loss)
+    casts = [o for o in recorder.operations if o.cast_bytes and o.part == FORWARD and not o.cast_of]
+    (into,) = [o for o in casts if o.cast_bytes == 3 * 16 * 4]
+    assert into.asked in ("torch.Tensor.float", "torch.Tensor.to")
+    assert into.place is None
+    (explicit,) = [site for site in _analysis.casts(recorder.operations) if site.kind == "explicit"]
+    assert ".double().sum()" in explicit.where
+
+
 def test_waits_of_the_user_and_not_those_of_optimizers() -> None:
     model = net()
 
@@ -123,6 +143,46 @@ def test_memory_is_followed_until_it_is_freed() -> None:
     assert large.end - large.begin <= 2
     gradients = [a for a in allocations if a.end is None]
     assert {a.num_bytes for a in gradients} >= {4 * 8 * 16, 4 * 16}
+
+
+def test_what_is_freed_after_the_step_lasts_to_its_end() -> None:
+    model, kept = net(), list[Tensor]()
+
+    def loss() -> Tensor:
+        kept.append(torch.ones(1000, 1000))
+        return model(torch.ones(3, 8)).sum()
+
+    recorder = Step(model).run(loss)
+    kept.clear()
+    (made,) = [allocation for allocation in recorder.allocations if allocation.num_bytes == 4_000_000]
+    assert made.end is None
+
+
+def test_what_was_there_before_the_step_is_no_new_memory() -> None:
+    """Operations in place give it out again: on weights, buffers, the states of optimizers and the batch."""
+    model, batch = nn.Sequential(*net(), nn.BatchNorm1d(4)), torch.ones(300, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    model(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    states = [state["momentum_buffer"] for state in optimizer.state.values()]
+    before = {"weights": [*model.parameters()], "buffers": [*model.buffers()], "states": states, "batch": [batch]}
+    recorder = Step(model, held=[*states, batch]).run(lambda: model(batch.mul_(2)).sum(), optimizer)
+    made = {allocation.pointer for allocation in recorder.allocations}
+    for name, tensors in before.items():
+        assert tensors
+        assert not made & {tensor.untyped_storage().data_ptr() for tensor in tensors}, name
+    assert {name for name in ("mul_", "add_") if named(recorder, name) or named(recorder, name, OPTIMIZER)} == {
+        "mul_", "add_",
+    }  # fmt: skip
+
+
+def test_gradients_that_are_left_from_before_are_memory_of_the_step() -> None:
+    model = net()
+    model(torch.ones(3, 8)).sum().backward()
+    recorder = Step(model).run(lambda: model(torch.ones(3, 8)).sum())
+    left = {allocation.num_bytes for allocation in recorder.allocations if allocation.begin == -1}
+    assert left == {4 * n for n in (8 * 16, 16, 16 * 4, 4)}
 
 
 def test_losses_over_classes() -> None:

@@ -70,6 +70,34 @@ def test_the_budget_ends_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(race([contestant("a")], CPU, KWARGS, None, budget_s=0.0)[0].step_s) == 1
 
 
+@pytest.mark.parametrize(
+    ("round_s", "turns"),
+    [
+        (0.01, "abcde edcba " * 4 + "abcde"),
+        (1.0, "abcde edcba abcde"),  # nine rounds would take too long
+        (10.0, "abcde cba abc"),  # three of all of them, too
+    ],
+)
+def test_where_steps_are_long_there_are_three_rounds_of_fewer(
+    round_s: float, turns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, ran, laps = [0.0], list[str](), list[int]()
+
+    def turn(self: Contestant, *arguments: Any) -> None:
+        now[0] += round_s
+        ran.append(self.label)
+        laps.append(arguments[-1])
+
+    monkeypatch.setattr(Contestant, "round", turn)
+    monkeypatch.setattr(_variants.time, "perf_counter", lambda: now[0])
+    assert [variant.label for variant in race([contestant(label) for label in "abcde"], CPU, KWARGS, None)] == [
+        *"abcde"
+    ]
+    assert "".join(ran) == turns.replace(" ", "")
+    assert set(laps[:5]) == {4}
+    assert set(laps[5:]) == ({1} if round_s == 10.0 else {4})
+
+
 def test_batches_are_copies_without_end() -> None:
     own = torch.ones(2)
     given = iter(Batches([own]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from support import Toy, batches
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
@@ -137,3 +137,114 @@ def test_the_profiler_knows_its_actions() -> None:
         profiler.stop(action)
     assert list(seen.values()) == [DATA, FORWARD, SCALING, CALLBACKS, "rest", "rest"]
     profiler.stop("something else")
+
+
+# -- the batches that are kept -----------------------------------------------------------------------------------------
+
+HOOK = "on_before_batch_transfer"
+
+
+class Doubling(Toy):
+    """Its hook changes batches in place, and its step empties them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: list[float] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch.mul_(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sums.append(float(batch.sum()))
+        loss = super().training_step(batch, batch_idx)
+        batch.detach().zero_()
+        return loss
+
+
+class Numbers:
+    """Batches that are new each time."""
+
+    def __init__(self, *numbers: float) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Any:
+        return (torch.full((4, 8), number) for number in self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+FOUR = Numbers(1.0, 2.0, 3.0, 4.0)
+
+
+def test_batches_are_kept_as_the_loader_gave_them() -> None:
+    """As copies, from before the hook of the user, which goes on working."""
+    module = Doubling()
+    watch, _ = watched(module, loader=FOUR)
+    assert [float(batch.sum()) for batch in watch.batches] == [32.0, 64.0, 96.0, 128.0]
+    assert module.sums == [64.0, 128.0, 192.0, 256.0] * 2
+
+
+def test_batches_of_validation_are_not_kept() -> None:
+    class Validates(Toy):
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+        def val_dataloader(self) -> Any:
+            return Numbers(0.0)
+
+    watch, _ = watched(Validates(), loader=Numbers(1.0, 2.0), val_check_interval=1)
+    assert len(watch.batches) == 4
+    assert all(bool(batch.all()) for batch in watch.batches)
+
+
+class Fails(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise KeyError
+
+
+@pytest.mark.parametrize("kind", [Doubling, Toy])
+def test_the_hook_of_the_class_is_back_after_a_fit(kind: type[LightningModule]) -> None:
+    module = kind()
+    watch, _ = watched(module, loader=FOUR)
+    assert watch.batches
+    assert HOOK not in vars(module)
+
+
+def test_the_hook_of_an_instance_is_back_after_a_fit() -> None:
+    called: list[int] = []
+
+    def own(batch: Any, dataloader_idx: int) -> Any:
+        called.append(dataloader_idx)
+        return batch
+
+    module = Toy()
+    vars(module)[HOOK] = own
+    watch, _ = watched(module, loader=FOUR)
+    assert watch.batches
+    assert len(called) >= 8
+    assert vars(module)[HOOK] is own
+
+
+def test_the_hook_is_back_after_an_exception() -> None:
+    module = Fails()
+    with pytest.raises(KeyError):
+        watched(module, loader=FOUR)
+    assert HOOK not in vars(module)
+
+
+def test_the_hook_of_a_data_module_is_the_one_that_runs() -> None:
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return FOUR
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch * 3
+
+    module, data, watch = Doubling(), Data(), Watch(CPU, __file__, lambda *_: None)
+    with unnoticed(CPU):
+        trainer = private_trainer(CPU, AmpPrecision("bf16"), [watch], {})
+        run_private_fit(trainer, module, data)
+    assert [float(batch.sum()) for batch in watch.batches] == [32.0, 64.0, 96.0, 128.0]
+    assert module.sums[:4] == [96.0, 192.0, 288.0, 384.0]
+    assert HOOK not in vars(data)
+    assert HOOK not in vars(module)

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -222,6 +223,15 @@ def test_where_the_trainer_says_that_files_go_is_a_folder_that_is_removed(in_tmp
     trainer, _ = fit(Writes, Data, callbacks=[RichProgressBar(), ModelSummary(), ModelCheckpoint(save_last=True)])
     assert not Path(trainer.default_root_dir).exists()
     assert list(in_tmp_path.iterdir()) == []
+
+
+def test_the_folder_goes_if_there_is_no_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TypeError, match="max_epoch"):
+        private_trainer(CPU, AmpPrecision("bf16"), [], {"max_epoch": 1})
+    assert list(tmp_path.iterdir()) == []
+    trainer = private_trainer(CPU, AmpPrecision("bf16"), [], {})
+    assert list(tmp_path.iterdir()) == [Path(trainer.default_root_dir)]
 
 
 def test_a_callback_that_cannot_be_copied_is_named() -> None:

@@ -121,13 +121,36 @@ def test_the_modules_in_order_of_suspicion() -> None:
 def test_statistics_of_the_real_module_stay_as_they_are() -> None:
     def states(bench: Bench) -> list[dict[str, Tensor]]:
         bench.errors()
-        bench.errors(("head",))
+        bench.errors(("body.0",))
         return [point.weights for point in bench.points]
 
     first, later = on(cases.Convolutional, "bf16", states)
     assert int(first["body.1.num_batches_tracked"]) == 0
     assert int(later["body.1.num_batches_tracked"]) == 4
     assert not torch.equal(first["head.weight"], later["head.weight"])
+
+
+def test_the_modes_of_modules_are_those_of_the_step() -> None:
+    """Also where it is measured in the middle of a validation."""
+    seen: list[tuple[bool, bool]] = []
+
+    class Frozen(cases.Mlp):
+        def on_train_start(self) -> None:
+            self.body.eval()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            seen.append((self.training, self.body[3].training))
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+    def measured(bench: Bench) -> int:
+        before = len(seen)
+        bench.errors(("body.0",))
+        return len(seen) - before
+
+    assert on(Frozen, "bf16", measured) >= 2
+    assert set(seen) == {(True, False)}
 
 
 def test_fp32_that_is_not_finite() -> None:

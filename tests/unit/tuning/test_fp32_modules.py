@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 import random
@@ -370,3 +371,86 @@ def test_no_batches() -> None:
 def test_a_module_instead_of_a_factory() -> None:
     with pytest.raises(ValueError, match=r"`make_module` must be .*, got an object of Mlp\. Write `lambda: ...`"):
         find_fp32_modules(cases.Mlp(), cases.Rows, tolerance=0.05)  # type: ignore[arg-type]
+
+
+# -- what a step is like -----------------------------------------------------------------------------------------------
+
+
+class OfOneDtype(cases.Case):
+    """Does not run in half precision: what is put into a tensor must have its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.part, self.head = nn.Linear(cases.SIZE, 16), nn.Linear(cases.SIZE, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inp(x).float()
+        return self.head(out.index_put((torch.arange(2),), self.part(x[:2])))
+
+
+def test_the_cost_of_what_does_not_run_without() -> None:
+    found = find_fp32_modules(seeded(OfOneDtype), cases.Rows, "bf16", tolerance=0.05, trainer_kwargs=CPU)
+    assert found == ("part",)
+    assert math.isnan(found.cost)
+    assert "A training step does not run without." in found.message
+    assert "times as long" not in found.message
+
+
+class Later(cases.Case):
+    """A part that overflows, and that runs in later batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.late, self.head = nn.Linear(cases.SIZE, 16), cases.LargeInside(16), nn.Linear(16, 1)
+        self.runs = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.inp(x)
+        return self.head(self.late(z) if self.runs else z)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.runs = batch_idx >= 5
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_runs_in_later_batches_is_a_candidate() -> None:
+    (found,) = find_fp32_modules(seeded(Later), cases.Rows, "fp16", tolerance=0.02, trainer_kwargs=CPU)
+    assert found.startswith("late")
+
+
+class InARow(cases.Case):
+    """Three of five layers that are not alike; their names differ in a number alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        body: list[nn.Module] = [
+            cases.LargeInside(16), nn.Linear(16, 16), cases.LargeScores(16), nn.Linear(16, 16), cases.LargeInside(16),
+        ]  # fmt: skip
+        self.inp, self.body, self.head = nn.Linear(cases.SIZE, 16), nn.Sequential(*body), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.inp(x)))
+
+
+def test_layers_that_are_not_alike_have_a_rule_each() -> None:
+    found = find_fp32_modules(seeded(InARow), cases.Rows, "fp16", tolerance=0.02, trainer_kwargs=CPU)
+    assert sorted(str(rule)[:6] for rule in found) == ["body.0", "body.2", "body.4"]
+    comparison = Comparison(seeded(InARow))
+    assert comparison.error("fp16", found) <= 0.02 * 1.01
+    for left_out in found:
+        assert comparison.error("fp16", [rule for rule in found if rule != left_out]) > 0.02
+
+
+class NeverTheSame(cases.Mlp):
+    """Draws from a generator that nobody knows."""
+
+    drawn = itertools.count(1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return next(self.drawn) * super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_is_not_reproducible() -> None:
+    text = r"^The step is not reproducible: in fp32, too, its gradients differ by [\d.]+ ?% from one run to the next"
+    with pytest.raises(ValueError, match=text):
+        find_fp32_modules(seeded(NeverTheSame), cases.Rows, "bf16", tolerance=0.05, trainer_kwargs=CPU)

@@ -75,6 +75,20 @@ def test_another_size(tmp_path: Path) -> None:
     assert (facts.own_size, facts.loader_sizes, facts.batch_rows, facts.num_rows) == (64, (64,), 64, 128)
 
 
+class Uneven(Ocean):
+    """The largest batch is neither the first nor the last."""
+
+    def train_dataloader(self) -> Any:
+        groups = [[0, 1], [2, 3, 4, 5, 6], [7]]
+        return DataLoader(self.data, batch_sampler=groups * 5)  # type: ignore[arg-type]
+
+
+def test_the_rows_of_the_largest_batch(tmp_path: Path) -> None:
+    run, facts = short(tmp_path, data=Uneven)
+    assert run.error is None
+    assert facts.batch_rows == 5
+
+
 class Schedule(Plain):
     """Asks how many steps there are, and for a metric of validation."""
 

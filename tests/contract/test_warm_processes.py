@@ -1,0 +1,94 @@
+"""The processes of `support.warm` are as new ones, but for what is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import warm
+
+SCRIPT = """
+import atexit, json, os, random, sys
+import numpy, torch
+atexit.register(print, "the end")
+ours = [name for name in sys.modules if name.startswith(("lightning_amp", "support"))]
+facts = {"name": __name__, "file": __file__, "argv": sys.argv, "folder": os.getcwd(), "path": sys.path[:2],
+         "ours": ours, "environment": dict(os.environ), "threads": torch.get_num_threads(),
+         "main": sys.modules["__main__"].__dict__ is globals(), "input": sys.stdin.read()}
+drawn = [random.random(), numpy.random.rand(), torch.rand(1).item(), os.getpid()]
+print(json.dumps([facts, drawn, list({f"{i}" for i in range(50)})]), flush=True)
+if sys.argv[1] == "raises":
+    raise KeyError("so")
+sys.exit(3)
+"""
+
+
+def run(script: Path, how: str, environment: dict[str, str], argument: str = "exits") -> tuple[Any, str, int]:
+    """What it printed, its errors and its exit code."""
+    if how == "warm":
+        done = warm.run_script(script, argument, "2", env=environment, cwd=script.parent)
+    else:
+        done = subprocess.run(
+            [sys.executable, script, argument, "2"], env=environment, cwd=script.parent, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+    first, last = done.stdout.splitlines()
+    assert last == "the end"
+    return json.loads(first), done.stderr, done.returncode
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path / "script.py"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    names = ("PATH", "HOME", "OMP_WAIT_POLICY", "LD_LIBRARY_PATH")
+    kept = {name: os.environ[name] for name in names if name in os.environ}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path / "modules"), "MINE": "1"}
+
+
+def test_a_script_sees_what_it_would_see(script: Path, environment: dict[str, str]) -> None:
+    (here, drawn, _), _, code = run(script, "warm", environment)
+    (there, _, _), _, expected = run(script, "new", environment)
+    for facts in (here, there):  # what torch and Lightning set when they are imported
+        facts["environment"] = {name: facts["environment"].get(name) for name in environment}
+    assert here == there
+    assert code == expected == 3
+    (_, again, _), _, _ = run(script, "warm", environment)
+    assert not set(drawn) & set(again)
+
+
+def test_an_exception_has_its_traceback(script: Path, environment: dict[str, str]) -> None:
+    _, said, code = run(script, "warm", environment, "raises")
+    assert code == 1
+    assert said.rstrip().endswith("KeyError: 'so'")
+    assert f'{script}", line' in said
+
+
+def test_two_orders_of_sets(script: Path, environment: dict[str, str]) -> None:
+    """Ranks that iterate over sets must not agree by chance."""
+    orders: list[Any] = []
+    for order in (0, 1):
+        out = script.with_name(f"out{order}")
+        process = warm.start(script, "exits", out=out, err=out, env=environment, order=order)
+        assert process.wait() == 3
+        orders.append(json.loads(out.read_text().splitlines()[0])[2])
+    assert sorted(orders[0]) == sorted(orders[1])
+    assert orders[0] != orders[1]
+
+
+def test_one_that_hangs_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        warm.run_script(script, timeout_s=1.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(caught.value.output), 0)
