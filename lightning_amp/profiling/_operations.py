@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import final
 
-from lightning_amp.profiling._places import Place
+from lightning_amp.tracing import Place
 
 
 @final

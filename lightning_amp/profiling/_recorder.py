@@ -19,7 +19,7 @@ from lightning_amp._compat import _aten, _modules
 from lightning_amp.casting import flop_formulas, multiplied_dtype
 from lightning_amp.profiling._clock import BACKWARD, FORWARD
 from lightning_amp.profiling._operations import Allocation, Loss, Operation
-from lightning_amp.profiling._places import Place, called_by_optimizer, running_place, user_place
+from lightning_amp.tracing import Place, called_by_optimizer, running_place, user_place
 
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
 """Methods that give the values of a tensor to the host; on a CPU some of them are no operation."""

@@ -20,7 +20,7 @@ from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._ranks import gather
 from lightning_amp.shadow._training_pass import TrainingPass
-from lightning_amp.tracing import Diagnosis, Place, RandomState, Trace, diagnose, full_precision, make_bundle
+from lightning_amp.tracing import Diagnosis, GradientPlace, RandomState, Trace, diagnose, full_precision, make_bundle
 
 _WINDOW_BYTES = 2**28
 """What the batches of an accumulation window may take in memory; of a larger one the first are forgotten."""
@@ -142,7 +142,7 @@ class _Search:
         self._replay: TrainingPass | None = None
         self._is_new = False
         self._unseen: list[str] = []
-        self._half_places: set[Place] = set()
+        self._half_places: set[GradientPlace] = set()
 
     @property
     def unseen(self) -> str:
@@ -239,7 +239,9 @@ def _run(
     return found, parameters, trace
 
 
-def _largest_true_gradient(trainer: Trainer, replay: TrainingPass, step: KeptBatch, half_places: set[Place]) -> float:
+def _largest_true_gradient(
+    trainer: Trainer, replay: TrainingPass, step: KeptBatch, half_places: set[GradientPlace]
+) -> float:
     """Measure it in fp32, over parameters and outputs of modules: it tells which scale would have been low enough."""
     context = full_precision(trainer.strategy.root_device.type)
     batch = copy_batch(step.batch, upcast=True)

@@ -20,7 +20,7 @@ from lightning_amp._containers import tensors_in
 from lightning_amp.numerics import HALF_DTYPES, all_finite, dense, largest, largest_finite, nonfinite, stack_scalars
 
 Where = Literal["output", "input", "parameter"]
-Place = tuple[Where, int, int, str]
+GradientPlace = tuple[Where, int, int, str]
 
 
 def floating_in(values: Any) -> Iterator[tuple[str, Tensor]]:
@@ -100,7 +100,7 @@ class Arrival:
     dtype: torch.dtype
     shape: tuple[int, ...]
     key: tuple[int, int]
-    place: Place
+    place: GradientPlace
 
     @property
     def in_half(self) -> bool:
@@ -162,7 +162,7 @@ class Trace:
         if parameter.requires_grad and id(parameter) not in self._watched:
             self._watched.add(id(parameter))
             self.owners[parameter_name] = name, module
-            place: Place = ("parameter", 0, 0, parameter_name)
+            place: GradientPlace = ("parameter", 0, 0, parameter_name)
             self._handles.append(parameter.register_hook(partial(self._arrived, place, None)))
 
     def __exit__(
@@ -211,7 +211,7 @@ class Trace:
             self._handles.append(tensor.register_hook(partial(self._arrived, (where, call.number, position, ""), call)))
 
     @torch.no_grad()
-    def _arrived(self, place: Place, call: Call | None, gradient: Tensor) -> None:
+    def _arrived(self, place: GradientPlace, call: Call | None, gradient: Tensor) -> None:
         with _modules.outside_transforms():
             gradient = _modules.behind_transforms(gradient)
             magnitude = largest(gradient)  # one pass: infinity and NaN show in it
@@ -239,11 +239,11 @@ class Trace:
             self._in_backward = False
 
     @property
-    def half_places(self) -> set[Place]:
+    def half_places(self) -> set[GradientPlace]:
         """Return the places where this pass computed gradients in half precision."""
         return {arrival.place for arrival in self.arrivals if arrival.in_half}
 
-    def gradients_in_half(self, half_places: set[Place]) -> list[Arrival]:
+    def gradients_in_half(self, half_places: set[GradientPlace]) -> list[Arrival]:
         """Return the gradients that fp16 would have to hold: of parameters, and those that another trace found in half.
 
         The gradient of a loss is fp32, and as large as the scale: it says nothing. Where that trace found none in half

@@ -9,7 +9,7 @@ import torch
 from lightning_amp.profiling import _analysis
 from lightning_amp.profiling._clock import BACKWARD, FORWARD
 from lightning_amp.profiling._operations import Operation
-from lightning_amp.profiling._places import Place
+from lightning_amp.tracing import Place
 
 LINE = Place("nowhere.py", 7)
 

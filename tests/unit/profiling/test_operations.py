@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_amp.profiling._operations import Allocation, Operation
-from lightning_amp.profiling._places import Place
+from lightning_amp.tracing import Place
 
 
 def test_an_operation() -> None:

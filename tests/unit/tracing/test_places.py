@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_amp.profiling._places import Place, called_by_optimizer, running_place, user_place
+from lightning_amp.tracing import Place, called_by_optimizer, running_place, user_place
 
 HERE = Path(__file__).name
 

@@ -1,0 +1,132 @@
+"""Which line of the user's code is being run, and which module's own code it is."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from typing_extensions import final, override
+
+
+def _folder(package: str) -> str:
+    spec = find_spec(package)
+    return str(Path(spec.origin).parent) if spec is not None and spec.origin else "<none>"
+
+
+_OWN = str(Path(__file__).parent.parent)
+_WATCHERS = tuple(f"{_OWN}/{room}/" for room in ("tracing", "profiling"))
+_LIGHTNING = (*map(_folder, ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")), _OWN)
+_TORCH = _folder("torch")
+_LIBRARIES = (_TORCH, *_LIGHTNING)
+_OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)
+_STANDARD = (_folder("linecache"), "<")
+_MEASURING = tuple(f"{_OWN}/{room}/" for room in ("tracing", "numerics"))
+_WATCH = f"{_OWN}/tracing/_operation_watch.py"
+_CALLING = nn.Module.__call__.__code__.co_filename
+"""Where the wrappers around each forward are: no code of the module."""
+
+
+@final
+class Place(NamedTuple):
+    """A line of code."""
+
+    file: str
+    line: int
+
+    @override
+    def __str__(self) -> str:
+        where = f"{Path(self.file).name}:{self.line}"
+        return f'{where} "{self.code}"' if self.code else where
+
+    @property
+    def code(self) -> str:
+        """Return the text of the line; empty where there is no file."""
+        return linecache.getline(self.file, self.line).strip()
+
+
+def user_place(boundary: str) -> Place | None:
+    """Return the innermost line that is neither of torch, of Lightning nor of this package.
+
+    Args:
+        boundary: The file at which to stop: what called it is not what runs.
+
+    Returns:
+        The line; where only libraries are between here and the boundary, `None`.
+
+    """
+    for frame in _frames(boundary):
+        file = frame.f_code.co_filename
+        if not file.startswith((*_LIBRARIES, *_STANDARD)):
+            return Place(file, frame.f_lineno)
+    return None
+
+
+def running_place(boundary: str) -> tuple[Place | None, bool]:
+    """Return the innermost line that is not torch's, and whether it is the user's: of no library that we know.
+
+    Args:
+        boundary: As of :func:`user_place`.
+
+    """
+    for frame in _frames(boundary):
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, *_WATCHERS, *_STANDARD)):
+            return Place(file, frame.f_lineno), not file.startswith(_LIGHTNING)
+    return None, False
+
+
+def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None, str | None] | None:
+    """Return the innermost line of no library, and the innermost module one of whose own methods is running.
+
+    Args:
+        names: Qualified names of the modules that count, by their `id`.
+        boundary: As of :func:`user_place`.
+
+    Returns:
+        Both, each `None` where there is none; `None` alone where this package is measuring something.
+
+    """
+    place: Place | None = None
+    module: str | None = None
+    is_inside = True
+    for frame in _frames(boundary):
+        file = frame.f_code.co_filename
+        if is_inside and not file.startswith((_TORCH, *_STANDARD)) and file != _WATCH:
+            is_inside = False
+            if file.startswith(_MEASURING):
+                return None
+        if place is None and not file.startswith((*_LIBRARIES, *_STANDARD)):
+            place = Place(file, frame.f_lineno)
+        if module is None and file != _CALLING:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                module = names.get(id(owner))
+        if place is not None and module is not None:
+            break
+    return place, module
+
+
+def called_by_optimizer() -> bool:
+    """Return whether an optimizer of torch is reading: its counts of steps are on the host."""
+    frame = inspect.currentframe()
+    for _ in range(12):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _frames(boundary: str) -> Iterator[FrameType]:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename != boundary:
+        yield frame
+        frame = frame.f_back
