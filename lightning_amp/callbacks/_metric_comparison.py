@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
@@ -16,18 +15,16 @@ from typing_extensions import final, override
 from lightning_amp import _messages
 from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
+from lightning_amp._text import named
+from lightning_amp.callbacks._comparison_keys import as_metrics
 from lightning_amp.callbacks._comparison_settings import check_settings, why_not_logged
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
-from lightning_amp.reports import MAX_ROWS, ComparisonRow, ComparisonTable
+from lightning_amp.reports import MAX_ROWS, ComparisonRow, ComparisonTable, EvaluationReport, ModuleRow, ModuleTable
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import Failure, PairedEvaluation, Stage
+from lightning_amp.shadow import Failure, PairedEvaluation, SecondLook, Stage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-FP32_PREFIX = "amp/fp32/"
-DIFF_PREFIX = "amp/diff/"
-ABS_DIFF_PREFIX = "amp/abs_diff/"
 
 # Lightning takes these two, when a user logs them, for the axes of the plots.
 _AXES = {"step", "epoch"}
@@ -106,24 +103,38 @@ class MetricComparison(Callback):
         limit_batches: int | float | None = None,
         tolerance: float | Mapping[str, float] | None = None,
         on_exceed: Literal["warn", "raise"] = "warn",
+        by_module: bool = False,
     ) -> None:
-        check_settings(every_n_epochs, limit_batches, tolerance, on_exceed)
+        check_settings(every_n_epochs, limit_batches, tolerance, on_exceed, by_module)
         self.every_n_epochs = every_n_epochs
         self.limit_batches = limit_batches
         self.tolerance = dict(tolerance) if isinstance(tolerance, Mapping) else tolerance
         self.on_exceed = on_exceed
+        self.by_module = by_module
         self._last_trainer = LastTrainer()
         self._forget()
         self._begin_run()
 
     def _forget(self) -> None:
         self._table = ComparisonTable(tolerance=self.tolerance)
+        self._module_table = ModuleTable()
         self._num_validations = 0
+        self._look = SecondLook()
 
     @property
     def table(self) -> ComparisonTable:
         """Return all values compared so far: rows of `epoch, step, metric, amp, fp32, diff, relative_diff`."""
         return self._table
+
+    @property
+    def module_table(self) -> ModuleTable:
+        """Return what was compared so far of the outputs of modules; empty without `by_module=True`."""
+        return self._module_table
+
+    @property
+    def report(self) -> EvaluationReport | None:
+        """Return why a metric went wrong, which is also the text of the warning; `None` as long as none did."""
+        return self._look.reports[0] if self._look.reports else None
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write `.table` as CSV, with a header line, to a path or a URL. It is replaced at once or not at all."""
@@ -135,7 +146,11 @@ class MetricComparison(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": [list(row) for row in self._table], "num_validations": self._num_validations}
+        return {
+            "rows": [list(row) for row in self._table],
+            "module_rows": [list(row) for row in self._module_table],
+            "num_validations": self._num_validations,
+        }
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -145,11 +160,10 @@ class MetricComparison(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Saved(state_dict, "MetricComparison")
         num_validations = saved.count("num_validations")
-        try:
-            rows = [ComparisonRow(*row) for row in saved.entries("rows")]
-        except TypeError as error:
-            raise saved.wrong("rows", f"a list of rows of {len(ComparisonRow._fields)} values") from error
+        rows = saved.rows("rows", ComparisonRow)
+        module_rows = saved.rows("module_rows", ModuleRow) if "module_rows" in saved else []
         self._table = ComparisonTable(rows, tolerance=self.tolerance)
+        self._module_table = ModuleTable(module_rows)
         self._num_validations = num_validations
         self._resumed = bool(rows)
 
@@ -170,20 +184,20 @@ class MetricComparison(Callback):
             reason = f"`{type(pl_module).__name__}` has no `{step}`, in which it would compare what is logged"
         if reason is not None:
             self._runs = False
-            _messages.warn(f"`MetricComparison` does not run: {reason}.")
+            _messages.info(f"`MetricComparison` stands aside: {reason}.")
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._runs and not trainer.enable_validation:
-            _messages.warn(
-                "`MetricComparison` has nothing to compare: no validation runs in this fit. Give the trainer a"
-                " validation loader, and a `limit_val_batches` other than 0."
+            _messages.info(
+                "`MetricComparison` stands aside: no validation runs in this fit. Give the trainer a validation loader,"
+                " and a `limit_val_batches` other than 0, to have it compare."
             )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resumed:  # callbacks find the last values before this run has any of its own
-            _lightning.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last))
+            _lightning.add_callback_metrics(trainer, as_metrics(trainer, self._table.last))
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -213,6 +227,16 @@ class MetricComparison(Callback):
     on_test_batch_start = on_validation_batch_start
 
     @override
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        if self._current is not None:
+            self._current.end_batch()
+
+    on_test_batch_end = on_validation_batch_end
+
+    @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._current is not None and self._current.running:
             self._current.remember_random_state()  # for the shadow's own hook of this name
@@ -230,11 +254,11 @@ class MetricComparison(Callback):
         sides = current.finish()
         self._runs = not current.failed_for_good
         if sides is not None:
-            self._compare(trainer, pl_module, *sides)
+            self._compare(trainer, pl_module, current, *sides)
         elif trainer.state.fn == "fit":
             # A callback that monitors a difference must not end the run that goes on without it.
             names = _lightning.evaluation_names(trainer) - _AXES
-            unknown = _as_metrics(trainer, [ComparisonRow.of(0, 0, name, math.nan, math.nan) for name in names])
+            unknown = as_metrics(trainer, [ComparisonRow.of(0, 0, name, math.nan, math.nan) for name in names])
             _lightning.add_callback_metrics(trainer, unknown | trainer.callback_metrics)
 
     on_test_end = on_validation_end
@@ -242,7 +266,7 @@ class MetricComparison(Callback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._table:
-            _messages.info(f"MetricComparison, epoch {self._table[-1].epoch}:\n{self._table}")
+            self._print()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -261,7 +285,7 @@ class MetricComparison(Callback):
 
     def _open(self, trainer: Trainer, module: LightningModule, stage: Stage) -> None:
         report = partial(self._report, trainer)
-        self._current = PairedEvaluation(trainer, module, stage, self.limit_batches, report)
+        self._current = PairedEvaluation(trainer, module, stage, self.limit_batches, report, by_module=self.by_module)
 
     def _begin_run(self) -> None:
         self._runs = self._is_first = True
@@ -282,8 +306,14 @@ class MetricComparison(Callback):
         return True
 
     def _compare(
-        self, trainer: Trainer, module: LightningModule, amp: dict[str, float], fp32: dict[str, float]
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        current: PairedEvaluation,
+        amp: dict[str, float],
+        fp32: dict[str, float],
     ) -> None:
+        self._add_modules(trainer, current)
         one_sided = sorted(amp.keys() ^ fp32.keys())
         if one_sided and self._is_news("one side"):
             _messages.warn(
@@ -300,13 +330,29 @@ class MetricComparison(Callback):
             if self._is_news("nothing"):
                 _messages.warn("`MetricComparison` has nothing to compare: nothing was logged with `on_epoch=True`.")
             return
-        metrics = _as_metrics(trainer, rows)
+        metrics = as_metrics(trainer, rows)
         _lightning.add_callback_metrics(trainer, metrics)
         step = _lightning.log_evaluation_metrics(trainer, metrics, amp.get("step"))
         self._table.add(row._replace(step=step) for row in rows)
         if trainer.state.fn != "fit":
-            _messages.info(f"MetricComparison, epoch {trainer.current_epoch}:\n{self._table}")
+            self._print()
+        if warning := self._look.look(trainer, module, current, self._table):
+            _messages.warn(f"`MetricComparison`: {warning}")
         self._judge(trainer)
+
+    def _add_modules(self, trainer: Trainer, current: PairedEvaluation) -> None:
+        if current.totals is None:
+            return
+        self._module_table.add(current.totals.rows(trainer))
+        if current.unseen and self._is_news("unseen"):
+            _messages.info(
+                f"`MetricComparison` does not look into {named(current.unseen)}, which is compiled: `.module_table` has"
+                " no rows for what is inside."
+            )
+
+    def _print(self) -> None:
+        text = f"MetricComparison, epoch {self._table[-1].epoch}:\n{self._table}"
+        _messages.info(f"{text}\n\n{self._module_table}" if self._module_table else text)
 
     def _check_names(self, trainer: Trainer, module: LightningModule, logged: Iterable[str]) -> None:
         if not isinstance(self.tolerance, Mapping) or self._names_checked:
@@ -332,14 +378,3 @@ class MetricComparison(Callback):
         if self.on_exceed == "raise":
             raise RuntimeError(f"{text}. Keep sensitive modules in fp32, or raise the tolerance")
         _messages.warn(f"{text}.")
-
-
-def _as_metrics(trainer: Trainer, rows: Iterable[ComparisonRow]) -> dict[str, torch.Tensor]:
-    metrics: dict[str, float] = {}
-    for row in rows:
-        metrics[FP32_PREFIX + row.metric] = row.fp32
-        metrics[DIFF_PREFIX + row.metric] = row.diff
-        metrics[ABS_DIFF_PREFIX + row.metric] = abs(row.diff)
-    device = trainer.strategy.root_device
-    # float64 does not exist on all devices
-    return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in metrics.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import final, override
@@ -14,6 +14,8 @@ from lightning_amp.reports._table import MAX_ROWS, SampledTable, aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_FEW_PERCENT = 0.05
 
 LOADER_SUFFIX = "/dataloader_idx_"
 
@@ -52,6 +54,25 @@ class ComparisonRow(NamedTuple):
         if math.isnan(self.amp) or math.isnan(self.fp32):
             return math.isnan(self.amp) != math.isnan(self.fp32)
         return abs(self.diff) > tolerance
+
+    def stands_out(self, num_rows: int, largest: float) -> bool:
+        """Return whether AMP is not finite, or the two differ by more than a few per cent and by more than noise.
+
+        Args:
+            num_rows: Over how many samples the metric was taken. In [-1, 1] it may be a share of them: a difference
+                below two of its standard errors, and one sample, is noise.
+            largest: Magnitude of the metric in fp32 so far: of a loss that has fallen far below it, little matters.
+        """
+        if not math.isfinite(self.amp):
+            return True
+        if not math.isfinite(self.fp32):
+            return False
+        size = max(abs(self.amp), abs(self.fp32))
+        floor = max(_FEW_PERCENT * min(abs(self.amp), abs(self.fp32)), 0.005 * largest)
+        if size <= 1:
+            share, number = min(size, 0.5), max(num_rows, 1)
+            floor = max(floor, 2 * math.sqrt(max(share * (1 - share), 1 / number) / number) + 1 / number)
+        return abs(self.diff) > floor
 
 
 @final
@@ -144,6 +165,19 @@ class ComparisonTable(SampledTable[ComparisonRow]):
             for row in shown
         ]
         return aligned(lines, len(shown), len(rows), "comparison.table")
+
+    def standing_out(self, num_rows: Callable[[str], int]) -> ComparisonRow | None:
+        """Return the metric of the last comparison that stands out most: not finite, or by its relative difference.
+
+        Args:
+            num_rows: Over how many samples a metric was taken, by its name.
+        """
+        largest: dict[str, float] = {}
+        for row in self:
+            if math.isfinite(row.fp32):
+                largest[row.metric] = max(largest.get(row.metric, 0.0), abs(row.fp32))
+        found = [row for row in self.last if row.stands_out(num_rows(row.metric), largest.get(row.metric, 0.0))]
+        return max(found, key=lambda row: (not math.isfinite(row.amp), abs(row.relative_diff)), default=None)
 
     def exceeding(self) -> str:
         """Name the metrics of the last comparison that are beyond their tolerance, the worst first; "" if none."""

@@ -17,6 +17,7 @@ from lightning_amp.shadow._private_fit import (
     unnoticed,
 )
 from lightning_amp.shadow._ranks import gather, gather_on_zero
+from lightning_amp.shadow._second_look import SecondLook
 from lightning_amp.shadow._training_pass import TrainingPass
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Failure",
     "Finding",
     "PairedEvaluation",
+    "SecondLook",
     "Stage",
     "TrainingPass",
     "copy_batch",
