@@ -13,6 +13,9 @@ FP32_PREFIX = "amp/fp32/"
 DIFF_PREFIX = "amp/diff/"
 ABS_DIFF_PREFIX = "amp/abs_diff/"
 
+AXES = {"step", "epoch"}
+"""Lightning takes these two, when a user logs them, for the axes of the plots."""
+
 
 def as_metrics(trainer: Trainer, rows: Iterable[ComparisonRow]) -> dict[str, torch.Tensor]:
     """Return three values for each row, as `trainer.callback_metrics` holds them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,8 +16,9 @@ from lightning_amp import _messages
 from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import named
-from lightning_amp.callbacks._comparison_keys import as_metrics
-from lightning_amp.callbacks._comparison_settings import check_settings, why_not_logged
+from lightning_amp.callbacks._comparison_keys import AXES, as_metrics
+from lightning_amp.callbacks._comparison_settings import check_settings
+from lightning_amp.callbacks._comparison_tolerance import Tolerance
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.reports import MAX_ROWS, ComparisonRow, ComparisonTable, EvaluationReport, ModuleRow, ModuleTable
 from lightning_amp.scaling import Saved
@@ -25,9 +26,6 @@ from lightning_amp.shadow import Failure, PairedEvaluation, SecondLook, Stage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# Lightning takes these two, when a user logs them, for the axes of the plots.
-_AXES = {"step", "epoch"}
 
 
 @final
@@ -247,7 +245,7 @@ class MetricComparison(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Only now do the AMP values of the epoch-end hook exist.
         if trainer.sanity_checking and self._runs:
-            self._check_names(trainer, pl_module, _lightning.evaluation_names(trainer))
+            self._tolerated.check_names(trainer, pl_module, _lightning.evaluation_names(trainer) - AXES)
         current, self._current = self._current, None
         if current is None:
             return
@@ -257,7 +255,7 @@ class MetricComparison(Callback):
             self._compare(trainer, pl_module, current, *sides)
         elif trainer.state.fn == "fit":
             # A callback that monitors a difference must not end the run that goes on without it.
-            names = _lightning.evaluation_names(trainer) - _AXES
+            names = _lightning.evaluation_names(trainer) - AXES
             unknown = as_metrics(trainer, [ComparisonRow.of(0, 0, name, math.nan, math.nan) for name in names])
             _lightning.add_callback_metrics(trainer, unknown | trainer.callback_metrics)
 
@@ -292,7 +290,7 @@ class MetricComparison(Callback):
         self._resumed = False
         self._current: PairedEvaluation | None = None
         self._warned: set[str] = set()
-        self._names_checked = False
+        self._tolerated = Tolerance(self.tolerance, self.on_exceed)
 
     def _report(self, trainer: Trainer, failure: Failure) -> None:
         """Say, on the rank where it happened, what ended a comparison; once per run."""
@@ -320,11 +318,11 @@ class MetricComparison(Callback):
                 f"`MetricComparison`: logged on one side only and not compared: {', '.join(one_sided)}. A callback logs"
                 " them, or the module does so depending on a value."
             )
-        self._check_names(trainer, module, amp.keys() | fp32.keys())
+        self._tolerated.check_names(trainer, module, (amp.keys() | fp32.keys()) - AXES)
         rows = [
             ComparisonRow.of(trainer.current_epoch, 0, name, amp[name], fp32[name])
             for name in amp
-            if name in fp32 and name not in _AXES
+            if name in fp32 and name not in AXES
         ]
         if not rows:
             if self._is_news("nothing"):
@@ -338,7 +336,7 @@ class MetricComparison(Callback):
             self._print()
         if warning := self._look.look(trainer, module, current, self._table):
             _messages.warn(f"`MetricComparison`: {warning}")
-        self._judge(trainer)
+        self._tolerated.judge(trainer, self._table)
 
     def _add_modules(self, trainer: Trainer, current: PairedEvaluation) -> None:
         if current.totals is None:
@@ -353,28 +351,3 @@ class MetricComparison(Callback):
     def _print(self) -> None:
         text = f"MetricComparison, epoch {self._table[-1].epoch}:\n{self._table}"
         _messages.info(f"{text}\n\n{self._module_table}" if self._module_table else text)
-
-    def _check_names(self, trainer: Trainer, module: LightningModule, logged: Iterable[str]) -> None:
-        if not isinstance(self.tolerance, Mapping) or self._names_checked:
-            return
-        if not trainer.sanity_checking:
-            self._names_checked = True
-        stage: Stage = "test" if trainer.testing else "validation"
-        known = set(logged) - _AXES
-        error = why_not_logged(self.tolerance, known, module, stage, sanity=trainer.sanity_checking)
-        # A metric that is logged on rank 0 only is unknown to the others.
-        if trainer.strategy.reduce_boolean_decision(error is not None, all=True):
-            raise ValueError(error)
-
-    def _judge(self, trainer: Trainer) -> None:
-        if self.tolerance is None:
-            return
-        where = self._table.exceeding()
-        if not trainer.strategy.reduce_boolean_decision(bool(where), all=False):
-            return
-        where = where or "on another rank"
-        epoch = trainer.current_epoch
-        text = f"`MetricComparison`: mixed precision costs more than the tolerance in epoch {epoch}: {where}"
-        if self.on_exceed == "raise":
-            raise RuntimeError(f"{text}. Keep sensitive modules in fp32, or raise the tolerance")
-        _messages.warn(f"{text}.")

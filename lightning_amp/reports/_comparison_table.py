@@ -59,8 +59,8 @@ class ComparisonRow(NamedTuple):
         """Return whether AMP is not finite, or the two differ by more than a few per cent and by more than noise.
 
         Args:
-            num_rows: Over how many samples the metric was taken. In [-1, 1] it may be a share of them: a difference
-                below two of its standard errors, and one sample, is noise.
+            num_rows: Over how many samples the metric was taken. In [-1, 1] it may be a share of them, and a whole
+                number may count them: a difference below two of its standard errors, and one sample, is noise.
             largest: Magnitude of the metric in fp32 so far: of a loss that has fallen far below it, little matters.
         """
         if not math.isfinite(self.amp):
@@ -69,9 +69,11 @@ class ComparisonRow(NamedTuple):
             return False
         size = max(abs(self.amp), abs(self.fp32))
         floor = max(_FEW_PERCENT * min(abs(self.amp), abs(self.fp32)), 0.005 * largest)
-        if size <= 1:
-            share, number = min(size, 0.5), max(num_rows, 1)
-            floor = max(floor, 2 * math.sqrt(max(share * (1 - share), 1 / number) / number) + 1 / number)
+        number = max(num_rows, 1)
+        unit = number if size > 1 and self.amp.is_integer() and self.fp32.is_integer() and size <= number else 1
+        if size <= unit:  # a share of the samples, or a count of them
+            share = min(size / unit, 0.5)
+            floor = max(floor, unit * (2 * math.sqrt(max(share * (1 - share), 1 / number) / number) + 1 / number))
         return abs(self.diff) > floor
 
 

@@ -149,11 +149,8 @@ class EvaluationReport:
             return ["try: a checkpoint from before it; in fp32 it is the same, no precision can help"]
         if self.in_fp32_too:
             return ["try: no other precision, for this is so in fp32, too; look at what goes into that line"]
-        working = [tried for tried in self.tried if tried.works]
-        failed = [tried.setting for tried in self.tried if not tried.works]
-        lines: list[str] = []
-        for tried in working:
-            lines.append(f"tried: {tried.setting} works: {rounded(tried.value)} on this batch")
-        if failed:
-            lines.append(f"tried without success: {', '.join(failed)}")
-        return lines
+        words = [
+            f"{one.setting} works: {rounded(one.value)} on this batch" if one.works else f"{one.setting} does not help"
+            for one in self.tried
+        ]
+        return [f"tried: {'; '.join(words)}"] if words else []

@@ -97,7 +97,7 @@ def blamed_operation(operations: OperationComparison, blame: Blame) -> Blame:
             guilty = (
                 not blame.in_fp32_too
                 and not (math.isnan(blame.output_db) and blame.cause == "module")
-                and not call.is_scalar
+                and not call.is_blameless
                 and after < WRONG_DB
                 and before > after + _LOST_DB
                 and not (call.takes_exact and call.name in COMPARISONS_WITH_TARGETS)
@@ -120,12 +120,14 @@ def half_precision_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def worst_db(sums: Tensor | None) -> float:
-    """Return the SQNR of a comparison, of all of it or of what differs between the samples; infinite without one."""
+    """Return the lowest SQNR of a comparison, of all of a tensor or of what differs between the samples.
+
+    Infinite where there is none to compare.
+    """
     if sums is None:
         return math.inf
-    plain, varying = (float(fidelity(part)[0]) for part in (sums[:3], sums[3:]))
-    known = [value for value in (plain, varying) if not math.isnan(value)]
-    return min(known, default=math.inf)
+    ratios = [float(fidelity(part)[0]) for row in sums.reshape(-1, 6) for part in (row[:3], row[3:])]
+    return min((ratio for ratio in ratios if not math.isnan(ratio)), default=math.inf)
 
 
 def _bad(tensors: Sequence[Tensor]) -> bool:

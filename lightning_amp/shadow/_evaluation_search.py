@@ -135,6 +135,8 @@ class _Search:
             self._steps = [one for one in self._batches.kept if one.is_intact][:_MAX_TOGETHER]
             if self._all(self._run_both) and self._any(self._found):
                 self._all(self._blame_state)
+            if self._any(self._adds_up) and self._all(self._try_float32_state) and self.report is not None:
+                self.report = replace(self.report, tried=tuple(self._tried))
             return
         if not self._all(self._blame_module) or not self._all(self._blame_operation):
             return
@@ -258,6 +260,18 @@ class _Search:
             output_sqnr_db=blame.output_db, operation=blame.operation, place=blame.place, note="",
         )  # fmt: skip
 
+    @property
+    def _adds_up(self) -> bool:
+        return self.report is not None and self.report.cause == "state"
+
+    def _try_float32_state(self) -> None:
+        def make() -> EvaluationPass:
+            return EvaluationPass.in_amp(self._trainer, self._module, self._stage, upcast=True)
+
+        value = self._value(make)
+        if self._adds_up:
+            self._note_tried("float32", value)
+
     # -- remedies ------------------------------------------------------------------------------------------------------
 
     @property
@@ -286,7 +300,7 @@ class _Search:
             return
         if not self._goes_on:
             return
-        self._note_tried(f"fp32_modules={rules!r}", value)
+        self._note_tried(self._setting(f"fp32_modules={rules!r}"), value)
         if self._tried[-1].works:
             self._goes_on = False
             return
@@ -300,7 +314,11 @@ class _Search:
 
         value = self._value(make)
         if self._wants_remedy and not any(tried.works for tried in self._tried):
-            self._note_tried("eval_precision='fp32'", value)
+            self._note_tried(self._setting("eval_precision='fp32'"), value)
+
+    def _setting(self, argument: str) -> str:
+        ours = isinstance(self._trainer.precision_plugin, AmpPrecision)
+        return f"`{argument}`" if ours else f"`AmpPrecision(..., {argument})`"
 
     def _note_tried(self, setting: str, value: float) -> None:
         if not isinstance(self._trainer.precision_plugin, AmpPrecision):

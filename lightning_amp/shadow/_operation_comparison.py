@@ -40,7 +40,8 @@ class OperationOutput:
         name: Of the operation: `"cos"`.
         place: The user's line.
         module: Qualified name of the innermost module that was running; `None` in the step itself.
-        is_scalar: Whether it is a single number: a loss, a count.
+        is_blameless: Whether it is a single number (a loss, a count), or a decision (an index, a comparison): where two
+            candidates are close, the smallest error makes another one of it.
         output: The result; a copy in the reference.
         sources: Results of operations before it that went in.
         takes_exact: Whether more than numbers went in that come from no operation: the batch, a parameter.
@@ -53,7 +54,7 @@ class OperationOutput:
     name: str
     place: Place | None
     module: str | None
-    is_scalar: bool
+    is_blameless: bool
     sources: list[OperationOutput]
     takes_exact: bool
     is_bad: Tensor
@@ -89,18 +90,27 @@ class OperationComparison(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        taken = [t for _, t in tensors_in([args, kwargs]) if t.is_floating_point() and t.layout is torch.strided]
+        taken = [t for _, t in tensors_in([args, kwargs]) if t.layout is torch.strided and not t.is_complex()]
         sources = [source for t in taken if (source := self._source(t)) is not None]
         takes_bad = _any_bad(taken)  # before an operation in place
         result = func(*args, **kwargs)
-        made = next(_floating(result), None)
+        made = next(_dense(result), None)
         place = None if made is None else user_place(self._boundary)
         if made is None or place is None:  # measured by this package, or in the hooks of Lightning
             return result
         name = str(getattr(func, "__name__", func))
         exact = any(t.numel() > 1 and self._source(t) is None and not isinstance(t, nn.Parameter) for t in taken)
         module = next((name for name in reversed(self._modules.running) if name), None)
-        call = OperationOutput(name, place, module, made.numel() == 1, sources, exact, _any_bad([made]), takes_bad)
+        call = OperationOutput(
+            name,
+            place,
+            module,
+            made.numel() == 1 or not made.is_floating_point(),
+            sources,
+            exact,
+            _any_bad([made]),
+            takes_bad,
+        )
         self._counts[name, place] += 1
         key = _Key(name, place, self._counts[name, place])
         if self._reference is None:
@@ -114,7 +124,7 @@ class OperationComparison(TorchFunctionMode):
             if known is not None and known.shape == made.shape:
                 call.sums = output_sums(known, made)
         self.calls.append(call)
-        for tensor in _floating(result):
+        for tensor in _dense(result):
             self._made[id(tensor)] = weakref.ref(tensor), call
         return result
 
@@ -123,12 +133,12 @@ class OperationComparison(TorchFunctionMode):
         return found[1] if found is not None and found[0]() is tensor else None
 
 
-def _floating(result: Any) -> Iterator[Tensor]:
+def _dense(result: Any) -> Iterator[Tensor]:
     values = result if isinstance(result, (tuple, list)) else (result,)
-    return (v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.layout is torch.strided)
+    return (v for v in values if isinstance(v, Tensor) and v.layout is torch.strided and not v.is_complex())
 
 
 @torch.no_grad()
 def _any_bad(tensors: list[Tensor]) -> Tensor:
-    flags = [(torch.isnan(t) | torch.isposinf(t)).any().cpu() for t in tensors]
+    flags = [(torch.isnan(t) | torch.isposinf(t)).any().cpu() for t in tensors if t.is_floating_point()]
     return torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)

@@ -50,7 +50,7 @@ class OutputCall:
         kind: Its class.
         inputs: Copies of what went in, if asked for.
         outputs: Copies of what came out.
-        sums: Of the outputs against fp32, see :func:`output_sums`.
+        sums: Of each output against fp32, see :func:`output_sums`: [number, 6].
         input_sums: The same of the inputs.
         num_values: Of the outputs.
 
@@ -156,7 +156,7 @@ class OutputComparison:
     def took(self, call: OutputCall, values: Any) -> None:
         """Keep what goes into a module."""
         if self._inputs:
-            call.inputs = _copies(values)
+            call.inputs = _copies(values, decisions=True)
 
     @torch.no_grad()
     def gave(self, call: OutputCall, output: Any, *, reference: bool) -> None:
@@ -179,17 +179,20 @@ class OutputComparison:
             self.calls.append((call, known[number]))
 
 
-def _copies(values: Any) -> list[Tensor]:
+def _copies(values: Any, *, decisions: bool = False) -> list[Tensor]:
+    """Return copies of the floating-point tensors; with `decisions` those of indices and masks, too."""
     with _modules.outside_transforms():
         found = [_modules.behind_transforms(t) for _, t in tensors_in(values)]
-        return [t.detach().clone() for t in found if t.is_floating_point() and t.layout is torch.strided]
+        dense = [t.detach().clone() for t in found if t.layout is torch.strided and not t.is_complex()]
+        return [t for t in dense if decisions or t.is_floating_point()]
 
 
 def _compared(reference: list[Tensor], values: list[Tensor]) -> Tensor | None:
+    """Return the sums of each pair, [number, 6]; `None` where they do not match."""
     if not reference or [t.shape for t in reference] != [t.shape for t in values]:
         return None
     with _modules.outside_transforms():
-        return torch.stack([output_sums(r, v) for r, v in zip(reference, values, strict=True)]).sum(0)
+        return torch.stack([output_sums(r, v) for r, v in zip(reference, values, strict=True)])
 
 
 @final

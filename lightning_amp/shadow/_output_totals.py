@@ -34,7 +34,8 @@ class OutputTotals:
             self._kinds[name] = call.kind
             self._calls[name] = self._calls.get(name, 0) + 1
             self._values[name] = self._values.get(name, 0) + call.num_values
-            self._sums[name] = self._sums[name] + call.sums if name in self._sums else call.sums
+            added = call.sums.sum(0)
+            self._sums[name] = self._sums[name] + added if name in self._sums else added
 
     def rows(self, trainer: Trainer) -> list[ModuleRow]:
         """Return a row for each module, over all ranks. All must call. Waits for the device."""

@@ -19,7 +19,8 @@ from support.comparison_models import Rows
 from support.comparisons import Fails, Model, OnlyTest, WithTest, count, data, fit, make_trainer, values
 from torch import Tensor, nn
 
-from lightning_amp.callbacks._metric_comparison import ABS_DIFF_PREFIX, DIFF_PREFIX, FP32_PREFIX, MetricComparison
+from lightning_amp.callbacks._comparison_keys import ABS_DIFF_PREFIX, DIFF_PREFIX, FP32_PREFIX
+from lightning_amp.callbacks._metric_comparison import MetricComparison
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
