@@ -15,14 +15,14 @@ from typing_extensions import final, override
 from lightning_amp import _messages
 from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp._text import named
 from lightning_amp.callbacks._comparison_keys import AXES, as_metrics
+from lightning_amp.callbacks._comparison_messages import ComparisonMessages
 from lightning_amp.callbacks._comparison_settings import check_settings
 from lightning_amp.callbacks._comparison_tolerance import Tolerance
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
 from lightning_amp.reports import MAX_ROWS, ComparisonRow, ComparisonTable, EvaluationReport, ModuleRow, ModuleTable
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import Failure, PairedEvaluation, SecondLook, Stage
+from lightning_amp.shadow import PairedEvaluation, SecondLook, Stage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,7 +107,7 @@ class MetricComparison(Callback):
         self.every_n_epochs = every_n_epochs
         self.limit_batches = limit_batches
         self.tolerance = dict(tolerance) if isinstance(tolerance, Mapping) else tolerance
-        self.on_exceed = on_exceed
+        self.on_exceed: Literal["warn", "raise"] = on_exceed
         self.by_module = by_module
         self._last_trainer = LastTrainer()
         self._forget()
@@ -178,11 +178,12 @@ class MetricComparison(Callback):
         step = "test_step" if stage == "test" else "validation_step"
         if is_overridden(step, pl_module):
             reason = why_not_twice(trainer, pl_module, step, against_fp32=True)
+            if reason is not None:
+                _messages.warn(f"`MetricComparison` does not run: {reason}.")
         else:
             reason = f"`{type(pl_module).__name__}` has no `{step}`, in which it would compare what is logged"
-        if reason is not None:
-            self._runs = False
             _messages.info(f"`MetricComparison` stands aside: {reason}.")
+        self._runs = reason is None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -282,26 +283,15 @@ class MetricComparison(Callback):
         self._current = None
 
     def _open(self, trainer: Trainer, module: LightningModule, stage: Stage) -> None:
-        report = partial(self._report, trainer)
+        report = partial(self._messages.failed, trainer)
         self._current = PairedEvaluation(trainer, module, stage, self.limit_batches, report, by_module=self.by_module)
 
     def _begin_run(self) -> None:
         self._runs = self._is_first = True
         self._resumed = False
         self._current: PairedEvaluation | None = None
-        self._warned: set[str] = set()
+        self._messages = ComparisonMessages()
         self._tolerated = Tolerance(self.tolerance, self.on_exceed)
-
-    def _report(self, trainer: Trainer, failure: Failure) -> None:
-        """Say, on the rank where it happened, what ended a comparison; once per run."""
-        if self._is_news("out of memory" if failure.out_of_memory else "error"):
-            _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {failure.text}.")
-
-    def _is_news(self, kind: str) -> bool:
-        if kind in self._warned:
-            return False
-        self._warned.add(kind)
-        return True
 
     def _compare(
         self,
@@ -311,42 +301,29 @@ class MetricComparison(Callback):
         amp: dict[str, float],
         fp32: dict[str, float],
     ) -> None:
-        self._add_modules(trainer, current)
-        one_sided = sorted(amp.keys() ^ fp32.keys())
-        if one_sided and self._is_news("one side"):
-            _messages.warn(
-                f"`MetricComparison`: logged on one side only and not compared: {', '.join(one_sided)}. A callback logs"
-                " them, or the module does so depending on a value."
-            )
+        if current.totals is not None:
+            self._module_table.add(current.totals.rows(trainer))
+            self._messages.unseen(current.unseen)
+        self._messages.one_sided(sorted(amp.keys() ^ fp32.keys()))
         self._tolerated.check_names(trainer, module, (amp.keys() | fp32.keys()) - AXES)
         rows = [
             ComparisonRow.of(trainer.current_epoch, 0, name, amp[name], fp32[name])
             for name in amp
             if name in fp32 and name not in AXES
         ]
-        if not rows:
-            if self._is_news("nothing"):
-                _messages.warn("`MetricComparison` has nothing to compare: nothing was logged with `on_epoch=True`.")
-            return
-        metrics = as_metrics(trainer, rows)
-        _lightning.add_callback_metrics(trainer, metrics)
-        step = _lightning.log_evaluation_metrics(trainer, metrics, amp.get("step"))
-        self._table.add(row._replace(step=step) for row in rows)
-        if trainer.state.fn != "fit":
-            self._print()
-        if warning := self._look.look(trainer, module, current, self._table):
+        if rows:
+            metrics = as_metrics(trainer, rows)
+            _lightning.add_callback_metrics(trainer, metrics)
+            step = _lightning.log_evaluation_metrics(trainer, metrics, amp.get("step"))
+            self._table.add(row._replace(step=step) for row in rows)
+            if trainer.state.fn != "fit":
+                self._print()
+        else:
+            self._messages.nothing()
+        if warning := self._look.look(trainer, module, current, self._table if rows else ComparisonTable()):
             _messages.warn(f"`MetricComparison`: {warning}")
-        self._tolerated.judge(trainer, self._table)
-
-    def _add_modules(self, trainer: Trainer, current: PairedEvaluation) -> None:
-        if current.totals is None:
-            return
-        self._module_table.add(current.totals.rows(trainer))
-        if current.unseen and self._is_news("unseen"):
-            _messages.info(
-                f"`MetricComparison` does not look into {named(current.unseen)}, which is compiled: `.module_table` has"
-                " no rows for what is inside."
-            )
+        if rows:
+            self._tolerated.judge(trainer, self._table)
 
     def _print(self) -> None:
         text = f"MetricComparison, epoch {self._table[-1].epoch}:\n{self._table}"

@@ -12,6 +12,23 @@ from lightning_amp._text import named, rounded
 
 Cause = Literal["batch", "weights", "module", "operation", "state", "unknown"]
 
+_ZERO_DIVISOR = "a divisor that is 0"
+_LOOK_FOR = {
+    "truediv": _ZERO_DIVISOR,
+    "div": _ZERO_DIVISOR,
+    "itruediv": _ZERO_DIVISOR,
+    "rtruediv": _ZERO_DIVISOR,
+    "reciprocal": _ZERO_DIVISOR,
+    "softmax": "a row that is masked entirely",
+    "log_softmax": "a row that is masked entirely",
+    "scaled_dot_product_attention": "a row that is masked entirely",
+    "log": "a value of 0 or below",
+    "sqrt": "a value below 0",
+    "rsqrt": "a value of 0 or below",
+    "exp": "a value above 88, beyond which `exp` leaves float32",
+    "mean": "a mean over no values",
+}
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -130,7 +147,8 @@ class EvaluationReport:
         if self.cause == "module":
             return f"the output of {self._module()} {self._noise()}{too}"
         if self.cause == "operation":
-            return f"all modules give what they give in fp32; what the step computes from it {self._noise()}{too}"
+            before = "" if self.in_fp32_too else "all modules give what they give in fp32; "
+            return f"{before}what the step computes outside of all modules {self._noise()}{too}"
         return "not found"
 
     def _module(self) -> str:
@@ -139,8 +157,8 @@ class EvaluationReport:
     def _noise(self) -> str:
         if math.isnan(self.output_sqnr_db):
             return "is not finite, although what goes into it is"
-        before = "exact" if math.isinf(self.input_sqnr_db) else f"right to {self.input_sqnr_db:.0f} dB"
-        return f"is wrong: {self.output_sqnr_db:.0f} dB of SQNR, and what goes into it is {before}"
+        before = "is exact" if math.isinf(self.input_sqnr_db) else f"has {self.input_sqnr_db:.0f}"
+        return f"is wrong: it has {self.output_sqnr_db:.0f} dB of SQNR against fp32, and what goes into it {before}"
 
     def _advice(self) -> list[str]:
         if self.cause == "batch":
@@ -148,9 +166,17 @@ class EvaluationReport:
         if self.cause == "weights":
             return ["try: a checkpoint from before it; in fp32 it is the same, no precision can help"]
         if self.in_fp32_too:
-            return ["try: no other precision, for this is so in fp32, too; look at what goes into that line"]
+            where = _LOOK_FOR.get(self.operation, "what goes into it")
+            return [f"try: no precision can help, for this is so in fp32, too; look for {where}"]
+        if self.cause == "state":
+            works = next((one for one in self.tried if one.works), None)
+            return (
+                [] if works is None else [f"tried: in float32 it works: {rounded(works.value)} over the same batches"]
+            )
         words = [
-            f"{one.setting} works: {rounded(one.value)} on this batch" if one.works else f"{one.setting} does not help"
+            f"`{one.setting}` works: {rounded(one.value)} on this batch"
+            if one.works
+            else f"`{one.setting}` alone does not help"
             for one in self.tried
         ]
         return [f"tried: {'; '.join(words)}"] if words else []

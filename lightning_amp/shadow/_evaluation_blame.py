@@ -108,6 +108,23 @@ def blamed_operation(operations: OperationComparison, blame: Blame) -> Blame:
     return blame
 
 
+def more_modules(rules: list[str], blame: Blame, outputs: OutputComparison) -> list[str] | None:
+    """Return more modules to keep in fp32: the next that goes wrong, what is around it, or what ran before it."""
+    name = blame.module
+    if blame.cause != "module" or not name:
+        return None
+    if not any(name == rule or name.startswith(f"{rule}.") for rule in rules):
+        return [*rules, name]
+    ran = [call.name for call, _ in outputs.calls]
+    outer = name.rpartition(".")[0]
+    while outer:
+        if outer in ran:
+            return [*(rule for rule in rules if not rule.startswith(f"{outer}.")), outer]
+        outer = outer.rpartition(".")[0]
+    before = [other for other in ran[: ran.index(name)] if other not in rules and not other.startswith(f"{name}.")]
+    return [*rules, before[-1]] if before and before[-1] else None
+
+
 def half_precision_state(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of what a module holds and a step may add to: buffers, and tensors in attributes."""
     state: dict[str, Tensor] = {}

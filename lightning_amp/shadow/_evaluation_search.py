@@ -5,34 +5,29 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import final
 
-from lightning_amp.casting import Fp32Modules
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.reports import EvaluationReport, TriedRemedy
-from lightning_amp.shadow import _evaluation_pass
+from lightning_amp.reports import LOADER_SUFFIX, EvaluationReport, TriedRemedy
 from lightning_amp.shadow._evaluation_blame import (
     Blame,
     blamed_module,
     blamed_operation,
-    half_precision_state,
+    more_modules,
     origin_in_fp32,
 )
-from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage
+from lightning_amp.shadow._evaluation_pass import Stage
+from lightning_amp.shadow._evaluation_replay import EvaluationReplay
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._first_batches import FirstBatch, FirstBatches
-from lightning_amp.shadow._operation_comparison import OperationComparison
 from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._ranks import gather
-from lightning_amp.tracing import paired_random
 
 _MAX_BATCHES = 8
 """How many batches are run again where nothing tells which one it is."""
@@ -41,8 +36,6 @@ _MAX_TOGETHER = 64
 _MAX_TRIES = 5
 _GONE = 0.25
 """Share of the difference that may remain where a remedy works."""
-
-Watch = Callable[[LightningModule], AbstractContextManager[Any]]
 
 
 def examine_metric(
@@ -100,10 +93,11 @@ class _Search:
         metric: str,
         sides: tuple[float, float],
     ) -> None:
-        self._trainer, self._module, self._stage = trainer, module, stage
-        self._batches, self._weights, self._metric = batches, weights, metric
+        self._trainer, self._module = trainer, module
+        self._stage: Stage = stage
+        self._batches, self._metric = batches, metric
         self._amp, self._fp32 = sides
-        self._device_type = trainer.strategy.root_device.type
+        self._replay = EvaluationReplay(trainer, module, stage, metric, weights)
         self._outputs = OutputComparison(inputs=True)
         self._steps: list[FirstBatch] = []
         self._found = False
@@ -111,7 +105,8 @@ class _Search:
         self._tried: list[TriedRemedy] = []
         self._rules: list[str] = []
         self._goes_on = False
-        self._states: dict[str, dict[str, Tensor]] = {}
+        self._states: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+        self._values = math.nan, math.nan
         self._plain = EvaluationReport(
             metric, *sides, epoch=trainer.current_epoch, rank=trainer.global_rank, world_size=trainer.world_size
         )
@@ -155,12 +150,15 @@ class _Search:
                 self._plain, loader_idx=loader_idx, batch_idx=batch_idx, batch_amp=amp, batch_fp32=fp32,
                 note="this batch was not kept for a second look",
             )  # fmt: skip
+        if self.report is not None and not any(one.is_intact for one in self._batches.kept):
+            edited = "the batches were edited in place, so that they could not be run again"
+            self.report = self._plain = replace(self._plain, note=edited)
         flagged = [one for one in intact if (one.loader_idx, one.batch_idx) in shown]
         return flagged[:3] if values else intact[:_MAX_BATCHES]
 
     def _may_show(self, one: FirstBatch) -> bool:
-        name, _, loader = self._metric.partition("/dataloader_idx_")
-        return not loader or not name or str(one.loader_idx) == loader
+        loader = self._metric.partition(LOADER_SUFFIX)[2]
+        return not loader or str(one.loader_idx) == loader
 
     def _shows(self, amp: float, fp32: float) -> bool:
         if not math.isfinite(self._amp):
@@ -175,45 +173,13 @@ class _Search:
     def _run_both(self) -> None:
         self._outputs.forget()
         self._found = False
-        fp32 = self._value(self._in_fp32, self._outputs.recording, keep="fp32")
-        amp = self._value(self._in_amp, self._outputs.comparing, keep="amp")
-        self._found = self._shows(amp, fp32)
-        self._values = amp, fp32
-
-    def _in_fp32(self) -> EvaluationPass:
-        return EvaluationPass.in_fp32(self._trainer, self._module, self._stage)
-
-    def _in_amp(self) -> EvaluationPass:
-        return EvaluationPass.in_amp(self._trainer, self._module, self._stage)
-
-    def _value(
-        self,
-        make: Callable[[], EvaluationPass],
-        watch: Watch | None = None,
-        rules: Sequence[str] = (),
-        keep: str = "",
-    ) -> float:
-        """Run the steps in a pass of their own, and return the metric over them; NaN if there is none."""
-        one = make()
-        try:
-            if self._weights is not None:
-                one.take_parameters(self._weights)
-            if rules:
-                Fp32Modules(one.module, rules, self._device_type, active=True)
-            one.start_afresh()
-            for step in self._steps:
-                with paired_random(self._device_type, step.random_state):
-                    one.step(step.batch, step.batch_idx, step.loader_idx, watch(one.module) if watch else None)
-            if keep and len(self._steps) > 1:
-                self._states[keep] = half_precision_state(one.module)
-            try:
-                metrics = one.finish(self._steps[-1].random_state, follow=False)
-            except Exception:  # some need more than one batch
-                metrics = one.metrics
-            value = metrics.get(self._metric)
-            return math.nan if value is None else float(value)
-        finally:
-            one.close()
+        fp32 = self._replay.in_fp32(self._steps, self._outputs.recording)
+        state = self._replay.state
+        amp = self._replay.in_amp(self._steps, self._outputs.comparing)
+        self._states = self._replay.state, state
+        if amp is not None and fp32 is not None and self._steps:
+            self._found = self._shows(amp, fp32)
+            self._values = amp, fp32
 
     # -- blame ---------------------------------------------------------------------------------------------------------
 
@@ -223,9 +189,9 @@ class _Search:
         names = [
             f"`{name}` ({str(amp.dtype).removeprefix('torch.')}) is {float(amp.flatten()[0]):.6g}, in fp32"
             f" {float(fp32.flatten()[0]):.6g}"
-            for name, amp in self._states["amp"].items()
+            for name, amp in self._states[0].items()
             if amp.dtype in HALF_DTYPES
-            and (fp32 := self._states["fp32"].get(name)) is not None
+            and (fp32 := self._states[1].get(name)) is not None
             and not torch.equal(amp.float(), fp32)
         ]
         if names:
@@ -241,13 +207,8 @@ class _Search:
     def _blame_operation(self) -> None:
         if not self._found or self._blame.cause in ("batch", "weights"):
             return
-        boundary = str(_evaluation_pass.__file__)
-        names = OutputComparison()
-        fp32 = OperationComparison(names, boundary)
-        self._value(self._in_fp32, _both(names, fp32))
-        amp = OperationComparison(names, boundary, fp32)
-        self._value(self._in_amp, _both(names, amp))
-        self._blame = blamed_operation(amp if not self._blame.in_fp32_too else fp32, self._blame)
+        fp32, amp = self._replay.operations(self._steps)
+        self._blame = blamed_operation(fp32 if self._blame.in_fp32_too else amp, self._blame)
 
     def _describe(self) -> None:
         if not self._found or (self._blame.cause == "unknown" and self.report is None):
@@ -265,10 +226,7 @@ class _Search:
         return self.report is not None and self.report.cause == "state"
 
     def _try_float32_state(self) -> None:
-        def make() -> EvaluationPass:
-            return EvaluationPass.in_amp(self._trainer, self._module, self._stage, upcast=True)
-
-        value = self._value(make)
+        value = self._replay.in_amp(self._steps, upcast=True)
         if self._adds_up:
             self._note_tried("float32", value)
 
@@ -294,7 +252,7 @@ class _Search:
         self._outputs.again()
         rules = self._rules if self._goes_on else ()
         try:
-            value = self._value(self._in_amp, self._outputs.comparing, rules)
+            value = self._replay.in_amp(self._steps, self._outputs.comparing, rules)
         except ValueError:  # half-precision weights cannot be kept in fp32
             self._goes_on = False
             return
@@ -304,29 +262,24 @@ class _Search:
         if self._tried[-1].works:
             self._goes_on = False
             return
-        wider = _wider(self._rules, blamed_module(self._outputs), self._outputs)
+        wider = more_modules(self._rules, blamed_module(self._outputs), self._outputs)
         self._goes_on = wider is not None
         self._rules = wider or self._rules
 
     def _try_fp32(self) -> None:
-        def make() -> EvaluationPass:
-            return EvaluationPass.in_fp32(self._trainer, self._module, self._stage, upcast=False)
-
-        value = self._value(make)
+        value = self._replay.in_fp32(self._steps, upcast=False)
         if self._wants_remedy and not any(tried.works for tried in self._tried):
             self._note_tried(self._setting("eval_precision='fp32'"), value)
 
     def _setting(self, argument: str) -> str:
         ours = isinstance(self._trainer.precision_plugin, AmpPrecision)
-        return f"`{argument}`" if ours else f"`AmpPrecision(..., {argument})`"
+        return argument if ours else f"AmpPrecision(..., {argument})"
 
-    def _note_tried(self, setting: str, value: float) -> None:
-        if not isinstance(self._trainer.precision_plugin, AmpPrecision):
-            setting = f"AmpPrecision(..., {setting})"
+    def _note_tried(self, setting: str, value: float | None) -> None:
         amp, fp32 = self._values
-        left = abs(value - fp32)
-        works = math.isfinite(value) and (left <= _GONE * abs(amp - fp32) or not math.isfinite(amp))
-        self._tried.append(TriedRemedy(f"`{setting}`", value, (works and left <= max(0.05 * abs(fp32), 1e-6)) or works))
+        value = math.nan if value is None else value
+        works = abs(value - fp32) <= _GONE * abs(amp - fp32) if math.isfinite(amp) else math.isfinite(value)
+        self._tried.append(TriedRemedy(setting, value, works))
 
     # -- ranks in step -------------------------------------------------------------------------------------------------
 
@@ -342,31 +295,3 @@ class _Search:
 
     def _any(self, flag: bool) -> bool:
         return any(gather(self._trainer, flag))
-
-
-def _wider(rules: list[str], blame: Blame, outputs: OutputComparison) -> list[str] | None:
-    """Return more modules to keep in fp32: the next that goes wrong, what is around it, or what ran before it."""
-    name = blame.module
-    if blame.cause != "module" or not name:
-        return None
-    if not any(name == rule or name.startswith(f"{rule}.") for rule in rules):
-        return [*rules, name]
-    ran = [call.name for call, _ in outputs.calls]
-    outer = name.rpartition(".")[0]
-    while outer:
-        if outer in ran:
-            return [*(rule for rule in rules if not rule.startswith(f"{outer}.")), outer]
-        outer = outer.rpartition(".")[0]
-    before = [other for other in ran[: ran.index(name)] if other not in rules and not other.startswith(f"{name}.")]
-    return [*rules, before[-1]] if before and before[-1] else None
-
-
-def _both(names: OutputComparison, operations: OperationComparison) -> Watch:
-    @contextmanager
-    def watch(module: LightningModule) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(names.naming(module))
-            stack.enter_context(operations)
-            yield
-
-    return watch
