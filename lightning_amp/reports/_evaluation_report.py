@@ -27,6 +27,8 @@ _LOOK_FOR = {
     "rsqrt": "a value of 0 or below",
     "exp": "a value above 88, beyond which `exp` leaves float32",
     "mean": "a mean over no values",
+    "multi_head_attention_forward": "a row that is masked entirely",
+    "cross_entropy": "a batch whose labels are all left out (`ignore_index`)",
 }
 
 
@@ -166,8 +168,9 @@ class EvaluationReport:
         if self.cause == "weights":
             return ["try: a checkpoint from before it; in fp32 it is the same, no precision can help"]
         if self.in_fp32_too:
-            where = _LOOK_FOR.get(self.operation, "what goes into it")
-            return [f"try: no precision can help, for this is so in fp32, too; look for {where}"]
+            what = _LOOK_FOR.get(self.operation)
+            where = f"look for {what}" if what else "look at what goes into it"
+            return [f"try: no precision can help, for this is so in fp32, too; {where}"]
         if self.cause == "state":
             works = next((one for one in self.tried if one.works), None)
             return (

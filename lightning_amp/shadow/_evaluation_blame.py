@@ -39,10 +39,15 @@ class Blame:
     place: str = ""
 
 
-def blamed_module(outputs: OutputComparison) -> Blame:
+def blamed_module(outputs: OutputComparison, *, nonfinite: bool) -> Blame:
     """Find the first module, innermost first, whose output is wrong although its input is not. Waits for the device.
 
     The module that was run itself, without a name, is not one of them: that is the step.
+
+    Args:
+        outputs: In AMP beside those in fp32.
+        nonfinite: Only not being finite is wrong.
+
     """
     wrong: Blame | None = None
     for call, reference in outputs.calls:
@@ -51,7 +56,7 @@ def blamed_module(outputs: OutputComparison) -> Blame:
         if _bad(call.outputs):
             if not _bad(call.inputs) and not _bad(reference.outputs):
                 return Blame("module", module=call.name, module_class=call.kind, input_db=worst_db(call.input_sums))
-        elif wrong is None:
+        elif wrong is None and not nonfinite:
             before, after = worst_db(call.input_sums), worst_db(call.sums)
             if after < WRONG_DB and before > after + _LOST_DB:
                 wrong = Blame("module", module=call.name, module_class=call.kind, input_db=before, output_db=after)
@@ -78,8 +83,15 @@ def origin_in_fp32(outputs: OutputComparison, batch: object, module: nn.Module) 
     return Blame("weights", True, spoilt) if spoilt else Blame("operation", True)
 
 
-def blamed_operation(operations: OperationComparison, blame: Blame) -> Blame:
-    """Add the operation and the user's line; where no module is to blame, see whether one outside of modules is."""
+def blamed_operation(operations: OperationComparison, blame: Blame, *, nonfinite: bool) -> Blame:
+    """Add the operation and the user's line; where no module is to blame, see whether one outside of modules is.
+
+    Args:
+        operations: In AMP beside those in fp32; those in fp32 where the blame is that of fp32.
+        blame: Of a module, if one is to blame.
+        nonfinite: Only not being finite is wrong.
+
+    """
     outside = blame.cause in ("unknown", "operation")
     for call in operations.calls:
         if outside and call.module is not None:
@@ -95,8 +107,7 @@ def blamed_operation(operations: OperationComparison, blame: Blame) -> Blame:
             after = math.nan
         else:
             guilty = (
-                not blame.in_fp32_too
-                and not (math.isnan(blame.output_db) and blame.cause == "module")
+                not nonfinite
                 and not call.is_blameless
                 and after < WRONG_DB
                 and before > after + _LOST_DB

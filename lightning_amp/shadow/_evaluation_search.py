@@ -200,7 +200,7 @@ class _Search:
     def _blame_module(self) -> None:
         if not self._found:
             return
-        self._blame = blamed_module(self._outputs)
+        self._blame = blamed_module(self._outputs, nonfinite=self._is_nonfinite)
         if not math.isfinite(self._values[1]) and not math.isfinite(self._values[0]):
             self._blame = origin_in_fp32(self._outputs, self._steps[0].batch, self._module)
 
@@ -208,7 +208,9 @@ class _Search:
         if not self._found or self._blame.cause in ("batch", "weights"):
             return
         fp32, amp = self._replay.operations(self._steps)
-        self._blame = blamed_operation(fp32 if self._blame.in_fp32_too else amp, self._blame)
+        self._blame = blamed_operation(
+            fp32 if self._blame.in_fp32_too else amp, self._blame, nonfinite=self._is_nonfinite
+        )
 
     def _describe(self) -> None:
         if not self._found or (self._blame.cause == "unknown" and self.report is None):
@@ -229,6 +231,10 @@ class _Search:
         value = self._replay.in_amp(self._steps, upcast=True)
         if self._adds_up:
             self._note_tried("float32", value)
+
+    @property
+    def _is_nonfinite(self) -> bool:
+        return not math.isfinite(self._values[0])
 
     # -- remedies ------------------------------------------------------------------------------------------------------
 
@@ -262,7 +268,7 @@ class _Search:
         if self._tried[-1].works:
             self._goes_on = False
             return
-        wider = more_modules(self._rules, blamed_module(self._outputs), self._outputs)
+        wider = more_modules(self._rules, blamed_module(self._outputs, nonfinite=self._is_nonfinite), self._outputs)
         self._goes_on = wider is not None
         self._rules = wider or self._rules
 

@@ -25,6 +25,10 @@ COMPARISONS_WITH_TARGETS = {"sub", "__sub__", "rsub", "__rsub__", "sub_", "subtr
 """A good prediction minus its target is small, and its error is a large part of it: nothing is wrong with that."""
 
 
+_POLES = {"log", "log_", "log2", "log10", "logit", "xlogy", "div", "__truediv__", "reciprocal"}
+"""Operations whose negative infinity is no mask."""
+
+
 class _Key(NamedTuple):
     name: str
     place: Place | None
@@ -108,7 +112,7 @@ class OperationComparison(TorchFunctionMode):
             made.numel() == 1 or not made.is_floating_point(),
             sources,
             exact,
-            _any_bad([made]),
+            _any_bad([made], poles=name in _POLES),
             takes_bad,
         )
         self._counts[name, place] += 1
@@ -139,6 +143,10 @@ def _dense(result: Any) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _any_bad(tensors: list[Tensor]) -> Tensor:
-    flags = [(torch.isnan(t) | torch.isposinf(t)).any().cpu() for t in tensors if t.is_floating_point()]
+def _any_bad(tensors: list[Tensor], *, poles: bool = False) -> Tensor:
+    flags = [
+        (~torch.isfinite(t) if poles else torch.isnan(t) | torch.isposinf(t)).any().cpu()
+        for t in tensors
+        if t.is_floating_point()
+    ]
     return torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)
