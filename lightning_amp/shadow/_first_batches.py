@@ -10,6 +10,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _evaluation, _modules
 from lightning_amp._containers import tensors_in
+from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.tracing import RandomState
 
 _Sums = dict[str, _evaluation.LoggedSum]
@@ -37,7 +38,7 @@ class FirstBatch:
 
 @final
 class FirstBatches:
-    """Keeps references, and what had been logged after each batch, kept or not.
+    """Keeps references (copies, once a step was seen to edit its batch in place), and what had been logged after each batch, kept or not.
 
     Costs no operation on the device, and the random generators' states of the kept batches (30 us each).
 
@@ -54,7 +55,7 @@ class FirstBatches:
         self._loader_idx: int | None = None
         self._num_bytes = 0
         self._num_rows: dict[int | None, int] = {}
-        self._is_full = False
+        self._is_full = self._must_copy = False
         self._sums: dict[
             int | None, list[tuple[dict[str, _evaluation.LoggedSum], dict[str, _evaluation.LoggedSum]]]
         ] = {}
@@ -70,7 +71,10 @@ class FirstBatches:
         # The first of a loader in any case.
         self._is_full = self._is_full or (self._num_bytes > self._share and batch_idx > 0)
         if not self._is_full:
-            versions = [(t, _modules.version(t)) for t in tensors if not t.is_inference()]
+            self._must_copy = self._must_copy or bool(self.kept and not self.kept[-1].is_intact)
+            if self._must_copy:
+                batch = copy_batch(batch)
+            versions = [(t, _modules.version(t)) for _, t in tensors_in(batch) if not t.is_inference()]
             state = RandomState.capture(self._device_type)
             self.kept.append(FirstBatch(batch, batch_idx, loader_idx, state, versions))
 

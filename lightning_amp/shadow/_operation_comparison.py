@@ -144,9 +144,6 @@ def _dense(result: Any) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _any_bad(tensors: list[Tensor], *, poles: bool = False) -> Tensor:
-    flags = [
-        (~torch.isfinite(t) if poles else torch.isnan(t) | torch.isposinf(t)).any().cpu()
-        for t in tensors
-        if t.is_floating_point()
-    ]
+    found = [t for t in tensors if t.is_floating_point()]
+    flags = [(~torch.isfinite(t) if poles else torch.isnan(t) | torch.isposinf(t)).any().cpu() for t in found]
     return torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)
