@@ -55,26 +55,25 @@ class ComparisonRow(NamedTuple):
             return math.isnan(self.amp) != math.isnan(self.fp32)
         return abs(self.diff) > tolerance
 
-    def stands_out(self, num_rows: int, largest: float) -> bool:
-        """Return whether AMP is not finite, or the two differ by more than a few per cent and by more than noise.
+    def stands_out(self, largest: float) -> bool:
+        """Return whether AMP is not finite, or the two differ by more than a few per cent.
 
         Args:
-            num_rows: Over how many samples the metric was taken. In [-1, 1] it may be a share of them, and a whole
-                number may count them: a difference below two of its standard errors, and one sample, is noise.
             largest: Magnitude of the metric in fp32 so far: of a loss that has fallen far below it, little matters.
         """
         if not math.isfinite(self.amp):
             return True
         if not math.isfinite(self.fp32):
             return False
-        size = max(abs(self.amp), abs(self.fp32))
-        floor = max(_FEW_PERCENT * min(abs(self.amp), abs(self.fp32)), 0.005 * largest)
-        number = max(num_rows, 1)
-        unit = number if size > 1 and self.amp.is_integer() and self.fp32.is_integer() and size <= number else 1
-        if size <= unit:  # a share of the samples, or a count of them
-            share = min(size / unit, 0.5)
-            floor = max(floor, unit * (2 * math.sqrt(max(share * (1 - share), 1 / number) / number) + 1 / number))
-        return abs(self.diff) > floor
+        return abs(self.diff) > max(_FEW_PERCENT * min(abs(self.amp), abs(self.fp32)), 0.005 * largest)
+
+    def is_noise(self, num_rows: int) -> bool:
+        """Return whether a share of samples, or a count of them, differs by less than two of its standard errors."""
+        size, number = max(abs(self.amp), abs(self.fp32)), max(num_rows, 1)
+        unit = number if size > 1 and self.amp.is_integer() and self.fp32.is_integer() else 1
+        share = min(size / unit, 0.5)
+        error = math.sqrt(max(share * (1 - share), 1 / number) / number)
+        return size <= unit and abs(self.diff) <= unit * (2 * error + 1 / number)
 
 
 @final
@@ -168,18 +167,23 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         ]
         return aligned(lines, len(shown), len(rows), "comparison.table")
 
-    def standing_out(self, num_rows: Callable[[str], int]) -> ComparisonRow | None:
+    def standing_out(self, num_rows: Callable[[str], int | None]) -> ComparisonRow | None:
         """Return the metric of the last comparison that stands out most: not finite, or by its relative difference.
 
         Args:
-            num_rows: Over how many samples a metric was taken, by its name.
+            num_rows: Over how many samples a metric was taken, by its name; `None` if it cannot be a share of them.
         """
         largest: dict[str, float] = {}
         for row in self:
             if math.isfinite(row.fp32):
                 largest[row.metric] = max(largest.get(row.metric, 0.0), abs(row.fp32))
-        found = [row for row in self.last if row.stands_out(num_rows(row.metric), largest.get(row.metric, 0.0))]
-        return max(found, key=lambda row: (not math.isfinite(row.amp), abs(row.relative_diff)), default=None)
+        found = [row for row in self.last if row.stands_out(largest.get(row.metric, 0.0))]
+        loud: list[ComparisonRow] = []
+        for row in found:
+            number = num_rows(row.metric) if math.isfinite(row.amp) else None
+            if number is None or not row.is_noise(number):
+                loud.append(row)
+        return max(loud, key=lambda row: (not math.isfinite(row.amp), abs(row.relative_diff)), default=None)
 
     def exceeding(self) -> str:
         """Name the metrics of the last comparison that are beyond their tolerance, the worst first; "" if none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _evaluation, _modules
 from lightning_amp._containers import tensors_in
+from lightning_amp.reports import LOADER_SUFFIX
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.tracing import RandomState
 
@@ -38,7 +40,9 @@ class FirstBatch:
 
 @final
 class FirstBatches:
-    """Keeps references (copies, once a step was seen to edit its batch in place), and what had been logged after each batch, kept or not.
+    """Keeps references, and what had been logged after each batch, kept or not.
+
+    Copies, once a step was seen to edit its batch in place.
 
     Costs no operation on the device, and the random generators' states of the kept batches (30 us each).
 
@@ -83,9 +87,18 @@ class FirstBatches:
         idx = self._loader_idx
         self._sums.setdefault(idx, []).append((_evaluation.logged_sums(amp, idx), _evaluation.logged_sums(fp32, idx)))
 
-    def num_rows(self, loader_idx: int | None = None) -> int:
-        """Return how many rows a loader had; without one, all."""
-        return self._num_rows.get(loader_idx) or sum(self._num_rows.values())
+    def num_rows_of(self, metric: str) -> int | None:
+        """Return over how many rows a metric was taken; `None` if it cannot be a share or a count of them.
+
+        What a step logs as a plain value is one if it adds up to whole numbers in each batch; what torchmetrics
+        computed, or the end of the epoch, may always be one. Waits for the device.
+        """
+        loader = metric.partition(LOADER_SUFFIX)[2]
+        logged = [side[metric] for sums in self._sums.values() for both in sums for side in both if metric in side]
+        if logged and not all(_is_whole(float(one.value)) for one in logged):
+            return None
+        number = self._num_rows.get(int(loader)) if loader.isdigit() else None
+        return number or sum(self._num_rows.values())
 
     def values(self, metric: str) -> dict[tuple[int | None, int], tuple[float, float]]:
         """Return a metric in AMP and fp32 by loader and batch, where it is a plain value. Waits for the device."""
@@ -98,6 +111,10 @@ class FirstBatches:
                 found[loader_idx, batch_idx] = _of_batch(before[0], amp[metric]), _of_batch(before[1], fp32[metric])
                 before = amp[metric], fp32[metric]
         return found
+
+
+def _is_whole(value: float) -> bool:
+    return not math.isfinite(value) or abs(value - round(value)) < 1e-3
 
 
 def _of_batch(before: _evaluation.LoggedSum | None, after: _evaluation.LoggedSum) -> float:

@@ -7,9 +7,8 @@ from dataclasses import replace
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import final
 
-from lightning_amp.reports import LOADER_SUFFIX, ComparisonTable, EvaluationReport
+from lightning_amp.reports import ComparisonTable, EvaluationReport
 from lightning_amp.shadow._evaluation_search import examine_metric
-from lightning_amp.shadow._first_batches import FirstBatches
 from lightning_amp.shadow._paired_evaluation import PairedEvaluation
 from lightning_amp.shadow._ranks import gather
 
@@ -40,7 +39,7 @@ class SecondLook:
         if self.reports or self._num_searches >= _MAX_SEARCHES:
             return ""
         batches = comparison.batches
-        row = table.standing_out(lambda metric: _num_rows(batches, metric))
+        row = table.standing_out(batches.num_rows_of)
         found = next(filter(None, gather(trainer, None if row is None else (row.metric, row.amp, row.fp32))), None)
         if found is None:
             return ""
@@ -51,8 +50,3 @@ class SecondLook:
         self.reports = known or reports[:1]
         said = {str(replace(report, rank=0)): str(report) for report in self.reports}
         return "\n".join(said.values())
-
-
-def _num_rows(batches: FirstBatches, metric: str) -> int:
-    loader = metric.partition(LOADER_SUFFIX)[2]
-    return batches.num_rows(int(loader) if loader.isdigit() else None)
