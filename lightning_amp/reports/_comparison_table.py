@@ -167,11 +167,14 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         ]
         return aligned(lines, len(shown), len(rows), "comparison.table")
 
-    def standing_out(self, num_rows: Callable[[str], int | None]) -> ComparisonRow | None:
+    def standing_out(
+        self, num_rows: Callable[[str], int | None], error_of: Callable[[str], float]
+    ) -> ComparisonRow | None:
         """Return the metric of the last comparison that stands out most: not finite, or by its relative difference.
 
         Args:
             num_rows: Over how many samples a metric was taken, by its name; `None` if it cannot be a share of them.
+            error_of: Its standard error, as it varies from batch to batch; only asked where it is no share.
         """
         largest: dict[str, float] = {}
         for row in self:
@@ -180,8 +183,12 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         found = [row for row in self.last if row.stands_out(largest.get(row.metric, 0.0))]
         loud: list[ComparisonRow] = []
         for row in found:
-            number = num_rows(row.metric) if math.isfinite(row.amp) else None
-            if number is None or not row.is_noise(number):
+            if not math.isfinite(row.amp):
+                loud.append(row)
+                continue
+            number = num_rows(row.metric)
+            noisy = row.is_noise(number) if number is not None else abs(row.diff) <= error_of(row.metric)
+            if not noisy:
                 loud.append(row)
         return max(loud, key=lambda row: (not math.isfinite(row.amp), abs(row.relative_diff)), default=None)
 

@@ -37,6 +37,8 @@ class Blame:
     output_db: float = math.nan
     operation: str = ""
     place: str = ""
+    only_varying: bool = False
+    """Only what differs between the samples is wrong."""
 
 
 def blamed_module(outputs: OutputComparison, *, nonfinite: bool) -> Blame:
@@ -59,7 +61,14 @@ def blamed_module(outputs: OutputComparison, *, nonfinite: bool) -> Blame:
         elif wrong is None and not nonfinite:
             before, after = worst_db(call.input_sums), worst_db(call.sums)
             if after < WRONG_DB and before > after + _LOST_DB:
-                wrong = Blame("module", module=call.name, module_class=call.kind, input_db=before, output_db=after)
+                wrong = Blame(
+                    "module",
+                    module=call.name,
+                    module_class=call.kind,
+                    input_db=before,
+                    output_db=after,
+                    only_varying=plain_db(call.sums) >= WRONG_DB,
+                )
     return wrong or Blame()
 
 
@@ -115,7 +124,10 @@ def blamed_operation(operations: OperationComparison, blame: Blame, *, nonfinite
             )
         if guilty:
             found = replace(blame, operation=_plain(call.name), place="" if call.place is None else str(call.place))
-            return replace(found, cause="operation", input_db=before, output_db=after) if outside else found
+            if not outside:
+                return found
+            only_varying = plain_db(call.sums) >= WRONG_DB
+            return replace(found, cause="operation", input_db=before, output_db=after, only_varying=only_varying)
     return blame
 
 
@@ -156,6 +168,11 @@ def worst_db(sums: Tensor | None) -> float:
         return math.inf
     ratios = [float(fidelity(part)[0]) for row in sums.reshape(-1, 6) for part in (row[:3], row[3:])]
     return min((ratio for ratio in ratios if not math.isnan(ratio)), default=math.inf)
+
+
+def plain_db(sums: Tensor | None) -> float:
+    """Return the lowest SQNR of a comparison, of all of a tensor; NaN without one."""
+    return math.nan if sums is None else min(float(fidelity(row[:3])[0]) for row in sums.reshape(-1, 6))
 
 
 def _bad(tensors: Sequence[Tensor]) -> bool:

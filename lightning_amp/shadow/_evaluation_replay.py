@@ -34,14 +34,14 @@ class EvaluationReplay:
         weights: What the parameters were when the batches ran; `None`: what they are.
 
     Attributes:
-        state: What the shadow of the last run held in half precision after its last batch.
+        held_in_half: What the shadow of the last run held in half precision after its last batch.
 
     """
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, stage: Stage, metric: str, weights: Sequence[Tensor] | None
     ) -> None:
-        self.state: dict[str, Tensor] = {}
+        self.held_in_half: dict[str, Tensor] = {}
         self._trainer, self._module = trainer, module
         self._stage: Stage = stage
         self._metric, self._weights = metric, weights
@@ -81,7 +81,7 @@ class EvaluationReplay:
             for step in steps:
                 with paired_random(self._device_type, step.random_state):
                     one.step(step.batch, step.batch_idx, step.loader_idx, watch(one.module) if watch else None)
-            self.state = half_precision_state(one.module) if len(steps) > 1 else {}
+            self.held_in_half = half_precision_state(one.module) if len(steps) > 1 else {}
             try:
                 metrics = one.finish(steps[-1].random_state if steps else None, follow=False)
             except Exception:  # some need more than one batch

@@ -34,6 +34,8 @@ _MAX_BATCHES = 8
 _MAX_TOGETHER = 64
 """How many are run one after the other for what adds up."""
 _MAX_TRIES = 5
+_CLEAR = 0.25
+"""Relative difference from which on a loss of what differs between the samples is to blame."""
 _GONE = 0.25
 """Share of the difference that may remain where a remedy works."""
 
@@ -143,17 +145,20 @@ class _Search:
         values = self._batches.values(self._metric)
         intact = [one for one in self._batches.kept if one.is_intact and self._may_show(one)]
         shown = [key for key, (amp, fp32) in values.items() if self._shows(amp, fp32)]
-        if shown and self.report is not None:
-            loader_idx, batch_idx = shown[0]
-            amp, fp32 = values[shown[0]]
-            self.report = self._plain = replace(
-                self._plain, loader_idx=loader_idx, batch_idx=batch_idx, batch_amp=amp, batch_fp32=fp32,
-                note="this batch was not kept for a second look",
-            )  # fmt: skip
-        if self.report is not None and not any(one.is_intact for one in self._batches.kept):
-            edited = "the batches were edited in place, so that they could not be run again"
-            self.report = self._plain = replace(self._plain, note=edited)
         flagged = [one for one in intact if (one.loader_idx, one.batch_idx) in shown]
+        if self.report is not None:
+            note = ""
+            if not intact:
+                note = "the batches were edited in place, so that they could not be run again"
+            elif shown and not flagged:
+                note = "this batch was not kept for a second look"
+            self._plain = replace(self._plain, note=note)
+            if shown:
+                (loader_idx, batch_idx), (amp, fp32) = shown[0], values[shown[0]]
+                self._plain = replace(
+                    self._plain, loader_idx=loader_idx, batch_idx=batch_idx, batch_amp=amp, batch_fp32=fp32
+                )
+            self.report = self._plain
         return flagged[:3] if values else intact[:_MAX_BATCHES]
 
     def _may_show(self, one: FirstBatch) -> bool:
@@ -174,9 +179,9 @@ class _Search:
         self._outputs.forget()
         self._found = False
         fp32 = self._replay.in_fp32(self._steps, self._outputs.recording)
-        state = self._replay.state
+        state = self._replay.held_in_half
         amp = self._replay.in_amp(self._steps, self._outputs.comparing)
-        self._states = self._replay.state, state
+        self._states = self._replay.held_in_half, state
         if amp is not None and fp32 is not None and self._steps:
             self._found = self._shows(amp, fp32)
             self._values = amp, fp32
@@ -215,6 +220,9 @@ class _Search:
     def _describe(self) -> None:
         if not self._found or (self._blame.cause == "unknown" and self.report is None):
             return
+        amp, fp32 = self._values
+        if self._blame.only_varying and abs(amp - fp32) < _CLEAR * min(abs(amp), abs(fp32)):
+            return  # where all samples are nearly alike, as in many untrained models
         step, blame = self._steps[0], self._blame
         self.report = replace(
             self._plain, cause=blame.cause, loader_idx=step.loader_idx, batch_idx=step.batch_idx,
@@ -295,7 +303,7 @@ class _Search:
             work()
         except Exception as error:
             failed, failure = True, Failure.of(error, f"the {self._stage} step", "the second look")
-            if self.report is not None and not self.report.note:
+            if self.report is not None:
                 self.report = replace(self.report, note=failure.text)
         return not self._any(failed)
 

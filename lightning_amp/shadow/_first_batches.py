@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +92,19 @@ class FirstBatches:
         """Return over how many rows a metric was taken; `None` if it cannot be a share or a count of them.
 
         What a step logs as a plain value is one if it adds up to whole numbers in each batch; what torchmetrics
-        computed, or the end of the epoch, may always be one. Waits for the device.
+        computed, or the end of the epoch, or a single batch, may always be one. Waits for the device.
         """
         loader = metric.partition(LOADER_SUFFIX)[2]
         logged = [side[metric] for sums in self._sums.values() for both in sums for side in both if metric in side]
-        if logged and not all(_is_whole(float(one.value)) for one in logged):
+        if len(logged) > 2 and not all(_is_whole(float(one.value)) for one in logged):  # more than one batch of each
             return None
         number = self._num_rows.get(int(loader)) if loader.isdigit() else None
         return number or sum(self._num_rows.values())
+
+    def standard_error(self, metric: str) -> float:
+        """Return that of a plain value in fp32, from what differs between its batches. Waits for the device."""
+        fp32 = [value for _, value in self.values(metric).values() if math.isfinite(value)]
+        return statistics.stdev(fp32) / math.sqrt(len(fp32)) if len(fp32) > 1 else 0.0
 
     def values(self, metric: str) -> dict[tuple[int | None, int], tuple[float, float]]:
         """Return a metric in AMP and fp32 by loader and batch, where it is a plain value. Waits for the device."""

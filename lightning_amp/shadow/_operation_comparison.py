@@ -67,6 +67,17 @@ class OperationOutput:
     sums: Tensor | None = None
     reference: OperationOutput | None = None
 
+    def keep(self, output: Tensor) -> None:
+        """Keep a copy of the result."""
+        self.output = output.detach().clone()
+
+    def compare(self, reference: OperationOutput | None, output: Tensor) -> None:
+        """Compare the result with that of the same operation in fp32."""
+        self.reference = reference
+        known = None if reference is None else reference.output
+        if known is not None and known.shape == output.shape:
+            self.sums = output_sums(known, output)
+
 
 @final
 class OperationComparison(TorchFunctionMode):
@@ -121,12 +132,9 @@ class OperationComparison(TorchFunctionMode):
             self._known[key] = call
             self._num_bytes += made.numel() * 4
             if self._num_bytes <= _MAX_BYTES:
-                call.output = made.detach().clone()
+                call.keep(made)
         else:
-            call.reference = self._reference._known.get(key)
-            known = None if call.reference is None else call.reference.output
-            if known is not None and known.shape == made.shape:
-                call.sums = output_sums(known, made)
+            call.compare(self._reference._known.get(key), made)
         self.calls.append(call)
         for tensor in _dense(result):
             self._made[id(tensor)] = weakref.ref(tensor), call

@@ -64,6 +64,24 @@ class OutputCall:
     input_sums: Tensor | None = None
     num_values: int = 0
 
+    def take(self, values: Any) -> None:
+        """Keep what goes in."""
+        self.inputs = _copies(values, decisions=True)
+
+    def give(self, output: Any) -> None:
+        """Keep what comes out."""
+        self.outputs = _copies(output)
+
+    def compare(self, reference: OutputCall) -> None:
+        """Compare with the same call in fp32."""
+        self.num_values = sum(tensor.numel() for tensor in self.outputs)
+        self.sums = _compared(reference.outputs, self.outputs)
+        self.input_sums = _compared(reference.inputs, self.inputs)
+
+    def free(self) -> None:
+        """Forget the copies."""
+        self.inputs, self.outputs = [], []
+
 
 @final
 class OutputComparison:
@@ -156,12 +174,12 @@ class OutputComparison:
     def took(self, call: OutputCall, values: Any) -> None:
         """Keep what goes into a module."""
         if self._inputs:
-            call.inputs = _copies(values, decisions=True)
+            call.take(values)
 
     @torch.no_grad()
     def gave(self, call: OutputCall, output: Any, *, reference: bool) -> None:
         """Keep, or compare, what came out of a module."""
-        call.outputs = _copies(output)
+        call.give(output)
         if reference:
             self._reference.setdefault(call.name, []).append(call)
             self._in_order.append(call)
@@ -170,12 +188,10 @@ class OutputComparison:
         self._seen[call.name] = number + 1
         known = self._reference.get(call.name, [])
         if number < len(known):
-            call.num_values = sum(t.numel() for t in call.outputs)
-            call.sums = _compared(known[number].outputs, call.outputs)
-            if self._inputs:
-                call.input_sums = _compared(known[number].inputs, call.inputs)
-            else:
-                known[number].outputs, call.outputs = [], []
+            call.compare(known[number])
+            if not self._inputs:
+                call.free()
+                known[number].free()
             self.calls.append((call, known[number]))
 
 

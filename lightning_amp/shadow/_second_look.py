@@ -39,7 +39,7 @@ class SecondLook:
         if self.reports or self._num_searches >= _MAX_SEARCHES:
             return ""
         batches = comparison.batches
-        row = table.standing_out(batches.num_rows_of)
+        row = table.standing_out(batches.num_rows_of, batches.standard_error)
         found = next(filter(None, gather(trainer, None if row is None else (row.metric, row.amp, row.fp32))), None)
         if found is None:
             return ""
