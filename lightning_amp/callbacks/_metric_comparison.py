@@ -57,6 +57,12 @@ class MetricComparison(Callback):
 
     `trainer.validate()` and `trainer.test()` compare too and print the table. `.table` has all rows, of all of them.
 
+    A metric that is NaN or infinite, or more than a few per cent off its fp32 value and by more than noise, is looked
+    into, once per run: the first batch that shows it runs again in both precisions. One warning names the batch and the
+    first module or operation whose output is wrong, and which `fp32_modules`, or else `eval_precision`, mended this
+    batch when they were tried. Where fp32 is not finite either it says what is to blame: data, weights, an operation.
+    :attr:`report` has the same as data. Where nothing in the step is wrong, a difference is left to the table.
+
     Training is bit-identical with and without it: the shadow has its own parameters, buffers, metrics, lists, logger
     and trainer attributes. What user code does outside of the module (prints, files, global variables) happens twice in
     a compared validation. An attribute that cannot be copied (an open file, a generator) is left out of the shadow; if
@@ -76,6 +82,8 @@ class MetricComparison(Callback):
     stand before this one. Random numbers that a step draws in half precision (`torch.randn_like` of an activation) are
     other numbers in float32, on the CPU at least. Modules that take a `dataloader_iter` are not compared.
 
+    It stands aside, with a line, where a module has no `validation_step` and where no validation runs.
+
     One device and DDP. On sharded strategies it says that it does not run. In DDP, values that are not reduced
     (`sync_dist=False`) are those of each rank, and rank 0 logs its own.
 
@@ -92,6 +100,8 @@ class MetricComparison(Callback):
             accept all. A name that the module does not log is an error: already in the sanity check, unless the
             module's code writes that name out or asks for `sanity_checking`; then in the first comparison.
         on_exceed: `"warn"`, or `"raise"` a `RuntimeError` at the end of the validation, on all ranks.
+        by_module: Also compare what each module gives out, over all compared batches: :attr:`module_table`. Costs a
+            copy of all activations of one fp32 step, and some passes over them. What is compiled is not looked into.
     """
 
     def __init__(
