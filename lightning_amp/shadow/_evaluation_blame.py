@@ -13,7 +13,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import count_nonfinite, fidelity
-from lightning_amp.shadow._operation_comparison import COMPARISONS_WITH_TARGETS, OperationComparison
+from lightning_amp.shadow._operation_comparison import COMPARISONS_WITH_TARGETS, OperationComparison, OperationOutput
 from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.tracing import nonfinite_entries
 
@@ -37,6 +37,8 @@ class Blame:
     output_db: float = math.nan
     operation: str = ""
     place: str = ""
+    source: str | None = None
+    """The module whose output goes into the operation."""
     only_varying: bool = False
     """Only what differs between the samples is wrong."""
 
@@ -127,8 +129,28 @@ def blamed_operation(operations: OperationComparison, blame: Blame, *, nonfinite
             if not outside:
                 return found
             only_varying = plain_db(call.sums) >= WRONG_DB
-            return replace(found, cause="operation", input_db=before, output_db=after, only_varying=only_varying)
+            return replace(
+                found,
+                cause="operation",
+                input_db=before,
+                output_db=after,
+                source=_source(call),
+                only_varying=only_varying,
+            )
     return blame
+
+
+def _source(call: OperationOutput) -> str | None:
+    """Name the module whose output reaches an operation on the shortest way."""
+    queue, seen = list(call.sources), set[int]()
+    while queue:
+        one = queue.pop(0)
+        if one.module is not None:
+            return one.module
+        if id(one) not in seen:
+            seen.add(id(one))
+            queue.extend(one.sources)
+    return None
 
 
 def more_modules(rules: list[str], blame: Blame, outputs: OutputComparison) -> list[str] | None:

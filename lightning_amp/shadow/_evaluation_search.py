@@ -251,9 +251,10 @@ class _Search:
         return self._found and self.report is not None and math.isfinite(self._values[1])
 
     def _try_remedies(self) -> None:
-        self._goes_on = self._wants_remedy and self._blame.cause == "module" and bool(self._blame.module)
+        first = self._blame.module if self._blame.cause == "module" else self._blame.source
+        self._goes_on = self._wants_remedy and bool(first)
         if self._goes_on:
-            self._rules = [str(self._blame.module)]
+            self._rules = [str(first)]
         for _ in range(_MAX_TRIES):
             if not self._any(self._goes_on) or not self._all(self._try_rules):
                 break

@@ -7,6 +7,7 @@ from dataclasses import replace
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import final
 
+from lightning_amp._compat import _lightning
 from lightning_amp.reports import ComparisonTable, EvaluationReport
 from lightning_amp.shadow._evaluation_search import examine_metric
 from lightning_amp.shadow._paired_evaluation import PairedEvaluation
@@ -39,7 +40,13 @@ class SecondLook:
         if self.reports or self._num_searches >= _MAX_SEARCHES:
             return ""
         batches = comparison.batches
-        row = table.standing_out(batches.num_rows_of, batches.standard_error)
+        directions = _lightning.metric_directions(trainer)
+
+        def num_rows(metric: str) -> int | None:
+            # an error (`MeanAbsoluteError`), not a share
+            return None if directions.get(metric) == "min" else batches.num_rows_of(metric)
+
+        row = table.standing_out(num_rows, batches.standard_error)
         found = next(filter(None, gather(trainer, None if row is None else (row.metric, row.amp, row.fp32))), None)
         if found is None:
             return ""

@@ -213,6 +213,18 @@ class NormInStep(Case):
         self.log("val_norm", features.pow(2).sum(-1).sqrt().float().mean())
 
 
+class TimeInStep(Case):
+    """Angles that no module has a part in."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        prediction = self(batch)
+        angle = (batch["position"].to(self.inp(batch["x"]).dtype) * 1.5)[:, None]
+        self.log("val_loss", nn.functional.mse_loss((prediction + angle.sin()).float(), batch["y"] + self.exact(batch)))
+
+    def exact(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["position"] * 1.5)[:, None].sin()
+
+
 class Counts(Case):
     """Counts rows in bfloat16, which ends at 256."""
 
@@ -375,11 +387,12 @@ FAULTS = {
     "indices, torchmetrics": Fault(LooksUpWithMetric, "module", "positions.table", {"fp32_modules": ["positions"]}),
     "running sums": Fault(Accumulates, "module", "sums", {"fp32_modules": ["sums"]}),
     "a constant in a module": Fault(Temperatures, "module", "kelvin", {"fp32_modules": ["kelvin"]}, operation="add"),
-    "a constant in the step": Fault(Offset, "operation", None, {"eval_precision": "fp32"}, operation="add"),
+    "a constant in the step": Fault(Offset, "operation", None, {"fp32_modules": ["out"]}, operation="add"),
     "overflow in evaluation": Fault(
         OverflowsInEvaluation, "module", "loud", {"fp32_modules": ["loud", "fc"]}, "fp16", "mul"
     ),
-    "overflow in the step": Fault(NormInStep, "operation", None, {"eval_precision": "fp32"}, "fp16", "pow"),
+    "overflow in the step": Fault(NormInStep, "operation", None, {"fp32_modules": ["inp"]}, "fp16", "pow"),
+    "time in the step": Fault(TimeInStep, "operation", None, {"eval_precision": "fp32"}, operation="sin"),
     "a counter": Fault(Counts, "state", batch_idx=None, names=("count",)),
     "running statistics": Fault(SpoiltStatistics, "weights", "norm", in_fp32_too=True, names=("norm.running_var",)),
     "a weight": Fault(SpoiltWeight, "weights", "out", in_fp32_too=True, names=("out.weight",)),
