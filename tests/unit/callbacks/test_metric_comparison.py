@@ -401,3 +401,47 @@ def test_csv(tmp_path: Path) -> None:
     assert [row["metric"] for row in rows] == [row.metric for row in comparison.table]
     assert [float(row["diff"]) for row in rows] == [row.diff for row in comparison.table]
     assert list(path.parent.iterdir()) == [path]
+
+
+# --- by module, and attached to anything ---
+
+
+def test_by_module(caplog: pytest.LogCaptureFixture) -> None:
+    comparison = MetricComparison(by_module=True)
+    with caplog.at_level(logging.INFO):
+        fit(comparison)
+    assert [(row.epoch, row.name, row.kind, row.num_calls) for row in comparison.module_table] == [
+        (0, "net", "Linear", 4), (1, "net", "Linear", 4),
+    ]  # fmt: skip
+    assert all(30 < row.sqnr_db < 80 and row.cosine > 0.999 for row in comparison.module_table)
+    assert f"\n\n{comparison.module_table}" in caplog.text
+    again = MetricComparison(by_module=True)
+    again.load_state_dict(comparison.state_dict())
+    assert [*again.module_table] == [*comparison.module_table]
+    old = {name: value for name, value in comparison.state_dict().items() if name != "module_rows"}
+    again.load_state_dict(old)
+    assert len(again.module_table) == 0
+    assert len(MetricComparison().module_table) == 0
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_by_module_over_limited_batches_of_two_loaders(limit: int) -> None:
+    comparison = MetricComparison(by_module=True, limit_batches=limit)
+    make_trainer(comparison).test(WithTest(), [data(), data()], verbose=False)
+    assert [row.num_calls for row in comparison.module_table] == [2 * limit]
+
+
+def test_attached_where_nothing_is_validated(caplog: pytest.LogCaptureFixture) -> None:
+    class Predicts(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch)
+
+    comparison = MetricComparison(by_module=True)
+    with caplog.at_level(logging.INFO):
+        make_trainer(comparison).predict(Predicts(), data())
+    assert "MetricComparison" not in caplog.text
+    assert comparison.report is None
