@@ -227,7 +227,7 @@ def show_only_the_callbacks() -> None:
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         if str(message).startswith(
-            ("The loss scale fell", "`OverflowLocator", "`GradientMonitor")
+            ("The loss scale fell", "`OverflowLocator", "`GradientMonitor", "`MetricComparison")
         ) or "optimizer steps were skipped" in str(message):
             print(f"warning: {message}")
 

@@ -10,12 +10,18 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_amp._arguments import is_count, is_number, require, require_choice
+from lightning_amp._arguments import is_count, is_number, require, require_bool, require_choice
 from lightning_amp.reports import LOADER_SUFFIX
 from lightning_amp.shadow import Stage
 
 
-def check_settings(every_n_epochs: object, limit_batches: object, tolerance: object, on_exceed: object) -> None:
+def check_settings(
+    every_n_epochs: object,
+    limit_batches: object,
+    tolerance: object,
+    on_exceed: object,
+    by_module: object = False,
+) -> None:
     """Refuse what `MetricComparison` cannot do.
 
     Raises:
@@ -31,6 +37,7 @@ def check_settings(every_n_epochs: object, limit_batches: object, tolerance: obj
     fine = all(isinstance(k, str) and is_number(v, finite=False) and v >= 0 for k, v in numbers.items())
     rule = "a number of at least 0, a mapping from metric names to such numbers or `None`"
     require(fine, "tolerance", rule, tolerance, "It is absolute, in the unit of the metric.")
+    require_bool("by_module", by_module)
     require_choice("on_exceed", on_exceed, ("warn", "raise"), '"warn" lets training go on.')
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
@@ -16,21 +15,17 @@ from typing_extensions import final, override
 from lightning_amp import _messages
 from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.callbacks._comparison_settings import check_settings, why_not_logged
+from lightning_amp.callbacks._comparison_keys import AXES, as_metrics
+from lightning_amp.callbacks._comparison_messages import ComparisonMessages
+from lightning_amp.callbacks._comparison_settings import check_settings
+from lightning_amp.callbacks._comparison_tolerance import Tolerance
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
-from lightning_amp.reports import MAX_ROWS, ComparisonRow, ComparisonTable
+from lightning_amp.reports import MAX_ROWS, ComparisonRow, ComparisonTable, EvaluationReport, ModuleRow, ModuleTable
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import Failure, PairedEvaluation, Stage
+from lightning_amp.shadow import PairedEvaluation, SecondLook, Stage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-FP32_PREFIX = "amp/fp32/"
-DIFF_PREFIX = "amp/diff/"
-ABS_DIFF_PREFIX = "amp/abs_diff/"
-
-# Lightning takes these two, when a user logs them, for the axes of the plots.
-_AXES = {"step", "epoch"}
 
 
 @final
@@ -62,6 +57,12 @@ class MetricComparison(Callback):
 
     `trainer.validate()` and `trainer.test()` compare too and print the table. `.table` has all rows, of all of them.
 
+    A metric that is NaN or infinite, or more than a few per cent off its fp32 value and by more than noise, is looked
+    into, once per run: the first batch that shows it runs again in both precisions. One warning names the batch and the
+    first module or operation whose output is wrong, and which `fp32_modules`, or else `eval_precision`, mended this
+    batch when they were tried. Where fp32 is not finite either it says what is to blame: data, weights, an operation.
+    :attr:`report` has the same as data. Where nothing in the step is wrong, a difference is left to the table.
+
     Training is bit-identical with and without it: the shadow has its own parameters, buffers, metrics, lists, logger
     and trainer attributes. What user code does outside of the module (prints, files, global variables) happens twice in
     a compared validation. An attribute that cannot be copied (an open file, a generator) is left out of the shadow; if
@@ -81,6 +82,8 @@ class MetricComparison(Callback):
     stand before this one. Random numbers that a step draws in half precision (`torch.randn_like` of an activation) are
     other numbers in float32, on the CPU at least. Modules that take a `dataloader_iter` are not compared.
 
+    It stands aside, with a line, where a module has no `validation_step` and where no validation runs.
+
     One device and DDP. On sharded strategies it says that it does not run. In DDP, values that are not reduced
     (`sync_dist=False`) are those of each rank, and rank 0 logs its own.
 
@@ -97,6 +100,8 @@ class MetricComparison(Callback):
             accept all. A name that the module does not log is an error: already in the sanity check, unless the
             module's code writes that name out or asks for `sanity_checking`; then in the first comparison.
         on_exceed: `"warn"`, or `"raise"` a `RuntimeError` at the end of the validation, on all ranks.
+        by_module: Also compare what each module gives out, over all compared batches: :attr:`module_table`. Costs a
+            copy of all activations of one fp32 step, and some passes over them. What is compiled is not looked into.
     """
 
     def __init__(
@@ -106,24 +111,38 @@ class MetricComparison(Callback):
         limit_batches: int | float | None = None,
         tolerance: float | Mapping[str, float] | None = None,
         on_exceed: Literal["warn", "raise"] = "warn",
+        by_module: bool = False,
     ) -> None:
-        check_settings(every_n_epochs, limit_batches, tolerance, on_exceed)
+        check_settings(every_n_epochs, limit_batches, tolerance, on_exceed, by_module)
         self.every_n_epochs = every_n_epochs
         self.limit_batches = limit_batches
         self.tolerance = dict(tolerance) if isinstance(tolerance, Mapping) else tolerance
-        self.on_exceed = on_exceed
+        self.on_exceed: Literal["warn", "raise"] = on_exceed
+        self.by_module = by_module
         self._last_trainer = LastTrainer()
         self._forget()
         self._begin_run()
 
     def _forget(self) -> None:
         self._table = ComparisonTable(tolerance=self.tolerance)
+        self._module_table = ModuleTable()
         self._num_validations = 0
+        self._look = SecondLook()
 
     @property
     def table(self) -> ComparisonTable:
         """Return all values compared so far: rows of `epoch, step, metric, amp, fp32, diff, relative_diff`."""
         return self._table
+
+    @property
+    def module_table(self) -> ModuleTable:
+        """Return what was compared so far of the outputs of modules; empty without `by_module=True`."""
+        return self._module_table
+
+    @property
+    def report(self) -> EvaluationReport | None:
+        """Return why a metric went wrong, which is also the text of the warning; `None` as long as none did."""
+        return self._look.reports[0] if self._look.reports else None
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write `.table` as CSV, with a header line, to a path or a URL. It is replaced at once or not at all."""
@@ -135,7 +154,11 @@ class MetricComparison(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": [list(row) for row in self._table], "num_validations": self._num_validations}
+        return {
+            "rows": [list(row) for row in self._table],
+            "module_rows": [list(row) for row in self._module_table],
+            "num_validations": self._num_validations,
+        }
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -145,11 +168,10 @@ class MetricComparison(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Saved(state_dict, "MetricComparison")
         num_validations = saved.count("num_validations")
-        try:
-            rows = [ComparisonRow(*row) for row in saved.entries("rows")]
-        except TypeError as error:
-            raise saved.wrong("rows", f"a list of rows of {len(ComparisonRow._fields)} values") from error
+        rows = saved.rows("rows", ComparisonRow)
+        module_rows = saved.rows("module_rows", ModuleRow) if "module_rows" in saved else []
         self._table = ComparisonTable(rows, tolerance=self.tolerance)
+        self._module_table = ModuleTable(module_rows)
         self._num_validations = num_validations
         self._resumed = bool(rows)
 
@@ -166,24 +188,25 @@ class MetricComparison(Callback):
         step = "test_step" if stage == "test" else "validation_step"
         if is_overridden(step, pl_module):
             reason = why_not_twice(trainer, pl_module, step, against_fp32=True)
+            if reason is not None:
+                _messages.warn(f"`MetricComparison` does not run: {reason}.")
         else:
             reason = f"`{type(pl_module).__name__}` has no `{step}`, in which it would compare what is logged"
-        if reason is not None:
-            self._runs = False
-            _messages.warn(f"`MetricComparison` does not run: {reason}.")
+            _messages.info(f"`MetricComparison` stands aside: {reason}.")
+        self._runs = reason is None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._runs and not trainer.enable_validation:
-            _messages.warn(
-                "`MetricComparison` has nothing to compare: no validation runs in this fit. Give the trainer a"
-                " validation loader, and a `limit_val_batches` other than 0."
+            _messages.info(
+                "`MetricComparison` stands aside: no validation runs in this fit. Give the trainer a validation loader,"
+                " and a `limit_val_batches` other than 0, to have it compare."
             )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resumed:  # callbacks find the last values before this run has any of its own
-            _lightning.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last))
+            _lightning.add_callback_metrics(trainer, as_metrics(trainer, self._table.last))
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -213,6 +236,16 @@ class MetricComparison(Callback):
     on_test_batch_start = on_validation_batch_start
 
     @override
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        if self._current is not None:
+            self._current.end_batch()
+
+    on_test_batch_end = on_validation_batch_end
+
+    @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._current is not None and self._current.running:
             self._current.remember_random_state()  # for the shadow's own hook of this name
@@ -223,18 +256,18 @@ class MetricComparison(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Only now do the AMP values of the epoch-end hook exist.
         if trainer.sanity_checking and self._runs:
-            self._check_names(trainer, pl_module, _lightning.evaluation_names(trainer))
+            self._tolerated.check_names(trainer, pl_module, _lightning.evaluation_names(trainer) - AXES)
         current, self._current = self._current, None
         if current is None:
             return
         sides = current.finish()
         self._runs = not current.failed_for_good
         if sides is not None:
-            self._compare(trainer, pl_module, *sides)
+            self._compare(trainer, pl_module, current, *sides)
         elif trainer.state.fn == "fit":
             # A callback that monitors a difference must not end the run that goes on without it.
-            names = _lightning.evaluation_names(trainer) - _AXES
-            unknown = _as_metrics(trainer, [ComparisonRow.of(0, 0, name, math.nan, math.nan) for name in names])
+            names = _lightning.evaluation_names(trainer) - AXES
+            unknown = as_metrics(trainer, [ComparisonRow.of(0, 0, name, math.nan, math.nan) for name in names])
             _lightning.add_callback_metrics(trainer, unknown | trainer.callback_metrics)
 
     on_test_end = on_validation_end
@@ -242,7 +275,7 @@ class MetricComparison(Callback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._table:
-            _messages.info(f"MetricComparison, epoch {self._table[-1].epoch}:\n{self._table}")
+            self._print()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -260,86 +293,48 @@ class MetricComparison(Callback):
         self._current = None
 
     def _open(self, trainer: Trainer, module: LightningModule, stage: Stage) -> None:
-        report = partial(self._report, trainer)
-        self._current = PairedEvaluation(trainer, module, stage, self.limit_batches, report)
+        report = partial(self._messages.failed, trainer)
+        self._current = PairedEvaluation(trainer, module, stage, self.limit_batches, report, by_module=self.by_module)
 
     def _begin_run(self) -> None:
         self._runs = self._is_first = True
         self._resumed = False
         self._current: PairedEvaluation | None = None
-        self._warned: set[str] = set()
-        self._names_checked = False
-
-    def _report(self, trainer: Trainer, failure: Failure) -> None:
-        """Say, on the rank where it happened, what ended a comparison; once per run."""
-        if self._is_news("out of memory" if failure.out_of_memory else "error"):
-            _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {failure.text}.")
-
-    def _is_news(self, kind: str) -> bool:
-        if kind in self._warned:
-            return False
-        self._warned.add(kind)
-        return True
+        self._messages = ComparisonMessages()
+        self._tolerated = Tolerance(self.tolerance, self.on_exceed)
 
     def _compare(
-        self, trainer: Trainer, module: LightningModule, amp: dict[str, float], fp32: dict[str, float]
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        current: PairedEvaluation,
+        amp: dict[str, float],
+        fp32: dict[str, float],
     ) -> None:
-        one_sided = sorted(amp.keys() ^ fp32.keys())
-        if one_sided and self._is_news("one side"):
-            _messages.warn(
-                f"`MetricComparison`: logged on one side only and not compared: {', '.join(one_sided)}. A callback logs"
-                " them, or the module does so depending on a value."
-            )
-        self._check_names(trainer, module, amp.keys() | fp32.keys())
+        if current.totals is not None:
+            self._module_table.add(current.totals.rows(trainer))
+            self._messages.unseen(current.unseen)
+        self._messages.one_sided(sorted(amp.keys() ^ fp32.keys()))
+        self._tolerated.check_names(trainer, module, (amp.keys() | fp32.keys()) - AXES)
         rows = [
             ComparisonRow.of(trainer.current_epoch, 0, name, amp[name], fp32[name])
             for name in amp
-            if name in fp32 and name not in _AXES
+            if name in fp32 and name not in AXES
         ]
-        if not rows:
-            if self._is_news("nothing"):
-                _messages.warn("`MetricComparison` has nothing to compare: nothing was logged with `on_epoch=True`.")
-            return
-        metrics = _as_metrics(trainer, rows)
-        _lightning.add_callback_metrics(trainer, metrics)
-        step = _lightning.log_evaluation_metrics(trainer, metrics, amp.get("step"))
-        self._table.add(row._replace(step=step) for row in rows)
-        if trainer.state.fn != "fit":
-            _messages.info(f"MetricComparison, epoch {trainer.current_epoch}:\n{self._table}")
-        self._judge(trainer)
+        if rows:
+            metrics = as_metrics(trainer, rows)
+            _lightning.add_callback_metrics(trainer, metrics)
+            step = _lightning.log_evaluation_metrics(trainer, metrics, amp.get("step"))
+            self._table.add(row._replace(step=step) for row in rows)
+            if trainer.state.fn != "fit":
+                self._print()
+        else:
+            self._messages.nothing()
+        if warning := self._look.look(trainer, module, current, self._table if rows else ComparisonTable()):
+            _messages.warn(f"`MetricComparison`: {warning}")
+        if rows:
+            self._tolerated.judge(trainer, self._table)
 
-    def _check_names(self, trainer: Trainer, module: LightningModule, logged: Iterable[str]) -> None:
-        if not isinstance(self.tolerance, Mapping) or self._names_checked:
-            return
-        if not trainer.sanity_checking:
-            self._names_checked = True
-        stage: Stage = "test" if trainer.testing else "validation"
-        known = set(logged) - _AXES
-        error = why_not_logged(self.tolerance, known, module, stage, sanity=trainer.sanity_checking)
-        # A metric that is logged on rank 0 only is unknown to the others.
-        if trainer.strategy.reduce_boolean_decision(error is not None, all=True):
-            raise ValueError(error)
-
-    def _judge(self, trainer: Trainer) -> None:
-        if self.tolerance is None:
-            return
-        where = self._table.exceeding()
-        if not trainer.strategy.reduce_boolean_decision(bool(where), all=False):
-            return
-        where = where or "on another rank"
-        epoch = trainer.current_epoch
-        text = f"`MetricComparison`: mixed precision costs more than the tolerance in epoch {epoch}: {where}"
-        if self.on_exceed == "raise":
-            raise RuntimeError(f"{text}. Keep sensitive modules in fp32, or raise the tolerance")
-        _messages.warn(f"{text}.")
-
-
-def _as_metrics(trainer: Trainer, rows: Iterable[ComparisonRow]) -> dict[str, torch.Tensor]:
-    metrics: dict[str, float] = {}
-    for row in rows:
-        metrics[FP32_PREFIX + row.metric] = row.fp32
-        metrics[DIFF_PREFIX + row.metric] = row.diff
-        metrics[ABS_DIFF_PREFIX + row.metric] = abs(row.diff)
-    device = trainer.strategy.root_device
-    # float64 does not exist on all devices
-    return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in metrics.items()}
+    def _print(self) -> None:
+        text = f"MetricComparison, epoch {self._table[-1].epoch}:\n{self._table}"
+        _messages.info(f"{text}\n\n{self._module_table}" if self._module_table else text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import final, override
@@ -14,6 +14,8 @@ from lightning_amp.reports._table import MAX_ROWS, SampledTable, aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_FEW_PERCENT = 0.05
 
 LOADER_SUFFIX = "/dataloader_idx_"
 
@@ -52,6 +54,26 @@ class ComparisonRow(NamedTuple):
         if math.isnan(self.amp) or math.isnan(self.fp32):
             return math.isnan(self.amp) != math.isnan(self.fp32)
         return abs(self.diff) > tolerance
+
+    def stands_out(self, largest: float) -> bool:
+        """Return whether AMP is not finite, or the two differ by more than a few per cent.
+
+        Args:
+            largest: Magnitude of the metric in fp32 so far: of a loss that has fallen far below it, little matters.
+        """
+        if not math.isfinite(self.amp):
+            return True
+        if not math.isfinite(self.fp32):
+            return False
+        return abs(self.diff) > max(_FEW_PERCENT * min(abs(self.amp), abs(self.fp32)), 0.005 * largest)
+
+    def is_noise(self, num_rows: int) -> bool:
+        """Return whether a share of samples, or a count of them, differs by less than two of its standard errors."""
+        size, number = max(abs(self.amp), abs(self.fp32)), max(num_rows, 1)
+        unit = number if size > 1 and self.amp.is_integer() and self.fp32.is_integer() else 1
+        share = min(size / unit, 0.5)
+        error = math.sqrt(max(share * (1 - share), 1 / number) / number)
+        return size <= unit and abs(self.diff) <= unit * (2 * error + 1 / number)
 
 
 @final
@@ -144,6 +166,31 @@ class ComparisonTable(SampledTable[ComparisonRow]):
             for row in shown
         ]
         return aligned(lines, len(shown), len(rows), "comparison.table")
+
+    def standing_out(
+        self, num_rows: Callable[[str], int | None], error_of: Callable[[str], float]
+    ) -> ComparisonRow | None:
+        """Return the metric of the last comparison that stands out most: not finite, or by its relative difference.
+
+        Args:
+            num_rows: Over how many samples a metric was taken, by its name; `None` if it cannot be a share of them.
+            error_of: Its standard error, as it varies from batch to batch; only asked where it is no share.
+        """
+        largest: dict[str, float] = {}
+        for row in self:
+            if math.isfinite(row.fp32):
+                largest[row.metric] = max(largest.get(row.metric, 0.0), abs(row.fp32))
+        found = [row for row in self.last if row.stands_out(largest.get(row.metric, 0.0))]
+        loud: list[ComparisonRow] = []
+        for row in found:
+            if not math.isfinite(row.amp):
+                loud.append(row)
+                continue
+            number = num_rows(row.metric)
+            noisy = row.is_noise(number) if number is not None else abs(row.diff) <= error_of(row.metric)
+            if not noisy:
+                loud.append(row)
+        return max(loud, key=lambda row: (not math.isfinite(row.amp), abs(row.relative_diff)), default=None)
 
     def exceeding(self) -> str:
         """Name the metrics of the last comparison that are beyond their tolerance, the worst first; "" if none."""

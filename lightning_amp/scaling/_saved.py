@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from typing_extensions import final
 
 from lightning_amp._arguments import is_count, is_number
 from lightning_amp._compat import _torch
 from lightning_amp.scaling._records import Reason, StepPrecision, StepRecord
+
+Row = TypeVar("Row")
 
 
 @final
@@ -63,6 +65,15 @@ class Saved:
         if not isinstance(value, (list, tuple)):
             raise self.wrong(key, "a list")
         return list(value)
+
+    def rows(self, key: str, kind: type[Row]) -> list[Row]:
+        """Return a list of named tuples."""
+        entries = self.entries(key)
+        try:
+            return [kind(*entry) for entry in entries]
+        except TypeError as error:
+            fields: tuple[str, ...] = vars(kind)["_fields"]
+            raise self.wrong(key, f"a list of rows of {len(fields)} values") from error
 
     def record(self, key: str) -> StepRecord | None:
         """Return a step, or `None`."""

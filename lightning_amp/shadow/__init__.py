@@ -18,6 +18,7 @@ from lightning_amp.shadow._private_fit import (
     unnoticed,
 )
 from lightning_amp.shadow._ranks import gather, gather_on_zero
+from lightning_amp.shadow._second_look import SecondLook
 from lightning_amp.shadow._step_bundle import packed_step, unpacked_step
 from lightning_amp.shadow._training_pass import TrainingPass
 
@@ -28,6 +29,7 @@ __all__ = [
     "Failure",
     "Finding",
     "PairedEvaluation",
+    "SecondLook",
     "Stage",
     "TrainingPass",
     "copy_batch",

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import final
 
-from lightning_amp._compat import _lightning
+from lightning_amp._compat import _evaluation, _lightning
+from lightning_amp.casting import is_metric
+from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._shadow import Shadow
-from lightning_amp.tracing import RandomState, paired_random
+from lightning_amp.tracing import RandomState, full_precision, paired_random
 
 Stage = Literal["validation", "test"]
 """As in the names of hooks, `on_test_batch_start`, and steps, `test_step`."""
@@ -66,13 +70,95 @@ class EvaluationPass:
         self._loader_idx = _lightning.evaluation_loader_idx(trainer)
         self._metrics = {**(metrics or {}), **_lightning.evaluation_metrics(self._shadow.view)}
 
+    @classmethod
+    def in_fp32(cls, trainer: Trainer, module: LightningModule, stage: Stage, *, upcast: bool = True) -> EvaluationPass:
+        """Make a pass in true fp32, whatever the user's precision.
+
+        Args:
+            trainer: As of the constructor.
+            module: As of the constructor.
+            stage: As of the constructor.
+            upcast: As of the constructor. Without it, what `eval_precision="fp32"` does.
+
+        """
+        device_type = trainer.strategy.root_device.type
+
+        def context(_: LightningModule) -> AbstractContextManager[None]:
+            return full_precision(device_type)
+
+        return cls(
+            trainer, module, stage, hook_context=context, step_context=context, epoch_end_context=_nothing,
+            upcast=upcast,
+        )  # fmt: skip
+
+    @classmethod
+    def in_amp(
+        cls,
+        trainer: Trainer,
+        module: LightningModule,
+        stage: Stage,
+        metrics: Mapping[str, Tensor] | None = None,
+        *,
+        upcast: bool = False,
+    ) -> EvaluationPass:
+        """Make a pass as the real module is evaluated.
+
+        Args:
+            trainer: As of the constructor.
+            module: As of the constructor.
+            stage: As of the constructor.
+            metrics: As of the constructor.
+            upcast: As of the constructor.
+
+        """
+        plugin = trainer.precision_plugin
+        in_step = plugin.test_step_context if stage == "test" else plugin.val_step_context
+        ours = isinstance(plugin, AmpPrecision)  # which treats metrics, outputs and the hook at the end as well
+        return cls(
+            trainer,
+            module,
+            stage,
+            hook_context=_nothing,
+            step_context=partial(plugin.evaluation_context, step=f"{stage}_step") if ours else lambda _: in_step(),
+            epoch_end_context=plugin.evaluation_context if ours else _nothing,
+            metrics=metrics,
+            upcast=upcast,
+        )
+
     @property
     def module(self) -> LightningModule:
         """Return the shadow's module."""
         return self._shadow.module
 
-    def step(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
-        """Run the batch hooks and the step on a copy of a batch, and leave the random generators as found."""
+    @property
+    def view(self) -> Any:
+        """Return what the shadow sees of the trainer."""
+        return self._shadow.view
+
+    def start_afresh(self) -> None:
+        """Forget what the real evaluation has collected so far, and run the hooks before the first batch."""
+        _evaluation.forget_results(self._shadow.view)
+        self._metrics.clear()
+        for module in self.module.modules():
+            if is_metric(module):
+                module.reset()  # pyright: ignore[reportCallIssue]
+        with self._hook_context(self.module), self._shadow.reduce.suspended():
+            for hook in (f"on_{self._stage}_start", f"on_{self._stage}_epoch_start"):
+                if is_overridden(hook, self.module):
+                    self._shadow.call(hook)
+
+    def step(
+        self, batch: Any, batch_idx: int, loader_idx: int | None, watch: AbstractContextManager[Any] | None = None
+    ) -> None:
+        """Run the batch hooks and the step on a copy of a batch, and leave the random generators as found.
+
+        Args:
+            batch: Copied before it is used.
+            batch_idx: Its index in its loader.
+            loader_idx: Of its loader; `None` with one.
+            watch: Entered around the step.
+
+        """
         if loader_idx != self._loader_idx:
             self._finish_loader()
             self._loader_idx = loader_idx
@@ -90,22 +176,34 @@ class EvaluationPass:
                 with shadow.reduce.suspended():
                     with self._hook_context(shadow.module):
                         shadow.call(f"on_{stage}_batch_start", *args)
-                    with self._step_context(shadow.module):
+                    with self._step_context(shadow.module), watch or nullcontext():
                         outputs = shadow.call(f"{stage}_step", *step_args)
                     with self._hook_context(shadow.module):
                         shadow.call(f"on_{stage}_batch_end", outputs, *args)
             finally:
                 _lightning.finish_evaluation_batch(shadow.view)
 
-    def finish(self, random_state: RandomState | None) -> dict[str, Tensor]:
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Return what is known of the metrics so far."""
+        return dict(self._metrics)
+
+    def take_parameters(self, values: Iterable[Tensor]) -> None:
+        """Have other values for the parameters of the shadow, in their order."""
+        with torch.inference_mode(False), torch.no_grad():
+            for own, value in zip(self.module.parameters(), values, strict=True):
+                own.copy_(value)
+
+    def finish(self, random_state: RandomState | None, *, follow: bool = True) -> dict[str, Tensor]:
         """Run the epoch-end hook and return the epoch's metrics by name.
 
         Args:
             random_state: What the random generators were when the real module's hook ran.
+            follow: Take the parameters that the real module has now.
         """
         shadow = self._shadow
-        # Averaged weights may have been swapped out again before the real hook ran.
-        shadow.follow_parameters(self._module)
+        if follow:  # averaged weights may have been swapped out again before the real hook ran
+            self.take_parameters(self._module.parameters())
         with paired_random(self._device_type, random_state), self._hook_context(shadow.module):
             self._finish_loader()
             _lightning.start_evaluation_epoch_end(shadow.view)
@@ -120,6 +218,10 @@ class EvaluationPass:
 
     def _finish_loader(self) -> None:
         self._metrics.update(_lightning.finish_evaluation_loader(self._shadow.view))
+
+
+def _nothing(_: LightningModule) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def follow_ddp_buffers(trainer: Trainer, module: LightningModule) -> None:

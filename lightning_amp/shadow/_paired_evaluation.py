@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,11 +12,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from typing_extensions import final
 
-from lightning_amp._compat import _lightning
-from lightning_amp.precision import AmpPrecision
+from lightning_amp._compat import _lightning, _modules
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers
 from lightning_amp.shadow._failures import Failure
-from lightning_amp.tracing import RandomState, full_precision
+from lightning_amp.shadow._first_batches import FirstBatches
+from lightning_amp.shadow._output_comparison import OutputComparison
+from lightning_amp.shadow._output_totals import OutputTotals
+from lightning_amp.tracing import RandomState
 
 
 @final
@@ -35,6 +36,12 @@ class PairedEvaluation:
         stage: Whose step and hooks run.
         limit_batches: See `MetricComparison`.
         on_failure: Called, on the rank where it happened, with what ended the comparison.
+        by_module: Also compare the outputs of modules.
+
+    Attributes:
+        batches: The first ones, for a second look.
+        totals: With `by_module`, what was compared so far.
+        unseen: Names of modules that could not be watched, since they are compiled.
     """
 
     def __init__(
@@ -44,11 +51,13 @@ class PairedEvaluation:
         stage: Stage,
         limit_batches: int | float | None,
         on_failure: Callable[[Failure], None],
+        *,
+        by_module: bool = False,
     ) -> None:
         self.running = True  # on all ranks
         self.failed_for_good = False  # on any rank, in a way that the next comparison will, too
         self._trainer, self._module, self._on_failure = trainer, module, on_failure
-        self._stage: Stage = stage
+        self.stage: Stage = stage
         self._limit_batches = limit_batches
         self._fp32: EvaluationPass | None = None
         self._amp: EvaluationPass | None = None  # `None`: the real module is the AMP side
@@ -56,9 +65,20 @@ class PairedEvaluation:
         self._loader_idx: int | None = None
         self._random_state: RandomState | None = None
         self._amp_metrics: dict[str, Tensor] = {}  # of the loaders before the current one
+        self._versions: list[int] = []
+        num_loaders = len(trainer.num_test_batches if stage == "test" else trainer.num_val_batches)
+        self.batches = FirstBatches(trainer.strategy.root_device.type, num_loaders)
+        self.weights: list[Tensor] | None = None  # if they are others when the evaluation ends
+        self.totals = OutputTotals() if by_module else None
+        self._outputs = OutputComparison()
+        self._watching: AbstractContextManager[None] | None = None
+        self._is_noted = True
+        self.unseen: list[str] = []
 
     def run_batch(self, batch: Any, batch_idx: int) -> None:
         """Run one batch, before the real run does."""
+        self.end_batch()
+        self._note_sums()
         loader_idx = _lightning.evaluation_loader_idx(self._trainer)
         if batch_idx >= self._num_batches(loader_idx):
             self._leave_rest_out()
@@ -71,9 +91,36 @@ class PairedEvaluation:
             self._amp_metrics.update(_lightning.evaluation_metrics(self._trainer))
         self._loader_idx = loader_idx
         with self._observing():
-            for one in (self._fp32, self._amp):
-                if one is not None:
-                    one.step(batch, batch_idx, loader_idx)
+            self.batches.add(batch, batch_idx, loader_idx)
+            self._is_noted = False
+            self._run_shadows(batch, batch_idx, loader_idx)
+
+    def _run_shadows(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
+        if self._fp32 is None:
+            return
+        by_module, outputs = self.totals is not None, self._outputs
+        self._fp32.step(batch, batch_idx, loader_idx, outputs.recording(self._fp32.module) if by_module else None)
+        if self._amp is not None:
+            self._amp.step(batch, batch_idx, loader_idx, outputs.comparing(self._amp.module) if by_module else None)
+            self.end_batch()
+        elif by_module:
+            self._watching = outputs.comparing(self._module)
+            self._watching.__enter__()
+
+    def end_batch(self) -> None:
+        """Stop watching the real module: its step on the batch is through."""
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.__exit__(None, None, None)
+        if self.totals is not None:
+            self.totals.add(self._outputs)
+            self.unseen = self._outputs.unseen or self.unseen
+            self._outputs.forget()
+
+    def _note_sums(self) -> None:
+        if not self._is_noted and self._fp32 is not None:
+            self.batches.note_sums(self._trainer if self._amp is None else self._amp.view, self._fp32.view)
+        self._is_noted = True
 
     def remember_random_state(self) -> None:
         """Remember the random generators as the real epoch-end hook finds them."""
@@ -84,10 +131,14 @@ class PairedEvaluation:
 
         Called when the real run is through with all its hooks. Waits for the device.
         """
+        self.end_batch()
+        self._note_sums()
         self._agree()
         sides: tuple[dict[str, float], dict[str, float]] | None = None
         if self._fp32 is not None:
             with self._observing():
+                if self._versions != [_modules.version(parameter) for parameter in self._module.parameters()]:
+                    self.weights = [parameter.detach().clone() for parameter in self._fp32.module.parameters()]
                 fp32 = self._fp32.finish(self._random_state)
                 if self._amp is None:
                     amp = {**self._amp_metrics, **_lightning.evaluation_metrics(self._trainer)}
@@ -100,6 +151,7 @@ class PairedEvaluation:
 
     def close(self) -> None:
         """Free the shadows."""
+        self.end_batch()
         for one in (self._fp32, self._amp):
             if one is not None:
                 one.close()
@@ -109,17 +161,9 @@ class PairedEvaluation:
         # Not before the first batch: only now have all callbacks and the module had their epoch-start hooks, in
         # which averaged weights are swapped in and per-epoch attributes made.
         self._started = True
-        device_type = self._trainer.strategy.root_device.type
+        self._versions = [_modules.version(parameter) for parameter in self._module.parameters()]
         with self._observing():
-            self._fp32 = EvaluationPass(
-                self._trainer,
-                self._module,
-                self._stage,
-                hook_context=lambda _: full_precision(device_type),
-                step_context=lambda _: full_precision(device_type),
-                epoch_end_context=_nothing,
-                upcast=True,
-            )
+            self._fp32 = EvaluationPass.in_fp32(self._trainer, self._module, self.stage)
         if isinstance(self._trainer.strategy, DDPStrategy) and self._agree():
             follow_ddp_buffers(self._trainer, self._fp32.module)
 
@@ -127,25 +171,14 @@ class PairedEvaluation:
         """Go on with a copy of the real module as the AMP side: from here on, that sees more than it should."""
         if self._amp is not None or self._failed:
             return
-        plugin, step = self._trainer.precision_plugin, f"{self._stage}_step"
-        in_step = plugin.test_step_context if self._stage == "test" else plugin.val_step_context
-        ours = isinstance(plugin, AmpPrecision)  # which treats metrics, outputs and the hook at the end as well
         with self._observing():
-            self._amp = EvaluationPass(
-                self._trainer,
-                self._module,
-                self._stage,
-                hook_context=_nothing,
-                step_context=partial(plugin.evaluation_context, step=step) if ours else lambda _: in_step(),
-                epoch_end_context=plugin.evaluation_context if ours else _nothing,
-                metrics=self._amp_metrics,
-            )
+            self._amp = EvaluationPass.in_amp(self._trainer, self._module, self.stage, self._amp_metrics)
 
     def _num_batches(self, loader_idx: int | None) -> float:
         limit = self._limit_batches
         if limit is None or isinstance(limit, int):
             return math.inf if limit is None else limit
-        available = self._trainer.num_test_batches if self._stage == "test" else self._trainer.num_val_batches
+        available = self._trainer.num_test_batches if self.stage == "test" else self._trainer.num_val_batches
         num_batches = max(available) if loader_idx is None else available[loader_idx]
         if math.isinf(num_batches) and limit < 1.0:
             raise ValueError(
@@ -162,13 +195,13 @@ class PairedEvaluation:
             self.close()
             self._failed = True
             place = f"the fp32 pass of epoch {self._trainer.current_epoch}"
-            failure = Failure.of(error, f"the module's {self._stage}", place)
+            failure = Failure.of(error, f"the module's {self.stage}", place)
             self._fatal = not failure.out_of_memory
             then = (
                 ". Comparisons are off for the rest of this run, training goes on"
                 if self._fatal
                 else ": this comparison is dropped, training goes on, and the next comparison tries again. A smaller"
-                f" {self._stage} batch needs less"
+                f" {self.stage} batch needs less"
             )
             self._on_failure(failure._replace(text=failure.text + then))
 
@@ -180,10 +213,6 @@ class PairedEvaluation:
             self.failed_for_good = decide(self._fatal, all=False)
             self.close()
         return self.running
-
-
-def _nothing(_: LightningModule) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:

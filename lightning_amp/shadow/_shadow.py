@@ -70,12 +70,6 @@ class Shadow:
         vars(view).update(lightning_module=self.module, model=self.module)
         self.module.trainer = cast(Trainer, view)
 
-    def follow_parameters(self, module: LightningModule) -> None:
-        """Take the values that the parameters of the real module have now."""
-        with torch.inference_mode(False), torch.no_grad():
-            for own, real in zip(self.module.parameters(), module.parameters(), strict=True):
-                own.copy_(real)
-
     def call(self, hook: str, *args: Any) -> Any:
         """Run a hook or step of the shadow; `self.log` works in it. Compiled code runs eagerly.
 

@@ -19,7 +19,8 @@ from support.comparison_models import Rows
 from support.comparisons import Fails, Model, OnlyTest, WithTest, count, data, fit, make_trainer, values
 from torch import Tensor, nn
 
-from lightning_amp.callbacks._metric_comparison import ABS_DIFF_PREFIX, DIFF_PREFIX, FP32_PREFIX, MetricComparison
+from lightning_amp.callbacks._comparison_keys import ABS_DIFF_PREFIX, DIFF_PREFIX, FP32_PREFIX
+from lightning_amp.callbacks._metric_comparison import MetricComparison
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -156,6 +157,7 @@ class Off(Model):
 NAN, INF = math.nan, math.inf
 
 
+@pytest.mark.filterwarnings("ignore:`MetricComparison`. `metric` is (nan|inf) in AMP")
 @pytest.mark.parametrize(
     ("amp", "fp32", "tolerance", "exceeds"),
     [
@@ -185,11 +187,14 @@ def test_tolerance(amp: float, fp32: float, tolerance: Any, exceeds: bool) -> No
     if exceeds:
         with pytest.warns(UserWarning, match="more than the tolerance") as caught:
             fit(MetricComparison(tolerance=tolerance), Off(amp, fp32))
-        assert count(caught) == 2
+        assert sum("more than the tolerance" in str(warning.message) for warning in caught) == 2
+        assert count(caught) == 2 + (not math.isfinite(amp))  # and why it is not finite, once
 
 
 def test_no_tolerance_accepts_all() -> None:
-    fit(MetricComparison(on_exceed="raise"), Off(NAN, 1.0))
+    with pytest.warns(UserWarning, match="`metric` is nan in AMP and 1 in fp32") as caught:
+        fit(MetricComparison(on_exceed="raise"), Off(NAN, 1.0))
+    assert count(caught) == 1
 
 
 def test_tolerance_for_an_unknown_metric_names_the_known() -> None:
@@ -213,7 +218,7 @@ def test_metrics_on_one_side_only_are_named_once() -> None:
 
 
 @pytest.mark.parametrize("stage", ["fit", "test"])
-def test_a_module_without_the_step_is_left_alone(stage: str) -> None:
+def test_a_module_without_the_step_is_left_alone(stage: str, caplog: pytest.LogCaptureFixture) -> None:
     class Without(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -233,9 +238,9 @@ def test_a_module_without_the_step_is_left_alone(stage: str) -> None:
         if stage == "fit"
         else partial(comparison.setup, trainer, Without(), stage)
     )
-    with pytest.warns(UserWarning, match=f"does not run: `Without` has no `{step}`") as caught:
+    with caplog.at_level(logging.INFO):
         run()
-    assert count(caught) == 1
+    assert caplog.text.count(f"`MetricComparison` stands aside: `Without` has no `{step}`") == 1
     assert len(comparison.table) == 0
 
 
@@ -253,11 +258,11 @@ def test_nothing_logged() -> None:
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 @pytest.mark.parametrize("how", ["no loader", "no batches"])
-def test_nothing_to_compare_is_said_once(how: str) -> None:
+def test_nothing_to_compare_is_said_once(how: str, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer(MetricComparison(), limit_val_batches=0 if how == "no batches" else None)
-    with pytest.warns(UserWarning, match="no validation runs in this fit") as caught:
+    with caplog.at_level(logging.INFO):
         trainer.fit(Model(), data(), data() if how == "no batches" else None)
-    assert count(caught) == 1
+    assert caplog.text.count("`MetricComparison` stands aside: no validation runs in this fit") == 1
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy])
@@ -396,3 +401,47 @@ def test_csv(tmp_path: Path) -> None:
     assert [row["metric"] for row in rows] == [row.metric for row in comparison.table]
     assert [float(row["diff"]) for row in rows] == [row.diff for row in comparison.table]
     assert list(path.parent.iterdir()) == [path]
+
+
+# --- by module, and attached to anything ---
+
+
+def test_by_module(caplog: pytest.LogCaptureFixture) -> None:
+    comparison = MetricComparison(by_module=True)
+    with caplog.at_level(logging.INFO):
+        fit(comparison)
+    assert [(row.epoch, row.name, row.kind, row.num_calls) for row in comparison.module_table] == [
+        (0, "net", "Linear", 4), (1, "net", "Linear", 4),
+    ]  # fmt: skip
+    assert all(30 < row.sqnr_db < 80 and row.cosine > 0.999 for row in comparison.module_table)
+    assert f"\n\n{comparison.module_table}" in caplog.text
+    again = MetricComparison(by_module=True)
+    again.load_state_dict(comparison.state_dict())
+    assert [*again.module_table] == [*comparison.module_table]
+    old = {name: value for name, value in comparison.state_dict().items() if name != "module_rows"}
+    again.load_state_dict(old)
+    assert len(again.module_table) == 0
+    assert len(MetricComparison().module_table) == 0
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_by_module_over_limited_batches_of_two_loaders(limit: int) -> None:
+    comparison = MetricComparison(by_module=True, limit_batches=limit)
+    make_trainer(comparison).test(WithTest(), [data(), data()], verbose=False)
+    assert [row.num_calls for row in comparison.module_table] == [2 * limit]
+
+
+def test_attached_where_nothing_is_validated(caplog: pytest.LogCaptureFixture) -> None:
+    class Predicts(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch)
+
+    comparison = MetricComparison(by_module=True)
+    with caplog.at_level(logging.INFO):
+        make_trainer(comparison).predict(Predicts(), data())
+    assert "MetricComparison" not in caplog.text
+    assert comparison.report is None
