@@ -1,6 +1,7 @@
 """What a person reads: tables, text, CSV and pictures. No Lightning."""
 
 from lightning_amp.reports._comparison_table import LOADER_SUFFIX, ComparisonRow, ComparisonTable
+from lightning_amp.reports._gradient_loss import LOW_DB, GradientLoss, Trial, describe_loss, find_gradient_loss
 from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import TOTAL, GradientRow, GradientTable
 from lightning_amp.reports._overflow_report import OverflowReport
@@ -12,17 +13,22 @@ from lightning_amp.reports._table import MAX_ROWS
 
 __all__ = [
     "LOADER_SUFFIX",
+    "LOW_DB",
     "MAX_ROWS",
     "SCALE_HISTORY_FILE",
     "TOTAL",
     "ComparisonRow",
     "ComparisonTable",
+    "GradientLoss",
     "GradientRow",
     "GradientTable",
     "OverflowReport",
     "PolicyReplay",
     "Quantity",
     "ScaleHistory",
+    "Trial",
+    "describe_loss",
+    "find_gradient_loss",
     "plot_histories",
     "scale_chart",
 ]

@@ -2,7 +2,8 @@
 
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
-from lightning_amp.shadow._gradient_sample import take_sample
+from lightning_amp.shadow._gradient_sample import Sample, take_sample
+from lightning_amp.shadow._gradient_trials import GradientTrials
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._overflow_search import BatchWindow, Finding, find, packed_step, unpacked_step
@@ -17,6 +18,7 @@ from lightning_amp.shadow._private_fit import (
     unnoticed,
 )
 from lightning_amp.shadow._ranks import gather, gather_on_zero
+from lightning_amp.shadow._step_watch import LossyDerivative
 from lightning_amp.shadow._training_pass import TrainingPass
 
 __all__ = [
@@ -25,7 +27,10 @@ __all__ = [
     "EvaluationPass",
     "Failure",
     "Finding",
+    "GradientTrials",
+    "LossyDerivative",
     "PairedEvaluation",
+    "Sample",
     "Stage",
     "TrainingPass",
     "copy_batch",
