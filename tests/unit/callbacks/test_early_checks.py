@@ -209,7 +209,7 @@ def test_the_advice_helps() -> None:
         return float((ill.teacher[0].weight != first).float().mean())
 
     assert texts(Cured) == []
-    assert moved(Student) < 0.1
+    assert moved(Student) < 0.5
     assert moved(Cured) > 0.9
 
 
