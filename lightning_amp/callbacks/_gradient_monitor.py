@@ -15,11 +15,23 @@ from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import exact, percent, rounded
+from lightning_amp.callbacks._first_step import FirstStep
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.numerics import ExponentHistogram, fitting_scale
-from lightning_amp.reports import MAX_ROWS, TOTAL, GradientRow, GradientTable, Quantity
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.reports import (
+    LOW_DB,
+    MAX_ROWS,
+    TOTAL,
+    GradientRow,
+    GradientTable,
+    Quantity,
+    Trial,
+    describe_loss,
+    find_gradient_loss,
+)
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import Failure, take_sample
+from lightning_amp.shadow import Failure, GradientTrials, LossyDerivative, Sample, take_sample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,6 +40,8 @@ UNDERFLOW_FRACTION = "amp/underflow_fraction"
 HEADROOM_BITS = "amp/headroom_bits"
 GRADIENT_SQNR_DB = "amp/gradient_sqnr_db"
 FP8_UNDERFLOW_FRACTION = "amp/fp8_underflow_fraction"
+
+_MOST_CAUSES = 8  # for which it is tried what helps, in one run
 
 
 @final
@@ -63,26 +77,36 @@ class GradientMonitor(Callback):
     (over all layers it is logged, as `amp/fp8_underflow_fraction`), and the share that is saturated.
 
     :attr:`table` has the same per module, :meth:`plot` draws it as a heat map, :attr:`histograms` counts exponents and
-    :attr:`recommended_scale` is what to start `DynamicLossScaler` with. It works in every precision: in bf16 and fp32
-    runs it tells whether fp16 would do, at the scale 1 that these use. In DDP each rank looks at the gradients of its
-    own batch, before they are averaged; the figures are over the values of all ranks, and the same on each. The run is
+    :attr:`recommended_scale` is what to start `DynamicLossScaler` with. It works in every precision; what is printed of
+    a bf16 or fp32 run says nothing of fp16: there :attr:`recommended_scale` and `table.to_text(fp16=True)` tell whether
+    fp16 would do, at the scale 1 that these use. In DDP each rank looks at the gradients of its own batch, before they
+    are averaged; the figures are over the values of all ranks, and the same on each. The run is
     bit-identical to one without; what user code does outside of the module (prints, files, global variables) happens
     again in a sampled step. What `torch.compile` compiled runs eagerly in it; of modules that TorchScript compiled only
     the gradients of parameters are seen. (A TorchScript *function* that the module does not hold is optimized from its
     second run on, and the sample is its first: the first training step may differ from one without in its last bits.)
 
     Args:
-        every_n_steps: Optimizer steps between two samples; the first step is sampled. With accumulation the first batch
-            of the step stands for it.
+        every_n_steps: Optimizer steps between two samples: every multiple is sampled, and first of all the step that
+            follows the first applied one, when the scale has settled and layers that begin at zero have moved. With
+            accumulation the first batch of the step stands for it.
         by: Rows of the table: `"module"` or `"parameter"`.
 
     Raises:
         ValueError: If an argument is out of its range.
 
+    The last line, at the end of fit, reads the table: where the gradient is below 10 dB it names the module that is the
+    first in the backward to lose its own, with what (overflow, zero, rounding), and what helps. That was tried: for a
+    new cause the batch is run with one setting after the other (a scale, `fp32_modules`, bf16), and again in fp32. Two
+    faults of `training_step` itself are one warning each, with the line: clipping gradients while they are multiplied
+    with the loss scale (:func:`~lightning_amp.precision.unscale_`), and `torch.autograd.grad(create_graph=True)` of
+    fp16 values that do not fit (:func:`~lightning_amp.precision.scaled_grad`).
+
     Cost: a sampled step is one more step forward and backward, one in fp32, and some passes over both gradients: as
     much as four to eight training steps on a CPU. It takes the memory of one more set of parameters and two of
-    gradients, and it waits for the device. Between them nothing: no hook of it is in
-    the way of the folded optimizer step. You do not want it in every step.
+    gradients, and it waits for the device. A cause that is new takes up to nine more, once (of eight causes at most).
+    Between them nothing: no hook of it is in the way of the folded optimizer step; up to the first applied step the
+    count of steps is read back. You do not want it in every step.
     """
 
     def __init__(self, every_n_steps: int = 100, *, by: Literal["module", "parameter"] = "module") -> None:
@@ -99,7 +123,10 @@ class GradientMonitor(Callback):
         self._largest = 0.0
         self._next_step = 0
         self._runs = True
-        self._said_unseen = False
+        self._said_unseen = self._said_clipped = self._said_derivative = False
+        self._verdict = ""
+        self._tried: dict[tuple[str, str, float], list[Trial]] = {}
+        self._first = FirstStep()
 
     @property
     def table(self) -> GradientTable:
@@ -151,6 +178,7 @@ class GradientMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first = FirstStep()
         reason = why_not_twice(trainer, pl_module, "training_step", against_fp32=True)
         self._runs = reason is None
         if reason is not None:
@@ -160,6 +188,19 @@ class GradientMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step < self._next_step or not self._runs:
             return
+        if self._next_step == 0 and not self._first.is_applied(trainer):
+            return
+        self._sample_now(trainer, pl_module, batch, batch_idx)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # A fit that ends before there is a batch after the first applied step, or in which none is.
+        if self._runs and self._next_step == 0 and not self._first.can_wait(trainer):
+            self._sample_now(trainer, pl_module, batch, batch_idx)
+
+    def _sample_now(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # The next multiple: a resumed run samples the same steps.
         self._next_step = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
         self._sample(trainer, pl_module, batch, batch_idx)
@@ -170,12 +211,13 @@ class GradientMonitor(Callback):
         if last is not None:
             _messages.info(
                 f"GradientMonitor, step {last.step}, loss scale {exact(last.scale)}:\n{self._table}\n"
-                f"{self._verdict(last)}"
+                f"{self._verdict}".rstrip()
             )
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": [list(row) for row in self._table], "largest": self._largest, "next_step": self._next_step}
+        rows = [list(row) for row in self._table]
+        return {"rows": rows, "largest": self._largest, "next_step": self._next_step, "verdict": self._verdict}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -190,6 +232,7 @@ class GradientMonitor(Callback):
         except TypeError as error:
             raise saved.wrong("rows", f"a list of rows of {len(GradientRow._fields)} values") from error
         self._table, self._largest, self._next_step = GradientTable(rows), largest, next_step
+        self._verdict = str(saved.any("verdict")) if "verdict" in saved else ""
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -217,6 +260,7 @@ class GradientMonitor(Callback):
         if total.fp8_underflow_fraction is not None:
             metrics[FP8_UNDERFLOW_FRACTION] = total.fp8_underflow_fraction
         log_metrics(trainer, metrics)
+        self._examine(trainer, module, batch, batch_idx, sample)
 
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
         then = ": it is left out"
@@ -229,29 +273,65 @@ class GradientMonitor(Callback):
     def _total(self) -> GradientRow | None:
         return next((row for row in self._table.last if row.name == TOTAL), None)
 
-    def _verdict(self, last: GradientRow) -> str:
-        scale = self.recommended_scale
-        if scale is None and not math.isfinite(last.largest):
-            return "No sample had finite gradients in fp32: there is no scale to recommend, and no precision can help."
-        if scale is None:
-            return "All gradients are zero."
-        if last.fp8_underflow_fraction is not None:
+    def _examine(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, sample: Sample) -> None:
+        """Read the sample, and try what may help against what it shows, once for each cause."""
+        total = sample.rows[-1]
+        trials = GradientTrials(trainer, module, batch, batch_idx, self.by, total.scale)
+        if sample.derivatives and not self._said_derivative and isinstance(trainer.precision_plugin, AmpPrecision):
+            self._said_derivative = True
+            self._report_derivative(sample.derivatives[0], trials.scaled_grad_helps())
+        found = find_gradient_loss(sample.rows, sample.order, sample.clipped)
+        self._verdict = self._healthy(total)
+        if found is not None:
+            if found.cause not in self._tried and len(self._tried) < _MOST_CAUSES:
+                self._tried[found.cause] = trials.run(found, self.recommended_scale)
+            faded = total.largest / self._largest if self._largest > 0 else 1.0
+            self._verdict = describe_loss(found, self._tried.get(found.cause, ()), faded=faded)
+            if found.clipped:
+                if not self._said_clipped:
+                    _messages.warn(f"`GradientMonitor`, step {total.step}: {self._verdict}")
+                self._said_clipped = True
+                self._verdict = "The gradient is clipped while it is multiplied with the loss scale: see the warning."
+
+    def _report_derivative(self, lossy: LossyDerivative, helps: bool) -> None:
+        lost = f"{percent(lossy.zero)} of it becomes zero" if lossy.zero > 0 else f"its SQNR is {lossy.sqnr_db:.1f} dB"
+        lost = "it overflows" if math.isnan(lossy.sqnr_db) else lost
+        cure = "`lightning_amp.precision.scaled_grad(self.trainer, ...)` in the place of `torch.autograd.grad`"
+        helped = f". {cure} helps (tried)" if helps else ""
+        _messages.warn(
+            f"`GradientMonitor`: the derivative inside of the loss, {lossy.line}, is computed in fp16 without a loss"
+            f" scale, and is not that of fp32: {lost}{helped}."
+        )
+
+    def _healthy(self, last: GradientRow) -> str:
+        """Return the last line for a sample that lost nothing."""
+        if last.largest == 0:
+            return "All gradients of the last sample are zero."
+        if last.precision == "fp8":
             return self._fp8_verdict(last)
+        rows = [row for row in self._table.last if row.name != TOTAL and row.largest > 0]
+        least = min(rows, key=lambda row: row.sqnr_db, default=last)
+        if last.precision not in ("fp16", ""):
+            if math.isinf(last.sqnr_db):
+                return "The gradient is that of fp32."
+            text = f"The gradient is that of fp32 up to rounding (SQNR {last.sqnr_db:.1f} dB)"
+            return f"{text}; the least near is that of `{least.name}`, {least.sqnr_db:.1f} dB."
+        scale = self.recommended_scale
+        if scale is None:
+            return "There was no finite gradient to recommend a scale by."
         if scale < 1:
             return (
                 f"The largest gradient, {rounded(self._largest)}, fits into fp16 only with a scale of {exact(scale)}:"
-                " divide the loss by a constant, or use 'bf16'."
+                f" divide the loss by a constant, {exact(1 / scale)} at least."
             )
         text = f"For fp16, start with `DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})`"
         if last.underflow_fraction > 0.01 and last.scale < scale:
             return f"{text}: at {exact(last.scale)}, {last.underflow_fraction:.0%} of the gradients become zero."
-        if last.headroom_bits < 0 and math.isnan(last.sqnr_db):  # of a gradient that is fp32 it may be
-            return f"{text}: at {exact(last.scale)} the largest gradient overflows."
+        if least.sqnr_db < LOW_DB:  # of a bias before a normalisation, whose gradient is zero but for rounding
+            return f"{text}. The least near to fp32 is the gradient of `{least.name}`, {least.sqnr_db:.1f} dB."
         return f"{text}, or leave it as it is: at {exact(last.scale)} the gradients fit."
 
     def _fp8_verdict(self, last: GradientRow) -> str:
-        if math.isnan(last.sqnr_db):
-            return "The gradient of the last sample overflowed: `OverflowLocator` tells where."
         noise = percent(10 ** (-last.sqnr_db / 20))
         text = f"The noise of fp8 (and bf16) is {noise} of the gradient"
         lost = {row.name: row.fp8_underflow_fraction or 0.0 for row in self._table.last if row.name != TOTAL}

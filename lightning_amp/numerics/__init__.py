@@ -1,6 +1,6 @@
 """Numbers in low precision: what formats hold, how well values fit, whether they are finite. Plain torch."""
 
-from lightning_amp.numerics._fidelity import cosine, fidelity, fidelity_sums, sqnr_db
+from lightning_amp.numerics._fidelity import cosine, fidelity, fidelity_sums, inner_product, sqnr_db
 from lightning_amp.numerics._finite import (
     all_finite,
     count_nonfinite,
@@ -40,6 +40,7 @@ __all__ = [
     "fidelity_sums",
     "fitting_scale",
     "headroom_bits",
+    "inner_product",
     "largest",
     "largest_finite",
     "limits",

@@ -58,6 +58,22 @@ def fidelity_sums(reference: Tensor, values: Tensor) -> Tensor:
     return torch.stack(norms).square()
 
 
+def inner_product(reference: Tensor, values: Tensor) -> Tensor:
+    """Sum the products of two tensors of one shape, float64, shape [].
+
+    Those of several tensors add up. For a cosine between tensors of very different length, of which the sums of
+    squares know nothing.
+    """
+    a, b = _at_least_fp32(reference.detach()).reshape(-1), _at_least_fp32(values.detach()).reshape(-1)
+    if not a.numel():
+        return fidelity_sums(a, b).sum()
+    # each by its largest: the products of small gradients leave the range of fp32
+    tops = [torch.where(top > 0, top, torch.ones_like(top)) for top in (a.abs().max(), b.abs().max())]
+    dtype = torch.float32 if a.device.type == "mps" else torch.float64
+    product = torch.dot(a / tops[0], (b / tops[1]).to(a.dtype)).to(dtype)
+    return product * tops[0].to(dtype) * tops[1].to(dtype)
+
+
 def fidelity(sums: Tensor) -> tuple[Tensor, Tensor]:
     """Turn :func:`fidelity_sums` into SQNR in decibels and cosine, each of shape []."""
     signal, energy, noise = sums.unbind()

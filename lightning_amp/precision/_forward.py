@@ -26,6 +26,7 @@ from lightning_amp.casting import (
     ReusedWeights,
     Rule,
 )
+from lightning_amp.precision import _error_notes
 from lightning_amp.precision._fit import Fit
 from lightning_amp.precision._float64_batches import downcast, obviously_fine
 from lightning_amp.precision._unused_rules import IdleRules
@@ -171,12 +172,14 @@ class ForwardContexts:
         return data
 
     def explain(self, error: BaseException | None) -> None:
-        """Say which entries of the batch are float64, if a step in fp32 has failed since it met a mixture.
+        """Say what an error of a step under autocast means, and which entries of the batch are float64 in fp32.
 
         Raises:
             RuntimeError: That names them, and what to do.
 
         """
+        if error is not None:
+            self.annotate(error, f"`{self._step}`" if self._step else "a hook")
         if not self._float64_entries or not isinstance(error, RuntimeError) or "double" not in str(error).lower():
             return
         if not any(p.dtype == torch.float64 for p in self._module.parameters()):
@@ -186,6 +189,11 @@ class ForwardContexts:
                 f" is float32 ({error}). Make the dataset return float32 (NumPy's default is float64), or call"
                 " `.double()` on the module. With precision 'bf16' or 'fp16' the plugin casts batches itself."
             ) from error
+
+    def annotate(self, error: BaseException, step: str) -> None:
+        """Add to an error that autocast has a part in what it means, and where it was raised."""
+        if self.choice.mixed:
+            _error_notes.note(error, self._module, self.choice.dtype, self.device_type, step)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -240,7 +248,7 @@ class ForwardContexts:
             shares = step is not None and module is self._module
             with around, self.sharing_copies(step) if shares else _NOTHING, self.autocast():
                 yield
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             self.explain(error)
             raise
         finally:

@@ -145,10 +145,14 @@ class RunHooks(MixedPrecision):
         run = partial(super().backward, tensor, model, optimizer, *args)
         # modules that activation checkpointing calls again share the casts of their weights
         with self._autocast_off(), self._run.forward.in_fp8_layers(), self._run.forward.sharing_copies():
-            if fit is None:
-                run(**kwargs)
-            else:
-                fit.backward(run, **kwargs)
+            try:
+                if fit is None:
+                    run(**kwargs)
+                else:
+                    fit.backward(run, **kwargs)
+            except (RuntimeError, TypeError) as error:
+                self._run.forward.annotate(error, "the backward")
+                raise
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]

@@ -2,6 +2,7 @@
 
 from lightning_amp.reports._comparison_table import LOADER_SUFFIX, ComparisonRow, ComparisonTable
 from lightning_amp.reports._evaluation_report import EvaluationReport, TriedRemedy
+from lightning_amp.reports._gradient_loss import LOW_DB, GradientLoss, Trial, describe_loss, find_gradient_loss
 from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import TOTAL, GradientRow, GradientTable
 from lightning_amp.reports._module_table import ModuleRow, ModuleTable
@@ -14,12 +15,14 @@ from lightning_amp.reports._table import MAX_ROWS
 
 __all__ = [
     "LOADER_SUFFIX",
+    "LOW_DB",
     "MAX_ROWS",
     "SCALE_HISTORY_FILE",
     "TOTAL",
     "ComparisonRow",
     "ComparisonTable",
     "EvaluationReport",
+    "GradientLoss",
     "GradientRow",
     "GradientTable",
     "ModuleRow",
@@ -29,7 +32,10 @@ __all__ = [
     "Quantity",
     "Remedy",
     "ScaleHistory",
+    "Trial",
     "TriedRemedy",
+    "describe_loss",
+    "find_gradient_loss",
     "plot_histories",
     "scale_chart",
 ]

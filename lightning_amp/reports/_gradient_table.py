@@ -39,6 +39,8 @@ class GradientRow(NamedTuple):
         fp8_underflow_fraction: In fp8, share of the non-zero gradients reaching the layer that its cast to 8 bits makes
             zero; `None` for what does not run in fp8.
         fp8_saturated_fraction: Share that is cut to the largest number of the format; `None` likewise.
+        length: Norm of the mixed-precision gradient, in units of that of fp32; NaN if one overflowed.
+        precision: That the step ran in: `"fp16"`, `"bf16"`, `"fp8"` or `"fp32"`; empty where it is not known.
     """
 
     step: int
@@ -53,6 +55,8 @@ class GradientRow(NamedTuple):
     largest: float
     fp8_underflow_fraction: float | None = None
     fp8_saturated_fraction: float | None = None
+    length: float = math.nan
+    precision: str = ""
 
 
 @final
@@ -82,25 +86,30 @@ class GradientTable(SampledTable[GradientRow]):
             self._samples = self._samples[:half:2] + self._samples[half:]
 
     @override
-    def to_text(self, max_rows: int | None = MAX_ROWS) -> str:
-        """Write the latest sample as a text table, the least headroom first; in fp8 the lowest SQNR.
+    def to_text(self, max_rows: int | None = MAX_ROWS, *, fp16: bool | None = None) -> str:
+        """Write the latest sample as a text table, the least headroom first; without fp16's limits the lowest SQNR.
 
         Args:
             max_rows: Of more rows only the worst are shown: those with the least headroom, the lowest SQNR, or the
                 largest share that becomes zero, as many of each. `None` shows all.
+            fp16: Whether to show what fp16 would make of the gradients. `None`: if the step ran in fp16.
         """
         require_count("max_rows", max_rows, none="or `None` for all rows")
         if not self._samples:
             return "no sample yet"
         rows = [row for row in self.last if row.name != TOTAL]
-        shown = _worst(rows, max_rows)
         total = [row for row in self.last if row.name == TOTAL]
-        if any(row.fp8_underflow_fraction is not None for row in total):
-            header = ("name", "to zero in fp8", "saturated", "SQNR", "cosine")
-            lines = [header, *(_fp8_cells(row) for row in (*sorted(shown, key=_fidelity), *total))]
+        fp8 = any(row.fp8_underflow_fraction is not None for row in total)
+        fp16 = any(row.precision in ("fp16", "") for row in self.last) and not fp8 if fp16 is None else fp16
+        shown = _worst(rows, max_rows, fp16)
+        ordered = (*sorted(shown, key=_room if fp16 else _fidelity), *total)
+        if fp16:
+            header, cells = ("name", "to zero", "subnormal", "headroom", "SQNR", "cosine"), _fp16_cells
+        elif fp8:
+            header, cells = ("name", "to zero in fp8", "saturated", "SQNR", "cosine"), _fp8_cells
         else:
-            header = ("name", "to zero", "subnormal", "headroom", "SQNR", "cosine")
-            lines = [header, *(_cells(row) for row in (*sorted(shown, key=_room), *total))]
+            header, cells = ("name", "SQNR", "cosine"), _cells
+        lines = [header, *map(cells, ordered)]
         return aligned(lines, len(shown), len(rows), "monitor.table")
 
     def plot(
@@ -121,25 +130,26 @@ def _fidelity(row: GradientRow) -> float:
     return -math.inf if math.isnan(row.sqnr_db) else row.sqnr_db
 
 
-def _worst(rows: list[GradientRow], max_rows: int | None) -> list[GradientRow]:
+def _worst(rows: list[GradientRow], max_rows: int | None, fp16: bool) -> list[GradientRow]:
     """Take in turn the worst by each measure: a row that loses everything to zero has the most headroom of all."""
-    orders = (
-        sorted(rows, key=_room),
-        sorted(rows, key=_fidelity),
-        sorted((row for row in rows if row.underflow_fraction > 0), key=lambda row: -row.underflow_fraction),
-    )
+    by_fidelity = sorted(rows, key=_fidelity)
+    orders = [by_fidelity]
+    if fp16:
+        lost = [row for row in rows if row.underflow_fraction > 0]
+        orders = [sorted(rows, key=_room), by_fidelity, sorted(lost, key=lambda row: -row.underflow_fraction)]
     ranked = dict.fromkeys(row for row in chain.from_iterable(zip_longest(*orders)) if row is not None)
     return list(ranked)[:max_rows]
 
 
-def _cells(row: GradientRow) -> tuple[str, ...]:
+def _fp16_cells(row: GradientRow) -> tuple[str, ...]:
     if row.largest == 0:
         return (row.name, "all zero", "", "", "", "")
+    room = "NaN" if math.isnan(row.largest) else "overflow"
     return (
         row.name,
         f"{row.underflow_fraction:.1%}",
         f"{row.subnormal_fraction:.1%}",
-        f"{row.headroom_bits:.1f} bits" if math.isfinite(row.headroom_bits) else "overflow",
+        f"{row.headroom_bits:.1f} bits" if math.isfinite(row.headroom_bits) else room,
         *_distance(row),
     )
 
@@ -151,6 +161,20 @@ def _fp8_cells(row: GradientRow) -> tuple[str, ...]:
     return (row.name, *("" if share is None else f"{share:.1%}" for share in shares), *_distance(row))
 
 
+def _cells(row: GradientRow) -> tuple[str, ...]:
+    return (row.name, "all zero", "") if row.largest == 0 else (row.name, *_distance(row))
+
+
 def _distance(row: GradientRow) -> tuple[str, str]:
-    sqnr = f"{row.sqnr_db:.1f} dB" if math.isfinite(row.sqnr_db) else "equal" if row.sqnr_db > 0 else "overflow"
+    """Write SQNR and cosine; where there are none, whether fp32 has NaN or infinity itself."""
+    if math.isfinite(row.sqnr_db):
+        sqnr = f"{row.sqnr_db:.1f} dB"
+    elif row.sqnr_db > 0:
+        sqnr = "equal"
+    elif row.sqnr_db < 0:
+        sqnr = "zero in fp32"
+    elif math.isfinite(row.largest):
+        sqnr = "overflow" if row.precision in ("fp16", "") else "not finite"
+    else:
+        sqnr = "NaN" if math.isnan(row.largest) else "overflow"
     return sqnr, "" if math.isnan(row.cosine) else f"{row.cosine:.4f}"

@@ -3,7 +3,8 @@
 from lightning_amp.shadow._batch_window import BatchWindow
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
-from lightning_amp.shadow._gradient_sample import take_sample
+from lightning_amp.shadow._gradient_sample import Sample, take_sample
+from lightning_amp.shadow._gradient_trials import GradientTrials
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._overflow_search import Finding, find
@@ -20,6 +21,7 @@ from lightning_amp.shadow._private_fit import (
 from lightning_amp.shadow._ranks import gather, gather_on_zero
 from lightning_amp.shadow._second_look import SecondLook
 from lightning_amp.shadow._step_bundle import packed_step, unpacked_step
+from lightning_amp.shadow._step_watch import LossyDerivative
 from lightning_amp.shadow._training_pass import TrainingPass
 
 __all__ = [
@@ -28,7 +30,10 @@ __all__ = [
     "EvaluationPass",
     "Failure",
     "Finding",
+    "GradientTrials",
+    "LossyDerivative",
     "PairedEvaluation",
+    "Sample",
     "SecondLook",
     "Stage",
     "TrainingPass",

@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -25,6 +26,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, OverflowLocator
+from lightning_amp.callbacks._first_step import FirstStep
 from lightning_amp.scaling import OptimizerSteps, RecordLog, StepPlan
 
 BATCHES, SIZE, FEATURES = 9, 4, 8
@@ -547,7 +549,15 @@ def overflow_reports_of_a_step_with_collectives() -> Any:
 
 @scenario
 def gradient_figures() -> Any:
-    """Of both ranks together, and of each alone in one process; then with a rank that cannot run its step again."""
+    """Of both ranks together, and of each alone in one process; then with a rank that cannot run its step again.
+
+    In the first batch, in which all have the same weights.
+    """
+    with mock.patch.object(FirstStep, "is_applied", return_value=True):
+        return _gradient_figures()
+
+
+def _gradient_figures() -> Any:
     monitor, broken = GradientMonitor(100), GradientMonitor(100)
     seen = _with_callbacks(monitor, plugin=fp16())
     with warnings.catch_warnings(record=True) as caught:

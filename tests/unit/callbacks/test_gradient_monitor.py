@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
 from lightning_amp.callbacks import _gradient_monitor
+from lightning_amp.precision import scaled_grad, unscale_
 from lightning_amp.scaling import OptimizerSteps
 from lightning_amp.shadow import _gradient_sample
 
@@ -42,7 +43,7 @@ def test_keys_are_those_of_the_docstring() -> None:
     trainer = fit(Toy, fp16(), batches(5), logger=recorder, callbacks=[GradientMonitor(2)])
     rows = [row for row in recorder.rows if any(key.startswith("amp/") for key in row)]
     assert [set(row) for row in rows] == [KEYS | {"step"}] * 3
-    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert [row["step"] for row in rows] == [1, 2, 4]
     assert {key for key in trainer.callback_metrics if key.startswith("amp/")} == KEYS
     assert all(f"`{key}`" in GradientMonitor.__doc__ for key in KEYS)
 
@@ -65,7 +66,8 @@ def test_large_gradients(caplog: pytest.LogCaptureFixture) -> None:
     assert math.isnan(monitor.table.last[-1].sqnr_db)
     assert monitor.recommended_scale is not None
     assert monitor.recommended_scale < 1
-    assert "divide the loss by a constant, or use 'bf16'" in caplog.text
+    assert "The gradient overflows in fp16 at a loss scale of 0.5, first that of `net.2`" in caplog.text
+    assert "What helps: dividing the loss by 2.0**" in caplog.text
 
 
 @pytest.mark.parametrize("factor", [1e-9, 1e-4, 1.0, 1e3])
@@ -105,7 +107,7 @@ def test_between_its_steps_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OptimizerSteps, "fold", fold)
     make = lambda params: torch.optim.AdamW(params, fused=True)  # noqa: E731
     fit(lambda: Toy(make), fp16(), callbacks=[GradientMonitor(3)])
-    assert calls == [0, 3, 6]
+    assert calls == [1, 3, 6]
     assert folds == [True] * 8  # the folded step stays
 
 
@@ -120,7 +122,7 @@ def test_sampled_steps_are_the_same_after_a_resume(tmp_path: Path) -> None:
     torch.load(tmp_path / "half.ckpt", weights_only=True)
     resumed, _ = run(2, tmp_path / "half.ckpt")
     assert list(resumed.table) == list(whole.table)
-    assert sorted({row.step for row in whole.table}) == [0, 3, 6, 9]
+    assert sorted({row.step for row in whole.table}) == [1, 3, 6, 9]
     assert resumed.recommended_scale == whole.recommended_scale
 
 
@@ -211,5 +213,109 @@ def test_gradients_that_are_not_finite_are_not_called_zero(caplog: pytest.LogCap
     with caplog.at_level("INFO"):
         fit(Infinite, AmpPrecision("bf16"), batches(2), callbacks=[monitor])
     assert "All gradients are zero" not in caplog.text
-    assert "No sample had finite gradients in fp32" in caplog.text
+    assert "The gradient is infinite in fp32, too" in caplog.text or "NaN in fp32, too" in caplog.text
     assert monitor.recommended_scale is None
+
+
+def test_nothing_is_said_of_fp16_in_bf16_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = GradientMonitor()
+    with caplog.at_level("INFO"):
+        fit(Toy, AmpPrecision("bf16"), callbacks=[monitor])
+    (text,) = (m for m in caplog.messages if m.startswith("GradientMonitor"))
+    assert "fp16" not in text
+    assert "to zero" not in text
+    assert "The gradient is that of fp32 up to rounding (SQNR" in text
+    assert monitor.recommended_scale is not None
+    assert "headroom" in monitor.table.to_text(fp16=True)
+
+
+@pytest.mark.parametrize("plugin", [lambda: AmpPrecision("fp16"), lambda: stock("fp16")])
+def test_the_first_sample_follows_the_first_applied_step(plugin: Any) -> None:
+    monitor = GradientMonitor(100)
+    plugin = plugin()
+    fit(Toy, plugin, batches(30), callbacks=[monitor], max_epochs=1)
+    (step,) = {row.step for row in monitor.table}
+    scale = monitor.table[-1].scale
+    assert scale < 2.0**16  # some steps were skipped before
+    assert step == 16 - math.log2(scale) + 1
+    assert monitor.table[-1].sqnr_db > 40
+
+
+def test_a_fit_of_one_step_has_a_sample() -> None:
+    monitor = GradientMonitor()
+    fit(Toy, fp16(), batches(1), callbacks=[monitor])
+    assert {row.step for row in monitor.table} == {1}
+
+
+class Manual(Toy):
+    unscales = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if self.unscales:
+            unscale_(self.trainer, optimizer)
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        optimizer.step()
+
+
+class Unscaled(Manual):
+    unscales = True
+
+
+def test_clipping_of_scaled_gradients_is_named_with_its_line_and_its_cure(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), pytest.warns(UserWarning, match="`GradientMonitor`") as caught:
+        fit(Manual, fp16(), callbacks=[GradientMonitor(2)])
+    (text,) = (str(w.message) for w in caught if "GradientMonitor" in str(w.message))
+    assert "test_gradient_monitor.py" in text
+    assert "nn.utils.clip_grad_norm_(self.parameters(), 0.1)" in text
+    assert "`lightning_amp.precision.unscale_(self.trainer, optimizer)` before it (tried: " in text
+    assert "the gradients fit" not in caplog.text
+
+
+@pytest.mark.parametrize("plugin", [fp16, lambda: stock("fp16", init_scale=64.0), lambda: AmpPrecision("bf16")])
+def test_clipping_of_true_gradients_is_not_noticed(plugin: Any) -> None:
+    monitor = GradientMonitor(2)
+    fit(Unscaled, plugin(), callbacks=[monitor])
+    assert all(row.sqnr_db > 40 and abs(row.length - 1) < 0.02 for row in monitor.table)
+
+
+class Penalty(Toy):
+    factor, ours = 1e-5, False
+
+    def loss(self, batch: Tensor) -> Tensor:
+        batch = batch.detach().requires_grad_()
+        score = self.net(batch)
+        small = score.mean() * self.factor
+        if self.ours:
+            (gradient,) = scaled_grad(self.trainer, small, batch, create_graph=True)
+        else:
+            (gradient,) = torch.autograd.grad(small, batch, create_graph=True)
+        return score.float().square().mean() + (gradient.float() / self.factor).square().mean()
+
+
+class OurPenalty(Penalty):
+    ours = True
+
+
+class EasyPenalty(Penalty):
+    factor = 10.0
+
+
+def test_a_derivative_that_fp16_does_not_hold_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"derivative inside of the loss, test_gradient_monitor.py:\d+") as caught:
+        fit(Penalty, fp16(), callbacks=[GradientMonitor(2)])
+    (text,) = (str(w.message) for w in caught if "derivative" in str(w.message))
+    assert "scaled_grad(self.trainer, ...)` in the place of `torch.autograd.grad` helps (tried)" in text
+
+
+@pytest.mark.parametrize(
+    ("module", "precision"), [(OurPenalty, "fp16"), (EasyPenalty, "fp16"), (Penalty, "bf16"), (Penalty, "fp32")]
+)
+def test_other_derivatives_are_not(module: Any, precision: str) -> None:
+    fit(module, fp16() if precision == "fp16" else AmpPrecision(precision), callbacks=[GradientMonitor(2)])

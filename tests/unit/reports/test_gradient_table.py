@@ -72,10 +72,35 @@ def test_what_is_not_a_number_is_a_word() -> None:
     assert str(table).splitlines() == [
         "name   to zero  subnormal  headroom      SQNR  cosine",
         "over      0.0%       0.0%  overflow  overflow",
-        "nan       0.0%       0.0%  overflow  overflow",
+        "nan       0.0%       0.0%       NaN       NaN",
         "same      0.0%       0.0%  3.0 bits     equal  1.0000",
         "zero  all zero",
     ]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_fp16_would_do_is_left_out_where_nothing_is_fp16(precision: Any) -> None:
+    values: dict[str, Any] = {"precision": precision}
+    table = GradientTable(
+        [
+            gradient_row(0, "a", **values),
+            gradient_row(0, "b", sqnr_db=12.0, **values),
+            gradient_row(0, "over", sqnr_db=math.nan, cosine=math.nan, **values),
+            gradient_row(0, "none", sqnr_db=-math.inf, cosine=0.0, **values),
+            gradient_row(0, "(all)", **values),
+        ]
+    )
+    assert str(table).splitlines() == [
+        "name           SQNR  cosine",
+        "over     not finite",
+        "none   zero in fp32  0.0000",
+        "b           12.0 dB  0.9990",
+        "a           50.0 dB  0.9990",
+        "(all)       50.0 dB  0.9990",
+    ]
+    assert table.to_text(fp16=True).splitlines()[0].split() == [
+        "name", "to", "zero", "subnormal", "headroom", "SQNR", "cosine",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("max_rows", [0, -1, True, 2.5])

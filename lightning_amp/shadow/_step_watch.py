@@ -1,0 +1,188 @@
+"""What a training step does with gradients by itself: it clips them while they are scaled, or differentiates in fp16.
+
+Seen in a step that runs a second time, where looking costs the real one nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.overrides import TorchFunctionMode
+from typing_extensions import final, override
+
+from lightning_amp._compat import _modules
+from lightning_amp._user_line import UserLine, calling_line, is_users
+from lightning_amp.numerics import fidelity, fidelity_sums
+from lightning_amp.shadow._training_pass import TrainingPass
+from lightning_amp.shadow._views import View
+
+_CLIPPING = clip_grad.__file__
+_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
+_ZERO_SHARE, _FAITHFUL_DB = 1e-3, 40.0  # of derivatives in fp16 that are in range: 0 and some 60
+
+
+@final
+class Derivative:
+    """One call of `torch.autograd.grad(..., create_graph=True)`: where, and what came back."""
+
+    def __init__(self, line: UserLine | None, gradients: Iterable[Tensor | None]) -> None:
+        self.line = line
+        self.gradients = [None if g is None else g.detach() for g in gradients]
+
+
+@final
+class StepWatch(TorchFunctionMode):
+    """Context in which a copy of a training step runs; also its `unscale_`.
+
+    Args:
+        module: The copy, whose parameters are its own.
+        scale: What its loss is multiplied with.
+        differentiate: Stands in for `torch.autograd.grad` where it creates a graph, to see what that changes.
+        unscale_before_clipping: Divide gradients by the scale before the step clips them, for the same.
+
+    Attributes:
+        derivatives: Those that create a graph, in their order, but for those of `scaled_grad`.
+        clippings: Each function that clipped scaled gradients, with the line that called it.
+
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        scale: float = 1.0,
+        *,
+        differentiate: Callable[..., Any] | None = None,
+        unscale_before_clipping: bool = False,
+    ) -> None:
+        super().__init__()
+        self.derivatives: list[Derivative] = []
+        self.clippings: dict[UserLine, str] = {}
+        self._parameters = list(module.parameters())
+        self._factor = scale
+        self._differentiate, self._unscales = differentiate, unscale_before_clipping
+        self._true: dict[int, Tensor] = {}  # gradients that are no longer scaled, by where their values are
+
+    def is_true(self, gradient: Tensor) -> bool:
+        """Return whether a gradient that the step left is no longer multiplied with the scale."""
+        return _place(gradient) in self._true
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the gradients of an optimizer, or of its stand-in, by the scale, once."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None and not self.is_true(parameter.grad):
+                parameter.grad = self._note(parameter.grad / self._factor)  # not in place: who else has it is not asked
+
+    def _note(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient
+        self._true[_place(gradient)] = gradient
+        return gradient
+
+    @torch.no_grad()
+    def _scale_again(self) -> None:
+        """Carry true gradients back to the scale, as the plugin does before a backward that adds to them."""
+        for parameter in self._parameters:
+            if parameter.grad is not None and self.is_true(parameter.grad):
+                parameter.grad = parameter.grad * self._factor
+
+    @override
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward and self._true:
+            self._scale_again()
+        elif func is torch.autograd.grad and kwargs.get("create_graph"):
+            frame = inspect.currentframe()
+            return self._grad(frame and frame.f_back, func, args, kwargs)
+        else:
+            frame = inspect.currentframe()
+            caller = None if frame is None else frame.f_back
+            if caller is not None and caller.f_code.co_filename == _CLIPPING:
+                self._clip(caller, args)
+        return func(*args, **kwargs)
+
+    def _grad(
+        self, frame: FrameType | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        line = calling_line(frame)
+        if line is None:
+            return func(*args, **kwargs)
+        gradients = (self._differentiate or func)(*args, **kwargs)
+        if _modules.is_transformed_or_traced():  # what comes back is not a tensor that can be kept
+            return gradients
+        self.derivatives.append(Derivative(line, gradients))
+        return gradients
+
+    def _clip(self, frame: FrameType | None, args: tuple[Any, ...]) -> None:
+        scaled = {id(p.grad): p.grad for p in self._parameters if p.grad is not None and not self.is_true(p.grad)}
+        clipped = [g for g in (args[0] if args and isinstance(args[0], (list, tuple)) else args) if id(g) in scaled]
+        line = calling_line(frame)
+        if not clipped or line is None or self._factor == 1:
+            return
+        names: list[str] = []
+        while frame is not None and not is_users(frame.f_code.co_filename):
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        self.clippings.setdefault(line, next((name for name in reversed(names) if name in _FUNCTIONS), _FUNCTIONS[0]))
+        if self._unscales:
+            with torch.no_grad():
+                for gradient in clipped:
+                    self._note(gradient.div_(self._factor))
+
+
+def _place(gradient: Tensor) -> int:
+    """Identify a gradient by where its values are: of a sparse one others are handed out than are kept."""
+    return (gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient).data_ptr()
+
+
+def use(watch: StepWatch, step: TrainingPass) -> None:
+    """Have the copy's trainer unscale through `watch`, and leave the scaler of the real one alone."""
+    plugin: Any = step.module.trainer.precision_plugin
+    vars(plugin).update(unscale_=watch.unscale_)
+    if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
+        vars(plugin).update(scaler=View(plugin.scaler, unscale_=watch.unscale_))
+
+
+def true_gradients(watch: StepWatch, step: TrainingPass, scale: float) -> dict[str, Tensor]:
+    """Return the gradients that a watched step left, divided by the scale where it did not do so itself."""
+    return {name: g if watch.is_true(g) else g / scale for name, g in step.gradients().items()}
+
+
+@final
+class LossyDerivative(NamedTuple):
+    """A derivative inside of the loss that fp16 does not hold.
+
+    Attributes:
+        line: Where the step asks for it.
+        zero: Share of its non-zero values that is zero in fp16.
+        sqnr_db: Against that of fp32; NaN if it overflowed.
+
+    """
+
+    line: str
+    zero: float
+    sqnr_db: float
+
+
+def lossy_derivatives(true: StepWatch, rounded: StepWatch) -> list[LossyDerivative]:
+    """Compare the derivatives of two runs of a step, and return those that lost something. Waits for the device."""
+    found: dict[str, LossyDerivative] = {}
+    for exact, half in zip(true.derivatives, rounded.derivatives, strict=False):
+        pairs = [(a, b) for a, b in zip(exact.gradients, half.gradients, strict=False) if a is not None]
+        pairs = [(a, b) for a, b in pairs if b is not None and a.shape == b.shape and a.layout is torch.strided]
+        if not pairs or not all(bool(torch.isfinite(a).all()) for a, _ in pairs):
+            continue
+        zero = sum(int(((b == 0) & (a != 0)).sum()) for a, b in pairs)
+        sums = torch.stack([fidelity_sums(a, b) for a, b in pairs]).sum(0)
+        share = zero / max(sum(int(a.count_nonzero()) for a, _ in pairs), 1)
+        derivative = LossyDerivative(str(half.line), share, float(fidelity(sums)[0]))
+        if share > _ZERO_SHARE or not derivative.sqnr_db > _FAITHFUL_DB:
+            found.setdefault(derivative.line, derivative)
+    return list(found.values())
