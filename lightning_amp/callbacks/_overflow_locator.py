@@ -16,6 +16,7 @@ from lightning_amp._compat import _modules
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
 from lightning_amp._urls import location
+from lightning_amp.callbacks._early_checks import EarlyChecks
 from lightning_amp.callbacks._report_files import ReportFiles
 from lightning_amp.callbacks._skip_causes import SkipCauses
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
@@ -65,6 +66,10 @@ class OverflowLocator(Callback):
     A remedy is printed with "tried" if a replay with it was finite, forward and backward. A cause that was printed is
     counted from then on, not printed again. A step that is skipped because a dynamic scale is still too high is no
     fault: if a replay at a lower scale is finite, it is only counted. One line at the end has both counts.
+
+    Before the run it names parameters and buffers that are not finite; while it begins, averages that are written into
+    half-precision copies, and an `eps` that is zero in a half-precision state; in each step, before it reaches a
+    weight, a learning rate, or another hyperparameter, that is not finite.
 
     :attr:`reports` has the same as data. The run is bit-identical to one without: the copy has its own parameters,
     buffers, metrics, lists, logger and random generators, and it is gone after the replay. What user code does outside
@@ -132,6 +137,7 @@ class OverflowLocator(Callback):
         self._num_attempted = 0
         self._steps_seen = 0
         self._largest_weight: float | None = None
+        self._early_checks = EarlyChecks()
 
     @property
     def reports(self) -> list[OverflowReport]:
@@ -155,6 +161,7 @@ class OverflowLocator(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plugin = trainer.strategy.precision_plugin
         self._steps_seen = trainer.global_step
+        self._warn(self._early_checks.before_fit(trainer, pl_module))
         if not isinstance(plugin, AmpPrecision):
             _messages.info(
                 f"`OverflowLocator` has nothing to look at: the precision plugin {type(plugin).__name__} does not say"
@@ -172,6 +179,7 @@ class OverflowLocator(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._warn(self._early_checks.before_batch(trainer, pl_module))
         if self._is_looking:
             self._window.add(batch, batch_idx, trainer.strategy.root_device.type)
 
@@ -270,6 +278,10 @@ class OverflowLocator(Callback):
         if self._causes.is_complete:
             self._stop_looking()
 
+    def _warn(self, texts: list[str]) -> None:
+        for text in texts:
+            _messages.warn(f"`OverflowLocator`: {text}")
+
     def _find(self, trainer: Trainer, module: LightningModule, record: StepRecord) -> Finding:
         is_dynamic = self._scale_is(record) == "dynamic"
         known = self._causes.known
@@ -327,7 +339,8 @@ class OverflowLocator(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle or a deep copy takes along: the settings and the reports, not the run."""
-        of_the_run = {"_plugin": None, "_counting": None, "_looking": None, "_window": BatchWindow(), "_skipped": []}
+        of_the_run: dict[str, Any] = {"_plugin": None, "_counting": None, "_looking": None, "_skipped": []}
+        of_the_run |= {"_window": BatchWindow(), "_early_checks": EarlyChecks()}
         return {**vars(self), **of_the_run}
 
 

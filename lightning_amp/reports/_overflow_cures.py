@@ -73,8 +73,9 @@ def _by_hand(report: OverflowReport) -> str:
         return _on_exponential(report, operation)
     if operation.name in ("to", "to_"):
         return "keep that tensor in float32, or a constant within `torch.finfo(x.dtype)`"
-    if operation.kind == "zero" and operation.dtype == "float16":
-        return "an epsilon that float16 holds: 1e-8 is 0 in it, `torch.finfo(x.dtype).tiny` is not"
+    if operation.kind == "zero":
+        epsilon = next((r.values[0] for r in report.remedies if r.kind == "epsilon" and r.worked), None)
+        return "" if epsilon is None else f"an epsilon that {operation.dtype} holds ({_plain(epsilon)}, tried: works)"
     return ""
 
 
@@ -114,10 +115,12 @@ def _for_any_precision(report: OverflowReport) -> str:
         return "look at that line: an epsilon there does not help (tried: 1e-8 to 1e-3)"
     if operation.kind == "infinite":
         return "`torch.where` or `masked_fill` in the place of a product with, or a sum of, infinities"
+    if operation.is_sum:
+        return "look at what edits that gradient (a hook), and at what is added up"
     if operation.kind == "outside":
         return "find out where that tensor is made"
     epsilon = next((r.values[0] for r in report.remedies if r.kind == "epsilon" and r.worked), None)
-    tried = "" if epsilon is None else f" ({epsilon:g}, tried: works)".replace("e-0", "e-")
+    tried = "" if epsilon is None else f" ({_plain(epsilon)}, tried: works)"
     if operation.kind == "masked":
         works = any(r.kind == "finite mask" and r.worked for r in report.remedies)
         finite = " (tried: works)" if works else ""
@@ -158,6 +161,10 @@ def _for_any_precision(report: OverflowReport) -> str:
             f" grow (a lower learning rate, gradient clipping){no_larger}"
         )
     return "look at what goes into that line: its result is not finite in fp32 either"
+
+
+def _plain(value: float) -> str:
+    return f"{value:g}".replace("e-0", "e-")
 
 
 def _failed(report: OverflowReport, kind: str) -> bool:

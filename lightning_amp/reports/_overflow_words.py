@@ -97,8 +97,10 @@ def _details(report: OverflowReport) -> str:
         text = "; " + " and ".join(parts) if parts else ""
         return _either(report) + text
     special = _special(operation)
-    text = f": {special}" if special else ""
-    text += _either(report)
+    lost = found.in_fp32 == "finite"
+    text = (
+        f": {special}{_either(report)}" if special and lost else _either(report) + (f": {special}" if special else "")
+    )
     if not special and operation.largest_input is not None:
         text += f"; the largest finite input is {rounded(operation.largest_input)}"
     return text

@@ -71,6 +71,11 @@ def trials_in_half(
     for rules in _rules(name, takers):
         if (yield Trial(Remedy("fp32_modules", rules), rules=rules)):
             break
+    if call is not None and operation is not None and operation.kind == "zero":
+        for epsilon in _EPSILONS:
+            edits = {(call.key.name, call.key.place): _Epsilon(call.known_as, epsilon)}
+            if (yield Trial(Remedy("epsilon", (epsilon,)), edits=edits)):
+                break
     if call is not None and call.name in EXPONENTIALS:
         for largest in _EXPONENTS:
             if (yield Trial(Remedy("clamp", (largest,)), edits={(call.key.name, call.key.place): _Clamp(largest)})):
