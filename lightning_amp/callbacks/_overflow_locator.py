@@ -175,7 +175,8 @@ class OverflowLocator(Callback):
         elif not self._causes.is_complete:
             self._looking = plugin.records.subscribe(self._receive, at_once=True)
             self._num_attempted = plugin.records.num_attempted
-            self._largest_weight = _largest_weight(pl_module)
+            if self._largest_weight is None:  # a resumed run has that of its first start
+                self._largest_weight = _largest_weight(pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -228,7 +229,8 @@ class OverflowLocator(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._plugin is not None:
             self._plugin.flush()  # closes what hooks have stepped since the last batch, and reads it
-        return {"num_overflows": self._num_overflows, **self._causes.state()}
+        state = {"num_overflows": self._num_overflows, **self._causes.state()}
+        return state if self._largest_weight is None else {**state, "largest_weight": self._largest_weight}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -239,7 +241,8 @@ class OverflowLocator(Callback):
         saved = Saved(state_dict, "OverflowLocator")
         num_overflows, causes = saved.count("num_overflows"), SkipCauses(self.max_reports)
         causes.restore(saved, state_dict)
-        self._num_overflows, self._causes = num_overflows, causes
+        largest_weight = saved.number("largest_weight") if "largest_weight" in state_dict else None
+        self._num_overflows, self._causes, self._largest_weight = num_overflows, causes, largest_weight
 
     # -- work ----------------------------------------------------------------------------------------------------------
 

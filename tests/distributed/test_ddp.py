@@ -93,7 +93,7 @@ def test_rank_zero_reports_for_all(ranks: list[dict[str, Any]], folder: Path) ->
     one, other = (rank["overflow_reports"] for rank in ranks)
     assert one["reports"] == other["reports"] == [(1, 1, "forward", 1), (3, 0, "forward", 3), (3, 1, "forward", 3)]
     assert other["said"] == ""
-    assert one["said"].count("was skipped") == 3
+    assert one["said"].count("was skipped") == 1, "the same cause, again and on the other rank, is not printed"
     assert "step 1 was skipped: epoch 0, batch 1, rank 1, loss scale 1024" in one["said"]
     stems = ["overflow_step00001_rank1", "overflow_step00003_rank0", "overflow_step00003_rank1"]
     files = sorted((folder / "overflows").iterdir())

@@ -143,6 +143,7 @@ def test_gradients_of_1e_minus_9() -> None:
     assert healthy.sqnr_db > 40
 
 
+@pytest.mark.filterwarnings("ignore:.*Before the first step")
 def test_a_nan_in_one_weight() -> None:
     locator, _, _ = examine(one_nan_weight, fp16())
     report = locator.reports[0]

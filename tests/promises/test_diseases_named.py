@@ -46,6 +46,7 @@ def wrong(fault: Fault, report: OverflowReport) -> list[str]:
     return [text for text, is_right in checks.items() if not is_right]
 
 
+@pytest.mark.filterwarnings("ignore:.*Before the first step")
 @pytest.mark.filterwarnings("ignore:std\\(\\)")  # of one value
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_and_its_cure_works(name: str, record_property: Any, caplog: pytest.LogCaptureFixture) -> None:

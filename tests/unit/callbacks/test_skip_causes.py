@@ -16,7 +16,7 @@ def report(index: int, **changes: Any) -> OverflowReport:
     arguments: dict[str, Any] = {
         "record": StepRecord(index, 0, 2.0**16, 2.0**15, skipped=True, reason="gradient", precision="fp16"),
         "rank": 0, "world_size": 1, "epoch": 0, "batch_idx": index, "window": (index, index), "num_replayed": 1,
-        "cause": "backward", "diagnosis": Diagnosis("backward"), "parameters": (),
+        "cause": "backward", "diagnosis": Diagnosis("backward"), "parameters": (), "scale_is": "dynamic",
     }  # fmt: skip
     return OverflowReport(**{**arguments, **changes})
 
@@ -45,7 +45,9 @@ def test_a_scale_that_settles_only_counts() -> None:
 def test_a_static_scale_is_a_fault() -> None:
     causes = SkipCauses(1)
     record = StepRecord(0, 0, 64.0, 64.0, skipped=True, reason="gradient", precision="fp16")
-    assert causes.add([(report(0, record=record, remedies=(Remedy("scale", (8.0,), True),)), "scale")])
+    assert causes.add(
+        [(report(0, record=record, scale_is="static", remedies=(Remedy("scale", (8.0,), True),)), "scale")]
+    )
 
 
 def test_one_rank_may_know_a_cause_that_is_new_on_another() -> None:

@@ -52,6 +52,7 @@ def test_holes_that_are_not_masked_are() -> None:
     assert (report.cause, report.diagnosis.entries[0][0]) == ("batch", "[1]")
 
 
+@pytest.mark.filterwarnings("ignore:.*Before the first step")
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_a_buffer_is_named(precision: str) -> None:
     locator = OverflowLocator(max_reports=1)

@@ -118,22 +118,23 @@ SCRIPTED = ["torch.jit.script(child)", "torch.jit.trace(child)", "torch.jit.scri
 FUNCTIONAL = ["functional_call", "vmap", "grad of inputs", "jacrev", "jvp", "inner step"]
 
 
-def run(kind: str, precision: str, *callbacks: L.Callback) -> L.Trainer:
+def run(kind: str, precision: str, *callbacks: L.Callback, scale: float | None = None) -> L.Trainer:
     torch.manual_seed(0)
     module = make(kind)
-    trainer = quiet_trainer(plugins=[AmpPrecision(precision)], callbacks=list(callbacks))
+    trainer = quiet_trainer(plugins=[AmpPrecision(precision, scaler=scale)], callbacks=list(callbacks))
     trainer.fit(module, batches())
     return trainer
 
 
 @pytest.mark.parametrize("kind", ["plain", *COMPILED, *SCRIPTED, *FUNCTIONAL])
 def test_they_see_what_they_see_of_a_plain_module(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """At the default scale: some steps are skipped, and found."""
+    """At the default scale; and at one that is too high, where steps are skipped, and found."""
     plain = GradientMonitor(4)
     run("plain", "fp16", plain)
     monitor, locator = GradientMonitor(4), OverflowLocator(max_reports=2, dirpath=tmp_path, save_bundles=True)
     with caplog.at_level("INFO"):
-        run(kind, "fp16", ScaleMonitor(), monitor, locator)
+        run(kind, "fp16", ScaleMonitor(), monitor)
+        run(kind, "fp16", locator, scale=2.0**22)
     assert [row.name for row in monitor.table] == [row.name for row in plain.table]
     assert {row.name for row in monitor.table} == {"net.0", "net.2", "head", "(all)"}
     for seen, wanted in zip(monitor.table, plain.table, strict=True):
