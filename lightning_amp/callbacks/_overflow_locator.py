@@ -53,23 +53,21 @@ class OverflowLocator(Callback):
     After a skipped step it runs the batch again, on a copy of the module: same weights, batch, random numbers and
     scale; then in fp32; then with what may help. It then knows whether the batch, a weight, the forward of a module,
     the loss, or only the backward was not finite, in which operation and on which line, whether fp32 would do better,
-    and which remedies work, and says so:
+    and what helps:
 
     .. code-block:: text
 
         OverflowLocator: step 7 was skipped: epoch 0, batch 7, loss scale 2**16
           cause: the forward: the result of `exp` in `head` (Contrast), float16 [4, 4], is not finite; in fp32 ...
           line: losses.py:75 "log_z = torch.log(torch.exp(sim).sum(-1))"
-          non-finite gradients: `net.0.weight`, `net.0.bias`, `net.2.weight` and 1 more
           try: 'bf16', whose range is that of fp32 (tried: works); or ...
 
-    A remedy is printed with "tried" if a replay with it was finite, forward and backward. A cause that was printed is
-    counted from then on, not printed again. A step that is skipped because a dynamic scale is still too high is no
-    fault: if a replay at a lower scale is finite, it is only counted. One line at the end has both counts.
+    What is "tried" made loss and gradients finite in a replay. A cause is printed once, and counted from then on. A step
+    that is skipped while a dynamic scale settles is no fault: if a replay at a lower scale is finite, it is only
+    counted. One line at the end has both counts.
 
-    Before the run it names parameters and buffers that are not finite; while it begins, averages that are written into
-    half-precision copies, and an `eps` that is zero in a half-precision state; in each step, before it reaches a
-    weight, a learning rate, or another hyperparameter, that is not finite.
+    Before a step is lost it names parameters, buffers and learning rates that are not finite, averages that are written
+    into half-precision copies, and an `eps` that is zero in its optimizer's state.
 
     :attr:`reports` has the same as data. The run is bit-identical to one without: the copy has its own parameters,
     buffers, metrics, lists, logger and random generators, and it is gone after the replay. What user code does outside
