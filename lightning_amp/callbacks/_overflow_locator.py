@@ -284,8 +284,7 @@ class OverflowLocator(Callback):
             _messages.warn(f"`OverflowLocator`: {text}")
 
     def _find(self, trainer: Trainer, module: LightningModule, record: StepRecord) -> Finding:
-        is_dynamic = self._scale_is(record) == "dynamic"
-        known = self._causes.known
+        is_dynamic, known = self._scale_is(record) == "dynamic", self._causes.known
         return find(
             trainer, module, self._window, record.scale, record.precision, known=known, is_dynamic=is_dynamic
         )  # fmt: skip
