@@ -62,8 +62,8 @@ class OverflowLocator(Callback):
           line: losses.py:75 "log_z = torch.log(torch.exp(sim).sum(-1))"
           try: 'bf16', whose range is that of fp32 (tried: works); or ...
 
-    What is "tried" made loss and gradients finite in a replay. A cause is printed once, and counted from then on. A step
-    that is skipped while a dynamic scale settles is no fault: if a replay at a lower scale is finite, it is only
+    What is "tried" made loss and gradients finite in a replay. A cause is printed once, and counted from then on. A
+    step that is skipped while a dynamic scale settles is no fault: if a replay at a lower scale is finite, it is only
     counted. One line at the end has both counts.
 
     Before a step is lost it names parameters, buffers and learning rates that are not finite, averages that are written
