@@ -18,7 +18,7 @@ _OWN = str(Path(__file__).parent) + os.sep
 
 
 @final
-class UserLine(NamedTuple):
+class Place(NamedTuple):
     """A line of code."""
 
     file: str
@@ -27,9 +27,13 @@ class UserLine(NamedTuple):
     @override
     def __str__(self) -> str:
         """Write `losses.py:75 "log_z = torch.log(z)"`."""
-        code = linecache.getline(self.file, self.line).strip()
         where = f"{Path(self.file).name}:{self.line}"
-        return f'{where} "{code}"' if code else where
+        return f'{where} "{self.code}"' if self.code else where
+
+    @property
+    def code(self) -> str:
+        """Return the text of the line; empty where there is no file."""
+        return linecache.getline(self.file, self.line).strip()
 
 
 @functools.cache
@@ -53,19 +57,19 @@ def is_own(file: str) -> bool:
     return file.startswith(_OWN)
 
 
-def calling_line(frame: FrameType | None) -> UserLine | None:
+def calling_line(frame: FrameType | None) -> Place | None:
     """Return the innermost line of the user's code from a frame outwards; `None` where this package comes first."""
     while frame is not None:
         file = frame.f_code.co_filename
         if is_own(file):
             return None
         if is_users(file):
-            return UserLine(file, frame.f_lineno)
+            return Place(file, frame.f_lineno)
         frame = frame.f_back
     return None
 
 
-def innermost(lines: Iterable[tuple[str, int]]) -> UserLine | None:
+def innermost(lines: Iterable[tuple[str, int]]) -> Place | None:
     """Return the last line of the user's code of a traceback, given as files and lines, outermost first."""
-    found = [UserLine(file, line) for file, line in lines if is_users(file)]
+    found = [Place(file, line) for file, line in lines if is_users(file)]
     return found[-1] if found else None

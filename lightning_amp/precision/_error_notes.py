@@ -14,7 +14,7 @@ from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._compat import _modules
-from lightning_amp._user_line import UserLine, innermost
+from lightning_amp._user_line import Place, innermost
 
 _HALF = r"(?:c10::|at::)?(?P<half>Half|BFloat16)"
 _MIXED = "a tensor that autocast made {short} meets one of float32 where autocast is off"
@@ -141,7 +141,7 @@ class _Place(NamedTuple):
     name: str
     module: nn.Module | None
     function: str
-    line: UserLine | None
+    line: Place | None
 
     @classmethod
     def of(cls, error: BaseException, root: nn.Module) -> _Place:

@@ -55,11 +55,11 @@ def cause_key(found: Diagnosis, watch: OperationWatch) -> str:
 def final_key(found: Diagnosis, before: str) -> str:
     """Return the same, of a diagnosis that fp32 has corrected."""
     operation = found.operation
-    if operation is None or found.cause in ("batch", "weights"):
-        return (
-            before if found.cause not in ("batch", "weights") else f"{found.cause}: {found.module}, {found.parameter}"
-        )
-    return f"{operation.name}, {operation.file}:{operation.line}" if operation.file else before
+    if found.cause in ("batch", "weights"):
+        return f"{found.cause}: {found.module}, {found.parameter}"
+    return (
+        f"{operation.name}, {operation.file}:{operation.line}" if operation is not None and operation.file else before
+    )
 
 
 def blame(

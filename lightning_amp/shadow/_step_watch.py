@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
-from lightning_amp._user_line import UserLine, calling_line, is_users
+from lightning_amp._user_line import Place, calling_line, is_users
 from lightning_amp.numerics import fidelity, fidelity_sums
 from lightning_amp.shadow._training_pass import TrainingPass
 from lightning_amp.shadow._views import View
@@ -31,7 +31,7 @@ _ZERO_SHARE, _FAITHFUL_DB = 1e-3, 40.0  # of derivatives in fp16 that are in ran
 class Derivative:
     """One call of `torch.autograd.grad(..., create_graph=True)`: where, and what came back."""
 
-    def __init__(self, line: UserLine | None, gradients: Iterable[Tensor | None]) -> None:
+    def __init__(self, line: Place | None, gradients: Iterable[Tensor | None]) -> None:
         self.line = line
         self.gradients = [None if g is None else g.detach() for g in gradients]
 
@@ -62,7 +62,7 @@ class StepWatch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.derivatives: list[Derivative] = []
-        self.clippings: dict[UserLine, str] = {}
+        self.clippings: dict[Place, str] = {}
         self._parameters = list(module.parameters())
         self._factor = scale
         self._differentiate, self._unscales = differentiate, unscale_before_clipping

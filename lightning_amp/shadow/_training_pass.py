@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -169,12 +169,11 @@ class TrainingPass:
         with torch.autocast(self._device_type, enabled=False):
             # as a scaler does it: times a tensor, so that a loss in half precision becomes float32
             scaled = loss * torch.as_tensor(self._factor, dtype=torch.float32, device=loss.device)
-            run = scaled.backward
-            if self._watch is not None:
-                run = partial(_modules.watched_backward if self._trace is None else self._trace.backward, scaled)
-            elif self._trace is not None:
-                run = partial(self._trace.backward, scaled)
-            with nullcontext() if self._watch is None else self._watch.backward():
+            run = scaled.backward if self._watch is None else partial(_modules.watched_backward, scaled)
+            with ExitStack() as looking:
+                for one in (self._trace, self._watch):
+                    if one is not None:
+                        looking.enter_context(one.in_backward())
                 run(*args, **kwargs)
 
     def _stand_in(self, optimizer: Any) -> Any:

@@ -100,7 +100,7 @@ class OperationWatch(TorchFunctionMode):
         self.made_loss = self.made_loss or self.maker(loss)
 
     @contextmanager
-    def backward(self) -> Generator[None]:
+    def in_backward(self) -> Generator[None]:
         """Take what runs inside for a backward: forwards that are run again, and Functions of the user's own."""
         self._in_backward = True
         try:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 import torch
 from torch import nn
-from typing_extensions import final, override
+
+from lightning_amp._user_line import Place
 
 
 def _folder(package: str) -> str:
@@ -32,24 +31,6 @@ _MEASURING = tuple(f"{_OWN}/{room}/" for room in ("tracing", "numerics"))
 _ASKING = (f"{_OWN}/tracing/_operation_watch.py", __file__)
 _CALLING = nn.Module.__call__.__code__.co_filename
 """Where the wrappers around each forward are: no code of the module."""
-
-
-@final
-class Place(NamedTuple):
-    """A line of code."""
-
-    file: str
-    line: int
-
-    @override
-    def __str__(self) -> str:
-        where = f"{Path(self.file).name}:{self.line}"
-        return f'{where} "{self.code}"' if self.code else where
-
-    @property
-    def code(self) -> str:
-        """Return the text of the line; empty where there is no file."""
-        return linecache.getline(self.file, self.line).strip()
 
 
 def user_place(boundary: str) -> Place | None:

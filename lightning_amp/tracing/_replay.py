@@ -122,7 +122,8 @@ def _replay(
                 " batch: ...`: a step of manual optimization has none to return."
             )
         watch.note_loss(loss)
-        trace.backward(loss.float() / bundle["loss_divisor"] * used_scale)
+        with trace.in_backward(), watch.in_backward():
+            _modules.watched_backward(loss.float() / bundle["loss_divisor"] * used_scale)
     parameters = _modules.plain_parameters(module)
     magnitudes = [largest(p.grad) for p in parameters.values() if p.grad is not None]
     room = headroom_bits(torch.stack(magnitudes)) if magnitudes else torch.tensor(torch.inf)

@@ -5,7 +5,8 @@ Everything is measured on the device; the host reads the answers once, at the en
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -230,13 +231,19 @@ class Trace:
                 )
             )
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run `loss.backward(...)`; forwards that it runs again (activation checkpointing) are not counted."""
+    @contextmanager
+    def in_backward(self) -> Generator[None]:
+        """Take what runs inside for a backward: forwards that it runs again (checkpointing) are not counted."""
         self._in_backward = True
         try:
-            _modules.watched_backward(loss, *args, **kwargs)
+            yield
         finally:
             self._in_backward = False
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run `loss.backward(...)`, as one."""
+        with self.in_backward():
+            loss.backward(*args, **kwargs)
 
     @property
     def half_places(self) -> set[GradientPlace]:

@@ -9,7 +9,7 @@ import lightning
 import torch
 
 import lightning_amp
-from lightning_amp._user_line import UserLine, calling_line, innermost, is_own, is_users
+from lightning_amp._user_line import Place, calling_line, innermost, is_own, is_users
 
 HERE = __file__
 
@@ -26,10 +26,10 @@ def test_the_line_is_shown_with_its_code() -> None:
     line = calling_line(inspect.currentframe())
     assert line is not None
     assert str(line) == f'{Path(HERE).name}:{line.line} "line = calling_line(inspect.currentframe())"'
-    assert str(UserLine("gone.py", 3)) == "gone.py:3"
+    assert str(Place("gone.py", 3)) == "gone.py:3"
 
 
 def test_of_a_traceback_the_innermost_line_counts() -> None:
     lines = [(lightning.__file__, 1), (HERE, 2), (HERE, 3), (torch.__file__, 4)]
-    assert innermost(lines) == UserLine(HERE, 3)
+    assert innermost(lines) == Place(HERE, 3)
     assert innermost(lines[:1]) is None

@@ -319,3 +319,26 @@ def test_a_derivative_that_fp16_does_not_hold_is_named() -> None:
 )
 def test_other_derivatives_are_not(module: Any, precision: str) -> None:
     fit(module, fp16() if precision == "fp16" else AmpPrecision(precision), callbacks=[GradientMonitor(2)])
+
+
+class ClipsBetweenBackwards(Toy):
+    """Gradients of a second backward are added to true ones, as in gradient accumulation by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.trainer.precision_plugin.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(self.parameters(), 1e3)
+        self.manual_backward(self.loss(batch * 0.5))
+        optimizer.step()
+
+
+def test_a_backward_after_unscaling_is_seen() -> None:
+    monitor = GradientMonitor(4)
+    fit(ClipsBetweenBackwards, AmpPrecision("fp16", scaler=1024.0), callbacks=[monitor])
+    assert all(row.sqnr_db > 40 for row in monitor.table)
