@@ -43,11 +43,9 @@ class MetricComparison(Callback):
     same batches, the same random draws, but autocast and TF32 off. Every metric that the module logs with
     `on_epoch=True` is then compared, after Lightning's own weighting and reduction:
 
-    | key | value |
-    |---|---|
-    | `amp/fp32/<metric>` | the metric in fp32 |
-    | `amp/diff/<metric>` | AMP minus fp32 |
-    | `amp/abs_diff/<metric>` | its magnitude: to monitor (`mode="min"` on a difference finds the most negative) |
+    - `amp/fp32/<metric>`: the metric in fp32
+    - `amp/diff/<metric>`: AMP minus fp32
+    - `amp/abs_diff/<metric>`: its magnitude, to monitor (`mode="min"` on a difference finds the most negative)
 
     All go to all loggers and to `trainer.callback_metrics` at `on_validation_end`; a callback that monitors them
     belongs after this one in the list of callbacks (`ModelCheckpoint` always is). Between two comparisons
@@ -149,7 +147,7 @@ class MetricComparison(Callback):
         self._table.to_csv(path)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:
-        """Draw each metric over epochs, in AMP and fp32, and the difference; see :meth:`ComparisonTable.plot`."""
+        """Draw each metric over epochs, in AMP and fp32, and the difference; see :meth:`~lightning_amp.reports.ComparisonTable.plot`."""
         return self._table.plot(path, max_rows=max_rows)
 
     @override

@@ -91,7 +91,7 @@ class OverflowLocator(Callback):
             as Lightning's callbacks take it). `None` writes none. If it cannot be written, one warning says so and
             training goes on. A file appears whole or not at all.
         save_bundles: Also saves `overflow_step00007_rank0.pt` there: weights, batch, random state and scale, for
-            :func:`lightning_amp.tracing.replay`. As large as the model. Needs `dirpath`.
+            `lightning_amp.tracing.replay`. As large as the model. Needs `dirpath`.
 
     Raises:
         ValueError: If an argument is out of its range, or fsspec does not know the protocol of `dirpath`.

@@ -1,23 +1,6 @@
 """`AmpPrecision`: mixed precision in which only rounding, speed and memory differ from fp32.
 
-One optimizer step, for every precision and for automatic and manual optimization:
-
-    training_step                    under autocast; automatic: the closure; manual: user code, closures included
-    on_before_backward               gets the loss that `training_step` returned
-    scale the loss                   gradients that are still there from before are carried to the same scale
-    backward                         autocast off
-    on_after_backward                gradients are still scaled here
-    unscale, once                    or when `clip_gradients` or `unscale_` asks for true gradients before
-    check finite                     one flag per optimizer, on the device
-    on_before_optimizer_step         callbacks, then module: true gradients, fused optimizers included
-    check again                      where a hook, or the user's own clipping, may have changed them
-    clip                             `configure_gradient_clipping`
-    step or skip                     `optimizer.step` runs with a closure that did all of the above, as in fp32
-    record                           references to the device's scalars, read back in blocks
-    [end of batch] update the scale  once, for all; sooner, but only downwards, where many steps of a batch overflow
-
-Where nobody looks in between and the optimizer is fused, unscale, check, clip and step touch each gradient twice
-instead of four times; the result is the same within rounding (`scaling/_steps.py`).
+`_events.py` lists what happens in a step, in order; here each hook of Lightning is translated, one line each.
 """
 
 from __future__ import annotations
@@ -55,7 +38,7 @@ class AmpPrecision(FallsBack):
         trainer = L.Trainer(plugins=[AmpPrecision("fp16")])
 
     It is a `lightning.pytorch.plugins.MixedPrecision` that owns the whole optimizer step; the order of events is
-    written at the top of `lightning_amp/precision/_amp.py`. A skipped step did not happen: neither for the parameters
+    `EVENTS` of `lightning_amp/precision/_events.py`. A skipped step did not happen: neither for the parameters
     and the optimizer, nor for the scale's growth, and :attr:`num_steps` does not count it.
 
     Args:
@@ -67,7 +50,7 @@ class AmpPrecision(FallsBack):
         scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, any
             `torch.amp.GradScaler`, or a float for a scale that never moves. bf16 and fp32 need none, since their range
             is that of fp32: with `"bf16"` it is an error, with `"auto"` and `"fp32"` it is left unused there (one line
-            says so, and :attr:`scaler` is `None`), so that one configuration serves all machines.
+            says so, and `scaler` is `None`), so that one configuration serves all machines.
         fp32_modules: Rules for modules that compute in fp32, forward and backward, with their floating inputs upcast:
             globs on qualified names (`"decoder.head"`, `"*.norm"`) or module classes. For what half precision breaks:
             positional phases, large logits.

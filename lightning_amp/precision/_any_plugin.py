@@ -27,7 +27,7 @@ def scaled_grad(trainer: Any, outputs: Any, inputs: Any, **kwargs: Any) -> tuple
             (gradient,) = scaled_grad(self.trainer, score, batch, create_graph=True)
             return score + 10 * (gradient.norm(dim=1) - 1).square().mean()
 
-    Under :class:`~lightning_amp.AmpPrecision` with loss scaling it is :meth:`AmpPrecision.scaled_grad`, under any other
+    Under :class:`~lightning_amp.AmpPrecision` with loss scaling it is that of the plugin, under any other
     plugin `torch.autograd.grad` itself.
 
     Args:

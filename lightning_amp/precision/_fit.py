@@ -175,7 +175,7 @@ class Fit:
     def step(
         self, optimizer: Optimizer, closure: Callable[[], Any], context: Callable[[], Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Step or skip, with the order of events that `precision/_amp.py` begins with; returns the output.
+        """Step or skip, in the order of `_events.py`; returns the output.
 
         Args:
             optimizer: The user's own.

@@ -87,7 +87,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         ValueError: If an argument is out of its range.
 
     Cost: no method waits for the device, but `get_scale`, `state_dict` and pickling, and one read-back in
-    `max_consecutive_skips` calls of :meth:`update`.
+    `max_consecutive_skips` calls of `update`.
 
     """
 
@@ -197,7 +197,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     @property
     def scale_tensor(self) -> Tensor:
-        """Return the scale on its device, shape []. Never changed in place: an update puts a new tensor here."""
+        """Return the scale on its device, shape []. It is never changed in place, an update puts a new tensor here."""
         return _torch.scale_tensor(self)
 
     # -- the policy ----------------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         """Load a state of this class or of a stock `GradScaler`.
 
         What the user passed to the constructor wins over the state, except for the scale itself, which continues; see
-        :meth:`overridden` for what differed.
+        `overridden()` for what differed.
 
         Raises:
             RuntimeError: If the state comes from a disabled scaler, as in torch.

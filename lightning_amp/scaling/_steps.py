@@ -1,6 +1,6 @@
 """The arithmetic of an optimizer step: which gradients are scaled by what, whether they are finite, skip or step.
 
-Torch only. `precision/_amp.py` has the order of events of a training step, of which this is the second half.
+Torch only. `precision/_events.py` has the order of events of a training step, of which this is the second half.
 """
 
 from __future__ import annotations
