@@ -1,11 +1,20 @@
-"""Every python block of the README and of the documentation runs as it stands, in order, in one namespace per file."""
+"""Every python block of the README and of the documentation runs as it stands, in order, in one namespace per file.
+
+A block that needs what the tests do not install says so in the line before it: `<!-- needs accelerate -->` runs where
+that can be imported, `<!-- not run: needs apex -->` nowhere. Both are compiled everywhere.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 from support.compared import here
@@ -16,13 +25,30 @@ from lightning_amp.tuning import _probe, _runs
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MARKER = r"<!-- (?P<never>not run: )?needs (?P<package>\w+) -->"
+BLOCK = re.compile(rf"^(?:{MARKER}\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+INSTALLED = re.compile(r"^(?:dependencies|test) = \[$(.*?)^\]$", re.MULTILINE | re.DOTALL)
 
 
-def blocks_of(document: Path) -> list[tuple[int, str]]:
-    """Line number in the document, and code, of each python block."""
+class Block(NamedTuple):
+    """A python block, and the package without which it does not run."""
+
+    line: int
+    code: str
+    package: str | None
+    never: bool
+
+    @property
+    def runs(self) -> bool:
+        return not self.never and (self.package is None or find_spec(self.package) is not None)
+
+
+def blocks_of(document: Path) -> list[Block]:
     text = document.read_text(encoding="utf-8")
-    return [(text.count("\n", 0, match.start(1)), match.group(1)) for match in BLOCK.finditer(text)]
+    return [
+        Block(text.count("\n", 0, match.start("code")), match["code"], match["package"], match["never"] is not None)
+        for match in BLOCK.finditer(text)
+    ]
 
 
 EXECUTABLE = [document for document in DOCUMENTS if blocks_of(document)]
@@ -34,14 +60,15 @@ FILE = re.compile(r"# (\w+\.py)\n")
 
 def run_blocks(document: Path) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
-    for line, code in blocks_of(document):
-        if (name := FILE.match(code)) is not None:
-            Path(name[1]).write_text(code, encoding="utf-8")
-            if '__name__ == "__main__"' in code:
-                runpy.run_path(name[1], run_name="__main__")
-            continue
+    for block in blocks_of(document):
         # The padding makes a traceback name the line in the document.
-        exec(compile("\n" * line + code, document, "exec"), namespace)
+        compiled = compile("\n" * block.line + block.code, document, "exec")
+        if (name := FILE.match(block.code)) is not None:
+            Path(name[1]).write_text(block.code, encoding="utf-8")
+            if '__name__ == "__main__"' in block.code:
+                runpy.run_path(name[1], run_name="__main__")
+        elif block.runs:
+            exec(compiled, namespace)
 
 
 def test_the_readme_has_blocks() -> None:
@@ -75,7 +102,26 @@ def arms_in_this_process(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_blocks_run(document: Path) -> None:
-    run_blocks(document)
+    with mock.patch.dict(os.environ):  # Accelerate leaves its settings there
+        run_blocks(document)
+
+
+def installed() -> set[str]:
+    """The packages that the tests have in any case, as they are imported."""
+    requirements = "".join(INSTALLED.findall((ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    return {name.replace("-", "_").lower() for name in re.findall(r'^\s*"([\w-]+)', requirements, re.MULTILINE)}
+
+
+def test_only_what_is_not_installed_is_a_reason_not_to_run() -> None:
+    assert {"torch", "lightning", "torchmetrics", "pytest"} <= installed()
+    assert not {block.package for document in DOCUMENTS for block in blocks_of(document)} & installed()
+
+
+def test_no_marker_is_overlooked() -> None:
+    """One with other words, or with a line between it and its block, would silently change nothing."""
+    for document in DOCUMENTS:
+        markers = re.findall(r"<!--[^>]*\b(?:needs?|runs?)\b", document.read_text(encoding="utf-8"))
+        assert len(markers) == sum(block.package is not None for block in blocks_of(document)), document
 
 
 @pytest.mark.usefixtures("in_tmp_path")
@@ -85,3 +131,29 @@ def test_a_wrong_block_fails_and_names_its_line(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         run_blocks(document)
     assert caught.traceback[-1].lineno + 1 == 10
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.parametrize(
+    ("marker", "runs"),
+    [
+        ("<!-- needs pytest -->", True),
+        ("<!-- needs no_such_package -->", False),
+        ("<!-- not run: needs pytest -->", False),
+        ("<!-- not run: too slow -->", True),  # no marker
+        ("<!-- needs no_such_package -->\n", True),  # not the line before
+    ],
+)
+def test_a_marked_block(tmp_path: Path, marker: str, runs: bool) -> None:
+    document = tmp_path / "marked.md"
+    document.write_text(f"{marker}\n```python\n1 / 0\n```\n", encoding="utf-8")
+    with pytest.raises(ZeroDivisionError) if runs else contextlib.nullcontext():
+        run_blocks(document)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_marked_block_is_compiled(tmp_path: Path) -> None:
+    document = tmp_path / "marked.md"
+    document.write_text("<!-- not run: needs no_such_package -->\n```python\n1 +\n```\n", encoding="utf-8")
+    with pytest.raises(SyntaxError):
+        run_blocks(document)
