@@ -1,4 +1,4 @@
-# make demo, make test, make test-versions, make lint, make build, make bench, make faults, make projects, make clean.
+# make demo, make test, make test-versions, make lint, make docs, make build, make bench, make faults, make projects, make clean.
 # Everything lives in .venv; nothing is installed twice.
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ DEPENDS := pyproject.toml constraints.txt
 # Idle threads sleep instead of spinning. On a machine that is busy with other things that is several times as fast.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-versions lint build bench faults projects clean
+.PHONY: demo test test-versions lint docs linkcheck build bench faults projects clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -40,6 +40,15 @@ lint: $(VENV)/.lint
 	$(BIN)/python tests/check_pins.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The documentation, into docs/_build/html; a warning is an error, and so is a link that leads nowhere.
+docs: $(VENV)/.docs
+	@$(BIN)/python -m sphinx -b html --fail-on-warning --keep-going -q -j auto docs docs/_build/html
+	@$(BIN)/python tests/check_site.py docs/_build/html
+
+# The same for links to other sites; needs the network.
+linkcheck: $(VENV)/.docs
+	$(BIN)/python -m sphinx -b linkcheck -q docs docs/_build/linkcheck
+
 build: $(VENV)/.build
 	rm -rf dist
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build
@@ -58,7 +67,7 @@ projects: $(VENV)/.projects
 	@PYTHONPATH=tests $(BIN)/python -m projects $(PROJECTS_ARGS)
 
 clean:
-	rm -rf $(VENV) .versions demo_results build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf $(VENV) .versions demo_results docs/_build build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -81,6 +90,13 @@ $(VENV)/.test: $(DEPENDS) | $(VENV)/bin/python
 $(VENV)/.lint: $(VENV)/.test
 	@echo "Installing ruff, pyright, zizmor and pip-audit into $(VENV)."
 	@$(PIP) -c constraints.txt --group lint
+	@touch $@
+
+# The reference is read from the package, so it has to be importable with all that it takes for a demo.
+$(VENV)/.docs: $(DEPENDS) | $(VENV)/bin/python
+	@echo "Installing the package, Sphinx and Furo into $(VENV): about a minute, longer where torch is downloaded."
+	@$(PIP) 'pip>=25.1'
+	@$(PIP) -c constraints.txt -e '.[plot,report,cli]' --group docs
 	@touch $@
 
 $(VENV)/.build: $(DEPENDS) | $(VENV)/bin/python

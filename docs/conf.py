@@ -12,7 +12,7 @@ import lightning_amp  # noqa: E402
 
 project = "lightning_amp"
 author = "The lightning_amp authors"
-copyright = author  # noqa: A001
+copyright = author
 version = release = lightning_amp.__version__
 
 extensions = [

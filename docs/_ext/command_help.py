@@ -8,9 +8,10 @@ import os
 from unittest import mock
 
 from docutils import nodes
-from lightning_amp.cli import main
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+
+from lightning_amp.cli import main
 
 
 class CommandHelp(SphinxDirective):

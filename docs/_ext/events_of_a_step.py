@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from docutils import nodes
-from lightning_amp.precision._events import EVENTS
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+
+from lightning_amp.precision._events import EVENTS
 
 
 class EventsDirective(SphinxDirective):

@@ -11,12 +11,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import lightning_amp
 from docutils import nodes
-from lightning_amp import precision
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
+
+import lightning_amp
+from lightning_amp import precision
 
 DOCS = Path(__file__).parents[1]
 EXAMPLE = re.compile(r"\[(?P<text>[^]]*)\]\((?:\.\./)*examples/(?P<name>\w+)\.py\)")

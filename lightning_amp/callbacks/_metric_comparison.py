@@ -147,7 +147,7 @@ class MetricComparison(Callback):
         self._table.to_csv(path)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:
-        """Draw each metric over epochs, in AMP and fp32, and the difference; see :meth:`~lightning_amp.reports.ComparisonTable.plot`."""
+        """Draw each metric over epochs, in AMP and fp32, and the difference, as `table.plot` does."""
         return self._table.plot(path, max_rows=max_rows)
 
     @override

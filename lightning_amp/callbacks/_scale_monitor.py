@@ -113,7 +113,7 @@ class ScaleMonitor(Callback):
         return self._history
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw the history; see :meth:`~lightning_amp.reports.ScaleHistory.plot`."""
+        """Draw the history, as `history.plot` does."""
         return self._history.plot(path)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------

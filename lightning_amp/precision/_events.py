@@ -30,5 +30,7 @@ EVENTS: Final = (
     Event("clip", "`configure_gradient_clipping`, on true gradients; your own is followed by another check"),
     Event("step or skip", "`optimizer.step` runs with a closure that did all of the above, as in fp32"),
     Event("record", "references to scalars of the device, read back in blocks"),
-    Event("update the scale", "at the end of the batch, once for all; sooner, but only downwards, if many steps overflow"),
+    Event(
+        "update the scale", "at the end of the batch, once for all; sooner, but only downwards, if many steps overflow"
+    ),
 )

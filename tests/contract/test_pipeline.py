@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -12,8 +12,10 @@ from support import CountReads, Toy, batches, fit, flags_on_a_device
 from support.promises import OPTIMIZERS, Plugins, fused_adamw, fused_sgd, plain_adamw
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
+from lightning_amp.precision._events import EVENTS
 from lightning_amp.scaling import OptimizerSteps
 
 
@@ -115,6 +117,48 @@ def test_accumulation() -> None:
     last = ["training_step", "on_before_backward (true loss)", "on_after_backward (x8)",
             "on_before_optimizer_step (x1)", "clip (x1)", "stepped (x1)", "batch end (next scale 16)"]  # fmt: skip
     assert events_of(Traced(window=2), accumulate_grad_batches=2) == micro + last
+
+
+class Kernels(TorchDispatchMode):
+    """Notes the two kernels of loss scaling, and the backward of the loss, among the events that hooks note."""
+
+    NAMES: ClassVar[dict[str, str]] = {
+        "_amp_foreach_non_finite_check_and_unscale_": "unscale",
+        "_amp_update_scale_": "update the scale",
+    }
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in self.NAMES:
+            again = "unscale" in self.events
+            self.events.append("check again" if again and self.NAMES[name] == "unscale" else self.NAMES[name])
+        if name == "mul" and self.events[-1:] == ["on_before_backward (true loss)"]:
+            self.events.append("scale the loss")
+        return function(*args, **(kwargs or {}))
+
+
+class WithKernels(Traced):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.events.events.append("backward")
+        super().backward(loss, *args, **kwargs)
+
+
+def test_the_list_of_events_is_what_happens() -> None:
+    """The list that the documentation shows, in order; a check is part of unscaling, and a record leaves no trace."""
+    module = WithKernels(plain_adamw)
+    module.events = Events(factor)
+    with Kernels(module.events.events):
+        fit(module, Plugins(True).scaled(8.0, growth_interval=1), batches(1), callbacks=[module.events])
+    called = {"stepped": "step or skip", "zero_grad": "", "batch end": ""}
+    names = [event.split(" (")[0] for event in module.events.events]
+    happened = [name for name in (called.get(name, name) for name in names) if name]
+    expected = [event.name for event in EVENTS if event.name not in ("check finite", "record")]
+    expected.insert(expected.index("clip") + 1, "check again")  # this module has its own clipping
+    assert happened == expected
 
 
 class Overflow(L.Callback):
