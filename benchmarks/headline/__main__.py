@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         series.go(runs, retry=args.retry)
     text = page(read(out))
     write_atomically(out.with_suffix(".md"), lambda file: file.write(text))
-    print(f"{out} has the records, {out.with_suffix('.md')} the page.")
+    print(f"The page is {out.with_suffix('.md')}.")
     return 0
 
 

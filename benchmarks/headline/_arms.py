@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from typing_extensions import final
 
 
@@ -26,20 +27,17 @@ class Arm(NamedTuple):
     format: str
     stock: str = ""
 
-    def trainer_kwargs(self, *, emulate: bool) -> dict[str, Any]:
-        """Return what makes a Trainer train so.
-
-        Args:
-            emulate: Let torchao emulate fp8, on a device without it.
-
-        """
+    def trainer_kwargs(self, device_type: str) -> dict[str, Any]:
+        """Return what makes a Trainer train so; on a CPU, fp8 is emulated."""
         if self.name in ("fp32", "tf32"):
             return {"precision": "32-true"}
+        if self.name == "lightning_fp16" and device_type == "cpu":  # there `precision="16-mixed"` becomes bf16
+            return {"plugins": [MixedPrecision("16-mixed", device_type)]}
         if self.name.startswith("lightning_"):
             return {"precision": {"bf16": "bf16-mixed", "fp16": "16-mixed"}[self.format]}
         from lightning_amp import AmpPrecision
 
-        if self.name == "fp8" and emulate:
+        if self.name == "fp8" and device_type == "cpu":
             from torchao.float8 import Float8LinearConfig
 
             recipe = replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=True)

@@ -74,7 +74,7 @@ def measure(run: Run, *, tiny: bool) -> Outcome:
 
 def _measured(run: Run, tiny: bool) -> Outcome:
     arm, model = ARMS[run.arm], MODELS[run.model]
-    device = torch.device("cpu" if tiny else "cuda")
+    device = torch.device("cpu") if tiny else torch.device("cuda", 0)
     arm.set_fp32()
     torch.manual_seed(0)
     with device:
@@ -94,7 +94,7 @@ def _measured(run: Run, tiny: bool) -> Outcome:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[watch],
-        **arm.trainer_kwargs(emulate=tiny),
+        **arm.trainer_kwargs(device.type),
     )
     loader: Any = DataLoader([workload.batch] * _MOST_STEPS, batch_size=None)  # type: ignore[arg-type]
     trainer.fit(Trained(workload, model.optimizer), loader)

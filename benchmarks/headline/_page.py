@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.headline import _words
 from benchmarks.headline._arms import ARMS
@@ -65,27 +65,35 @@ def _claims(machine: Machine | None, outcomes: _Outcomes) -> Iterable[str]:
         yield f"| {model.title} | {claim} | {speed} | {memory} |"
 
 
-def _each(case: Run, outcomes: _Outcomes, write: object) -> str:
-    assert callable(write)
-    texts = [(ARMS[arm].title, str(write(case._replace(arm=arm), outcomes))) for arm in ("bf16", "fp16")]
-    return "; ".join(f"{title} {text}" for title, text in texts if text)
+def _each(case: Run, outcomes: _Outcomes, write: Callable[[Run, Outcome, _Outcomes], str]) -> str:
+    """Write something of both half precisions; empty if there is no record of either."""
+    runs = [(arm.title, case._replace(arm=name)) for name, arm in ARMS.items() if name in ("bf16", "fp16")]
+    return "; ".join(f"{title} {write(run, outcomes[run], outcomes)}" for title, run in runs if run in outcomes)
 
 
-def _speed_ups(run: Run, outcomes: _Outcomes) -> str:
-    if outcomes.get(run, Outcome("")).status in ("", "measured"):
-        found = [ratio(run, baseline, outcomes) for baseline in ("fp32", "tf32")]
-        return ", ".join(text or "-" for text in found) if any(found) else ""
-    return outcomes[run].status
+def _speed_ups(run: Run, outcome: Outcome, outcomes: _Outcomes) -> str:
+    if outcome.samples_per_s is None:
+        return outcome.status
+    return ", ".join(ratio(run, arm, outcomes) or _missing(run, arm, outcomes) for arm in ("fp32", "tf32"))
 
 
-def _memory_change(run: Run, outcomes: _Outcomes) -> str:
+def _memory_change(run: Run, outcome: Outcome, outcomes: _Outcomes) -> str:
     """Write how much less the peak is than that of strict fp32, and how much less the activations are."""
-    own, base = outcomes.get(run), outcomes.get(run._replace(arm="fp32"))
-    if own is None or base is None or own.activations is None or base.activations is None:
-        return ""
-    before, after = base.memory["peak"], own.memory["peak"]
-    peaks = f"{gib(before)} to {gib(after)} GiB, {less(before, after)}"
-    return f"{peaks} (activations {less(base.activations, own.activations)})"
+    if outcome.activations is None:
+        return "-" if outcome.status == "measured" else outcome.status
+    base = outcomes.get(run._replace(arm="fp32"))
+    after = outcome.memory["peak"]
+    if base is None or base.activations is None:
+        return f"{gib(after)} GiB ({_missing(run, 'fp32', outcomes)})"
+    before = base.memory["peak"]
+    change = less(base.activations, outcome.activations)
+    return f"{gib(before)} to {gib(after)} GiB, {less(before, after)} (activations {change})"
+
+
+def _missing(run: Run, baseline: str, outcomes: _Outcomes) -> str:
+    """Say why there is nothing to compare with: `fp32, strict: does not fit`."""
+    outcome = outcomes.get(run._replace(arm=baseline))
+    return f"{ARMS[baseline].title}: {NOT_YET if outcome is None else outcome.status}"
 
 
 def less(before: int, after: int) -> str:
@@ -115,7 +123,7 @@ def _tables(machine: Machine, model: Model, outcomes: _Outcomes) -> Iterable[str
 
 def _table(model: Model, runs: Sequence[Run], outcomes: _Outcomes) -> Iterable[str]:
     mode = "compiled" if runs[0].compiled else "eager"
-    yield f"{model.size_text(runs[0].size)}, {mode}"
+    yield f"**{model.size_text(runs[0].size)}, {mode}**"
     yield ""
     yield (
         "| precision | samples/s (middle half) | strict fp32 | TF32 | Lightning's own | peak, GiB |"

@@ -24,6 +24,7 @@ from benchmarks.headline._arms import ARMS
 from benchmarks.headline._plan import Run
 from benchmarks.headline._records import FINAL, Machine, Outcome, Record, append, read
 from benchmarks.headline.models import MODELS
+from lightning_amp._text import counted
 from lightning_amp.profiling._machine import device_name, support_of
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +65,8 @@ class Series:
             outcome = self._known(run)
             if outcome is None:
                 if time.monotonic() + self._estimated_s(run) > self._end_s:
-                    print(f"Time is up: {len(waiting) - number} runs are left. The same command goes on.", flush=True)
+                    left = counted(len(waiting) - number, "run")
+                    print(f"Time is up, with {left} left. The same command goes on.", flush=True)
                     return
                 outcome = self._run(run)
             if outcome is None:

@@ -11,6 +11,8 @@ This page puts these claims beside what `python -m benchmarks.headline` measured
 (`precision="bf16-mixed"`, `"16-mixed"`), and with `AmpPrecision` in bf16, fp16 and fp8. It is about speed and memory.
 What a precision does to the result of a training, such as the articles' "within 0.1 % of fp32", is not measured here:
 `compare_precisions` measures it on your own model.
+
+The first table of a device has the usual batch of each model, eager; the others have all that was run.
 """
 
 TINY = """\

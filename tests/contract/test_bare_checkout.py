@@ -65,5 +65,6 @@ def test_the_tests_for_gpus_are_collected(environment: dict[str, str], tmp_path:
 
 def test_the_benchmarks_can_be_started(environment: dict[str, str]) -> None:
     modules = [f"tests.benchmarks.{path.stem}" for path in (ROOT / "tests" / "benchmarks").glob("[!_]*.py")]
+    modules.append("benchmarks.headline.__main__")
     code = f"import importlib\nfor name in {modules!r}: print(importlib.import_module(name).main.__module__)"
     assert run(environment, ROOT, "-c", code).split() == modules != []

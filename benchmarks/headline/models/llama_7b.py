@@ -21,7 +21,9 @@ def make(size: Size, tiny: bool) -> Workload:
         use_cache=False,
     )
     net = transformers.LlamaForCausalLM(config)
-    net.gradient_checkpointing_enable({"use_reentrant": False})
+    # the second name is the older one
+    enable = getattr(net, "activation_checkpointing_enable", None) or net.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     batch, source = tokens(size, config.vocab_size), f"transformers {transformers.__version__}"
     return Workload(net, loss_of_transformers, batch, list(net.model.layers), source)
 
