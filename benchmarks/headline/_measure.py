@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -77,7 +77,7 @@ class Measure(L.Callback):
         self._began_s = 0.0
         self._seen = _Skips()
         self._warnings: warnings.catch_warnings[list[warnings.WarningMessage]] | None = None
-        self._caught: list[warnings.WarningMessage] = []
+        self._caught: Sequence[warnings.WarningMessage] | None = None
         self._peak: PeakMemory | None = None
         self._peak_bytes: int | None = None
         self.step_s: list[float] = []
@@ -155,7 +155,7 @@ class Measure(L.Callback):
             self.memory["peak"] = self._peak_bytes
         if self._on_cuda:
             self._warnings = warnings.catch_warnings(record=True)
-            self._caught = self._warnings.__enter__() or []
+            self._caught = self._warnings.__enter__()
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
         self._begin("watched")
@@ -166,7 +166,7 @@ class Measure(L.Callback):
         torch.cuda.set_sync_debug_mode("default")
         self._warnings.__exit__(None, None, None)
         self._warnings = None
-        waits = [warning for warning in self._caught if "synchronizing CUDA operation" in str(warning.message)]
+        waits = [warning for warning in self._caught or () if "synchronizing CUDA operation" in str(warning.message)]
         self.waits = len(waits) / self._lengths.watched
 
     def _wait(self) -> None:

@@ -12,7 +12,7 @@ This page puts these claims beside what `python -m benchmarks.headline` measured
 What a precision does to the result of a training, such as the articles' "within 0.1 % of fp32", is not measured here:
 `compare_precisions` measures it on your own model.
 
-The first table of a device has the usual batch of each model, eager; the others have all that was run.
+The first table of a device compares the usual batch of each model, eager; the tables after it have all that was run.
 """
 
 TINY = """\
@@ -57,13 +57,14 @@ HOW = """\
   not known.
 - "Waits per step" is how often the host waits for the device (`torch.cuda.set_sync_debug_mode`). In GPT-2 and LLaMA
   one of them is transformers' own, which looks at the positions; it is there in all precisions.
-- Images have their channels last in all precisions. Optimizers are fused. Both LLaMA-like models are built from
-  configurations and have random weights, as all others; the 7B one checkpoints its activations, in all precisions.
+- Images have their channels last in all precisions. Optimizers are fused. All models have random weights. The
+  LLaMA-like ones are built from configurations: that of 1B has as many heads for keys as for queries, since torch has
+  no fast attention in fp32 for fewer, and that of 7B checkpoints its activations, in all precisions.
   Where `torch.compile` is used, the blocks of a transformer are compiled one by one, and ResNet-50 as a whole. fp8 is
   run compiled only: eager fp8 is slower than bf16.
 
-The articles give no batch sizes that we know of. These are ours:
-"""
+The articles give no batch sizes that we know of. These are ours. The usual batch, which is the first, is run in all
+precisions, the others in TF32, both kinds of bf16 and our fp16."""
 
 RUN = """\
 ## Run it
@@ -75,8 +76,8 @@ python -m benchmarks.headline --only gpt2,llama_1b   # these models only
 python -m benchmarks.headline --tiny                 # on a CPU, at toy sizes: does it run?
 ```
 
-It needs a checkout, torch, lightning, torchmetrics and transformers, for the table as it is also torchvision (else
-ResNet-50 and EfficientNet-B7 are those of transformers) and, for fp8, torchao. Nothing is downloaded. The records are
+It needs a checkout, torch, lightning, torchmetrics and transformers. ResNet-50 and EfficientNet-B7 are torchvision's,
+or those of transformers where torchvision is missing; fp8 needs torchao. Nothing is downloaded. The records are
 in `headline.json` beside this page, one a line; `--page-only` writes the page from them. Records of another device,
 or of other versions, are a section of their own. A run that does not fit into memory is a result; one that failed or
 took too long is done again with `--retry`.

@@ -1,4 +1,7 @@
-"""A model of the shape of Llama 3.2 1B."""
+"""A model of the shape of Llama 3.2 1B, but with as many heads for keys as for queries.
+
+For fewer of them torch has no fast attention in fp32, so that fp32 would look worse than it has to.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ def make(size: Size, tiny: bool) -> Workload:
         intermediate_size=256 if tiny else 8192,
         num_hidden_layers=2 if tiny else 16,
         num_attention_heads=4 if tiny else 32,
-        num_key_value_heads=2 if tiny else 8,
         tie_word_embeddings=True,
         use_cache=False,
     )
@@ -33,7 +35,7 @@ MODEL = Model(
     unit=("sequences", "tokens"),
     why_sizes="there is no usual one: 8,192 tokens fill the GPU",
     optimizer="AdamW",
-    num_parameters=1_235_814_400,
+    num_parameters=1_336_477_696,
     compiled=("tf32", "lightning_bf16", "bf16", "fp8"),
     eager_s=18.0,
 )
