@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.headline._arms import ARMS
@@ -66,7 +67,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _names(legal: tuple[str, ...]) -> type:
+def _names(legal: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
     """Return what reads names with commas between them."""
 
     def read_names(text: str) -> tuple[str, ...]:
@@ -75,7 +76,7 @@ def _names(legal: tuple[str, ...]) -> type:
             raise argparse.ArgumentTypeError(f"must be some of {', '.join(legal)}, got {unknown[0]!r}")
         return names
 
-    return read_names  # type: ignore[return-value]
+    return read_names
 
 
 def _wanted(args: argparse.Namespace) -> list[Run]:
