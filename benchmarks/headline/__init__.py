@@ -1,0 +1,1 @@
+"""The headline table: six well-known models, in fp32, Lightning's mixed precision and ours. See `__main__.py`."""

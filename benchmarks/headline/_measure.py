@@ -1,0 +1,216 @@
+"""The callback that measures a fit: memory, then time, then how often the host waits."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor
+from typing_extensions import final, override
+
+from lightning_amp._containers import tensors_in
+from lightning_amp.comparison._peak_memory import PeakMemory
+from lightning_amp.comparison._stopwatch import Stopwatch
+
+_MOST_SETTLING = 40
+"""Steps after which a loss scale is taken as it is."""
+_QUIET_STEPS = 3
+"""So many steps must not have been skipped before anything is timed."""
+
+
+@final
+class Lengths(NamedTuple):
+    """How many steps a run has.
+
+    Attributes:
+        warm_up: At least, before the first that is timed.
+        timed: At most.
+        timed_s: Seconds that the timed steps take together, about, if that is fewer steps.
+        least: Timed steps, however long they take.
+        watched: Steps after these in which waits of the host are counted.
+
+    """
+
+    warm_up: int = 6
+    timed: int = 36
+    timed_s: float = 5.0
+    least: int = 5
+    watched: int = 3
+
+
+TINY = Lengths(warm_up=3, timed=5, timed_s=1.0, least=2, watched=1)
+
+
+@final
+class Measure(L.Callback):
+    """Measures a fit, and ends it.
+
+    The device is waited for in the warm-up only. What the counting of waits costs falls into no timed step.
+
+    Args:
+        device: Where.
+        batch_size: Samples of a step.
+        lengths: How many steps.
+
+    Attributes:
+        step_s: Seconds of each timed step.
+        memory: Bytes by part, and the peak; the peak is missing where it could not be measured.
+        memory_of: `"device"` or `"tensors"`: what the peak counts.
+        waits: How often the host waited per step; `None` where that is not known.
+        num_skipped: Timed and watched steps that were skipped.
+        loss: Of the last step.
+
+    """
+
+    def __init__(self, device: torch.device, batch_size: int, lengths: Lengths) -> None:
+        self._where, self._batch_size, self._lengths = device, batch_size, lengths
+        self._on_cuda = device.type == "cuda"
+        self._stopwatch = Stopwatch(device)
+        self._phase = "warm-up"
+        self._count = self._quiet = 0
+        self._num_timed = 0
+        self._began_s = 0.0
+        self._seen = _Skips()
+        self._warnings: warnings.catch_warnings[list[warnings.WarningMessage]] | None = None
+        self._caught: Sequence[warnings.WarningMessage] | None = None
+        self._peak: PeakMemory | None = None
+        self._peak_bytes: int | None = None
+        self.step_s: list[float] = []
+        self.memory: dict[str, int] = {}
+        self.memory_of = ""
+        self.waits: float | None = None
+        self.num_skipped = 0
+        self.loss = math.nan
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._peak = PeakMemory.on(self._where, pl_module)
+        self.memory_of = str(self._peak.memory_of)
+        self._peak.resume()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._phase == "warm-up":
+            self._wait()
+            self._began_s = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        trainer.should_stop = False
+        self._count += 1
+        if self._phase == "warm-up":
+            self._warm_up(trainer, pl_module)
+        elif self._phase == "timed":
+            self._stopwatch.lap(self._batch_size)
+            if self._count == self._num_timed:
+                self._end_timing()
+        elif self._count == self._lengths.watched:
+            self._end_watching()
+            self.num_skipped = self._seen.since(trainer)
+            self.loss = float(outputs["loss"])
+            trainer.should_stop = True
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._end_watching()
+
+    # -- phases --------------------------------------------------------------------------------------------------------
+
+    def _warm_up(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._wait()
+        took_s = time.perf_counter() - self._began_s
+        self._quiet = 0 if self._seen.since(trainer) else self._quiet + 1
+        settled = self._count >= self._lengths.warm_up and self._quiet >= _QUIET_STEPS
+        if not settled and self._count < max(_MOST_SETTLING, self._lengths.warm_up):
+            return
+        assert self._peak is not None
+        self.memory = held(trainer, module)
+        if self._on_cuda:
+            self._peak.resume()  # from here on: without what the first steps need once
+        else:
+            self._peak_bytes = self._peak.close()  # it is measured by a profiler, which takes time
+        steps = int(self._lengths.timed_s / max(took_s, 1e-6))
+        self._begin("timed", num_timed=max(self._lengths.least, min(self._lengths.timed, steps)))
+        self._stopwatch.resume()
+
+    def _begin(self, phase: str, num_timed: int = 0) -> None:
+        self._phase, self._count, self._num_timed = phase, 0, num_timed
+
+    def _end_timing(self) -> None:
+        assert self._peak is not None
+        self._stopwatch.pause()
+        self.step_s = self._stopwatch.step_s()
+        if self._on_cuda:
+            self._peak_bytes = self._peak.close()
+        if self._peak_bytes is not None:
+            self.memory["peak"] = self._peak_bytes
+        if self._on_cuda:
+            self._warnings = warnings.catch_warnings(record=True)
+            self._caught = self._warnings.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+        self._begin("watched")
+
+    def _end_watching(self) -> None:
+        if self._warnings is None:
+            return
+        torch.cuda.set_sync_debug_mode("default")
+        self._warnings.__exit__(None, None, None)
+        self._warnings = None
+        waits = [warning for warning in self._caught or () if "synchronizing CUDA operation" in str(warning.message)]
+        self.waits = len(waits) / self._lengths.watched
+
+    def _wait(self) -> None:
+        if self._on_cuda:
+            torch.cuda.synchronize(self._where)
+
+
+@final
+class _Skips:
+    """Counts skipped steps, of ours by its own count, of Lightning's by how often its scale has been halved.
+
+    Reading either waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._skipped = 0
+        self._scale = 0.0
+
+    def since(self, trainer: L.Trainer) -> int:
+        """Return how many steps were skipped since the last call; 0 at the first of a scale."""
+        plugin: Any = trainer.precision_plugin
+        number = 0
+        if hasattr(plugin, "num_skipped"):
+            number = plugin.num_skipped - self._skipped
+            self._skipped = plugin.num_skipped
+        elif getattr(plugin, "scaler", None) is not None:
+            scale = float(plugin.scaler.get_scale())
+            before = self._scale or 2.0**16
+            number = max(0, round(math.log2(before / scale)))
+            self._scale = scale
+        return number
+
+
+def held(trainer: L.Trainer, module: L.LightningModule) -> dict[str, int]:
+    """Return the bytes of weights and buffers, gradients, and optimizer states, after a step."""
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    return {
+        "weights": num_bytes([*module.parameters(), *module.buffers()]),
+        "gradients": num_bytes(p.grad for p in module.parameters() if p.grad is not None),
+        "states": num_bytes(tensor for _, tensor in tensors_in(states)),
+    }
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of tensors; one that is shared counts once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

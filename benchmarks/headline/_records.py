@@ -1,0 +1,181 @@
+"""The file of records: JSON, one record a line, so that what was measured is there to be read, and to be compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from typing_extensions import final
+
+from benchmarks.headline._plan import Run
+from lightning_amp._files import write_atomically
+
+STATUSES = ("measured", "does not fit", "cannot", "took too long", "failed")
+FINAL = ("measured", "does not fit", "cannot")
+"""What a second try would not change."""
+
+
+@final
+class Outcome(NamedTuple):
+    """What came of a run.
+
+    Attributes:
+        status: One of :data:`STATUSES`.
+        reason: Why it was not measured.
+        samples_per_s: The median over the timed steps, and their middle half, from and to.
+        num_steps: That were timed.
+        memory: Bytes: `weights`, `gradients`, `states` and `peak`.
+        memory_of: `"device"`: what the allocator gave out; `"tensors"`: what tensors held, on a CPU.
+        flops: Of the products of a step.
+        mfu: The share of the device's best FLOPs that is used; `None` where that is not known.
+        waits: How often the host waited for the device, per step; `None` where that is not known.
+        num_skipped: Timed steps that were skipped.
+        loss: Of the last step; `None` if it is not finite.
+        num_parameters: Of the model.
+        source: The library that has the model.
+        wall_s: Seconds of the process.
+
+    """
+
+    status: str
+    reason: str = ""
+    samples_per_s: tuple[float, float, float] | None = None
+    num_steps: int = 0
+    memory: Mapping[str, int] = {}
+    memory_of: str = ""
+    flops: int = 0
+    mfu: float | None = None
+    waits: float | None = None
+    num_skipped: int = 0
+    loss: float | None = None
+    num_parameters: int = 0
+    source: str = ""
+    wall_s: float = 0.0
+
+    @property
+    def speed(self) -> float | None:
+        """Return the median of samples per second; `None` if it was not measured."""
+        return None if self.samples_per_s is None else self.samples_per_s[0]
+
+    @property
+    def activations(self) -> int | None:
+        """Return the peak less weights, gradients and states: activations, and copies in half precision."""
+        if "peak" not in self.memory:
+            return None
+        return self.memory["peak"] - sum(self.memory[part] for part in ("weights", "gradients", "states"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what is not as it is by default."""
+        defaults = self._field_defaults
+        return {
+            name: value for name, value in self._asdict().items() if name not in defaults or value != defaults[name]
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Outcome:
+        """Read what :meth:`as_dict` returned, perhaps from JSON."""
+        fields = dict(data)
+        if fields.get("samples_per_s") is not None:
+            fields["samples_per_s"] = tuple(fields["samples_per_s"])
+        return cls(**fields)
+
+
+@final
+class Machine(NamedTuple):
+    """Where and with what records were made; those of different ones are never compared.
+
+    Attributes:
+        device: What a person calls it.
+        versions: Of what matters, as `torch 2.11.0`.
+        tiny: Whether it is `--tiny`, whose figures mean nothing.
+
+    """
+
+    device: str
+    versions: tuple[str, ...]
+    tiny: bool = False
+
+
+@final
+class Record(NamedTuple):
+    """A finished run.
+
+    Attributes:
+        machine: Where.
+        run: What.
+        outcome: What came of it.
+        date: The day.
+
+    """
+
+    machine: Machine
+    run: Run
+    outcome: Outcome
+    date: str
+
+    def as_line(self) -> str:
+        """Return it as JSON."""
+        data = {
+            "date": self.date,
+            **self.machine._asdict(),
+            **self.run._asdict(),
+            **self.outcome.as_dict(),
+        }
+        return json.dumps(data, allow_nan=False)
+
+    @classmethod
+    def from_line(cls, line: str) -> Record:
+        """Read it from JSON.
+
+        Raises:
+            ValueError: If it is none.
+
+        """
+        data = json.loads(line)
+        try:
+            machine = Machine(data.pop("device"), tuple(data.pop("versions")), data.pop("tiny"))
+            run = Run(**{name: data.pop(name) for name in Run._fields})
+            date = data.pop("date")
+            return cls(machine, run, Outcome.from_dict(data), date)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"this is no record: {error!r}") from error
+
+
+def read(path: Path) -> list[Record]:
+    """Return the records of a file, none if there is no file; a last line that is torn is left out.
+
+    Raises:
+        ValueError: If another line is no record: names the line.
+
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    numbered = [(number, line.strip().rstrip(",")) for number, line in enumerate(lines, 1)]
+    numbered = [(number, line) for number, line in numbered if line not in ("", "[", "]")]
+    records: list[Record] = []
+    for number, line in numbered:
+        try:
+            records.append(Record.from_line(line))
+        except ValueError as error:
+            if number == numbered[-1][0] and not lines[-1].startswith("]"):
+                break
+            raise ValueError(
+                f"Line {number} of {path} must be a record of the headline benchmark, got {line[:80]!r} ({error})."
+                " Remove the line; its run is then done again."
+            ) from error
+    return records
+
+
+def write(path: Path, records: Sequence[Record]) -> None:
+    """Write a file of records, in one move."""
+    text = "[\n" + ",\n".join(record.as_line() for record in records) + "\n]\n"
+    write_atomically(path, lambda file: file.write(text))
+
+
+def append(path: Path, record: Record) -> None:
+    """Add a record to a file; one of the same run on the same machine is replaced."""
+    others = [r for r in read(path) if (r.machine, r.run) != (record.machine, record.run)]
+    write(path, [*others, record])

@@ -1,0 +1,177 @@
+"""Runs, one after the other, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from typing_extensions import final
+
+import lightning_amp
+from benchmarks.headline._arms import ARMS
+from benchmarks.headline._plan import Run
+from benchmarks.headline._records import FINAL, Machine, Outcome, Record, append, read
+from benchmarks.headline.models import MODELS
+from lightning_amp._text import counted
+from lightning_amp.profiling._machine import device_name, support_of
+
+ROOT = Path(__file__).parents[2]
+_TOLERANCE_S = 30.0
+"""How far beyond the limit of the whole series a run that has begun may go."""
+
+
+@final
+class Series:
+    """Does the runs that a file has no record of, as long as there is time.
+
+    Args:
+        machine: What the records say of where they were made.
+        out: The file of records.
+        run_limit_s: Seconds after which a run is ended, and counts as one that took too long.
+        limit_s: Seconds for all of them.
+
+    """
+
+    def __init__(self, machine: Machine, out: Path, *, run_limit_s: float, limit_s: float) -> None:
+        self._machine, self._out = machine, out.resolve()
+        self._run_limit_s, self._end_s = run_limit_s, time.monotonic() + limit_s
+
+    def go(self, runs: Sequence[Run], *, retry: bool = False) -> None:
+        """Do them in their order, and say so.
+
+        Args:
+            runs: Which.
+            retry: Do those again that failed or took too long.
+
+        """
+        waiting = [run for run in runs if not self._is_done(run, retry)]
+        print(f"{len(runs) - len(waiting)} of {len(runs)} runs are on record.", flush=True)
+        for number, run in enumerate(waiting):
+            if run.arm == "fp8" and not has_torchao() and not MODELS[run.model].no_fp8:
+                print(f"{run}: left out, torchao is not installed", flush=True)
+                continue
+            outcome = self._known(run)
+            if outcome is None:
+                if time.monotonic() + self._estimated_s(run) > self._end_s:
+                    left = counted(len(waiting) - number, "run")
+                    print(f"Time is up, with {left} left. The same command goes on.", flush=True)
+                    return
+                outcome = self._run(run)
+            if outcome is None:
+                print(f"Time was up in the middle of {run}. The same command goes on with it.", flush=True)
+                return
+            append(self._out, Record(self._machine, run, outcome, datetime.date.today().isoformat()))
+            print(f"{run}: {_said(outcome)}", flush=True)
+
+    def _records(self) -> list[Record]:
+        return [record for record in read(self._out) if record.machine == self._machine]
+
+    def _is_done(self, run: Run, retry: bool) -> bool:
+        found = [record.outcome for record in self._records() if record.run == run]
+        return bool(found) and (not retry or found[-1].status in FINAL)
+
+    def _estimated_s(self, run: Run) -> float:
+        """Return what a run is going to take: as long as the last one of this model, or as planned."""
+        alike = [r for r in self._records() if (r.run.model, r.run.compiled) == (run.model, run.compiled)]
+        took = [record.outcome.wall_s for record in alike if record.outcome.wall_s]
+        return took[-1] if took else run.estimated_s()
+
+    def _known(self, run: Run) -> Outcome | None:
+        """Return the outcome of a run that need not be done; `None` of one that must."""
+        if run.arm == "fp8" and MODELS[run.model].no_fp8:
+            return Outcome("cannot", MODELS[run.model].no_fp8)
+        support, reason = (
+            ("native", "") if self._machine.tiny else support_of(ARMS[run.arm].format, torch.device("cuda"))
+        )
+        if support == "missing":
+            return Outcome("cannot", reason)
+        for record in self._records():
+            smaller = record.run._replace(batch=run.batch) == run and record.run.batch < run.batch
+            if smaller and record.outcome.status == "does not fit":
+                return Outcome("does not fit", f"a batch of {record.run.batch} does not fit either")
+        return None
+
+    def _run(self, run: Run) -> Outcome | None:
+        """Return what came of a process; `None` if the time of the series was up before that of the run."""
+        left_s = self._end_s + _TOLERANCE_S - time.monotonic()
+        limit_s = min(self._run_limit_s, left_s)
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            result, printed = Path(folder, "outcome.json"), Path(folder, "printed.txt")
+            command = [sys.executable, "-m", "benchmarks.headline._one_run", json.dumps(run._asdict())]
+            command += ["--out", str(result), *(["--tiny"] if self._machine.tiny else [])]
+            with printed.open("wb") as file:
+                status = _wait(command, file.fileno(), limit_s)
+            if status is None:
+                limit = f"it was ended after {limit_s:.0f} s"
+                return Outcome("took too long", limit, wall_s=limit_s) if limit_s == self._run_limit_s else None
+            wall_s = round(time.monotonic() - began, 1)
+            if status == 0:
+                return Outcome.from_dict(json.loads(result.read_text(encoding="utf-8")))._replace(wall_s=wall_s)
+            return Outcome("failed", _reason(status, printed), wall_s=wall_s)
+
+
+def _wait(command: Sequence[str], output: int, limit_s: float) -> int | None:
+    """Run a command; `None` if it had to be ended. It has a session of its own, since torch's compiler has children."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _reason(status: int, printed: Path) -> str:
+    if status < 0:
+        return f"its process was killed by signal {-status}"
+    lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"its process ended with status {status}: {last[:300]}"
+
+
+def _said(outcome: Outcome) -> str:
+    if outcome.speed is None:
+        return f"{outcome.status}: {outcome.reason}"
+    peak = f", {outcome.memory['peak'] / 2**30:.2f} GiB" if "peak" in outcome.memory else ""
+    return f"{outcome.speed:.1f} samples/s{peak} ({outcome.wall_s:.0f} s)"
+
+
+def has_torchao() -> bool:
+    """Return whether fp8 has what it needs."""
+    return bool(_installed("torchao"))
+
+
+def machine_here(device: torch.device, *, tiny: bool) -> Machine:
+    """Return what records of this machine say of it: its device, and the versions that a speed depends on."""
+    versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    versions += [
+        f"{name} {found}" for name in ("lightning", "transformers", "torchvision") if (found := _installed(name))
+    ]
+    return Machine(device_name(device), (*versions, f"lightning_amp {lightning_amp.__version__}"), tiny)
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
