@@ -53,8 +53,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
         trainer.fit(model, data)
         print(scaler.get_scale())
 
-    The loss is multiplied by a scale :math:`S`, so that small float16 gradients do not become zero. When the gradients
-    overflow, the step is skipped and :math:`S` is lowered; after `growth_interval` clean steps in a row it is raised.
+    The loss is multiplied by a scale, so that small float16 gradients do not become zero. When the gradients
+    overflow, the step is skipped and the scale is lowered; after `growth_interval` clean steps in a row it is raised.
     With the defaults the sequence of scales equals torch's wherever the loss is finite and not half precision and the
     scale stays inside the limits. What torch's scaler lacks:
 
@@ -75,9 +75,9 @@ class DynamicLossScaler(torch.amp.GradScaler):
         hysteresis: How many overflows are tolerated before the scale is lowered. The allowance is refilled only when
             the scale grows (Megatron-LM, `megatron/core/optimizer/grad_scaler.py`); 1 is torch's behaviour, 2 is
             Megatron's default.
-        min_scale: The scale never falls below. At the default, :math:`2^{-14}`, a scaled gradient is *smaller* than
+        min_scale: The scale never falls below. At the default, `2**-14`, a scaled gradient is *smaller* than
             the true one by the range of normal float16 numbers; a run that gets there has another problem.
-        max_scale: The scale never grows above. The default is Apex's :math:`2^{24}`.
+        max_scale: The scale never grows above. The default is Apex's `2**24`.
         max_consecutive_skips: Raise :class:`FloatingPointError` after this many consecutive skips.
         device: Device type (`"cuda"`, `"cpu"`, ...). `None` takes the device of the first loss; in a Trainer the
             plugin sets it.
