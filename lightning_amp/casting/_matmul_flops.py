@@ -59,6 +59,7 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
         **flop_registry,
         **{operation: flop_registry[known] for operation, known in SAME_FLOPS.items()},
         **{operation: partial(_recurrent, times) for operation, times in RECURRENT.items()},
+        torch.ops.aten.convolution_backward: _convolution_backward,
     }
 
 
@@ -74,6 +75,19 @@ def _stored_dtype(tensor: torch.Tensor) -> torch.dtype:
     while hasattr(type(inner), "__tensor_flatten__"):
         inner = getattr(inner, inner.__tensor_flatten__()[0][0])
     return inner.dtype
+
+
+def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *args: Any, **_: Any) -> int:
+    """Return the FLOPs of a convolution's backward: as many as its forward for each gradient that is asked for.
+
+    Torch's own formula leaves the groups of the convolution out; a depthwise one came out as dense.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    _, stride, padding, dilation, transposed, _, _, wanted = args
+    forward = flop_registry[torch.ops.aten.convolution]
+    once = forward(x, weight, None, stride, padding, dilation, transposed, out_val=gradient)
+    return once * sum(wanted[:2])
 
 
 def _recurrent(times: int, steps: torch.Tensor, *args: Any, **kwargs: Any) -> int:

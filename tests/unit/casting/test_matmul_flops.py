@@ -141,3 +141,21 @@ def test_it_counts_on_and_changes_nothing() -> None:
     with counter:
         layer(x)
     assert counter.by_dtype == {"float32": 2 * (2 * 4 * 3 * 5)}
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_the_backward_of_a_convolution_is_twice_its_forward(kind: type[nn.Module], groups: int) -> None:
+    """In groups too, where torch's formula takes the weight for a dense one."""
+    convolution = kind(4, 8, 3, groups=groups, stride=2)
+    x = torch.randn(2, 4, 9, 9)
+    with MatmulFlops() as forward:
+        convolution(x)
+    with MatmulFlops() as without_input:
+        convolution(x).sum().backward()
+    with MatmulFlops() as whole:
+        convolution(x.requires_grad_()).sum().backward()
+    once = forward.by_dtype["float32"]
+    assert once > 0
+    assert without_input.by_dtype["float32"] == 2 * once
+    assert whole.by_dtype["float32"] == 3 * once
