@@ -125,3 +125,14 @@ def test_one_that_hangs_is_killed(tmp_path: Path) -> None:
         warm.run_script(script, timeout_s=1.0)
     with pytest.raises(ProcessLookupError):
         os.kill(int(caught.value.output), 0)
+
+
+def test_one_process_forks_for_all_workers(script: Path, environment: dict[str, str]) -> None:
+    run(script, "warm", environment)
+    another = warm._Server(0)
+    try:
+        assert another._process is None
+        assert another.ask(pid=another.ask(argv=["-"], out=os.devnull, err=os.devnull, env={}, cwd=".")) is None
+    finally:
+        another.close()
+    assert run(script, "warm", environment)[2] == 3, "it is there until the last one leaves"

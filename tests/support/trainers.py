@@ -13,7 +13,7 @@ from lightning.fabric.utilities import registry
 from support.devices import DEVICE
 from support.models import batches
 
-# Each Trainer reads the metadata of every installed distribution, in search of callbacks: half of the time of a tiny fit.
+# Each Trainer reads the metadata of all that is installed, in search of callbacks: half of the time of a tiny fit.
 registry.entry_points = functools.cache(registry.entry_points)
 
 

@@ -17,7 +17,9 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -94,26 +96,55 @@ def _forks() -> bool:
 
 
 class _Server:
-    """Another process, which forks when it is asked to."""
+    """Another process, which forks when it is asked to: one for all workers of a test run."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: int) -> None:
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHASHSEED")}
-        # It ends at the end of its standard input, and with it at the latest when this process does.
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True,
-            env=environment,
-        )  # fmt: skip
+        self._process: subprocess.Popen[str] | None = None
+        # An address that is not a file, and so need not be removed.
+        self._address = f"\0warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}-{order}"
+        self._socket, self._lines = self._connect()
         atexit.register(self.close)
 
+    def _connect(self) -> tuple[socket.socket, Any]:
+        """Connect to the one that another worker has started, or else start it: of two, the second ends at once."""
+        deadline = time.monotonic() + 60
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(self._address)
+            except ConnectionRefusedError:
+                connection.close()
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                lines = connection.makefile("rw", encoding="utf-8")
+                with contextlib.suppress(ConnectionError):
+                    if lines.readline():
+                        return connection, lines
+                lines.close()
+                connection.close()  # it was about to end
+            if self._process is None or self._process.poll() is not None:
+                environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHASHSEED")}
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__, self._address[1:]], stdin=subprocess.DEVNULL, stdout=self._said,
+                    stderr=self._said, env=environment,
+                )  # fmt: skip
+            time.sleep(0.02)
+
     def close(self) -> None:
-        self._process.communicate()
+        """Leave it; the last one to do so ends it."""
+        self._lines.close()
+        self._socket.close()
+        if self._process is not None:
+            self._process.wait()
         self._said.close()
 
     def ask(self, **what: Any) -> Any:
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(what), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
+        answer = ""
+        send(self._lines, what)
+        with contextlib.suppress(ConnectionError):
+            answer = self._lines.readline()
         if not answer:
             self._said.seek(0)
             raise RuntimeError(f"The process that forks has ended: {self._said.read()[-3000:]}")
@@ -122,8 +153,7 @@ class _Server:
 
 @functools.cache
 def _server(order: int) -> _Server:
-    del order
-    return _Server()
+    return _Server(order)
 
 
 class _Fork:
@@ -150,25 +180,50 @@ class _Fork:
 # -- in the other process ----------------------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Answer one line with another, until there are no more; in a fork: become the script, and return."""
+def serve(address: str) -> None:
+    """Answer lines with lines, until all have left who came; in a fork: become the script."""
+    door = socket.socket(socket.AF_UNIX)
+    try:
+        door.bind(f"\0{address}")
+    except OSError:  # another worker was faster
+        return
+    door.listen()
     sys.path.pop(0)  # this folder, whose modules have common names
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a fork that looks for garbage among all that would copy it
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if "pid" in asked:
-            ended, status = os.waitpid(asked["pid"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if ended else None
-        else:
-            answer = os.fork()
-            if not answer:
-                become(**asked)
-        sys.stdout.write(f"{json.dumps(answer)}\n")
-        sys.stdout.flush()
+    clients: dict[socket.socket, Any] = {}
+    came = False
+    while clients or not came or select.select([door], [], [], 0)[0]:
+        for one in select.select([door, *clients], [], [])[0]:
+            if one is door:
+                came, (connection, _) = True, door.accept()
+                clients[connection] = connection.makefile("rw", encoding="utf-8")
+                send(clients[connection], "welcome")
+            elif line := clients[one].readline():
+                asked = json.loads(line)
+                if "pid" in asked:
+                    ended, status = os.waitpid(asked["pid"], os.WNOHANG)
+                    answer = os.waitstatus_to_exitcode(status) if ended else None
+                else:
+                    answer = os.fork()
+                    if not answer:
+                        for mine in (*clients.values(), *clients, door):
+                            mine.close()
+                        become(**asked)
+                send(clients[one], answer)
+            else:
+                clients.pop(one).close()
+                one.close()
+    os._exit(0)  # without taking torch and Lightning apart
+
+
+def send(lines: Any, what: Any) -> None:
+    """Write a line, if somebody is still there to read it."""
+    with contextlib.suppress(ConnectionError):
+        print(json.dumps(what), file=lines, flush=True)
 
 
 def become(argv: list[str], out: str, err: str, env: dict[str, str], cwd: str) -> NoReturn:
@@ -213,7 +268,7 @@ def exit_code_of(run: Callable[[], None]) -> int:
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
-        print(end.code, file=sys.stderr)
+        sys.stderr.write(f"{end.code}\n")
         return 1
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -222,4 +277,4 @@ def exit_code_of(run: Callable[[], None]) -> int:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])
