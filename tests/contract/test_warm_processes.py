@@ -129,7 +129,7 @@ def test_one_that_hangs_is_killed(tmp_path: Path) -> None:
 
 def test_one_process_forks_for_all_workers(script: Path, environment: dict[str, str]) -> None:
     run(script, "warm", environment)
-    another = warm._Server(0)
+    another = warm._Server(warm._server(0).address)
     try:
         assert another._process is None
         assert another.ask(pid=another.ask(argv=["-"], out=os.devnull, err=os.devnull, env={}, cwd=".")) is None

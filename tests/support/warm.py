@@ -88,6 +88,11 @@ def start(
         return subprocess.Popen([sys.executable, *command], stdout=printed, stderr=said, env=env, cwd=where)
 
 
+def as_ranks() -> list[str]:
+    """What torchrun gets in front of a script, so that its ranks are warm too: a script that starts the other one."""
+    return [__file__, "as", _server(0).address, _server(1).address] if _forks() else []
+
+
 @functools.cache
 def _forks() -> bool:
     import torch
@@ -98,11 +103,10 @@ def _forks() -> bool:
 class _Server:
     """Another process, which forks when it is asked to: one for all workers of a test run."""
 
-    def __init__(self, order: int) -> None:
+    def __init__(self, address: str) -> None:
+        self.address = address
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process: subprocess.Popen[str] | None = None
-        # An address that is not a file, and so need not be removed.
-        self._address = f"\0warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}-{order}"
         self._socket, self._lines = self._connect()
         atexit.register(self.close)
 
@@ -112,7 +116,7 @@ class _Server:
         while True:
             connection = socket.socket(socket.AF_UNIX)
             try:
-                connection.connect(self._address)
+                connection.connect(f"\0{self.address}")  # not a file, so that none has to be removed
             except ConnectionRefusedError:
                 connection.close()
                 if time.monotonic() > deadline:
@@ -127,7 +131,7 @@ class _Server:
             if self._process is None or self._process.poll() is not None:
                 environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHASHSEED")}
                 self._process = subprocess.Popen(
-                    [sys.executable, __file__, self._address[1:]], stdin=subprocess.DEVNULL, stdout=self._said,
+                    [sys.executable, __file__, "serve", self.address], stdin=subprocess.DEVNULL, stdout=self._said,
                     stderr=self._said, env=environment,
                 )  # fmt: skip
             time.sleep(0.02)
@@ -153,7 +157,7 @@ class _Server:
 
 @functools.cache
 def _server(order: int) -> _Server:
-    return _Server(order)
+    return _Server(f"warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}-{order}")
 
 
 class _Fork:
@@ -175,6 +179,16 @@ class _Fork:
         while (code := self.poll()) is None:
             time.sleep(0.01)
         return code
+
+
+def run_as_this(address: str, argv: list[str]) -> int:
+    """Run the script in the place of this process, which torchrun has started; return its exit code."""
+    out, err = (os.readlink(f"/proc/self/fd/{number}") for number in (1, 2))
+    process = _Fork(_Server(address), argv, out, err, dict(os.environ), os.getcwd())
+    try:
+        return process.wait()
+    finally:
+        process.kill()
 
 
 # -- in the other process ----------------------------------------------------------------------------------------------
@@ -277,4 +291,7 @@ def exit_code_of(run: Callable[[], None]) -> int:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    if sys.argv[1] == "serve":
+        serve(sys.argv[2])
+    else:
+        sys.exit(run_as_this(sys.argv[2 + int(os.environ["RANK"]) % 2], sys.argv[4:]))
