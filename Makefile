@@ -19,6 +19,9 @@ DEPENDS := pyproject.toml constraints.txt
 # Idle threads sleep instead of spinning. On a machine that is busy with other things that is several times as fast.
 export OMP_WAIT_POLICY ?= passive
 
+# Who is told not to keep what is compiled compiles the tests anew in each worker, and the package in each process.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-versions lint build bench faults projects clean
 .DELETE_ON_ERROR:
 

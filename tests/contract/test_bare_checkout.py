@@ -67,3 +67,11 @@ def test_the_benchmarks_can_be_started(environment: dict[str, str]) -> None:
     modules = [f"tests.benchmarks.{path.stem}" for path in (ROOT / "tests" / "benchmarks").glob("[!_]*.py")]
     code = f"import importlib\nfor name in {modules!r}: print(importlib.import_module(name).main.__module__)"
     assert run(environment, ROOT, "-c", code).split() == modules != []
+
+
+def test_the_process_that_hands_out_the_tests_needs_no_torch() -> None:
+    """The workers wait for it, and have what is left of the machine."""
+    code = "import sys, conftest; print(*{'torch', 'lightning', 'lightning_amp', 'support'} & set(sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"

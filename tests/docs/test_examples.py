@@ -16,6 +16,8 @@ from support import warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+"""As tests have: the models are tiny."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +31,7 @@ def as_loud_as_before() -> Iterator[None]:
 
 
 def run_example(path: Path, *arguments: str | Path) -> str:
-    done = warm.run_script(path, *arguments, cwd=ROOT)
+    done = warm.run_script(path, *arguments, cwd=ROOT, env=ONE_THREAD)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -71,7 +73,7 @@ def test_example_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
     done = warm.run_script(
         torch.distributed.run.__file__, "--standalone", "--nproc-per-node=2", *warm.as_ranks(),
         ROOT / "examples" / f"{name}.py", "--fast", "--out", tmp_path,
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT, env=ONE_THREAD,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines(keepends=True) if "peer ranks" not in line]  # of torch 2.8
