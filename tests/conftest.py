@@ -1,5 +1,8 @@
 """What every test gets: quiet threads, a fixed seed, and the device to run on.
 
+Nothing here imports torch or Lightning before a test needs it: the process that hands the tests out to the workers has
+no use for them, and the workers wait for it.
+
 `LIGHTNING_AMP_TEST_DEVICE=cuda pytest` runs the tests that take `device` or `accelerator` on a GPU.
 """
 
@@ -7,28 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Before torch is imported, and inherited by subprocesses: idle OpenMP threads sleep, so that tests stay fast on a
 # machine that is busy with something else.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("KMP_BLOCKTIME", "0")
 
-import numpy as np
 import pytest
-import torch
-from fsspec.implementations.memory import MemoryFileSystem
-from support import flags_on_a_device
-from support.stores import Bucket
 
-from lightning_amp._plain_data import table
+if TYPE_CHECKING:
+    import torch
 
 DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
-if torch.device(DEVICE).type not in {"cpu", "cuda"}:
+ACCELERATOR = DEVICE.partition(":")[0]
+if ACCELERATOR not in {"cpu", "cuda"}:
     raise ValueError(f"`LIGHTNING_AMP_TEST_DEVICE` must be 'cpu' or 'cuda'; got {DEVICE!r}.")
 
 
@@ -38,9 +40,20 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         parser.addini("timeout", "Has no effect without pytest-timeout.")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker tests that stand together, which share fixtures, references and what they import; who has done
+    its own takes half of what another has left. `-n` alone deals them out one by one."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
 def pytest_collection_finish() -> None:
     """Let collections of garbage not walk through what stays to the end: the modules, and thousands of tests. That
     takes a third of a second each time, and what looks at memory or weak references collects often."""
+    if "lightning.pytorch" in sys.modules:
+        importlib.import_module("support.trainers")  # which halves the time that each Trainer takes
     gc.collect()
     gc.freeze()
 
@@ -49,6 +62,9 @@ def pytest_runtest_setup() -> None:
     """Seed each test, so that its outcome does not depend on which ran before, and give it one thread: the models are
     tiny, and a second one only adds the cost of waking it. (DDP sets another number. A hook, because hypothesis objects
     to function-scoped fixtures.)"""
+    import numpy as np
+    import torch
+
     torch.set_num_threads(1)
     random.seed(0)
     np.random.seed(0)
@@ -59,6 +75,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Print what was found out about planted faults, if that was asked for: `-k diseases`."""
     if "diseases" not in (config.getoption("keyword") or ""):
         return
+    from lightning_amp._plain_data import table
+
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
     rows = [value for report in reports for key, value in getattr(report, "user_properties", []) if key == "disease"]
     if rows:
@@ -68,13 +86,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where tensors of the test live."""
+    import torch
+
     return torch.device(DEVICE)
 
 
 @pytest.fixture(scope="session")
 def accelerator() -> str:
     """The `accelerator` argument of the Trainer."""
-    return torch.device(DEVICE).type
+    return ACCELERATOR
 
 
 @pytest.fixture
@@ -93,6 +113,8 @@ def weights_only(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def memory_folder() -> Iterator[str]:
     """The URL of a folder that is filled in place, and that does not exist yet."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
     yield "memory://runs/1"
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
@@ -101,6 +123,8 @@ def memory_folder() -> Iterator[str]:
 @pytest.fixture
 def bucket_folder() -> Iterator[str]:
     """The URL of a folder in a bucket; `Bucket.failure` lets an upload fail."""
+    from support.stores import Bucket
+
     Bucket.failure = None
     yield "test-bucket://bucket/run"
     Bucket.objects.clear()
@@ -116,5 +140,7 @@ def folder_url(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=[False, True], ids=["flags on the host", "flags on a device"])
 def where_flags_live(request: pytest.FixtureRequest) -> Iterator[None]:
     """Both ways to decide about a step: at once, as on the CPU, and without ever asking, as on a GPU."""
+    from support import flags_on_a_device
+
     with flags_on_a_device() if request.param else contextlib.nullcontext():
         yield

@@ -27,6 +27,28 @@ if sys.argv[1] == "raises":
 sys.exit(3)
 """
 
+END = """
+import atexit, sys, threading, time
+
+class Last:
+    def __del__(self):
+        print("let go of")
+
+kept = [Last()]
+kept.append(kept)
+atexit.register(print, "the end")
+
+def late():
+    time.sleep(0.2)
+    print("a thread")
+
+threading.Thread(target=late).start()
+if sys.argv[1] in ("KeyError", "KeyboardInterrupt"):
+    raise {"KeyError": KeyError, "KeyboardInterrupt": KeyboardInterrupt}[sys.argv[1]]
+if sys.argv[1] != "ends":
+    sys.exit({"exits with 3": 3, "says why": "because", "returns": None}[sys.argv[1]])
+"""
+
 
 def run(script: Path, how: str, environment: dict[str, str], argument: str = "exits") -> tuple[Any, str, int]:
     """What it printed, its errors and its exit code."""
@@ -73,6 +95,17 @@ def test_an_exception_has_its_traceback(script: Path, environment: dict[str, str
     assert f'{script}", line' in said
 
 
+@pytest.mark.parametrize("how", ["ends", "returns", "exits with 3", "says why", "KeyError", "KeyboardInterrupt"])
+def test_it_ends_as_a_new_one(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(END)
+    ended = warm.run_script(script, how)
+    expected = subprocess.run([sys.executable, script, how], capture_output=True, text=True, check=False, timeout=120)
+    assert ended.stdout.splitlines() == expected.stdout.splitlines() == ["a thread", "the end", "let go of"]
+    assert ended.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]
+    assert ended.returncode == expected.returncode
+
+
 def test_two_orders_of_sets(script: Path, environment: dict[str, str]) -> None:
     """Ranks that iterate over sets must not agree by chance."""
     orders: list[Any] = []
@@ -92,3 +125,14 @@ def test_one_that_hangs_is_killed(tmp_path: Path) -> None:
         warm.run_script(script, timeout_s=1.0)
     with pytest.raises(ProcessLookupError):
         os.kill(int(caught.value.output), 0)
+
+
+def test_one_process_forks_for_all_workers(script: Path, environment: dict[str, str]) -> None:
+    run(script, "warm", environment)
+    another = warm._Server(warm._server(0).address)
+    try:
+        assert another._process is None
+        assert another.ask(pid=another.ask(argv=["-"], out=os.devnull, err=os.devnull, env={}, cwd=".")) is None
+    finally:
+        another.close()
+    assert run(script, "warm", environment)[2] == 3, "it is there until the last one leaves"

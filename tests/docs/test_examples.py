@@ -7,16 +7,17 @@ import importlib.util
 import logging
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 from support import warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+"""As tests have: the models are tiny."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def as_loud_as_before() -> Iterator[None]:
 
 
 def run_example(path: Path, *arguments: str | Path) -> str:
-    done = warm.run_script(path, *arguments, cwd=ROOT)
+    done = warm.run_script(path, *arguments, cwd=ROOT, env=ONE_THREAD)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -69,10 +70,10 @@ def test_gpt_learns_the_same_in_every_precision(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_example_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
     """As its docstring says: with torchrun. One line, from rank zero, and one history for both."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, ROOT / "examples" / f"{name}.py", "--fast", "--out", tmp_path],
-        capture_output=True, text=True, cwd=ROOT, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    done = warm.run_script(
+        torch.distributed.run.__file__, "--standalone", "--nproc-per-node=2", *warm.as_ranks(),
+        ROOT / "examples" / f"{name}.py", "--fast", "--out", tmp_path,
+        cwd=ROOT, env=ONE_THREAD,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines(keepends=True) if "peer ranks" not in line]  # of torch 2.8

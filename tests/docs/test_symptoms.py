@@ -25,7 +25,9 @@ def test_output_in_the_guide_is_real() -> None:
     """One process for all: they print one after the other, each below a line with its name."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = warm.run_script(
-        Path(__file__).with_name("symptoms_script.py"), "--fast", env={**os.environ, "PYTHONPATH": paths}
+        Path(__file__).with_name("symptoms_script.py"),
+        "--fast",
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     printed = dict(re.findall(r"^--- ([\w-]+): (.*?)(?=^--- |\Z)", done.stdout, re.MULTILINE | re.DOTALL))

@@ -6,6 +6,7 @@ Autocast is off and scales are powers of two, so "the same" is the same bits, fo
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -181,6 +182,20 @@ ORDERS = [
 FAILS = f"{DIFFERS}|unscale_|already been called|inf checks|gradient clipping|closure|List"
 
 
+def two(order: Callable[[Two, Tensor], None], optimizer: str = "adamw", shared: bool = False) -> Two:
+    """The same weights each time."""
+    torch.manual_seed(1)
+    return Two(order, optimizer, shared)
+
+
+@functools.cache
+def in_fp32(order: Callable[[Two, Tensor], None], optimizer: str, shared: bool) -> tuple[dict[str, Tensor], Any]:
+    """The weights, and the gradients that hooks saw."""
+    module = two(order, optimizer, shared)
+    fit(module)
+    return weights(module), module.seen
+
+
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("growth_interval", [2, 1000])
 @pytest.mark.parametrize("shared", [False, True])
@@ -190,12 +205,10 @@ def test_every_order_equals_fp32(
     order: Callable[[Two, Tensor], None], optimizer: str, shared: bool, growth_interval: int
 ) -> None:
     plugin = Plugins(True).scaled(growth_interval=growth_interval)
-    torch.manual_seed(1)
-    first, second = Two(order, optimizer, shared), Two(order, optimizer, shared)
-    second.load_state_dict(first.state_dict())
-    reference, trainer = fit(first), fit(second, plugin)
-    assert_same(trainer, reference)
-    assert_same(second.seen, first.seen)
+    reference, seen = in_fp32(order, optimizer, shared)
+    module = two(order, optimizer, shared)
+    assert_same(fit(module, plugin), reference)
+    assert_same(module.seen, seen)
     assert plugin.num_skipped == 0
     grown = 8 // growth_interval
     if order is two_accumulates or order is clip_then_accumulate:
@@ -206,10 +219,7 @@ def test_every_order_equals_fp32(
 
 
 def pair(order: Callable[[Two, Tensor], None], optimizer: str = "adamw") -> tuple[Two, Two]:
-    torch.manual_seed(1)
-    first, second = Two(order, optimizer), Two(order, optimizer)
-    second.load_state_dict(first.state_dict())
-    return first, second
+    return two(order, optimizer), two(order, optimizer)
 
 
 @pytest.mark.parametrize("order", [bbss, bbss_reversed, never_zeroed])

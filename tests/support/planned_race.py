@@ -1,4 +1,4 @@
-"""The doctor's race with planned times: every step runs, once, and no word depends on what else the machine does."""
+"""The doctor's race, and its clock, with planned times: no word depends on what else the machine does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,22 @@ ROUNDS = (1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0)
 """Of which each is that much longer or shorter."""
 
 
+class PlannedClock:
+    """In the place of the module `time`: who sleeps moves it on, and so does, a little, who looks at it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def perf_counter(self) -> float:
+        self.now_s += 1e-4
+        return self.now_s
+
+
 def planned_race(step_ms: Callable[[Any], Mapping[str, float]]) -> Callable[..., tuple[Variant, ...]]:
-    """Return what to put into the place of `lightning_amp.profiling._examine_step.race`.
+    """Return what to put into the place of `lightning_amp.profiling._examine_step.race`: every step runs, once.
 
     Args:
         step_ms: Gets the data module and returns milliseconds by label; who is not in it, is not in the result.

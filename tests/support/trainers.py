@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities import registry
 
 from support.devices import DEVICE
 from support.models import batches
+
+# Each Trainer reads the metadata of all that is installed, in search of callbacks: half of the time of a tiny fit.
+registry.entry_points = functools.cache(registry.entry_points)
 
 
 def quiet_trainer(**kwargs: Any) -> L.Trainer:

@@ -2,8 +2,10 @@
 
 That import takes more than four seconds, and the suite has dozens of such processes. For the rest the process is as a
 new one: it has its own arguments, environment, folder, `sys.path`, `__main__` and random numbers, has imported neither
-the script's modules nor this package, and ends as every interpreter does. Where a fork may not work (with a GPU, or on
-another system than Linux), it is a new one. A test that is about the start of a process uses `subprocess`.
+the script's modules nor this package, and at its end waits for its threads, calls what was registered with `atexit` and
+lets go of what the script made. Only torch and Lightning are not taken apart, which takes a second and a half. Where a
+fork may not work (with a GPU, or on another system than Linux), it is a new one. A test that is about the start of a
+process, or about the very end of one, uses `subprocess`.
 """
 
 from __future__ import annotations
@@ -11,17 +13,22 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 PRELOADED = ("numpy", "torch", "lightning.pytorch", "sklearn.datasets", "matplotlib")
 
@@ -81,6 +88,11 @@ def start(
         return subprocess.Popen([sys.executable, *command], stdout=printed, stderr=said, env=env, cwd=where)
 
 
+def as_ranks() -> list[str]:
+    """What torchrun gets in front of a script, so that its ranks are warm too: a script that starts the other one."""
+    return [__file__, "as", _server(0).address, _server(1).address] if _forks() else []
+
+
 @functools.cache
 def _forks() -> bool:
     import torch
@@ -89,26 +101,54 @@ def _forks() -> bool:
 
 
 class _Server:
-    """Another process, which forks when it is asked to."""
+    """Another process, which forks when it is asked to: one for all workers of a test run."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
+        self.address = address
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHASHSEED")}
-        # It ends at the end of its standard input, and with it at the latest when this process does.
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True,
-            env=environment,
-        )  # fmt: skip
+        self._process: subprocess.Popen[str] | None = None
+        self._socket, self._lines = self._connect()
         atexit.register(self.close)
 
+    def _connect(self) -> tuple[socket.socket, Any]:
+        """Connect to the one that another worker has started, or else start it: of two, the second ends at once."""
+        deadline = time.monotonic() + 60
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(f"\0{self.address}")  # not a file, so that none has to be removed
+            except ConnectionRefusedError:
+                connection.close()
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                lines = connection.makefile("rw", encoding="utf-8")
+                with contextlib.suppress(ConnectionError):
+                    if lines.readline():
+                        return connection, lines
+                lines.close()
+                connection.close()  # it was about to end
+            if self._process is None or self._process.poll() is not None:
+                environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHASHSEED")}
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__, "serve", self.address], stdin=subprocess.DEVNULL, stdout=self._said,
+                    stderr=self._said, env=environment,
+                )  # fmt: skip
+            time.sleep(0.02)
+
     def close(self) -> None:
-        self._process.communicate()
+        """Leave it; the last one to do so ends it."""
+        self._lines.close()
+        self._socket.close()
+        if self._process is not None:
+            self._process.wait()
         self._said.close()
 
     def ask(self, **what: Any) -> Any:
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(what), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
+        answer = ""
+        send(self._lines, what)
+        with contextlib.suppress(ConnectionError):
+            answer = self._lines.readline()
         if not answer:
             self._said.seek(0)
             raise RuntimeError(f"The process that forks has ended: {self._said.read()[-3000:]}")
@@ -117,8 +157,7 @@ class _Server:
 
 @functools.cache
 def _server(order: int) -> _Server:
-    del order
-    return _Server()
+    return _Server(f"warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}-{order}")
 
 
 class _Fork:
@@ -142,31 +181,67 @@ class _Fork:
         return code
 
 
+def run_as_this(address: str, argv: list[str]) -> int:
+    """Run the script in the place of this process, which torchrun has started; return its exit code."""
+    out, err = (os.readlink(f"/proc/self/fd/{number}") for number in (1, 2))
+    process = _Fork(_Server(address), argv, out, err, dict(os.environ), os.getcwd())
+    try:
+        return process.wait()
+    finally:
+        process.kill()
+
+
 # -- in the other process ----------------------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Answer one line with another, until there are no more; in a fork: become the script, and return."""
+def serve(address: str) -> None:
+    """Answer lines with lines, until all have left who came; in a fork: become the script."""
+    door = socket.socket(socket.AF_UNIX)
+    try:
+        door.bind(f"\0{address}")
+    except OSError:  # another worker was faster
+        return
+    door.listen()
     sys.path.pop(0)  # this folder, whose modules have common names
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if "pid" in asked:
-            ended, status = os.waitpid(asked["pid"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if ended else None
-        else:
-            answer = os.fork()
-            if not answer:
-                become(**asked)
-                return
-        sys.stdout.write(f"{json.dumps(answer)}\n")
-        sys.stdout.flush()
+    gc.collect()
+    gc.freeze()  # a fork that looks for garbage among all that would copy it
+    clients: dict[socket.socket, Any] = {}
+    came = False
+    while clients or not came or select.select([door], [], [], 0)[0]:
+        for one in select.select([door, *clients], [], [])[0]:
+            if one is door:
+                came, (connection, _) = True, door.accept()
+                clients[connection] = connection.makefile("rw", encoding="utf-8")
+                send(clients[connection], "welcome")
+            elif line := clients[one].readline():
+                asked = json.loads(line)
+                if "pid" in asked:
+                    ended, status = os.waitpid(asked["pid"], os.WNOHANG)
+                    answer = os.waitstatus_to_exitcode(status) if ended else None
+                else:
+                    answer = os.fork()
+                    if not answer:
+                        for mine in (*clients.values(), *clients, door):
+                            mine.close()
+                        become(**asked)
+                send(clients[one], answer)
+            else:
+                clients.pop(one).close()
+                one.close()
+    os._exit(0)  # without taking torch and Lightning apart
 
 
-def become(argv: list[str], out: str, err: str, env: dict[str, str], cwd: str) -> None:
-    """Run the script as `python script arguments` does."""
+def send(lines: Any, what: Any) -> None:
+    """Write a line, if somebody is still there to read it."""
+    with contextlib.suppress(ConnectionError):
+        print(json.dumps(what), file=lines, flush=True)
+
+
+def become(argv: list[str], out: str, err: str, env: dict[str, str], cwd: str) -> NoReturn:
+    """Run the script as `python script arguments` does, and end."""
     for number, path in enumerate((os.devnull, out, err)):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(handle, number)
@@ -187,8 +262,36 @@ def become(argv: list[str], out: str, err: str, env: dict[str, str], cwd: str) -
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = script
-    exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+    code = exit_code_of(lambda: exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__))
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    main.__dict__.clear()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if code < 0:  # an interrupt ends it as a signal does
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def exit_code_of(run: Callable[[], None]) -> int:
+    """Run it, print the exception it ends with, and return the exit code; that of a signal is negative."""
+    try:
+        run()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
 
 
 if __name__ == "__main__":
-    serve()
+    if sys.argv[1] == "serve":
+        serve(sys.argv[2])
+    else:
+        sys.exit(run_as_this(sys.argv[2 + int(os.environ["RANK"]) % 2], sys.argv[4:]))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 from lightning_amp import AmpPrecision, GradientMonitor, OverflowLocator, ScaleMonitor
+from lightning_amp.reports import GradientTable
 from lightning_amp.tracing import replay
 
 pytestmark = pytest.mark.filterwarnings(
@@ -126,18 +127,24 @@ def run(kind: str, precision: str, *callbacks: L.Callback, scale: float | None =
     return trainer
 
 
+@functools.cache
+def gradients_of_a_plain_module() -> GradientTable:
+    monitor = GradientMonitor(4)
+    run("plain", "fp16", monitor)
+    return monitor.table
+
+
 @pytest.mark.parametrize("kind", ["plain", *COMPILED, *SCRIPTED, *FUNCTIONAL])
 def test_they_see_what_they_see_of_a_plain_module(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At the default scale; and at one that is too high, where steps are skipped, and found."""
-    plain = GradientMonitor(4)
-    run("plain", "fp16", plain)
+    plain = gradients_of_a_plain_module()
     monitor, locator = GradientMonitor(4), OverflowLocator(max_reports=2, dirpath=tmp_path, save_bundles=True)
     with caplog.at_level("INFO"):
         run(kind, "fp16", ScaleMonitor(), monitor)
         run(kind, "fp16", locator, scale=2.0**22)
-    assert [row.name for row in monitor.table] == [row.name for row in plain.table]
+    assert [row.name for row in monitor.table] == [row.name for row in plain]
     assert {row.name for row in monitor.table} == {"net.0", "net.2", "head", "(all)"}
-    for seen, wanted in zip(monitor.table, plain.table, strict=True):
+    for seen, wanted in zip(monitor.table, plain, strict=True):
         assert seen.headroom_bits == pytest.approx(wanted.headroom_bits, abs=1.0 if "script" in kind else 0.1)
     assert all(row.cosine > 0.999 for row in monitor.table.last)
     assert locator.reports
