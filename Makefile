@@ -22,3 +22,98 @@ export OMP_WAIT_POLICY ?= passive
 # Who is told not to keep what is compiled compiles the tests anew in each worker, and the package in each process.
 unexport PYTHONDONTWRITEBYTECODE
 
+.PHONY: demo test test-versions lint docs linkcheck build bench faults projects clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	@$(BIN)/python examples/digits.py --demo --out $(DEMO_OUT) $(DEMO_ARGS)
+	@$(BIN)/python examples/compare_digits.py --out $(DEMO_OUT) $(DEMO_ARGS)
+
+test: $(VENV)/.test
+	@$(BIN)/python -m pytest -n $(WORKERS) $(TEST_ARGS)
+
+# make test-versions VERSIONS="python==3.12,torch==2.11.0,lightning==2.6.1 lowest,python==3.10"; without VERSIONS all of the table.
+test-versions: $(VENV)/.versions
+	@PYTHONPATH=tests $(BIN)/python -m versions --workers $(WORKERS) $(VERSIONS_ARGS) $(VERSIONS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(if $(wildcard .github),$(BIN)/zizmor --offline --quiet .github)
+	$(BIN)/python tests/check_pins.py
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The documentation, into docs/_build/html; a warning is an error, and so is a link that leads nowhere.
+docs: $(VENV)/.docs
+	@$(BIN)/python -m sphinx -b html --fail-on-warning --keep-going -q -j auto docs docs/_build/html
+	@$(BIN)/python tests/check_site.py docs/_build/html
+
+# The same for links to other sites; needs the network.
+linkcheck: $(VENV)/.docs
+	$(BIN)/python -m sphinx -b linkcheck -q docs docs/_build/linkcheck
+
+build: $(VENV)/.build
+	rm -rf dist
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/check_dist.py
+
+bench: $(VENV)/.test
+	@set -e; files=$$(find tests/benchmarks -name '[!_]*.py' 2>/dev/null | sort); \
+	if [ -z "$$files" ]; then echo "There are no benchmarks yet (tests/benchmarks is empty)."; fi; \
+	for file in $$files; do $(BIN)/python -m $$(echo "$${file%.py}" | tr / .); done
+
+faults: $(VENV)/.test
+	@PYTHONPATH=tests $(BIN)/python tests/faults/kill.py $(FAULTS_ARGS)
+
+projects: $(VENV)/.projects
+	@PYTHONPATH=tests $(BIN)/python -m projects $(PROJECTS_ARGS)
+
+clean:
+	rm -rf $(VENV) .versions demo_results headline_tiny docs/_build build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "lightning_amp needs Python 3.10 or later, and $(PYTHON) is " + sys.version.split()[0] + ". Next step: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps are what makes a second call start at once; they are older than a changed pyproject.toml.
+$(VENV)/.demo: $(DEPENDS) | $(VENV)/bin/python
+	@echo "Installing the package, torch and Lightning into $(VENV): about a minute, longer where torch is downloaded."
+	@$(PIP) -c constraints.txt -e '.[plot,report,examples]'
+	@touch $@
+
+# `--group` needs pip 25.1. The tests need all that the demo needs.
+$(VENV)/.test: $(DEPENDS) | $(VENV)/bin/python
+	@echo "Installing the package and what its tests need into $(VENV): about a minute, longer where torch is downloaded."
+	@$(PIP) 'pip>=25.1'
+	@$(PIP) -c constraints.txt -e '.[plot,report,cli,fp8,examples]' --group test
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.lint: $(VENV)/.test
+	@echo "Installing ruff, pyright, zizmor and pip-audit into $(VENV)."
+	@$(PIP) -c constraints.txt --group lint
+	@touch $@
+
+# The reference is read from the package, so it has to be importable with all that it takes for a demo.
+$(VENV)/.docs: $(DEPENDS) | $(VENV)/bin/python
+	@echo "Installing the package, Sphinx and Furo into $(VENV): about a minute, longer where torch is downloaded."
+	@$(PIP) 'pip>=25.1'
+	@$(PIP) -c constraints.txt -e '.[plot,report,cli]' --group docs
+	@touch $@
+
+$(VENV)/.build: $(DEPENDS) | $(VENV)/bin/python
+	@echo "Installing build and twine into $(VENV)."
+	@$(PIP) 'pip>=25.1'
+	@$(PIP) -c constraints.txt --group build
+	@touch $@
+
+$(VENV)/.projects: $(VENV)/.test
+	@echo "Installing other people's libraries into $(VENV), for the projects."
+	@$(PIP) -c constraints.txt --group projects
+	@touch $@
+
+$(VENV)/.versions: $(DEPENDS) | $(VENV)/bin/python
+	@$(PIP) 'pip>=25.1'
+	@$(PIP) -c constraints.txt --group versions
+	@touch $@

@@ -69,6 +69,11 @@ def test_the_benchmarks_can_be_started(environment: dict[str, str]) -> None:
     assert run(environment, ROOT, "-c", code).split() == modules != []
 
 
+def test_the_headline_benchmark_can_be_started(environment: dict[str, str], tmp_path: Path) -> None:
+    assert "resnet50, our bf16" in run(environment, ROOT, "-m", "benchmarks.headline", "--list")
+    out = tmp_path / "headline.json"
+    run(environment, ROOT, "-m", "benchmarks.headline", "--page-only", "--out", str(out))
+    assert "Not yet measured" in out.with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_the_process_that_hands_out_the_tests_needs_no_torch() -> None:
