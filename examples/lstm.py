@@ -91,7 +91,7 @@ def main() -> None:
     """Parse arguments, train, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="+", default=["fp32", "bf16", "fp16"], help="fp32, bf16, fp16 or auto")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--fast", action="store_true", help="a few steps")
     parser.add_argument("--out", type=Path, help="folder for the scale histories; default: none is written")
     args = parser.parse_args()
