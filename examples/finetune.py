@@ -3,6 +3,11 @@
 python examples/finetune.py                         fp32, bf16 and fp16, from the same seed
 python examples/finetune.py --precision fp16        one of them
 python examples/finetune.py --lora                  a frozen body in half precision, adapters in float32
+
+`make_model` names the line for a pretrained model. What is trained has to be float32: load it so, or pass
+`upcast_parameters=True` to the plugin, as LoRA does for its head. What is frozen may stay in half precision, in that of
+the run: bfloat16 weights in an fp16 run end in "mixed dtype" on a CPU. The attention is "eager" since torch's fused one
+has no fast backward in fp16 on a CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +24,6 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
@@ -76,8 +80,11 @@ class Classifier(L.LightningModule):
 
 
 def make_model() -> nn.Module:
-    # A pretrained one: `BertForSequenceClassification.from_pretrained("bert-base-uncased", num_labels=6, dtype=torch.float32)`,
-    # with its tokenizer. This one knows nothing yet, so that nothing has to be downloaded.
+    """A small one that knows nothing yet, so that nothing has to be downloaded.
+
+    For a pretrained one, with its tokenizer, write
+    `BertForSequenceClassification.from_pretrained("bert-base-uncased", num_labels=6, dtype=torch.float32)`.
+    """
     config = BertConfig(
         vocab_size=WORDS, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128,
         max_position_embeddings=LENGTH, num_labels=len(CHAPTERS), attn_implementation="eager",
@@ -87,6 +94,8 @@ def make_model() -> nn.Module:
 
 def add_adapters(model: nn.Module, precision: str) -> nn.Module:
     """Freeze the body in the run's own precision; adapters, and a copy of the head, are what is trained."""
+    from peft import LoraConfig, get_peft_model
+
     body = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     # Of a pretrained body, "query" and "value" are enough; this one needs its words, too.
     layers = ["word_embeddings", "query", "key", "value", "dense"]
@@ -97,14 +106,15 @@ def train(precision: str, out: Path | None, epochs: int, step: int, lora: bool) 
     """Train once from seed 0, and return a line about it."""
     L.seed_everything(0, verbose=False)
     data = DataLoader(passages(step, held_out=False), batch_size=32, shuffle=True)
-    val = DataLoader(passages(8, held_out=True), batch_size=64)
+    val = DataLoader(passages(step, held_out=True), batch_size=64)
 
     model = make_model()
     if lora:
         model = add_adapters(model, precision)
-    module = Classifier(model, lr=3e-3 if lora else 1e-3)
-    # peft makes adapters float32, and leaves the head as the body is. Here it becomes float32, too.
-    plugin, monitor = AmpPrecision(precision, upcast_parameters=lora), ScaleMonitor(dirpath=out and out / precision)
+    module = Classifier(model, lr=5e-3 if lora else 1e-3)
+    # peft makes the adapters float32, but not the head, which is trained as well: `upcast_parameters` does that.
+    plugin = AmpPrecision(precision, upcast_parameters=lora)
+    monitor = ScaleMonitor(dirpath=out and out / precision)
     trainer = L.Trainer(
         plugins=[plugin], callbacks=[monitor], max_epochs=epochs, gradient_clip_val=1.0, devices=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -127,9 +137,11 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true", help="one epoch on fewer passages")
     parser.add_argument("--out", type=Path, help="folder for the scale histories; default: none is written")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*|.*LeafSpec.*")
+    warnings.filterwarnings(
+        "ignore", message=".*does not have many workers.*|.*LeafSpec.*|.*is_gradient_checkpointing.*"
+    )
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    step, epochs = (24, 2) if args.fast else (8, args.epochs)
+    step, epochs = (32, 1) if args.fast else (8, args.epochs)
     for precision in args.precision:
         print(train(precision, args.out, epochs, step, args.lora), flush=True)
 

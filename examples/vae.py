@@ -2,6 +2,10 @@
 
 python examples/vae.py                          fp32, bf16 and fp16
 python examples/vae.py --precision fp16         one of them
+
+The module is that of fp32 but for one `.float()`, behind the encoder: the divergence of the code is a small difference
+of numbers near one, of which half precision keeps two or three digits, and fp16 ends at `exp(11)`. Without it the runs
+train, too, and end up to 0.3 nats per image worse (four seeds). fp16 skips two or three steps while its scale settles.
 """
 
 from __future__ import annotations
@@ -10,7 +14,6 @@ import argparse
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
