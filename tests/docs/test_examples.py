@@ -18,6 +18,23 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 """As tests have: the models are tiny."""
+GALLERY = {
+    "compare_digits", "ddp", "detection", "digits", "finetune", "fsdp2", "gan", "gpt", "lstm", "metric_comparison",
+    "symptoms", "vae",
+}  # fmt: skip
+SIDE_BY_SIDE = {  # what is printed in fast form: the figure, its value before, a bound after, how far from fp32
+    "vae": ("nats per image", 44.3, 30, 0.1),
+    "lstm": ("nats per character", 4.86, 3.2, 0.02),
+    "detection": ("F1 of the boxes", 0.0, 0.15, 0.05),
+    "finetune": ("loss", 1.79, 1.72, 0.01),
+    "finetune --lora": ("loss", 1.79, 1.72, 0.01),
+}
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None
+    or importlib.util.find_spec("peft") is None
+    or (importlib.util.find_spec("torchao") is not None and not hasattr(torch.nn.functional, "ScalingType")),
+    reason="needs transformers and peft, and no torchao that is too new for this torch: they import it",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +53,33 @@ def run_example(path: Path, *arguments: str | Path) -> str:
     return done.stdout
 
 
-def test_there_are_examples() -> None:
-    assert ROOT / "examples" / "digits.py" in EXAMPLES
+def test_the_gallery_is_complete() -> None:
+    assert {path.stem for path in EXAMPLES} == GALLERY
 
 
-@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.stem not in ("gpt", "symptoms")], ids=lambda path: path.stem)
-def test_example_runs(path: Path, tmp_path: Path) -> None:
-    run_example(path, "--fast", "--out", tmp_path)
+@pytest.mark.parametrize("name", sorted(GALLERY - {"gpt", "symptoms", *SIDE_BY_SIDE}))
+def test_example_runs(name: str, tmp_path: Path) -> None:
+    run_example(ROOT / "examples" / f"{name}.py", "--fast", "--out", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=needs_transformers) if "finetune" in c else c for c in SIDE_BY_SIDE]
+)
+def test_example_learns_the_same_in_every_precision(command: str, tmp_path: Path) -> None:
+    figure, before, bound, tolerance = SIDE_BY_SIDE[command]
+    name, *options = command.split()
+    printed = run_example(ROOT / "examples" / f"{name}.py", *options, "--fast", "--out", tmp_path).splitlines()
+    exact = 0.0
+    for line, precision in zip(printed, ("fp32", "bf16", "fp16"), strict=True):
+        found = re.search(rf"{figure} ([\d.]+) -> ([\d.]+).*   (\d+) of \d+ steps skipped", line)
+        assert found, line
+        first, last, skipped = map(float, found.groups())
+        exact = exact or last
+        assert first == pytest.approx(before, abs=0.02), "the same data, the same first weights"
+        assert (last < bound) == (bound < before), "it has learned"
+        assert last == pytest.approx(exact, abs=tolerance), precision
+        assert skipped <= (2 if precision == "fp16" else 0), "the scale settles at once"
+        assert (tmp_path / precision / "scale_history.csv").is_file()
 
 
 def test_gpt_learns_the_same_in_every_precision(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,9 +85,11 @@ class Project:
 def find(name: str) -> Any:
     """Import `name`, which is a module or an attribute of one."""
     parts = name.split(".")
-    found = importlib.import_module(parts[0])
-    for i, part in enumerate(parts[1:], start=2):
-        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(".".join(parts[:i]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Python says of other people's files when it compiles them
+        found = importlib.import_module(parts[0])
+        for i, part in enumerate(parts[1:], start=2):
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(".".join(parts[:i]))
     return found
 
 

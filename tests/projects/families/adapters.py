@@ -14,7 +14,7 @@ from projects.families.huggingface import ENDS, SMALL, VOCABULARY, FromConfig, t
 
 
 def adapters(**settings: Any) -> Any:
-    return project("PEFT", needs=("transformers", "peft"), **settings)
+    return project("PEFT", needs=("transformers.PreTrainedModel", "peft"), **settings)
 
 
 def llama() -> nn.Module:

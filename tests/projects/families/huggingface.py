@@ -88,7 +88,8 @@ def text(labels: str, **more: Any) -> DataLoader[Any]:
 
 
 def hugging_face(**settings: Any) -> Any:
-    return project("Hugging Face", needs=("transformers",), **settings)
+    # A name behind which the models are: it is missing, too, where torchao is there and does not fit torch.
+    return project("Hugging Face", needs=("transformers.PreTrainedModel",), **settings)
 
 
 def setup(model: nn.Module, make_data: Callable[[], DataLoader[Any]], predict: bool = True, **trainer: Any) -> Setup:
