@@ -16,8 +16,10 @@ from urllib.parse import unquote, urlsplit
 import lightning_amp
 from lightning_amp import precision
 
-PUBLIC = [f"lightning_amp.{name}" for name in lightning_amp.__all__ if name[0] != "_"]
-PUBLIC += [f"lightning_amp.precision.{name}" for name in precision.__all__ if name[0].islower()]
+PUBLIC = [
+    *(f"lightning_amp.{name}" for name in lightning_amp.__all__ if name[0] != "_"),
+    *(f"lightning_amp.precision.{name}" for name in precision.__all__ if name[0].islower()),
+]
 SYMPTOM = re.compile(r"^## (.+)$", re.MULTILINE)
 ELSEWHERE = ("http:", "https:", "//")
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
