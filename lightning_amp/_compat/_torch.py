@@ -107,6 +107,12 @@ def give_found_inf(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
     scaler._per_optimizer_states[0]["found_inf_per_device"] = {found_inf.device: found_inf}
 
 
+# Can go with `give_found_inf`.
+def has_found_infs(scaler: torch.amp.GradScaler) -> bool:
+    """Return whether a scaler was told any flag since its last update."""
+    return bool(scaler._per_optimizer_states)
+
+
 # Can go when `GradScaler.unscale_` may be called twice.
 def optimizer_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what a scaler knows of an optimizer until its next update, to keep a note there that is forgotten then."""
@@ -142,6 +148,34 @@ def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
     alias = _unsafe_view(parameter, parameter.shape)
     alias.data = copy
     return alias
+
+
+# Can go when a hook is told which backward it runs in.
+def backward_number() -> int:
+    """Return which backward runs in this thread, one number for each; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+# Can go when a hook is told whether `backward` or `torch.autograd.grad` runs it.
+def adds_to_gradients(node: Any) -> bool:
+    """Return, inside a backward, whether it adds to `.grad` of anything below `node`; `torch.autograd.grad` does not.
+
+    Looks no further than the first leaf that tells. Where none is to be seen (all are inside of custom functions): yes.
+    """
+    seen, below, leaves = {node}, [node], False
+    while below:
+        node = below.pop()
+        if hasattr(node, "variable"):  # adds to the `.grad` of a leaf
+            leaves = True
+            try:
+                if torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:  # "... but we are currently running autograd.grad()"
+                return False
+        nodes = {following for following, _ in getattr(node, "next_functions", ()) if following is not None} - seen
+        seen |= nodes
+        below += nodes
+    return not leaves
 
 
 # --- torch: optimizers -----------------------------------------------------------------------------------------------

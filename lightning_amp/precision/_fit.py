@@ -18,6 +18,7 @@ from lightning_amp._compat import _lightning, _modules
 from lightning_amp.precision import _refusals
 from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._fold_plan import FoldPlan
+from lightning_amp.precision._scaler_by_hand import ScalerByHand
 from lightning_amp.precision._unseen_steps import UnseenSteps
 from lightning_amp.scaling import BackwardWatch, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan
 from lightning_amp.skipped_steps import BufferPlace, SkipProtection
@@ -79,11 +80,17 @@ class Fit:
         self._may_turn_half = mixed  # the first step tells whether parameters do
         self._compiling = _modules.CompiledBackwardWithoutAutocast()
         self._compiling.start()
+        self._by_hand = self._scaler_by_hand()
 
     def _watch(self, scaler: torch.amp.GradScaler | None) -> BackwardWatch | None:
         if scaler is None or not scaler.is_enabled():
             return None
         return BackwardWatch(self._optimizers, self._module.parameters())
+
+    def _scaler_by_hand(self) -> ScalerByHand | None:
+        if self.steps.scaler is None:
+            return None
+        return ScalerByHand(self.steps.scaler, self.steps, self._plugin, self._module, self._note_backward)
 
     def change_scaler(self, scaler: torch.amp.GradScaler | None, *, mixed: bool) -> None:
         """Go on in another precision, between two batches.
@@ -96,10 +103,10 @@ class Fit:
 
         """
         watch = self._watch(scaler)
+        self._let_go()
         self.steps.change_scaler(scaler, self._skip_nonfinite, watch)
-        if self._unseen_steps is not None:
-            self._unseen_steps.detach()
         self._unseen_steps = None if watch is None else UnseenSteps(self.steps, watch)
+        self._by_hand = self._scaler_by_hand()
         if self.steps.skips and self._protection is None:
             self._protection = SkipProtection(self._module, self._named_buffers)
         self._may_turn_half = mixed
@@ -138,12 +145,15 @@ class Fit:
         """Show the true loss to hooks; returns it scaled, with gradients that are still there brought to its scale."""
         if self._fold_plan.current().somebody_sees_backward:
             _lightning.run_hook(self._module, "on_before_backward", loss)
-        if self._protection is not None and self._protection.active:
-            self._protection.note_backward()
+        self._note_backward()
         scaled = self.steps.scale_loss(loss)
         if self.steps.scaler is not None and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             self._anomaly = AnomalyCheck(loss)
         return scaled
+
+    def _note_backward(self) -> None:
+        if self._protection is not None and self._protection.active:
+            self._protection.note_backward()
 
     def backward(self, run: Callable[..., None], **kwargs: Any) -> None:
         """Run a backward of a scaled loss.
@@ -244,6 +254,11 @@ class Fit:
             if self._protection is not None:
                 self._protection.detach()
         finally:
-            if self._unseen_steps is not None:
-                self._unseen_steps.detach()
+            self._let_go()
             self._compiling.stop()
+
+    def _let_go(self) -> None:
+        if self._by_hand is not None:
+            self._by_hand.detach()
+        if self._unseen_steps is not None:
+            self._unseen_steps.detach()

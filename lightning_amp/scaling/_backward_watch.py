@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
 
+from lightning_amp._compat import _torch
 from lightning_amp.scaling._gradients import parameters
 
 
@@ -25,8 +26,8 @@ class BackwardWatch:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], others: Iterable[Any]) -> None:
-        self.scale: Tensor | None = None
-        """Of the backward that runs now, []; `None` in the user's own, and outside of any."""
+        self._plugins_scale: Tensor | None = None  # while its backward runs
+        self._by_hand: tuple[int, Tensor] | None = None  # the latest that the user scaled: its number, its scale
         self._spokesmen: dict[int, Any] = {}  # by id of a known optimizer: the parameter that speaks for it
         self._scales: dict[int, Tensor | None] = {}  # by id of the parameter: that of its latest backward
         self._handles: dict[int, Any] = {}
@@ -51,13 +52,30 @@ class BackwardWatch:
 
         self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(note)
 
+    @property
+    def scale(self) -> Tensor | None:
+        """Return that of the backward that runs now, []; `None` in one that nobody scaled, and outside of any."""
+        if self._plugins_scale is None and self._by_hand is not None:
+            number, scale = self._by_hand
+            return scale if number == _torch.backward_number() else None
+        return self._plugins_scale
+
     def begin(self, scale: Tensor) -> None:
         """Note that the backward of a loss begins that was multiplied by `scale` []."""
-        self.scale = scale
+        self._plugins_scale = scale
 
     def end(self) -> None:
         """Note that it is over."""
-        self.scale = None
+        self._plugins_scale = None
+
+    @property
+    def plugins_runs(self) -> bool:
+        """Return whether a backward is between :meth:`begin` and :meth:`end`."""
+        return self._plugins_scale is not None
+
+    def begin_by_hand(self, scale: Tensor) -> None:
+        """Note, inside of it, that the user's own backward is that of a loss times `scale` []. It ends by itself."""
+        self._by_hand = _torch.backward_number(), scale
 
     def came_plain(self, optimizer: Optimizer) -> bool:
         """Return whether the latest gradients of a known optimizer came with a backward of the user's own."""

@@ -54,8 +54,7 @@ class OptimizerSteps:
         all_reduce_max: Callable[[Tensor], Any] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.skips = self.scaler is not None or skip_nonfinite
+        self._use(scaler, skip_nonfinite)
         self._step: Step | None = None  # that runs
         self._log = log
         self._states = {id(optimizer): GradientState(optimizer, i) for i, optimizer in enumerate(optimizers)}
@@ -64,6 +63,11 @@ class OptimizerSteps:
         self._reduces_on = device
         self._attempts = BatchAttempts()
         self.restart_scale()
+
+    def _use(self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool) -> None:
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._multiply = None if self.scaler is None else self.scaler.scale  # as it is before somebody replaces it
+        self.skips = self.scaler is not None or skip_nonfinite
 
     def restart_scale(self) -> None:
         """Note that the scale was set from outside. Waits for the device."""
@@ -78,18 +82,23 @@ class OptimizerSteps:
                 self.unscale(state)
         for state in self._states.values():
             state.release()
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.skips = self.scaler is not None or skip_nonfinite
+        self._use(scaler, skip_nonfinite)
         self._watch = watch
         self._attempts = BatchAttempts()
         self.restart_scale()
 
-    def state(self, optimizer: Optimizer) -> GradientState:
-        """Return what is known of an optimizer; one that was made inside the training step gets the next index."""
+    def state(self, optimizer: Optimizer, if_unknown: Form = UNSEEN) -> GradientState:
+        """Return what is known of an optimizer; one that was made inside the training step gets the next index.
+
+        Args:
+            optimizer: Whose.
+            if_unknown: The form of its gradients if it is met now, and nobody has seen where they came from.
+
+        """
         state = self._states.get(id(optimizer))
         if state is None:
             scale = self.scale_of_unknown(optimizer)
-            form: Form = UNSEEN if scale is None else Scaled(scale)
+            form: Form = if_unknown if scale is None else Scaled(scale)
             state = self._states[id(optimizer)] = GradientState(optimizer, len(self._states), form)
         return state
 
@@ -109,16 +118,25 @@ class OptimizerSteps:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Carry what gradients there are to the current scale; returns the loss, scaled."""
-        for state in self._states.values():
-            state.add_loss(loss, may_have_none=self._all_reduce_max is not None)
+        self._add_loss(loss)
         if self.scaler is None:
             return loss
+        scaled = self.multiply(loss)  # first: it makes the scale, and a float16 loss may lower it
+        self._carry(Scaled(_torch.scale_tensor(self.scaler)))
+        return scaled
+
+    def multiply(self, outputs: Any) -> Any:
+        """Multiply a loss, or nested sequences of them, by the scale, as the scaler does it."""
+        assert self.scaler is not None
+        assert self._multiply is not None
         if self._attempts.round_is_over(len(self._states)):
             self._attempts.end_round(self.scaler)
             self._log.complete(_torch.scale_tensor(self.scaler))
-        scaled = self.scaler.scale(loss)  # first: it makes the scale, and a float16 loss may lower it
-        self._carry(Scaled(_torch.scale_tensor(self.scaler)))
-        return scaled
+        return self._multiply(outputs)
+
+    def _add_loss(self, loss: Tensor) -> None:
+        for state in self._states.values():
+            state.add_loss(loss, may_have_none=self._all_reduce_max is not None)
 
     def _carry(self, to: Scaled) -> None:
         states = [*self._states.values()]
@@ -140,11 +158,38 @@ class OptimizerSteps:
         if self._watch is not None:
             self._watch.end()
 
+    def begin_backward_by_hand(self, loss: Tensor, scale: Tensor) -> None:
+        """Do, from inside a backward of the user's own, what :meth:`scale_loss` does before one.
+
+        Args:
+            loss: Of any shape; what was multiplied.
+            scale: By what, [].
+
+        Raises:
+            RuntimeError: If it is the plugin's backward, which multiplied it once more.
+
+        """
+        assert self._watch is not None
+        if self._watch.plugins_runs:
+            raise RuntimeError(
+                "The loss was multiplied by the loss scale twice: by `scaler.scale(loss)`, and by the plugin. Call"
+                " `self.manual_backward(loss)`, or return `loss` from `training_step`, without `scaler.scale`."
+            )
+        self._add_loss(loss)
+        if self._watch.scale is None:  # else another loss of the same backward was first
+            self._carry(Scaled(scale))
+            self._watch.begin_by_hand(scale)
+
     # -- unscale and check ---------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Make the gradients of `optimizer` true ones. Does nothing if they are."""
         self.unscale(self.state(optimizer))
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Take the gradients of an optimizer that is met now as scaled, as who hands it to the scaler says."""
+        assert self.scaler is not None
+        self.state(optimizer, Scaled(_torch.scale_tensor(self.scaler)))
 
     def check_again(self, optimizer: Optimizer, *, before_clamping: bool = False) -> None:
         """Check true gradients that the user may have changed since they were checked.
@@ -278,3 +323,15 @@ class OptimizerSteps:
         if self.scaler is not None and self._attempts.end_batch(self.scaler):
             scale = _torch.scale_tensor(self.scaler)
         self._log.close_batch(scale)
+
+    def replace_scale(self, replace: Callable[[], None]) -> None:
+        """Let the user set the scale, in place of what the steps so far would do to it. Waits for the device.
+
+        Gradients that are there keep the one that they have.
+        """
+        assert self.scaler is not None
+        self._attempts.clear()
+        _torch.set_scale_tensor(self.scaler, _torch.scale_tensor(self.scaler).clone())  # torch's is written in place
+        replace()
+        self._log.close_batch(_torch.scale_tensor(self.scaler))
+        self.restart_scale()

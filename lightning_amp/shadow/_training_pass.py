@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ class TrainingPass:
     """Runs `training_step` on a shadow that has parameters of its own.
 
     In manual optimization the shadow's optimizers step nothing: `zero_grad` and `toggle_optimizer` work on the shadow's
-    parameters, `step` calls its closure and keeps the gradients, clipping and schedules do nothing.
+    parameters, `step` calls its closure and keeps the gradients, clipping, unscaling and schedules do nothing. So do
+    those that `training_step` calls on the plugin's scaler; its `scale` multiplies by that of the pass.
 
     Args:
         trainer: The trainer, inside a training epoch.
@@ -48,6 +50,8 @@ class TrainingPass:
         self._trace: Trace | None = None
         self._watch: OperationWatch | None = None
         plugin = replaying(trainer.precision_plugin, clip_gradients=_do_nothing, unscale_=_do_nothing)
+        if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
+            vars(plugin).update(scaler=self._scaler(plugin.scaler))
         schedulers = [_idle_schedule(config) for config in trainer.lr_scheduler_configs]
         strategy = {"backward": self._backward, "precision_plugin": plugin, "lr_scheduler_configs": schedulers}
         stand_ins = _lightning.optimizer_attributes(trainer, self._stand_in)
@@ -167,14 +171,29 @@ class TrainingPass:
         if self._watch is not None:
             self._watch.note_loss(loss)
         with torch.autocast(self._device_type, enabled=False):
-            # as a scaler does it: times a tensor, so that a loss in half precision becomes float32
-            scaled = loss * torch.as_tensor(self._factor, dtype=torch.float32, device=loss.device)
+            scaled = self._scaled(loss)
             run = scaled.backward if self._watch is None else partial(_modules.watched_backward, scaled)
             with ExitStack() as looking:
                 for one in (self._trace, self._watch):
                     if one is not None:
                         looking.enter_context(one.in_backward())
                 run(*args, **kwargs)
+
+    def _scaled(self, outputs: Any) -> Any:
+        if isinstance(outputs, Tensor):
+            # as a scaler does it: times a tensor, so that a loss in half precision becomes float32
+            return outputs * torch.as_tensor(self._factor, dtype=torch.float32, device=outputs.device)
+        return [self._scaled(output) for output in outputs]
+
+    def _scaler(self, scaler: torch.amp.GradScaler) -> Any:
+        return View(
+            scaler,
+            scale=self._scaled,
+            get_scale=lambda: float(self._factor),
+            unscale_=_do_nothing,
+            step=_step_by_hand,
+            update=_do_nothing,
+        )
 
     def _stand_in(self, optimizer: Any) -> Any:
         stand_in = View(optimizer)
@@ -183,6 +202,8 @@ class TrainingPass:
             zero_grad=partial(_zero_grad, stand_in),
             toggle_model=partial(self._toggle_model, stand_in),
         )
+        if isinstance(optimizer, LightningOptimizer):  # who steps the one inside steps this one
+            vars(stand_in).update(optimizer=stand_in)
         return stand_in
 
     def _step(self, stand_in: Any, closure: Any = None, **kwargs: Any) -> Any:
@@ -214,6 +235,10 @@ def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+def _step_by_hand(stand_in: Any, *args: Any, **kwargs: Any) -> Any:
+    return stand_in.step(*args, **kwargs)
 
 
 def _parameters(stand_in: Any) -> list[nn.Parameter]:

@@ -28,8 +28,12 @@ IN_HAND = {"fp32_region", "scaled_grad", "unscale_", "replay"} | {
 }  # fmt: skip
 """Public beside `lightning_amp.__all__`: the functions of a room, and what the callbacks hand out."""
 
-# Lightning's, about the model summary of every trainer in half precision.
-pytestmark = pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary")
+pytestmark = [
+    # Lightning's, about the model summary of every trainer in half precision.
+    pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary"),
+    # Ours, and true: of a CPU without bf16 instructions, on which the examples have to run, too.
+    pytest.mark.filterwarnings(r"ignore:lightning_amp. precision 'bf16' found .*\n  - this device emulates [^\n]*\Z"),
+]
 
 BLOCK = re.compile(r"^( *)\.\. code-block:: python\n((?:\1 +\S.*\n|\s*\n)+)", re.MULTILINE)
 FIRST_WORDS = {"What", "Whether", "Who", "Which", "How", "Why", "Where", "The", "A", "An"}

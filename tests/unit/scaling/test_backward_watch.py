@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +23,12 @@ def scaled(watch: BackwardWatch, loss: Tensor) -> None:
     watch.begin(SCALE)
     (loss * SCALE).backward()
     watch.end()
+
+
+def scaled_by_hand(watch: BackwardWatch, loss: Tensor) -> None:
+    of_it = loss * SCALE
+    of_it.register_hook(lambda _: watch.begin_by_hand(SCALE))
+    of_it.backward()
 
 
 def num_hooks(*params: nn.Parameter) -> int:
@@ -99,3 +106,36 @@ def test_a_parameter_that_nobody_watched_is_watched_from_then_on() -> None:
     watch.detach()
     assert num_hooks(p) == 0
     assert watch.scale_of(sgd(p), {}) is None
+
+
+def test_a_backward_that_the_user_scales_ends_by_itself() -> None:
+    known, other = sgd(p := parameter()), sgd(q := parameter())
+    watch = BackwardWatch([known], [q])
+    during: list[Tensor | None] = []
+    p.register_post_accumulate_grad_hook(lambda _: during.append(watch.scale))
+    scaled_by_hand(watch, p.sum() + q.sum())
+    assert during == [SCALE]
+    assert watch.scale is None
+    assert not watch.plugins_runs
+    assert not watch.came_plain(known)
+    assert watch.scale_of(other, {}) is SCALE
+    (p.sum() + q.sum()).backward()
+    assert during == [SCALE, None]
+    assert watch.came_plain(known)
+    assert watch.scale_of(other, {}) is None
+
+
+def test_one_that_fails_leaves_nothing_behind() -> None:
+    known = sgd(p := parameter())
+    watch = BackwardWatch([known], [])
+    loss = p * 2
+    loss.register_hook(fails)
+    with pytest.raises(KeyError, match="half-way"):
+        scaled_by_hand(watch, loss.sum())
+    assert watch.scale is None
+    p.sum().backward()
+    assert watch.came_plain(known)
+
+
+def fails(_: Tensor) -> None:
+    raise KeyError("half-way")

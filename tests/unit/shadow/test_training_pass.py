@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
-from support import Toy, fit
+from support import Toy, assert_same, fit, weights
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
@@ -129,3 +130,60 @@ def test_logged_values_are_not_reduced_over_ranks() -> None:
 
     probe(Logs, lambda *_: None)
     assert enabled == [False, None] * 2
+
+
+class ByHand(Toy):
+    """Steps the optimizer inside of Lightning's, or does everything by the scaler."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.how = how
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer, scaler = self.optimizers(), getattr(self.trainer.precision_plugin, "scaler", None)
+        optimizer.zero_grad()
+        if self.how == "inner":
+            self.manual_backward(self.loss(batch))
+            optimizer.optimizer.step()
+            return
+        assert scaler is not None
+        first, (second,) = scaler.scale((self.loss(batch) / 2, [self.loss(batch) / 2]))
+        (first + second).backward()
+        scaler.unscale_(optimizer.optimizer)
+        assert scaler.get_scale() == self.trainer.precision_plugin.scaler.get_scale()  # pyright: ignore
+        scaler.step(optimizer.optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize(("how", "precision"), [("inner", "bf16"), ("inner", "fp32"), ("recipe", "fp16")])
+def test_a_step_by_hand_concerns_the_shadow(how: str, precision: str) -> None:
+    """What stands in for the optimizer has no real one inside, and the real scaler hears nothing of it."""
+    passes: list[dict[str, Tensor]] = []
+
+    class Probe(L.Callback):
+        def on_train_batch_end(
+            self, trainer: L.Trainer, module: Any, outputs: Any, batch: Tensor, batch_idx: int
+        ) -> None:
+            twin = TrainingPass(trainer, module)
+            before = weights(module)
+            for scale in (1.0, 4.0):
+                twin.run(batch, batch_idx, context=trainer.precision_plugin.forward_context(), scale=scale)
+                passes.append(twin.gradients())
+            assert_same(module, before)
+            twin.close()
+
+    runs = [
+        fit(
+            lambda: ByHand(how),
+            AmpPrecision(precision, scaler=512.0 if precision == "fp16" else None),
+            callbacks=probes,
+        )
+        for probes in ([], [Probe()])
+    ]
+    assert_same(*runs)
+    assert [run.precision_plugin.num_steps for run in runs] == [8 if how == "recipe" else 0] * 2
+    assert len(passes) == 16
+    for single, scaled in zip(passes[::2], passes[1::2], strict=True):
+        assert sorted(single) == ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"]
+        assert_same({name: g * 4 for name, g in single.items()}, scaled, rtol=1e-2, atol=1e-2)
