@@ -48,7 +48,8 @@ class BackwardWatch:
             return
 
         def note(p: Any) -> None:
-            self._scales[id(p)] = self.scale
+            scale = self._plugins_scale  # read first: as a rule it is this one
+            self._scales[id(p)] = self.scale if scale is None else scale
 
         self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(note)
 

@@ -10,7 +10,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import FEATURES, Poison, Toy, WithoutAutocast, assert_same, batches, fit, flags_on_a_device, weights
+from support import (
+    DEVICE,
+    FEATURES,
+    Poison,
+    Toy,
+    WithoutAutocast,
+    assert_same,
+    batches,
+    fit,
+    flags_on_a_device,
+    weights,
+)
 from support.promises import OPTIMIZERS, plain_adamw, plain_sgd
 from torch import Tensor, nn
 
@@ -403,7 +414,7 @@ class Unknown(Manual):
 
     def __init__(self, by_hand: bool, inside: bool) -> None:
         super().__init__(lambda *_: None, by_hand=by_hand)
-        self.outside = [nn.Linear(FEATURES, 1)]
+        self.outside = [nn.Linear(FEATURES, 1).to(DEVICE)]
         mine = self.net.parameters() if inside else self.outside[0].parameters()
         self.mine = [torch.optim.SGD(mine, lr=0.05)]
         self.inside = inside
@@ -497,7 +508,7 @@ def test_the_scaler_is_as_it_was(scaler: str, crash: bool) -> None:
 
 def loop_in_torch(scaler: torch.amp.GradScaler) -> None:
     """A loop without a Trainer, by torch's own rules."""
-    weight = nn.Parameter(torch.ones(2))
+    weight = nn.Parameter(torch.ones(2, device=DEVICE))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     scaler.scale(weight.sum()).backward()
     scaler.unscale_(optimizer)
