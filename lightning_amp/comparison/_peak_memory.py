@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from abc import abstractmethod
 from typing import Any
 
@@ -122,6 +123,7 @@ class TensorPeak(PeakMemory):
         self._started = True
         if _torch.is_profiling():
             return
+        gc.collect()  # what is freed from here on counts against what is held, and this is from before
         with contextlib.suppress(Exception):
             profile: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
             profile.__enter__()

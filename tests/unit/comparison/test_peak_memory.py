@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,19 @@ def test_shared_weights_count_once() -> None:
     watch = TensorPeak(module)
     watch.resume()
     assert watch.close() == pytest.approx(MIB, rel=0.01)
+
+
+def test_what_was_garbage_before_is_not_freed_while_it_watches() -> None:
+    """It would count against what is held, and hide the peak."""
+    watch = TensorPeak(nn.Linear(2, 2))
+    garbage: list[Any] = [torch.ones(4 * MIB)]
+    garbage.append(garbage)  # only the collector finds it
+    del garbage
+    watch.resume()
+    gc.collect()
+    kept = torch.ones(MIB)
+    assert watch.close() == pytest.approx(4 * MIB, rel=0.01)
+    del kept
 
 
 def test_beside_another_profiler_nothing_is_known() -> None:
