@@ -123,7 +123,7 @@ class TensorPeak(PeakMemory):
         self._started = True
         if _torch.is_profiling():
             return
-        gc.collect()  # what is freed from here on counts against what is held, and this is from before
+        gc.collect()  # what an earlier profile saw allocated, and is freed in this one, would count against it
         with contextlib.suppress(Exception):
             profile: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
             profile.__enter__()
