@@ -70,7 +70,7 @@ projects: $(VENV)/.projects
 	@PYTHONPATH=tests $(BIN)/python -m projects $(PROJECTS_ARGS)
 
 clean:
-	rm -rf $(VENV) .versions demo_results headline_tiny docs/_build build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf $(VENV) .versions demo_results comparison_results headline_tiny docs/_build build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
