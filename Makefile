@@ -1,4 +1,4 @@
-# make demo, make test, make test-versions, make lint, make docs, make build, make bench, make faults, make projects, make clean.
+# make demo, make compare, make test, make test-all, make test-versions, make lint, make docs, make build, make bench, make faults, make projects, make clean.
 # Everything lives in .venv; nothing is installed twice.
 
 PYTHON ?= python3
@@ -13,7 +13,8 @@ VERSIONS_ARGS ?=
 PROJECTS_ARGS ?= --out docs/results/projects.md
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# Python compiles each module at its first import, which is less work than to compile all that is installed.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 DEPENDS := pyproject.toml constraints.txt
 
 # Idle threads sleep instead of spinning. On a machine that is busy with other things that is several times as fast.
@@ -22,14 +23,20 @@ export OMP_WAIT_POLICY ?= passive
 # Who is told not to keep what is compiled compiles the tests anew in each worker, and the package in each process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-versions lint docs linkcheck build bench faults projects clean
+.PHONY: demo compare test test-all test-versions lint docs linkcheck build bench faults projects clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/digits.py --demo --out $(DEMO_OUT) $(DEMO_ARGS)
+
+compare: $(VENV)/.demo
 	@$(BIN)/python examples/compare_digits.py --out $(DEMO_OUT) $(DEMO_ARGS)
 
 test: $(VENV)/.test
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(TEST_ARGS)
+
+# With the tests that take long and rarely fail: the examples, pages that measure, other people's projects.
+test-all: $(VENV)/.test
 	@$(BIN)/python -m pytest -n $(WORKERS) $(TEST_ARGS)
 
 # make test-versions VERSIONS="python==3.12,torch==2.11.0,lightning==2.6.1 lowest,python==3.10"; without VERSIONS all of the table.
@@ -79,8 +86,8 @@ $(VENV)/bin/python:
 
 # The stamps are what makes a second call start at once; they are older than a changed pyproject.toml.
 $(VENV)/.demo: $(DEPENDS) | $(VENV)/bin/python
-	@echo "Installing the package, torch and Lightning into $(VENV): about a minute, longer where torch is downloaded."
-	@$(PIP) -c constraints.txt -e '.[plot,report,examples]'
+	@echo "Installing the package, torch and Lightning into $(VENV): half a minute, longer where torch is downloaded."
+	@$(PIP) -c constraints.txt -e '.[plot,report]' scikit-learn
 	@touch $@
 
 # `--group` needs pip 25.1. The tests need all that the demo needs.

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import lightning as L
@@ -28,12 +29,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, MetricComparison, ScaleMonitor
+from lightning_amp.measure import SpeedComparison
 
 SIZE = 32  # pixels
 PATCH = 8  # pixels
 HEAD = 64  # width of one attention head
 BATCH_SIZE = 64
+PRECISIONS = ("fp32", "bf16", "fp16")
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
+ON_CPU: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+SMALL = {"width": 64, "depth": 1}
+RACE_STEPS = 6  # in each precision and round; the first two warm up
 
 
 class Digits(L.LightningDataModule):
@@ -122,7 +128,7 @@ class DigitTransformer(L.LightningModule):
 
 
 class Stopwatch(L.Callback):
-    """Median speed of the training batches, so that neither warm-up nor validation nor a busy machine counts."""
+    """Times the training batches, without the validation."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -133,12 +139,10 @@ class Stopwatch(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.seconds.append(time.perf_counter() - self.started)
 
-    @property
-    def samples_per_s(self) -> float:
-        return BATCH_SIZE / median(self.seconds[5:])
 
-
-def train(precision: str, out: Path, *, width: int = 256, epochs: int = 4, **trainer_kwargs: Any) -> dict[str, Any]:
+def train(
+    precision: str, out: Path, *, size: Mapping[str, int] | None = None, epochs: int = 4, **trainer_kwargs: Any
+) -> dict[str, Any]:
     """Train once, leave CSV files and a picture in `out`, and return what the table shows."""
     # 2^24 is far too high for this model: the first steps overflow, are skipped, and the scale comes down. It tries a
     # higher one every 30 good steps. With `scaler=None` it would start at 2^16 and try after 2,000.
@@ -151,12 +155,10 @@ def train(precision: str, out: Path, *, width: int = 256, epochs: int = 4, **tra
         plugins=[plugin],
         callbacks=[monitor, comparison, stopwatch],
         max_epochs=epochs,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
+        **ON_CPU,
         **trainer_kwargs,
     )
-    trainer.fit(DigitTransformer(width), datamodule=Digits())
+    trainer.fit(DigitTransformer(**(size or {})), datamodule=Digits())
 
     out.mkdir(parents=True, exist_ok=True)
     monitor.history.to_csv(out / f"{precision}_scale_history.csv")
@@ -174,7 +176,7 @@ def train(precision: str, out: Path, *, width: int = 256, epochs: int = 4, **tra
         "steps": plugin.num_steps,
         "skipped": plugin.num_skipped,
         "final scale": f"{scaler.get_scale():,.0f}" if scaler is not None else "-",
-        "samples/s": stopwatch.samples_per_s,
+        "samples/s": f"{BATCH_SIZE / median(stopwatch.seconds[5:]):,.0f}",
     }
 
 
@@ -184,38 +186,75 @@ def demo(out: Path, *, fast: bool) -> tuple[list[dict[str, Any]], str]:
         warnings.filterwarnings("ignore", advice)
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    slow = {} if fast else {name: cost for name, cost in matmul_costs().items() if cost > 8}
-    width, epochs = (64, 2) if fast else (64, 6) if slow else (256, 4)
+    slow = {} if fast else slow_formats()
+    size = SMALL if fast or slow else {}
     rows: list[dict[str, Any]] = []
-    for precision in ("fp32", "bf16", "fp16"):
+    for precision in PRECISIONS:
         print(f"training in {precision} ...", file=sys.stderr, flush=True)
-        rows.append(train(precision, out, width=width, epochs=epochs, **QUIET))
-    return rows, about_speed(slow) if slow else ""
+        rows.append(train(precision, out, size=size, epochs=2 if fast else 4, **QUIET))
+    print("measuring the speed of each ...", file=sys.stderr, flush=True)
+    rounds = 1 if fast else 5
+    step_s = race(PRECISIONS, size, rounds)
+    speeds = compared(step_s)
+    for row in rows:
+        row["samples/s"] = f"{BATCH_SIZE / geometric_mean(step_s[row['precision']]):,.0f}"
+        row["speed"] = str(speeds.get(row["precision"], "-"))
+    quick = [name for name in speeds if name not in slow]
+    full = compared(race(["fp32", *quick], {}, rounds)) if size and quick and not fast else {}
+    return rows, about_speed(slow, speeds, full, rounds)
 
 
-def about_speed(slow: Mapping[str, float]) -> str:
-    """Why the model was small, and what the table could not show: each precision by its own hardware."""
-    costs = " and ".join(f"{cost:.0f}" for cost in slow.values())
-    text = (
-        f"This CPU has no instructions for {' and '.join(slow)} (a matrix product takes {costs} times as long as in"
-        " fp32), so this model is a small one."
-    )
-    for name in {"bf16", "fp16"}.difference(slow):
-        half, fp32 = samples_per_s(name), samples_per_s("fp32")
-        text += (
-            f" In {name}, a model four times as wide trains at {half / fp32:.1f}x the speed of fp32 ({half:,.0f}"
-            f" against {fp32:,.0f} samples/s)."
+def race(precisions: Sequence[str], size: Mapping[str, int], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of a training step in each round. A round trains a few steps in each precision.
+
+    The order of the precisions turns round from one round to the next, so that a machine that becomes busy slows all.
+    """
+    step_s: dict[str, list[float]] = {precision: [] for precision in precisions}
+    for turn in range(rounds):
+        for precision in precisions if turn % 2 == 0 else reversed(precisions):
+            stopwatch = Stopwatch()
+            plugins, callbacks = [AmpPrecision(precision)], [stopwatch]
+            trainer = L.Trainer(
+                plugins=plugins, callbacks=callbacks, max_steps=RACE_STEPS, limit_val_batches=0, **ON_CPU, **QUIET
+            )
+            trainer.fit(DigitTransformer(**size), datamodule=Digits())
+            step_s[precision].append(median(stopwatch.seconds[2:]))
+    return step_s
+
+
+def compared(step_s: Mapping[str, Sequence[float]]) -> dict[str, SpeedComparison]:
+    """Return the speed of each other precision against fp32: a ratio and its 99 % interval over the rounds."""
+    return {
+        name: SpeedComparison.of((math.log(a / b) for a, b in zip(times, step_s["fp32"], strict=True)), level=0.99)
+        for name, times in step_s.items()
+        if name != "fp32"
+    }
+
+
+def about_speed(
+    slow: Mapping[str, float], speeds: Mapping[str, SpeedComparison], full: Mapping[str, SpeedComparison], rounds: int
+) -> str:
+    """Say how the speed was measured, why the model is small, and which precision is slower than fp32."""
+    lines: list[str] = []
+    if rounds > 1:
+        lines.append(
+            f"Speed against fp32, 99 % interval: {rounds} rounds of {RACE_STEPS} steps in each precision, in turn."
         )
-    return f"{text}\n"
+    if slow:
+        costs = " and ".join(f"{cost:.0f} times as long in {name}" for name, cost in slow.items())
+        lines.append(f"A matrix product takes {costs} as in fp32 on this CPU, so the model is a small one.")
+    lines += [f"The full model (256 wide, 3 blocks) in {name}: {speed}." for name, speed in full.items()]
+    claims = {name: speed.claim for name, speed in {**speeds, **full}.items()}
+    slower = [name for name, claim in claims.items() if claim == "slower"]
+    if slower:
+        advice = "" if "faster" in claims.values() else " Train in fp32 here."
+        lines.append(f"Slower than fp32 on this CPU: {' and '.join(slower)}.{advice}")
+    return "".join(f"{line}\n" for line in lines)
 
 
-def samples_per_s(precision: str) -> float:
-    """The speed of a few training steps of the model in its full width."""
-    stopwatch, plugin = Stopwatch(), AmpPrecision(precision)
-    cpu: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    trainer = L.Trainer(plugins=[plugin], callbacks=[stopwatch], max_steps=12, limit_val_batches=0, **cpu, **QUIET)
-    trainer.fit(DigitTransformer(), datamodule=Digits())
-    return stopwatch.samples_per_s
+def slow_formats() -> dict[str, float]:
+    """Return the formats whose matrix products take more than eight times as long as those in fp32, and how long."""
+    return {name: cost for name, cost in matmul_costs().items() if cost > 8}
 
 
 def matmul_costs() -> dict[str, float]:
@@ -237,14 +276,8 @@ def matmul_costs() -> dict[str, float]:
 
 
 def as_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows side by side, with the speed against the first one's where there are several."""
-    lines = [{**row, "samples/s": f"{row['samples/s']:,.0f}"} for row in rows]
-    if len(rows) > 1:
-        lines = [
-            {**line, f"speed vs {rows[0]['precision']}": f"{row['samples/s'] / rows[0]['samples/s']:.2f}x"}
-            for line, row in zip(lines, rows, strict=True)
-        ]
-    grid = [list(lines[0]), *([str(value) for value in line.values()] for line in lines)]
+    """Return the rows side by side."""
+    grid = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
     widths = [max(len(row[column]) for row in grid) for column in range(len(grid[0]))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in grid]
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
@@ -260,7 +293,7 @@ def main() -> None:
     if args.demo:
         rows, note = demo(args.out, fast=args.fast)
     else:
-        rows, note = [train(args.precision, args.out, **({"width": 64, "epochs": 1} if args.fast else {}))], ""
+        rows, note = [train(args.precision, args.out, **({"size": SMALL, "epochs": 1} if args.fast else {}))], ""
     print(f"\n{as_table(rows)}\n\n{note}", end="")
     print(f"The history of the loss scale (CSV; PNG for fp16) and the comparisons (CSV) are in {args.out}/.")
 

@@ -16,7 +16,7 @@ def plain(value: Any, not_finite: Callable[[float], Any] = str) -> Any:
 
     Args:
         value: Numbers, texts, and mappings and sequences of them.
-        not_finite: What stands for such a number: by default a text.
+        not_finite: What stands for such a number: by default a text; with `float` the number itself.
 
     """
     if isinstance(value, float) and not math.isfinite(value):

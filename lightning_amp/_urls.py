@@ -40,11 +40,14 @@ def location(path: str | os.PathLike[str], name: str = "path") -> Path | str:
         name: Of the argument, for the error.
 
     Raises:
-        ValueError: If fsspec does not know the protocol, or if a slash of the URL is lost.
+        ValueError: If it is empty or has a null character, if fsspec does not know the protocol, or if a slash of the
+            URL is lost.
         ImportError: If its driver is not installed.
 
     """
     text = str(path)
+    advice = "" if text else "Write `'.'` for the current folder."
+    require(bool(text) and "\0" not in text, name, "a path or a URL, and no null character in it", path, advice)
     protocols = _protocols(text)
     if not protocols:
         _require_both_slashes(name, path)
@@ -60,9 +63,9 @@ def child(folder: Path | str, name: str) -> Path | str:
 
 
 def open_to_read(path: str | os.PathLike[str], mode: Literal["text", "binary"], name: str = "path") -> IO[Any]:
-    """Open a file or a URL: text in UTF-8 with line ends as they are, or binary. It can seek."""
+    """Open a file or a URL: text in UTF-8, with or without a mark in front, line ends as they are; or binary."""
     place = location(path, name)
-    how: dict[str, Any] = {"mode": "rb"} if mode == "binary" else {"mode": "r", "newline": "", "encoding": "utf-8"}
+    how: dict[str, Any] = {"mode": "rb"} if mode == "binary" else {"mode": "r", "newline": "", "encoding": "utf-8-sig"}
     if isinstance(place, Path):
         return place.open(**how)
     store, key = url_to_fs(place)

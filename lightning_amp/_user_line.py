@@ -27,8 +27,12 @@ class Place(NamedTuple):
     @override
     def __str__(self) -> str:
         """Write `losses.py:75 "log_z = torch.log(z)"`."""
-        where = f"{Path(self.file).name}:{self.line}"
-        return f'{where} "{self.code}"' if self.code else where
+        return f'{self.short} "{self.code}"' if self.code else self.short
+
+    @property
+    def short(self) -> str:
+        """Write `losses.py:75`."""
+        return f"{Path(self.file).name}:{self.line}"
 
     @property
     def code(self) -> str:

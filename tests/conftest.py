@@ -4,6 +4,7 @@ Nothing here imports torch or Lightning before a test needs it: the process that
 no use for them, and the workers wait for it.
 
 `LIGHTNING_AMP_TEST_DEVICE=cuda pytest` runs the tests that take `device` or `accelerator` on a GPU.
+`LIGHTNING_AMP_TEST_MACHINE=bf16-slow pytest` runs them on another CPU of `support/machines.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import importlib
 import os
 import random
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +68,7 @@ def pytest_runtest_setup() -> None:
     import numpy as np
     import torch
 
+    _move_to_the_machine()
     torch.set_num_threads(1)
     random.seed(0)
     np.random.seed(0)
@@ -95,6 +99,45 @@ def device() -> torch.device:
 def accelerator() -> str:
     """The `accelerator` argument of the Trainer."""
     return ACCELERATOR
+
+
+@cache
+def _move_to_the_machine() -> None:
+    """Let the package see the same CPU everywhere, before the first test."""
+    from support import machines
+
+    machines.move_to(machines.NAME)
+
+
+@pytest.fixture
+def on_machine() -> Iterator[Callable[[str], None]]:
+    """Moves the test to one of `support.machines.MACHINES`, or to the `real` machine, until it ends."""
+    from support import machines
+
+    yield machines.move_to
+    machines.move_to(machines.NAME)
+
+
+@pytest.fixture(params=["bf16-fast", "bf16-slow", "fp16-native", "none"])
+def machine(request: pytest.FixtureRequest, on_machine: Callable[[str], None]) -> str:
+    """Each of the four kinds of CPU."""
+    on_machine(request.param)
+    return request.param
+
+
+@pytest.fixture
+def own_lstm() -> Iterator[None]:
+    """LSTMs of torch itself: those of oneDNN do not run in half precision on every CPU."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
+        flags = torch.backends.mkldnn.flags(enabled=False)
+        flags.__enter__()
+    yield
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
+        flags.__exit__(None, None, None)
 
 
 @pytest.fixture

@@ -173,15 +173,13 @@ def _note(outcome: Outcome | None) -> str:
 def ratio(run: Run, baseline: str, outcomes: _Outcomes) -> str:
     """Write how many times as fast a run is as another arm of the same case; empty if one of them has no figure.
 
-    Where the middle halves of both overlap, it says that the difference is within noise.
+    It is one process of each, which has no interval: the page says so.
     """
     other = outcomes.get(run._replace(arm=baseline))
     own = outcomes.get(run)
     if run.arm == baseline or own is None or other is None or not (own.samples_per_s and other.samples_per_s):
         return ""
-    (median, low, high), (base, base_low, base_high) = own.samples_per_s, other.samples_per_s
-    noisy = low <= base_high and base_low <= high
-    return f"{median / base:.2f}x" + (" (within noise)" if noisy else "")
+    return f"{own.samples_per_s[0] / other.samples_per_s[0]:.2f}x"
 
 
 def gib(num_bytes: int | None) -> str:

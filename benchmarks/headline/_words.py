@@ -41,10 +41,9 @@ HOW = """\
 ## How it is measured
 
 - Each run has a process of its own: some steps of warm-up, until the loss scale has settled, then about 30 timed
-  steps, or as many as take 5 s. The speed is the median over these steps, with the middle half behind it. Processes
-  cannot be interleaved, so the two sides of a ratio run one after the other, in the order of the tables. A ratio
-  whose middle halves overlap is called within noise; a machine that is busy with something else can still move one
-  side.
+  steps, or as many as take 5 s. The speed is the median over these steps, with the middle half behind it. A ratio
+  compares one process of each arm, run one after the other, so it has no interval: two processes of the same arm can
+  differ by some percent, and by more on a busy machine. `compare_precisions` with several seeds gives the interval.
 - "Strict fp32" is `torch.set_float32_matmul_precision("highest")` and `torch.backends.cudnn.allow_tf32 = False`. All
   other arms have TF32 on, the mixed ones too, for what they leave in fp32. "Lightning's own" is its plugin in the
   same format, for fp8 its bf16.

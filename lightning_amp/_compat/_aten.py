@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 _aten = torch.ops.aten
@@ -38,3 +41,14 @@ def scaled_product(
 ) -> torch.Tensor:
     """Multiply matrices in fp8, to bfloat16. Can go when torch 2.10, whose `scaled_mm` is public, is the oldest."""
     return _aten._scaled_mm(left, right, left_scale, right_scale, out_dtype=torch.bfloat16)
+
+
+@functools.cache
+def viewed_or_written(operation: Any) -> frozenset[int | str]:
+    """Return the arguments, by place and by name, whose memory an operation returns or writes.
+
+    Can go when an operation's schema has a public name.
+    """
+    schema = getattr(operation, "_schema", None)  # a higher-order operator has none
+    arguments = [] if schema is None else enumerate(schema.arguments)
+    return frozenset(key for i, one in arguments if one.alias_info is not None for key in (i, one.name))

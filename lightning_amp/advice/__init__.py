@@ -1,5 +1,6 @@
 """What follows from what was measured: findings, each with its number and the next thing to do. Plain data."""
 
+from lightning_amp.advice._decision import Decision
 from lightning_amp.advice._findings import Finding
 from lightning_amp.advice._gains import (
     AS_IT_IS,
@@ -9,8 +10,9 @@ from lightning_amp.advice._gains import (
     LARGER_BATCH,
     TIMES_LARGER,
     WITHOUT_RULES,
+    compare,
 )
-from lightning_amp.advice._machine_facts import Format, Machine, Product, Trap
+from lightning_amp.advice._machine_facts import Convolution, Format, Machine, Product, Support, Trap, judged
 from lightning_amp.advice._report import DoctorReport
 from lightning_amp.advice._step_facts import (
     CastSite,
@@ -36,6 +38,8 @@ __all__ = [
     "TIMES_LARGER",
     "WITHOUT_RULES",
     "CastSite",
+    "Convolution",
+    "Decision",
     "DoctorReport",
     "Finding",
     "Format",
@@ -47,11 +51,14 @@ __all__ = [
     "Reason",
     "SlowProduct",
     "Step",
+    "Support",
     "Trap",
     "Unaligned",
     "Variant",
     "Wait",
+    "compare",
     "details",
+    "judged",
     "summary",
     "title",
 ]

@@ -1,14 +1,13 @@
-"""How much faster one variant of a step is than another, and whether that is more than noise."""
+"""How much faster one variant of a step is than another, and what of it may be claimed."""
 
 from __future__ import annotations
 
-from statistics import quantiles
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 
-from typing_extensions import final
-
-from lightning_amp._text import counted, rounded, span
 from lightning_amp.advice._step_facts import Step
+from lightning_amp.measure import SpeedComparison, times_as_fast
 
 AS_IT_IS = "as it is"
 IN_FP32 = "fp32"
@@ -18,73 +17,78 @@ WITHOUT_RULES = "without fp32_modules"
 LARGER_BATCH = "4 times the batch"
 TIMES_LARGER = 4
 
-_CLEARLY = 1.05
-_FEW, _MANY = 3, 5
+LOOKS = 2
+"""A race is looked at twice, after its first rounds and at its end."""
+
+_WORTH = 1.05
+"""A gain below 5 % is no warning, however sure it is."""
+_PARTS: dict[str, tuple[str, ...]] = {
+    FUSED: ("optimizer", "checks, unscaling and clipping"),
+    CHANNELS_LAST: ("forward", "backward"),
+    WITHOUT_RULES: ("forward", "backward"),
+    LARGER_BATCH: (),
+}
+"""The parts of a step that a change can make faster."""
 
 
-@final
-class Gain(NamedTuple):
-    """A ratio of times, paired by round: above 1 is faster.
+def compare(contestant_s: Sequence[float], reference_s: Sequence[float], among: int = LOOKS) -> SpeedComparison | None:
+    """Compare two series of times, paired by round; `None` without a round of both.
 
-    Attributes:
-        ratio: The median.
-        low: Lower end of the middle half.
-        high: Upper end of the middle half.
-        lowest: Of all rounds.
-        highest: Of all rounds.
-        rounds: How many.
+    Args:
+        contestant_s: Seconds by round.
+        reference_s: Likewise.
+        among: How many comparisons lead to one sentence; all of them together err in 1 % at most.
 
     """
-
-    ratio: float
-    low: float
-    high: float
-    lowest: float
-    highest: float
-    rounds: int
-
-    @property
-    def is_sure(self) -> bool:
-        """Return whether there are enough rounds to say anything."""
-        return self.rounds >= _FEW
-
-    @property
-    def is_clear(self) -> bool:
-        """Return whether it is faster by more than noise and by more than 5 %."""
-        low = self.low if self.rounds >= _MANY else self.lowest
-        return self.is_sure and self.ratio >= _CLEARLY and low > 1.0
-
-    @property
-    def is_loss(self) -> bool:
-        """Return whether it is slower by more than noise and by more than 5 %."""
-        high = self.high if self.rounds >= _MANY else self.highest
-        return self.is_sure and self.ratio <= 1 / _CLEARLY and high < 1.0
-
-    @property
-    def words(self) -> str:
-        """Return it in words: `1.62 times as fast (middle half 1.55 to 1.71 of 7 rounds)`."""
-        ends = span([rounded(self.low), rounded(self.high)])
-        return f"{rounded(self.ratio)} times as fast (middle half {ends} of {counted(self.rounds, 'round')})"
+    pairs = [(a, b) for a, b in zip(contestant_s, reference_s, strict=False) if a > 0 and b > 0]
+    return SpeedComparison.of([math.log(a / b) for a, b in pairs], 1 - 0.01 / among) if pairs else None
 
 
-def gain(step: Step, label: str, base: str = AS_IT_IS) -> Gain | None:
-    """Return how much faster a variant is than another one; `None` if one of them was not timed."""
+def measured(step: Step, label: str, base: str = AS_IT_IS) -> SpeedComparison | None:
+    """Return how much faster a variant is than another one, as measured; `None` if one of them was not timed."""
     changed, before = step.variant(label), step.variant(base)
-    if changed is None or before is None:
-        return None
-    ratios = sorted(b / a for a, b in zip(changed.step_s, before.step_s, strict=False) if a > 0)
-    if not ratios:
-        return None
-    if len(ratios) == 1:
-        only = ratios[0]
-        return Gain(only, only, only, only, only, 1)
-    low, middle, high = quantiles(ratios, n=4, method="inclusive")
-    return Gain(middle, low, high, ratios[0], ratios[-1], len(ratios))
+    return None if changed is None or before is None else compare(changed.step_s, before.step_s)
 
 
-def speed_up(step: Step) -> Gain | None:
+def gain(step: Step, label: str) -> SpeedComparison | None:
+    """Return how much faster a variant is than the step as it is, within :func:`most_gain`.
+
+    `None` if it was not timed, or if its whole interval lies above what is possible: that is noise.
+    """
+    found, most = measured(step, label), most_gain(step, label)
+    if found is None or found.ratio <= most:
+        return found
+    if found.low is None or found.high is None or found.low > most:
+        return None
+    return replace(found, ratio=most, high=min(found.high, most))
+
+
+def most_gain(step: Step, label: str) -> float:
+    """Return what a change can gain at most (Amdahl): the parts that it does not touch take their time all the same."""
+    if label not in _PARTS or not step.parts:
+        return math.inf
+    whole = sum(seconds for part, seconds in step.parts.items() if part != "data")  # which is not in the race
+    share = sum(step.parts.get(part, 0.0) for part in _PARTS[label]) / max(whole, 1e-12)
+    return 1 / (1 - share) if share < 1 else math.inf
+
+
+def is_worth_it(found: SpeedComparison | None) -> bool:
+    """Return whether it is faster beyond its interval, and by more than 5 %."""
+    return found is not None and found.claim == "faster" and found.ratio >= _WORTH
+
+
+def speed_up(step: Step) -> SpeedComparison | None:
     """Return how much faster the step is than in fp32."""
-    return gain(step, AS_IT_IS, IN_FP32)
+    return measured(step, AS_IT_IS, IN_FP32)
+
+
+def more_rows(step: Step) -> SpeedComparison | None:
+    """Return how many times as many rows per second a larger batch trains."""
+    found = gain(step, LARGER_BATCH)
+    if found is None:
+        return None
+    low, high = (None if end is None else TIMES_LARGER * end for end in (found.low, found.high))
+    return SpeedComparison(TIMES_LARGER * found.ratio, low, high, found.num_repetitions)
 
 
 def best_speed_up(step: Step, products: float) -> float:
@@ -97,3 +101,16 @@ def best_speed_up(step: Step, products: float) -> float:
     """
     share = step.fp32_product_share
     return 1 / (1 - share + share / products) if products > 0 else 1.0
+
+
+def in_fp32(speed: SpeedComparison) -> str:
+    """Write a comparison with fp32: `3.8x as slow (3.5 to 4.1) as in fp32`, `as fast as in fp32, within 5 %`."""
+    match speed.claim:
+        case "same":
+            return "as fast as in fp32, within 5 %"
+        case "undecided":
+            return f"{speed} of fp32's" if speed.interval else str(speed)
+        case "one run":
+            return f"{times_as_fast(speed.ratio)} as in fp32, one run of each"
+        case _:
+            return f"{speed} as in fp32"

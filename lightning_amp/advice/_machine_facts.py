@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from typing_extensions import final
+
+from lightning_amp.measure import SpeedComparison
+
+Support = Literal["native", "partial", "emulated", "missing"]
 
 
 @final
@@ -16,13 +21,40 @@ class Product:
     Attributes:
         format: `"fp32"`, `"tf32"`, `"bf16"`, `"fp16"` or `"fp8"`.
         size: Rows, columns and depth.
-        tflops: 10^12 floating-point operations per second.
+        tflops: 10^12 floating-point operations per second, from the median time.
+        speed: Against products of this size in fp32, which ran in the same rounds; `None` if they did not.
 
     """
 
     format: str
     size: int
     tflops: float
+    speed: SpeedComparison | None = None
+
+
+def judged(products: Iterable[Product]) -> Product | None:
+    """Return the product that tells most about a format: of those that ran in the most rounds the largest."""
+    compared = [(p.speed.num_repetitions, p.size, p) for p in products if p.speed is not None]
+    return max(compared, default=(0, 0, None), key=lambda found: found[:2])[2]
+
+
+@final
+@dataclass(frozen=True)
+class Convolution:
+    """How fast a 3x3 convolution is, against the same one in fp32, which ran in the same rounds.
+
+    Attributes:
+        format: As of :class:`Product`.
+        part: `"forward"` or `"backward"`.
+        stride: 1 or 2.
+        speed: Against fp32.
+
+    """
+
+    format: str
+    part: Literal["forward", "backward"]
+    stride: int
+    speed: SpeedComparison
 
 
 @final
@@ -32,15 +64,17 @@ class Format:
 
     Attributes:
         name: As of :class:`Product`.
-        support: `"native"`, `"emulated"` or `"missing"`.
-        reason: Why, in a few words.
+        support: `"native"`: there are instructions for it, and neither products nor convolutions are measured to be
+            slower than in fp32. `"partial"`: there are instructions, and one of them is slower. `"emulated"`: there are
+            no instructions. `"missing"`: it does not run.
+        reason: The instructions, what is slower, or why there are none, in a few words.
         tflops: The best of its products; 0 if none was measured.
         fills_at: The smallest size whose products reach three quarters of the best; 0 if none was measured.
 
     """
 
     name: str
-    support: str
+    support: Support
     reason: str
     tflops: float = 0.0
     fills_at: int = 0
@@ -78,12 +112,13 @@ class Machine:
         memory_gib: Of the device; 0 if that is not known.
         versions: By package.
         formats: What it makes of each format.
-        products: What was measured.
+        products: What was measured of matrix products.
         tf32: Whether fp32 products may be computed in TF32 now, in words; empty where there is no TF32.
         precision: What `"auto"` picks here.
         precision_reason: Why.
         traps: Of the versions that are installed.
         notes: What could not be measured, and why.
+        convolutions: What was measured of convolutions.
 
     """
 
@@ -98,12 +133,22 @@ class Machine:
     precision_reason: str
     traps: tuple[Trap, ...] = ()
     notes: tuple[str, ...] = ()
+    convolutions: tuple[Convolution, ...] = ()
 
     def format(self, name: str) -> Format | None:
         """Return a format by its name."""
         return next((found for found in self.formats if found.name == name), None)
 
-    def gain(self, name: str) -> float:
-        """Return how many times as fast as in fp32 products are at best; 0 if that is not known."""
-        half, full = self.format(name), self.format("fp32")
-        return half.tflops / full.tflops if half and full and full.tflops else 0.0
+    def compared_product(self, name: str) -> Product | None:
+        """Return the product of a format by which its speed is judged; `None` if none was compared with fp32."""
+        return judged(product for product in self.products if product.format == name)
+
+    def speed(self, name: str) -> SpeedComparison | None:
+        """Return how fast matrix products of a format are, against fp32; `None` if that was not measured."""
+        product = self.compared_product(name)
+        return None if product is None else product.speed
+
+    def slowest_convolution(self, name: str) -> Convolution | None:
+        """Return the convolution that is slower than in fp32 by the largest ratio; `None` if none is."""
+        slower = [c for c in self.convolutions if c.format == name and c.speed.claim == "slower"]
+        return min(slower, key=lambda convolution: convolution.speed.ratio, default=None)

@@ -1,28 +1,30 @@
-"""What a machine can and cannot do."""
+"""Findings about a machine. A :class:`Decision` is the source of each recommendation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from lightning_amp._text import rounded
+from lightning_amp.advice._decision import FP32, Decision, mixed_formats
 from lightning_amp.advice._findings import Finding
+from lightning_amp.advice._gains import in_fp32, speed_up
 from lightning_amp.advice._machine_facts import Format, Machine
+from lightning_amp.advice._not_faster import reason_of
 from lightning_amp.advice._step_facts import Step
 
-_FASTER = 1.1
 
-
-def machine_findings(machine: Machine, precision: str, step: Step | None = None) -> Iterator[Finding]:
+def machine_findings(machine: Machine, decision: Decision, step: Step | None = None) -> Iterator[Finding]:
     """Yield what there is to say.
 
     Args:
         machine: What was measured.
-        precision: Which one is going to be used, as :class:`AmpPrecision` names it.
+        decision: What is recommended, and about which precision the report is.
         step: What is said beside it; then nothing is said of formats and traps that do not concern it.
 
     """
-    yield from _emulated(machine, precision, others=step is None)
-    yield from _slow(machine, precision)
+    yield from _without_instructions(machine, decision, step)
+    if step is None:
+        yield from _no_faster_products(machine, decision)
     yield from _tf32(machine)
     for trap in machine.traps:
         if step is not None and trap.concerns == "convolutions" and not step.convolutions:
@@ -33,49 +35,72 @@ def machine_findings(machine: Machine, precision: str, step: Step | None = None)
         yield Finding("note", "version-trap", text, f"Read {trap.source}, and see whether it concerns you.")
 
 
-def _emulated(machine: Machine, precision: str, *, others: bool) -> Iterator[Finding]:
+def _without_instructions(machine: Machine, decision: Decision, step: Step | None) -> Iterator[Finding]:
     for found in machine.formats:
-        if found.support == "native" or found.name in ("fp32", "tf32"):
+        if found.support not in ("emulated", "missing"):
             continue
-        chosen = found.name == precision
-        if not chosen and not others:
-            continue
-        if found.support == "missing":
-            if chosen:
-                yield Finding(
-                    "error", "emulated-precision", f"{machine.device} has no {found.name}: {found.reason}.",
-                    _instead(machine), 1.0,
-                )  # fmt: skip
-            continue
-        text = f"{found.name} is emulated here ({found.reason}){_speed(machine, found)}."
-        action = _instead(machine) if chosen else f"Do not train in {found.name!r} here to save time."
-        yield Finding("error" if chosen else "note", "emulated-precision", text, action, 1.0 if chosen else 0.0)
+        chosen = found.name == decision.looked_at
+        if chosen:
+            yield _chosen(machine, decision, found, step)
+        elif step is None and found.support == "emulated" and decision.use != found.name:
+            speed = machine.speed(found.name)
+            slower = speed is not None and speed.claim == "slower"
+            action = f'Do not train in "{found.name}" here to save time.' if slower else ""
+            yield Finding("note", "emulated-precision", f"{_emulated(machine, found)}.", action)
 
 
-def _speed(machine: Machine, found: Format) -> str:
-    full = machine.format("fp32")
-    if full is None or not full.tflops or not found.tflops:
+def _chosen(machine: Machine, decision: Decision, found: Format, step: Step | None) -> Finding:
+    if found.support == "missing":
+        text = f"{machine.device} has no {found.name}: {found.reason}."
+        return Finding("error", "emulated-precision", text, recommendation(machine, decision), 1.0)
+    text = _emulated(machine, found)
+    speed = speed_up(step) if step is not None else None
+    if step is not None and speed is not None:
+        text += f". A step in it: {in_fp32(speed)}"
+        if speed.ratio < 1 and (reason := reason_of(step)) is not None:
+            text += f"; {reason.text}"
+    if decision.advises_against:
+        return Finding("error", "emulated-precision", f"{text}.", recommendation(machine, decision), 1.0)
+    return Finding("note", "emulated-precision", f"{text}.")
+
+
+def _emulated(machine: Machine, found: Format) -> str:
+    text = f"{found.name} is emulated here ({found.reason})"
+    product = machine.compared_product(found.name)
+    if product is None or product.speed is None:
+        return text
+    return (
+        f"{text}: its matrix products of {product.size} rows and columns reach {rounded(product.tflops)} TFLOP/s"
+        f" ({in_fp32(product.speed)})"
+    )
+
+
+def recommendation(machine: Machine, decision: Decision) -> str:
+    """Write what to use, and why; empty if nothing is recommended."""
+    if decision.use is None:
         return ""
-    ratio = found.tflops / full.tflops
-    words = f"{rounded(1 / ratio)} times as slow as" if ratio < 1 else f"{rounded(ratio)} times as fast as"
-    return f": its matrix products reach {rounded(found.tflops)} TFLOP/s, {words} those of fp32"
+    text = f'Use `AmpPrecision("{decision.use}")`'
+    if decision.use != FP32 and decision.speed is not None:
+        text += f": its {_what(decision)} {in_fp32(decision.speed)}"
+    return f"{text}."
 
 
-def _instead(machine: Machine) -> str:
-    return f'Use `AmpPrecision("{machine.precision}")`: {machine.precision_reason}.'
+def _what(decision: Decision) -> str:
+    return "step is" if decision.basis == "step" else "matrix products are"
 
 
-def _slow(machine: Machine, precision: str) -> Iterator[Finding]:
-    chosen = machine.format(precision)
-    if chosen is None or precision == "fp32" or chosen.support != "native":
+def _no_faster_products(machine: Machine, decision: Decision) -> Iterator[Finding]:
+    chosen, product = machine.format(decision.looked_at), machine.compared_product(decision.looked_at)
+    if chosen is None or product is None or product.speed is None or decision.looked_at == FP32:
         return
-    ratio = machine.gain(precision)
-    if 0 < ratio < _FASTER:
-        text = (
-            f"Matrix products in {precision} reach {rounded(chosen.tflops)} TFLOP/s, {rounded(ratio)} times those of"
-            " fp32: this device gains no speed from it, only memory."
-        )
-        yield Finding("warning", "no-faster-products", text, 'Stay in "fp32" unless you need the memory.', 0.9)
+    if chosen.support not in ("native", "partial") or product.speed.claim not in ("slower", "same"):
+        return
+    text = (
+        f"Matrix products in {decision.looked_at} of {product.size} rows and columns reach"
+        f" {rounded(product.tflops)} TFLOP/s ({in_fp32(product.speed)}): they gain no speed here."
+    )
+    action = recommendation(machine, decision) if decision.advises_against else ""
+    yield Finding("warning", "no-faster-products", text, action, 0.9)
 
 
 def _tf32(machine: Machine) -> Iterator[Finding]:
@@ -83,20 +108,43 @@ def _tf32(machine: Machine) -> Iterator[Finding]:
     if tf32 is None or full is None or not full.tflops or not machine.tf32.startswith("off"):
         return
     text = (
-        f"TF32 is off: fp32 products reach {rounded(full.tflops)} TFLOP/s, and {rounded(tf32.tflops)} with TF32. What"
-        " stays in fp32 beside mixed precision is computed in full."
+        f"TF32 is off: fp32 products reach {rounded(full.tflops)} TFLOP/s, and {rounded(tf32.tflops)} with TF32."
+        " Products that stay in fp32 beside mixed precision are computed in full."
     )
     action = '`torch.set_float32_matmul_precision("high")` turns it on; it rounds the inputs of products to 10 bits.'
     yield Finding("note", "tf32-off", text, action)
 
 
-def verdict(machine: Machine) -> Finding:
+def verdict(machine: Machine, decision: Decision) -> Finding:
     """Return what to use on this machine, and why."""
-    best = machine.format(machine.precision)
-    gain = machine.gain(machine.precision)
-    text = f'Use "{machine.precision}" here: {machine.precision_reason}'
-    if best is not None and gain > 0 and machine.precision != "fp32":
-        text += f"; its matrix products reach {rounded(best.tflops)} TFLOP/s, {rounded(gain)} times those of fp32"
-        if best.fills_at:
-            text += f", from {best.fills_at} rows and columns on"
+    if decision.use is None:
+        text = f"Undecided: {'; '.join(_by_format(machine)) or 'no half precision was measured'}"
+        return Finding("ok", "precision", f"{text}.", "`doctor(Model, Data)` times your own step.")
+    text = f'Use "{decision.use}" here: '
+    product = machine.compared_product(decision.use)
+    if decision.use != FP32 and product is not None and product.speed is not None:
+        found = machine.format(decision.use)
+        text += f"its matrix products reach {rounded(product.tflops)} TFLOP/s ({in_fp32(product.speed)})"
+        if found is not None and found.fills_at > min(p.size for p in machine.products):
+            text += f"; smaller ones than {found.fills_at} rows and columns reach less than three quarters of it"
+        slow = machine.slowest_convolution(decision.use)
+        if slow is not None:
+            text += (
+                f". Not for convolutions: the {slow.part} of a 3x3 one with stride {slow.stride} is"
+                f" {in_fp32(slow.speed)}"
+            )
+    else:
+        found = "; ".join(_by_format(machine))
+        text += f"no half precision is measured to be faster ({found})" if found else "no half precision runs"
+    if machine.precision != decision.use:
+        text += f'. `auto` picks "{machine.precision}" here: name "{decision.use}" instead'
     return Finding("ok", "precision", f"{text}.")
+
+
+def _by_format(machine: Machine) -> Iterator[str]:
+    for name in mixed_formats(machine):
+        speed, found = machine.speed(name), machine.format(name)
+        if speed is not None:
+            yield f"matrix products in {name}: {in_fp32(speed)}"
+        elif found is not None:
+            yield f"{name} is {found.support} ({found.reason}), its products were not measured"

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from lightning_amp._text import memory, percent, rounded
 from lightning_amp.advice._findings import Finding
 from lightning_amp.advice._machine_facts import Machine
-from lightning_amp.advice._step_facts import Step
+from lightning_amp.advice._step_facts import Memory, Step
 
-_FULL = 0.7
-"""Of the memory of a device; beyond, what holds the most is a warning."""
+_FULL, _MATTERS = 0.7, 0.1
+"""Shares of the memory of a device: a peak above the first is a warning; below the second less of it is no use."""
+_MATTERS_BYTES = 2**30
+"""The same where the memory of the device is not known."""
 _LARGE_LOGITS = 16 * 2**20
 _ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lamb")
 
@@ -20,13 +22,26 @@ def memory_findings(step: Step, machine: Machine) -> Iterator[Finding]:
     found = [*_logits(step, machine), *_state(step, machine)]
     yield from found
     full = step.fp32_memory
-    if not found and full is not None and step.precision != "fp32" and step.memory.peak > 0.98 * full.peak:
+    if found or full is None or step.precision == "fp32" or not _matters(step, machine):
+        return
+    if step.memory.peak > 0.98 * full.peak:
         text = (
-            f"The peak is {memory(step.memory.peak)}, and {memory(full.peak)} in fp32: casts hold"
-            f" {memory(step.memory.casts)}, and activations {memory(step.memory.activations)}."
+            f"The peak is {memory(step.memory.peak)}, and {memory(full.peak)} in fp32: weights, gradients and the"
+            f" optimizer hold {memory(_state_bytes(step.memory))}, casts {memory(step.memory.casts)}, and activations"
+            f" {memory(step.memory.activations)}."
         )
-        action = "A larger batch has more activations, which are what halves."
+        action = "Mixed precision halves activations alone: it saves more with a larger batch."
         yield Finding("note", "memory-not-lower", text, action, 0.05)
+
+
+def _matters(step: Step, machine: Machine) -> bool:
+    """Return whether the peak is so large a part of the device that less of it would change a decision."""
+    limit = machine.memory_gib * 2**30
+    return step.memory.peak >= (_MATTERS * limit if limit else _MATTERS_BYTES)
+
+
+def _state_bytes(found: Memory) -> int:
+    return found.weights + found.gradients + found.states + found.temporaries
 
 
 def _logits(step: Step, machine: Machine) -> Iterator[Finding]:
@@ -51,9 +66,9 @@ def _logits(step: Step, machine: Machine) -> Iterator[Finding]:
 
 def _state(step: Step, machine: Machine) -> Iterator[Finding]:
     found = step.memory
-    state = found.weights + found.gradients + found.states + found.temporaries
+    state = _state_bytes(found)
     share = state / max(found.peak, 1)
-    if share < 0.5 or not step.num_parameters:
+    if share < 0.5 or not step.num_parameters or not _matters(step, machine):
         return
     per = (found.weights + _gradients(step) + found.states) / step.num_parameters
     beside = f" ({memory(found.temporaries)} of it in its step alone)" if found.temporaries else ""
@@ -65,7 +80,9 @@ def _state(step: Step, machine: Machine) -> Iterator[Finding]:
         text += f": the peak is {memory(found.peak)}, and {memory(step.fp32_memory.peak)} in fp32"
     limit = machine.memory_gib * 2**30
     full = limit > 0 and found.peak > _FULL * limit
-    yield Finding("warning" if full else "note", "state-dominates", f"{text}.", " ".join(_savings(step)), share)
+    yield Finding(
+        "warning" if full else "note", "state-dominates", f"{text}.", " ".join(_savings(step, machine)), share
+    )
 
 
 def _gradients(step: Step) -> int:
@@ -73,7 +90,7 @@ def _gradients(step: Step) -> int:
     return max(step.memory.gradients, 4 * sum(optimizer.num_parameters for optimizer in step.optimizers))
 
 
-def _savings(step: Step) -> Iterator[str]:
+def _savings(step: Step, machine: Machine) -> Iterator[str]:
     found = step.memory
     if step.batch_size:
         per_row = found.of_batch / step.batch_size
@@ -92,7 +109,8 @@ def _savings(step: Step) -> Iterator[str]:
                 f"States in 8 bits (`torchao.optim.AdamW8bit`) save {memory(max(0, states - 2 * number))}, in bf16"
                 f" {memory(states // 2)}."
             )
-    sharded = (found.weights + _gradients(step) + states) * 7 // 8
-    yield f"Sharding over 8 devices (FSDP2) saves {memory(sharded)} on each."
+    if machine.device_type == "cuda":
+        sharded = (found.weights + _gradients(step) + states) * 7 // 8
+        yield f"Sharding over 8 devices (FSDP2) saves {memory(sharded)} on each."
     if found.activations > 0.1 * found.peak:
         yield f"Activation checkpointing can save part of {memory(found.activations)} of activations."

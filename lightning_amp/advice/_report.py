@@ -12,6 +12,7 @@ from typing_extensions import final, override
 from lightning_amp._files import write_atomically
 from lightning_amp._plain_data import plain
 from lightning_amp.advice import _words
+from lightning_amp.advice._decision import Decision, decide
 from lightning_amp.advice._findings import Finding, worst_first
 from lightning_amp.advice._gains import AS_IT_IS
 from lightning_amp.advice._machine_facts import Machine
@@ -53,19 +54,31 @@ class DoctorReport:
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """Return what was found, worst first; never empty."""
-        found = list(machine_findings(self.machine, self.precision, self.step))
+        decision = self.decision
+        found = list(machine_findings(self.machine, decision, self.step))
         if self.step is None:
-            found.append(verdict(self.machine))
+            found.append(verdict(self.machine, decision))
         else:
-            found += [*speed_findings(self.step, self.machine), *memory_findings(self.step, self.machine)]
+            found += [*speed_findings(self.step, self.machine, decision), *memory_findings(self.step, self.machine)]
             as_it_is = self.step.variant(AS_IT_IS)
             if as_it_is is None:
                 errors = [variant.error for variant in self.step.variants if variant.label == AS_IT_IS]
                 text = f"The step could not be timed beside others, so nothing was tried: {' '.join(errors)}."
                 found.append(Finding("note", "not-timed", text, "Look at the table of parts, which was measured."))
             elif not any(finding.is_problem for finding in found):
-                found.append(Finding("ok", "nothing-to-do", f"Nothing to do. {_words.summary(self.step)}"))
+                found.append(Finding("ok", "nothing-to-do", f"{self._nothing} {_words.summary(self.step)}"))
         return worst_first(found)
+
+    @cached_property
+    def decision(self) -> Decision:
+        """Return the recommended precision and its basis; every finding agrees with it."""
+        return decide(self.machine, self.precision, self.step)
+
+    @property
+    def _nothing(self) -> str:
+        speed = self.decision.speed
+        is_open = speed is not None and self.decision.use is None and speed.decided_ratio is None
+        return "Nothing was found to change." if is_open else "Nothing to do."
 
     @property
     def has_problems(self) -> bool:
@@ -90,6 +103,7 @@ class DoctorReport:
             {
                 "format": _FORMAT,
                 "precision": self.precision,
+                "decision": asdict(self.decision),
                 "findings": [asdict(finding) for finding in self.findings],
                 "machine": asdict(self.machine),
                 "step": None if self.step is None else asdict(self.step),

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from statistics import median
 
 from lightning_amp._text import counted, memory, percent, rounded
+from lightning_amp.advice._decision import Decision
 from lightning_amp.advice._findings import Finding, Severity
 from lightning_amp.advice._gains import (
     AS_IT_IS,
     CHANNELS_LAST,
     FUSED,
-    LARGER_BATCH,
-    TIMES_LARGER,
     WITHOUT_RULES,
-    Gain,
-    best_speed_up,
     gain,
-    speed_up,
+    is_worth_it,
+    measured,
+    most_gain,
 )
 from lightning_amp.advice._machine_facts import Machine
+from lightning_amp.advice._not_faster import not_faster
 from lightning_amp.advice._step_facts import Loading, Reason, Step
+from lightning_amp.measure import SpeedComparison, times_as_fast
 
 _MS = 1e3
+_FASTER_LOADING = 0.7
+"""A loader that takes less than this share of the wait is faster: eight noisy batches (20 %) feign it in under 1 %."""
 
 
-def speed_findings(step: Step, machine: Machine) -> Iterator[Finding]:
+def speed_findings(step: Step, machine: Machine, decision: Decision) -> Iterator[Finding]:
     """Yield what costs time."""
     known = [*_fp32_products(step), *_fp32_modules(step), *_casts(step)]
     yield from known
@@ -35,10 +40,7 @@ def speed_findings(step: Step, machine: Machine) -> Iterator[Finding]:
     yield from _waits(step, machine)
     yield from _callbacks(step)
     yield from _settings(step)
-    support = machine.format(step.precision)
-    emulated = support is not None and support.support != "native"
-    if not emulated and not any(finding.is_problem for finding in known):  # these say why already
-        yield from _too_small(step, machine)
+    yield from not_faster(step, machine, decision, is_explained=any(finding.is_problem for finding in known))
 
 
 def _total(step: Step) -> float:
@@ -70,19 +72,35 @@ def _for_loading(loading: Loading | None) -> str:
             f"Pass `persistent_workers=True` to the DataLoader: starting {counted(loading.workers, 'worker')} at each"
             f" epoch takes {rounded(loading.restart_s * _MS)} ms of a step."
         )
+    if loading.is_stream:
+        return _for_streams(loading)
     if not loading.tried:
         return "Pass `num_workers=...` to the DataLoader, or do less per item (decode once, and save the result)."
-    workers, seconds = min(loading.tried, key=lambda pair: pair[1])
-    if seconds < 0.7 * loading.wait_s:
-        stay = ", persistent_workers=True" if workers else ""
-        return (
-            f"Pass `num_workers={workers}{stay}` to the DataLoader: tried here, a batch then takes"
-            f" {rounded(seconds * _MS)} ms."
-        )
+    if better := _with_workers(loading):
+        return better
     others = ", ".join(f"{number}: {rounded(s * _MS)} ms" for number, s in loading.tried)
     return (
         f"Other numbers of workers do not help (tried here, per batch: {others}). Do less per item, or fetch whole"
         " batches at once: a dataset with `__getitems__`, or one that indexes tensors by batch."
+    )
+
+
+def _with_workers(loading: Loading) -> str:
+    """Advise the number of workers that was fastest, if it was clearly faster than the step's loader."""
+    workers, seconds = min(loading.tried, key=lambda pair: pair[1], default=(0, math.inf))
+    if seconds >= _FASTER_LOADING * loading.wait_s:
+        return ""
+    stay = ", persistent_workers=True" if workers else ""
+    return (
+        f"Pass `num_workers={workers}{stay}` to the DataLoader: tried here, a batch then takes"
+        f" {rounded(seconds * _MS)} ms."
+    )
+
+
+def _for_streams(loading: Loading) -> str:
+    return _with_workers(loading) or (
+        "Do less per item. Pass `num_workers=...` only if the `IterableDataset` gives each worker its own rows"
+        " (`torch.utils.data.get_worker_info`): otherwise every worker serves every row."
     )
 
 
@@ -140,8 +158,8 @@ def _fp32_modules(step: Step) -> Iterator[Finding]:
     )
     clear = share >= 0.5
     if without is not None:
-        text += f"; without it a step is {without.words}"
-        clear = without.is_clear
+        text += f"; without it, tried here: {without}"
+        clear = is_worth_it(without)
     action = "Name fewer modules: `find_fp32_modules` searches for the smallest set that keeps the gradients."
     yield Finding("warning" if clear else "note", "fp32-modules-dominate", f"{text}.", action, share)
 
@@ -178,20 +196,27 @@ def _sizes(step: Step) -> Iterator[Finding]:
     if share < 0.05:
         return
     as_is = step.variant(AS_IT_IS)
-    step_s = min(as_is.step_s) if as_is is not None else max(_total(step), 1e-12)
-    saved = sum(max(0.0, found.seconds - found.padded_seconds) for found in step.unaligned if found.seconds)
-    gained = saved / max(step_s, 1e-12)
+    step_s = median(as_is.step_s) if as_is is not None else max(_total(step), 1e-12)
+    faster = [found for found in step.unaligned if is_worth_it(found.padded_speed)]
+    saved = min(sum(found.seconds - found.padded_seconds for found in faster), step.product_s)
+    gained = min(1.0, saved / max(step_s, 1e-12))
     worst = step.unaligned[0]
     before, after = (" x ".join(map(str, sizes)) for sizes in (worst.sizes, worst.padded))
     text = (
         f"{percent(share)} of the FLOPs are products with sizes that are no multiples of {step.alignment}, most in"
-        f" `{worst.module}` ({before}); padded to {after} they would save {percent(min(1.0, gained))} of a step,"
-        " measured product by product."
+        f" `{worst.module}` ({before})"
     )
+    if gained:
+        text += f"; padded, they save {percent(gained)} of a step, measured product by product"
+    elif worst.padded_speed is not None:
+        text += f"; padded to {after}, measured here: {worst.padded_speed}"
+    text += "."
     action = (
         f"Pad vocabularies, features and sequence lengths to multiples of {step.alignment}"
         f" ({_pads(worst.sizes, worst.padded)})."
     )
+    if worst.padded_speed is not None and worst.padded_speed.claim in ("same", "slower") and not gained:
+        action = "Leave them as they are: padding gains nothing here."
     yield Finding(_graded(gained, 0.05), "sizes-not-aligned", text, action, max(gained, 0.01))
 
 
@@ -206,25 +231,35 @@ def _optimizer(step: Step) -> Iterator[Finding]:
     share = _share(step, "optimizer")
     plain = [optimizer for optimizer in step.optimizers if optimizer.can_fuse]
     fused = gain(step, FUSED)
-    if not plain or (share < 0.05 and not (fused and fused.is_clear)):
+    clear = is_worth_it(fused)
+    if not plain or (share < 0.05 and not clear):
         return
     name = plain[0].name
-    text = f"`{name}` takes {percent(share)} of a step, in several kernels"
-    if fused is not None:
-        text += f"; with `fused=True`, tried here, a step is {fused.words}"
-    clear = fused is not None and fused.is_clear
-    action = f"Pass `fused=True`: `torch.optim.{name}(..., fused=True)`."
-    if fused is not None and not clear:
-        action = _left(fused, "`fused=True`")
-    saved = 1 - 1 / fused.ratio if fused is not None and clear else 0.0
-    yield Finding("warning" if clear else "note", "optimizer-not-fused", f"{text}.", action, saved)
+    text = f"`{name}` takes {percent(share)} of a step, in several kernels; {_tried(step, FUSED, fused)}."
+    action = f"Pass `fused=True`: `torch.optim.{name}(..., fused=True)`." if clear else _left(fused, "`fused=True`")
+    yield Finding("warning" if clear else "note", "optimizer-not-fused", text, action, _saved(fused))
 
 
-def _left(tried: Gain, what: str) -> str:
-    """Say what follows from a gain that is not clear."""
-    if tried.is_sure and tried.high < 1.05:
-        return f"Leave it as it is: {what} gains nothing here."
-    return f"Undecided: the figures are too noisy. Try {what} again on a quiet machine, by hand."
+def _tried(step: Step, label: str, found: SpeedComparison | None) -> str:
+    """Say what a change gains: as measured, or at most, where its measurement was noise."""
+    if found is not None:
+        return f"with `{label}`, tried here: {found}"
+    if measured(step, label) is None:
+        return f"`{label}` was not timed"
+    most = times_as_fast(most_gain(step, label))
+    return f"`{label}` can make a step {most} at most, and its rounds show more, which is noise"
+
+
+def _left(tried: SpeedComparison | None, what: str) -> str:
+    """Say what follows from a gain that is not worth it."""
+    if tried is None or tried.claim in ("undecided", "one run"):
+        return f"Undecided. Time {what} by itself, on a quiet machine."
+    return f"Leave it as it is: {what} gains {'little' if tried.claim == 'faster' else 'less than 5 %'} here."
+
+
+def _saved(found: SpeedComparison | None) -> float:
+    """Return which share of a step a change saves."""
+    return 1 - 1 / found.ratio if found is not None and is_worth_it(found) else 0.0
 
 
 def _channels_last(step: Step) -> Iterator[Finding]:
@@ -233,16 +268,15 @@ def _channels_last(step: Step) -> Iterator[Finding]:
     if step.channels_last or share < 0.1:
         return
     tried = gain(step, CHANNELS_LAST)
-    text = f"{percent(share)} of the FLOPs of the forward are convolutions whose images have the channels first"
-    if tried is None:
-        yield Finding("note", "channels-last", f"{text}.", "Try `module.to(memory_format=torch.channels_last)`.", 0.01)
-        return
-    text += f"; with channels_last, tried here, a step is {tried.words}."
+    clear = is_worth_it(tried)
+    text = (
+        f"{percent(share)} of the FLOPs of the forward are convolutions whose images have the channels first;"
+        f" {_tried(step, CHANNELS_LAST, tried)}."
+    )
     action = "Write `self.to(memory_format=torch.channels_last)` at the end of the module's `__init__`."
-    if not tried.is_clear:
+    if not clear:
         action = _left(tried, "channels_last")
-    saved = 1 - 1 / tried.ratio if tried.is_clear else 0.0
-    yield Finding("warning" if tried.is_clear else "note", "channels-last", text, action, saved)
+    yield Finding("warning" if clear else "note", "channels-last", text, action, _saved(tried))
 
 
 # -- the host ----------------------------------------------------------------------------------------------------------
@@ -280,69 +314,3 @@ def _settings(step: Step) -> Iterator[Finding]:
     if "deterministic algorithms" in step.settings:
         text = "Deterministic algorithms are on, which may be several times as slow."
         yield Finding("note", "deterministic", text, "Turn `deterministic` off where you do not need the same bits.")
-
-
-# -- nothing to gain ---------------------------------------------------------------------------------------------------
-
-
-def _too_small(step: Step, machine: Machine) -> Iterator[Finding]:
-    measured, products = speed_up(step), machine.gain(step.precision)
-    if measured is None or step.precision == "fp32" or products <= 1:
-        return
-    best, share = best_speed_up(step, products), step.fp32_product_share
-    if best < 1.35 and not measured.is_clear and measured.ratio < max(1.05, best + 0.15):
-        seen = measured.words if measured.ratio <= best else "no difference beyond noise"
-        text = (
-            f"Matrix products that half precision could make faster are {percent(share)} of a step in fp32, so that at"
-            f" best {rounded(best)} times the speed is possible; measured: {seen}."
-        )
-        severity: Severity = "warning" if measured.ratio <= 1.02 and measured.is_sure else "note"
-        yield Finding(severity, "model-too-small", text, _larger_or_fp32(step), 1 - share)
-    elif measured.is_loss or (best >= 1.5 and measured.is_sure and not measured.is_clear):
-        text = (
-            f"A step is {measured.words} as in fp32, although {percent(share)} of one in fp32 are products that half"
-            f" precision could make faster: {_instead(step)}."
-        )
-        yield Finding("warning" if measured.is_loss else "note", "not-faster", text, _for_slow(step), share)
-
-
-def _larger_or_fp32(step: Step) -> str:
-    return (
-        _larger(step) + " Or stay in fp32."
-        if _larger(step)
-        else ('Stay in "fp32", which is as fast here, or try `torch.compile`, which merges the small operations.')
-    )
-
-
-def _larger(step: Step) -> str:
-    """Advise a larger batch, if one was tried and trains more rows per second."""
-    larger = gain(step, LARGER_BATCH)
-    more = larger.ratio * TIMES_LARGER if larger is not None else 0.0
-    if more < 1.3:
-        return ""
-    return (
-        f"Use a larger batch: {TIMES_LARGER} times as many rows train {rounded(more)} times as many per second, tried"
-        " here (the learning rate goes with the batch size)."
-    )
-
-
-def _instead(step: Step) -> str:
-    casts = sum(site.seconds for site in step.casts)
-    lost = sum(product.seconds - product.fp32_s for product in step.slower)
-    rest = max(0.0, step.recorded_s - step.product_s)
-    if step.slower and lost > 0.3 * step.product_s:
-        worst = step.slower[0]
-        return (
-            f"`{worst.operation}` in {'the' if worst.where == 'backward' else 'module'} `{worst.where}` takes"
-            f" {rounded(worst.seconds * _MS)} ms, and {rounded(worst.fp32_s * _MS)} ms in fp32"
-        )
-    if casts > 0.2 * step.recorded_s:
-        return f"casts take {rounded(casts * _MS)} ms, and the products {rounded(step.product_s * _MS)} ms"
-    return f"all other operations take {rounded(rest * _MS)} ms, and the products {rounded(step.product_s * _MS)} ms"
-
-
-def _for_slow(step: Step) -> str:
-    lost = sum(product.seconds - product.fp32_s for product in step.slower)
-    if step.slower and lost > 0.3 * step.product_s:
-        return "The kernels of this version of torch for it are slow here, or the machine was busy: time it by itself."
-    return _larger(step) or "Try `torch.compile`, which merges the operations around the products."

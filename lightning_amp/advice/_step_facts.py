@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from typing_extensions import final
 
+from lightning_amp.measure import SpeedComparison
+
 
 @final
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Unaligned:
         flops: Of all of them.
         seconds: Measured, of all of them.
         padded_seconds: Measured, of all of them with padded sizes.
+        padded_speed: How much faster one is with padded sizes; `None` if it was not measured.
 
     """
 
@@ -48,6 +51,7 @@ class Unaligned:
     flops: int
     seconds: float
     padded_seconds: float
+    padded_speed: SpeedComparison | None = None
 
 
 @final
@@ -187,7 +191,9 @@ class Loading:
         wait_s: Seconds that a step waits for its batch.
         restart_s: Of them, those in which the loader began an epoch.
         persistent: Whether its processes stay from epoch to epoch.
-        tried: With how many processes the loader was tried alone, and seconds per batch then.
+        tried: With how many processes the loader was tried alone, and seconds per batch then. Of a stream only numbers
+            of processes that serve each row once.
+        is_stream: Whether it reads an `IterableDataset`, each of whose processes may serve every row.
 
     """
 
@@ -196,6 +202,7 @@ class Loading:
     restart_s: float = 0.0
     persistent: bool = False
     tried: tuple[tuple[int, float], ...] = ()
+    is_stream: bool = False
 
 
 @final
@@ -216,7 +223,6 @@ class Step:
         flops: Of matrix products, by the name of the dtype.
         module_flops: Of the forward, by module and the name of the dtype.
         product_s: Seconds in matrix products; of the recorded step.
-        fp32_product_s: The same of a step in fp32; 0 if it could not be run.
         fp32_product_share: The share of a step in fp32 that matrix products take and that half precision could reduce.
         slower: Products that take longer than in fp32, those that lose most first.
         recorded_s: Seconds in all operations of the recorded step.
@@ -250,7 +256,6 @@ class Step:
     flops: Mapping[str, int]
     module_flops: Mapping[str, Mapping[str, int]]
     product_s: float
-    fp32_product_s: float
     fp32_product_share: float
     slower: tuple[SlowProduct, ...]
     recorded_s: float

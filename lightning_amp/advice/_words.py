@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from statistics import median
 
 from lightning_amp._plain_data import table
-from lightning_amp._text import memory, percent, rounded, span
+from lightning_amp._text import counted, memory, percent, rounded
 from lightning_amp.advice._findings import Finding
-from lightning_amp.advice._gains import AS_IT_IS, IN_FP32, LARGER_BATCH, TIMES_LARGER, best_speed_up, gain, speed_up
-from lightning_amp.advice._machine_facts import Machine
+from lightning_amp.advice._gains import (
+    AS_IT_IS,
+    IN_FP32,
+    LARGER_BATCH,
+    best_speed_up,
+    gain,
+    in_fp32,
+    more_rows,
+    most_gain,
+    speed_up,
+)
+from lightning_amp.advice._machine_facts import Format, Machine
 from lightning_amp.advice._step_facts import Memory, Step
+from lightning_amp.measure import times_as_fast
 
 _MOST_ROWS = 6
+_DIFFERENT = 1.1
+"""Two times of one step that differ by this factor are explained."""
 SIGNS = {"error": "✗", "warning": "!", "note": "·", "ok": "✓"}
 
 
 def summary(step: Step) -> str:
     """Return the speed and the memory of a step beside fp32, in a sentence."""
-    text = f"A step in {step.precision} takes {_ms(sum(step.parts.values()))}"
-    measured = speed_up(step)
-    if measured is not None and step.precision != "fp32":
-        text += f" and is, without its data, {measured.words} as in fp32"
+    timed, full, speed = step.variant(AS_IT_IS), step.variant(IN_FP32), speed_up(step)
+    if timed is None:
+        text = f"A step in {step.precision} takes {_ms(sum(step.parts.values()))}"
+    else:
+        text = f"A step in {step.precision} takes {_ms(median(timed.step_s))} without its data"
+    if full is not None and speed is not None and step.precision != "fp32":
+        text += f", and {_ms(median(full.step_s))} in fp32 ({speed})"
     if step.fp32_memory is not None:
         text += f"; its peak of memory is {memory(step.memory.peak)}, and {memory(step.fp32_memory.peak)} in fp32"
     return f"{text}."
@@ -60,16 +76,17 @@ def _step(step: Step, machine: Machine) -> Iterator[str]:
     yield "## A step"
     total = sum(step.parts.values())
     rows = [(part, _ms(seconds), percent(seconds / total)) for part, seconds in _largest(step.parts)]
-    yield table(("part", "time", "share"), [*rows, ("all", _ms(total), f"mean of {step.num_timed}")])
+    yield table(("part", "time", "share"), [*rows, ("all", _ms(total), f"mean of {counted(step.num_timed, 'step')}")])
+    yield from _other_time(step)
     rows = list(_variants(step))
     if rows:
         yield table(("the same step, without its data", "time", "against as it is"), rows)
-    products = machine.gain(step.precision)
-    if step.precision != "fp32" and products > 0 and step.fp32_product_share:
+    products = machine.speed(step.precision)
+    if products is not None and products.claim == "faster" and step.fp32_product_share:
         yield (
             f"Products that run in {step.precision} are {percent(step.fp32_product_share)} of a step in fp32; if each"
-            f" was {rounded(products)} times as fast, as large ones are on this device, a step would be"
-            f" {rounded(best_speed_up(step, products))} times as fast (Amdahl)."
+            f" was {times_as_fast(products.ratio)}, as large ones are on this device, they alone would make a step"
+            f" {times_as_fast(best_speed_up(step, products.ratio))} (Amdahl)."
         )
     flops = sum(step.flops.values())
     if flops:
@@ -78,9 +95,10 @@ def _step(step: Step, machine: Machine) -> Iterator[str]:
     rows = list(_modules(step))
     if rows:
         yield table(("module (forward)", "GFLOP", "in"), rows)
-    yield table(("memory at the peak", step.precision, "fp32"), _memory(step.memory, step.fp32_memory))
+    formats = [step.precision, *(["fp32"] if step.fp32_memory is not None else [])]
+    yield table(("memory at the peak", *formats), _memory(step.memory, step.fp32_memory))
     if step.skipped:
-        yield f"{step.skipped} steps were skipped while the loss scale settled; none of them was timed or recorded."
+        yield f"{step.skipped} steps were skipped while the loss scale settled."
     if step.notes:
         yield "\n".join(f"- not measured: {note}" for note in step.notes)
 
@@ -89,22 +107,35 @@ def _largest(values: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(values.items(), key=lambda item: -item[1])
 
 
+def _other_time(step: Step) -> Iterator[str]:
+    """Say why the parts do not add up to the step of the race, where they do not."""
+    timed = step.variant(AS_IT_IS)
+    parts_s = sum(seconds for part, seconds in step.parts.items() if part != "data")
+    if timed is None or parts_s / _DIFFERENT <= (race_s := median(timed.step_s)) <= parts_s * _DIFFERENT:
+        return
+    yield (
+        f"Without data, the parts add up to {_ms(parts_s)}, the mean of {counted(step.num_timed, 'step')}. The rounds"
+        f" below ran later, on a few of the batches; their median is {_ms(race_s)}. The speed of a shared machine"
+        f" changes{', and slow single steps raise a mean' if parts_s > race_s else ''}."
+    )
+
+
 def _variants(step: Step) -> Iterator[tuple[str, str, str]]:
     for variant in step.variants:
-        if not variant.step_s:
-            continue
-        ordered = sorted(variant.step_s)
-        found = gain(step, variant.label)
-        same = variant.label == AS_IT_IS or found is None
-        against = "" if same or found is None else f"{rounded(found.ratio)} x ({_ends(found.low, found.high)})"
-        if variant.label == LARGER_BATCH and found is not None:
-            against = f"{rounded(TIMES_LARGER * found.ratio)} x the rows per second"
-        label = f"{AS_IT_IS}: {step.precision}" if variant.label == AS_IT_IS else variant.label
-        yield ("in fp32" if variant.label == IN_FP32 else label, _ms(ordered[len(ordered) // 2]), against)
+        if variant.step_s:
+            label = {AS_IT_IS: f"{AS_IT_IS}: {step.precision}", IN_FP32: "in fp32"}.get(variant.label, variant.label)
+            yield label, _ms(median(variant.step_s)), _against(step, variant.label)
 
 
-def _ends(low: float, high: float) -> str:
-    return span([rounded(low), rounded(high)])
+def _against(step: Step, label: str) -> str:
+    """Write how much faster a variant is than the step as it is."""
+    if label == AS_IT_IS:
+        return ""
+    found = gain(step, label)
+    if found is None:
+        return f"noise: {times_as_fast(most_gain(step, label))} is possible at most"
+    rows = more_rows(step) if label == LARGER_BATCH else None
+    return str(found) if rows is None else f"per row: {rows}"
 
 
 def _modules(step: Step) -> Iterator[tuple[str, str, str]]:
@@ -116,7 +147,7 @@ def _modules(step: Step) -> Iterator[tuple[str, str, str]]:
         yield f"{len(rest)} more", f"{sum(sum(b.values()) for b in rest) / 1e9:,.3g}", ", ".join(dtypes)
 
 
-def _memory(found: Memory, full: Memory | None) -> Iterator[tuple[str, str, str]]:
+def _memory(found: Memory, full: Memory | None) -> Iterator[tuple[str, ...]]:
     names = {
         "weights": "weights and buffers",
         "gradients": "gradients",
@@ -130,7 +161,7 @@ def _memory(found: Memory, full: Memory | None) -> Iterator[tuple[str, str, str]
     for field, name in names.items():
         own, other = getattr(found, field), 0 if full is None else getattr(full, field)
         if own or other:
-            yield name, memory(own), "" if full is None else memory(other)
+            yield name, memory(own), *(() if full is None else (memory(other),))
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------
@@ -149,16 +180,27 @@ def _machine(machine: Machine) -> Iterator[str]:
         for found in machine.formats
     ]
     yield table(("products, TFLOP/s", *map(str, sizes), "support"), rows)
+    rows = list(_convolutions(machine))
+    if rows:
+        yield table(("3x3 convolution", "forward", "backward"), rows)
     if machine.tf32:
         yield f"TF32 is {machine.tf32}."
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     size = f"; {rounded(machine.memory_gib)} GiB of memory" if machine.memory_gib else ""
-    yield f"`auto` is {machine.precision}: {machine.precision_reason}. {versions}{size}."
+    yield f"`auto` picks {machine.precision}: {machine.precision_reason}. {versions}{size}."
     if machine.notes:
         yield "\n".join(f"- {note}" for note in machine.notes)
 
 
-def _support(found: Any) -> str:
+def _convolutions(machine: Machine) -> Iterator[tuple[str, str, str]]:
+    speed = {(found.format, found.stride, found.part): found.speed for found in machine.convolutions}
+    for name, stride in dict.fromkeys((found.format, found.stride) for found in machine.convolutions):
+        parts = (speed.get((name, stride, part)) for part in ("forward", "backward"))
+        forward, backward = ("" if part is None else in_fp32(part) for part in parts)
+        yield f"{name}, stride {stride}", forward, backward
+
+
+def _support(found: Format) -> str:
     return f"{found.support}: {found.reason}" if found.reason else found.support
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,10 @@ from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp._text import named
+from lightning_amp.callbacks._step_settings import StepSettings, optimizer_name
 from lightning_amp.casting import is_metric
 from lightning_amp.numerics import HALF_DTYPES, dense, stack_scalars
 
-_NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "betas", "alpha", "eps", "rho")
 _STATISTICS = ("running_mean", "running_var")
 _MOST_BATCHES = 1000  # in which a write to a copy is waited for
 _FEWEST_WRITES = 3  # something loaded once is no average
@@ -28,10 +27,11 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @final
 class EarlyChecks:
-    """Looks at a run before and while it begins. Each message is returned once; nothing is changed.
+    """Looks at a run before and while it begins, and at each step. Each message is returned once; nothing is changed.
 
-    Cost: :meth:`before_fit` is one pass over parameters and buffers, and waits for the device once. The others read
-    attributes on the host; they wait once where an average is written into a half-precision copy.
+    Cost: :meth:`before_fit` is one pass over parameters and buffers, and waits for the device once. :meth:`read_late`
+    waits if a hyperparameter is a tensor on a device. The others read attributes on the host; they wait once where an
+    average is written into a half-precision copy.
 
     """
 
@@ -40,6 +40,7 @@ class EarlyChecks:
         self._copies: list[_Copy] = []
         self._num_batches = 0
         self._eps_checked: set[int] = set()
+        self._settings = StepSettings()
 
     def before_fit(self, trainer: Trainer, module: LightningModule) -> list[str]:
         """Name parameters and buffers that are not finite. Weights are restored, optimizers exist."""
@@ -47,14 +48,14 @@ class EarlyChecks:
         self._copies = list(_half_copies(trainer, module))
         return self._once(_nonfinite_values(module))
 
-    def after_first_step(self, trainer: Trainer, module: LightningModule) -> list[str]:
-        """Name optimizers whose state cannot hold their `eps`."""
-        return self._once(self._lost_eps(trainer))
+    def before_batch(self, trainer: Trainer, *, steps_are_seen: bool = True) -> list[str]:
+        """Name averages that are written into half precision, and optimizers whose state cannot hold their `eps`.
 
-    def before_batch(self, trainer: Trainer, module: LightningModule) -> list[str]:
-        """Name hyperparameters that are not finite, and averages that are written into half precision."""
-        found = list(_nonfinite_settings(trainer))
-        found += self._lost_eps(trainer)
+        If nobody sees the steps, as under another precision plugin, hyperparameters are looked at here.
+        """
+        found = self._lost_eps(trainer)
+        for optimizer in () if steps_are_seen else trainer.optimizers:
+            found += self._settings.look(trainer, optimizer, None)
         if self._copies:
             self._num_batches += 1
             written = {copy: copy.verdict() for copy in self._copies}
@@ -62,6 +63,22 @@ class EarlyChecks:
             waits = self._num_batches < _MOST_BATCHES
             self._copies = [copy for copy, verdict in written.items() if verdict == "waits" and waits]
         return self._once(found)
+
+    def before_update(self, trainer: Trainer, step: int | None, optimizer: Optimizer) -> list[str]:
+        """Name hyperparameters that are not finite, right before an optimizer step of this index uses them.
+
+        `None`: the next step, where its index is not known.
+        """
+        return self._once(self._settings.look(trainer, optimizer, step))
+
+    def read_late(self, trainer: Trainer) -> list[str]:
+        """Name those that are tensors on a device. Waits for it, if there are any."""
+        return self._once(self._settings.read(trainer))
+
+    @property
+    def bad_setting(self) -> str:
+        """Say which hyperparameter was not finite in which step, of the first; empty: none was."""
+        return self._settings.first
 
     def _once(self, found: Sequence[tuple[object, str]]) -> list[str]:
         new = {key: text for key, text in found if key not in self._said}
@@ -84,9 +101,10 @@ class EarlyChecks:
                     found.append(
                         (
                             ("eps", index, number),
-                            f"{_who(trainer, index, number)} keeps its state in float16, in which its `eps` of {eps:g}"
-                            " is zero: where a second moment is zero, too, the step divides 0 by 0. Keep the state in"
-                            " float32, or pass an `eps` that float16 holds, 6e-08 at least: `eps=1e-4`.",
+                            f"{optimizer_name(trainer, optimizer, number)} keeps its state in float16, in which its"
+                            f" `eps` of {eps:g} is zero: where a second moment is zero, too, the step divides 0 by 0."
+                            " Keep the state in float32, or pass an `eps` that float16 holds, 6e-08 at least:"
+                            " `eps=1e-4`.",
                         )
                     )
         return found
@@ -272,52 +290,6 @@ def _holders(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, A
                     isinstance(k, str) and isinstance(v, Tensor) for k, v in item.items()
                 ):  # fmt: skip
                     yield full, item
-
-
-# -- hyperparameters ---------------------------------------------------------------------------------------------------
-
-
-def _nonfinite_settings(trainer: Trainer) -> Iterator[tuple[object, str]]:
-    for index, optimizer in enumerate(trainer.optimizers):
-        for number, group in enumerate(optimizer.param_groups):
-            for name in _NUMBERS:
-                value = group.get(name)
-                if value is None or value is False or value is True:
-                    continue
-                numbers = value if isinstance(value, (tuple, list)) else (value,)
-                bad = next((v for v in map(_on_host, numbers) if v is not None and not math.isfinite(v)), None)
-                if bad is not None:
-                    what = "NaN" if math.isnan(bad) else "infinite"
-                    setter = _set_by(trainer, optimizer, number, name)
-                    text = f"{_who(trainer, index, number)}: `{name}` is {what}{setter}."
-                    then = "The next step would write that into the weights, in every precision."
-                    yield ("setting", index, number, name), f"{text} {then}"
-
-
-def _on_host(value: Any) -> float | None:
-    """Return a number that is here already; one on a device would have to be waited for."""
-    if isinstance(value, Tensor):
-        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-def _who(trainer: Trainer, index: int, group: int) -> str:
-    optimizer = trainer.optimizers[index]
-    which = f" {index} of {len(trainer.optimizers)}" if len(trainer.optimizers) > 1 else ""
-    part = f", parameter group {group}" if len(optimizer.param_groups) > 1 else ""
-    return f"The optimizer{which} ({type(optimizer).__name__}{part})"
-
-
-def _set_by(trainer: Trainer, optimizer: Optimizer, group: int, name: str) -> str:
-    """Say which schedule has set it, and the line of the function that computes it."""
-    schedules = [c.scheduler for c in trainer.lr_scheduler_configs if getattr(c.scheduler, "optimizer", 0) is optimizer]
-    if name not in ("lr", "momentum", "betas") or not schedules:
-        return ""
-    schedule: Any = schedules[-1]
-    functions = getattr(schedule, "lr_lambdas", None)
-    code = getattr(functions[min(group, len(functions) - 1)], "__code__", None) if functions else None
-    where = f", by the function at {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" if code else ""
-    return f", as `{type(schedule).__name__}` has set it{where}"
 
 
 def _tensors(state: Any) -> list[Tensor]:

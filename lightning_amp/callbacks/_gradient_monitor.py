@@ -57,8 +57,8 @@ class GradientMonitor(Callback):
         print(monitor.recommended_scale)  # for `DynamicLossScaler(init_scale=...)`
 
     Every so many steps the batch is run twice more, forward and backward, on copies of the module: once in true fp32
-    (autocast and TF32 off), once as training runs it; with the same weights and random numbers. The first gives the
-    true gradients, the second what mixed precision makes of them.
+    (without autocast, TF32 and casts to half precision by hand), once as training runs it; with the same weights and
+    random numbers. The first gives the true gradients, the second what mixed precision makes of them.
 
     ========================== =====================================================================================
     key                        value, at every sampled step, over all parameters
@@ -66,7 +66,8 @@ class GradientMonitor(Callback):
     `amp/underflow_fraction`   share of the non-zero true gradients that the current scale does not save from becoming
                                zero in fp16
     `amp/headroom_bits`        how often the scale could be doubled before the largest gradient (of a parameter or of a
-                               module's output) leaves fp16: log2(65504 / largest scaled gradient); negative: it has
+                               module's output) leaves fp16: log2(65504 / largest scaled gradient); negative: it has.
+                               Gradients inside of `torch.autograd.grad` do not count: the scale does not multiply them
     `amp/gradient_sqnr_db`     signal to noise of the mixed-precision gradient against fp32: 6 dB are one correct bit.
                                Left out where it overflowed
     ========================== =====================================================================================
@@ -327,6 +328,9 @@ class GradientMonitor(Callback):
         text = f"For fp16, start with `DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})`"
         if last.underflow_fraction > 0.01 and last.scale < scale:
             return f"{text}: at {exact(last.scale)}, {last.underflow_fraction:.0%} of the gradients become zero."
+        if last.headroom_bits < 0:
+            now = f"at {exact(last.scale)} the largest gradient leaves the range of fp16"
+            return f"{text}: {now}. It does not overflow, since this run computes it in float32."
         if least.sqnr_db < LOW_DB:  # of a bias before a normalisation, whose gradient is zero but for rounding
             return f"{text}. The least near to fp32 is the gradient of `{least.name}`, {least.sqnr_db:.1f} dB."
         return f"{text}, or leave it as it is: at {exact(last.scale)} the gradients fit."

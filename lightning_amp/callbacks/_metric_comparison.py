@@ -67,7 +67,7 @@ class MetricComparison(Callback):
     `validation_step` uses it, the callback says which one and stops comparing. Forward hooks run in the shadow too,
     because they may change what it computes: with copies of what they keep on the module, and with the originals of
     what cannot be copied or lies elsewhere. Weights, buffers and batches that are half precision already are upcast for
-    the fp32 side.
+    the fp32 side; casts to half precision in your code (`x.bfloat16()`) leave float32 there.
 
     Cost: the fp32 pass and one copy of parameters, buffers, metric states and other attributes per compared validation;
     in memory these, one batch, and the activations of one fp32 step. It does not stop the GPU between batches; at the

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
 from typing_extensions import final, override
 
 from lightning_amp import _messages
@@ -18,10 +20,11 @@ from lightning_amp._terminal import own_lines
 from lightning_amp._urls import location
 from lightning_amp.callbacks._early_checks import EarlyChecks
 from lightning_amp.callbacks._report_files import ReportFiles
+from lightning_amp.callbacks._run_facts import largest_weight, scale_is
 from lightning_amp.callbacks._skip_causes import SkipCauses
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.casting import Choice
-from lightning_amp.numerics import largest_finite, nonfinite_gradients, stack_scalars
+from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import Saved, StepRecord, Subscription
@@ -66,8 +69,12 @@ class OverflowLocator(Callback):
     step that is skipped while a dynamic scale settles is no fault: if a replay at a lower scale is finite, it is only
     counted. One line at the end has both counts.
 
-    Before a step is lost it names parameters, buffers and learning rates that are not finite, averages that are written
-    into half-precision copies, and an `eps` that is zero in its optimizer's state.
+    A loss that is not finite although its gradients are is reported once, in the same way; the step is taken.
+
+    Before a step uses it, it names a learning rate, or another hyperparameter, that is not finite (on an accelerator at
+    the next log point, or before the next report); the step is taken. It also names parameters and buffers that are not
+    finite at the start, averages that are written into half-precision copies, and an `eps` that is zero in its
+    optimizer's state. The error that ends a stuck run repeats the cause that was found.
 
     :attr:`reports` has the same as data. The run is bit-identical to one without: the copy has its own parameters,
     buffers, metrics, lists, logger and random generators, and it is gone after the replay. What user code does outside
@@ -131,7 +138,7 @@ class OverflowLocator(Callback):
         self._counting: Subscription | None = None
         self._looking: Subscription | None = None
         self._window = BatchWindow()
-        self._skipped: list[StepRecord] = []  # not looked into yet
+        self._steps: list[StepRecord] = []  # skipped, or taken with a loss that is not finite; not looked into yet
         self._num_attempted = 0
         self._steps_seen = 0
         self._largest_weight: float | None = None
@@ -166,19 +173,21 @@ class OverflowLocator(Callback):
                 " which steps it skips. Use `plugins=[AmpPrecision(...)]`."
             )
             return
-        self._plugin, self._counting = plugin, plugin.records.subscribe(self._count)
+        look = partial(self._before_update, trainer)
+        self._plugin = plugin
+        self._counting = plugin.records.subscribe(self._count, before_update=look, cause=self._causes.since)
         reason = why_not_twice(trainer, pl_module, "training_step")
         if reason is not None:
             _messages.info(f"`OverflowLocator` counts, but does not look for causes: {reason}.")
         elif not self._causes.is_complete:
-            self._looking = plugin.records.subscribe(self._receive, at_once=True)
+            self._looking = plugin.records.subscribe(self._receive, at_once=True, on_bad_loss=self._on_bad_loss)
             self._num_attempted = plugin.records.num_attempted
             if self._largest_weight is None:  # a resumed run has that of its first start
-                self._largest_weight = _largest_weight(pl_module)
+                self._largest_weight = largest_weight(pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._warn(self._early_checks.before_batch(trainer, pl_module))
+        self._warn(self._early_checks.before_batch(trainer, steps_are_seen=self._plugin is not None))
         if self._is_looking:
             self._window.add(batch, batch_idx, trainer.strategy.root_device.type)
 
@@ -194,13 +203,14 @@ class OverflowLocator(Callback):
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if every > 0 and steps // every != self._steps_seen // every:
             self._plugin.records.flush()
+            self._warn(self._early_checks.read_late(trainer))
             log_metrics(trainer, {OVERFLOWS: float(self._num_overflows)})
         self._steps_seen = steps
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        summary = self._causes.summary()
-        if summary:
+        self._warn(self._early_checks.read_late(trainer))
+        if summary := self._causes.summary():
             _messages.info(f"OverflowLocator: {summary}.")
 
     @override
@@ -253,24 +263,36 @@ class OverflowLocator(Callback):
             self._looking.close()
             self._looking = None
         self._window.clear()
-        self._skipped.clear()
+        self._steps.clear()
 
     def _count(self, records: list[StepRecord]) -> None:
         self._num_overflows += sum(record.skipped for record in records)
 
     def _receive(self, records: list[StepRecord]) -> None:
-        self._skipped += [record for record in records if record.skipped]
+        self._steps += [record for record in records if record.skipped]
+
+    def _on_bad_loss(self, record: StepRecord) -> None:
+        self._steps.append(record)
+        if self._looking is not None:
+            self._looking.end_losses()  # it is said once
+
+    def _before_update(self, trainer: Trainer, step: int | None, optimizer: Optimizer) -> None:
+        self._warn(self._early_checks.before_update(trainer, step, optimizer))
 
     def _explain(self, trainer: Trainer, module: LightningModule) -> None:
         assert self._plugin is not None
         self._window.detect_edits()
-        skipped, self._skipped = self._skipped, []
-        if skipped and self._window:
+        steps, self._steps = self._steps, []
+        if steps and self._window:
+            self._warn(self._early_checks.read_late(trainer))
             finding: Finding | None = None
-            for record in skipped:
+            for record in steps:
                 if self._causes.is_complete:
                     break
-                finding = finding or self._find(trainer, module, record)
+                is_dynamic, known = scale_is(self._plugin.scaler, record) == "dynamic", self._causes.known
+                finding = finding or find(
+                    trainer, module, self._window, record.scale, record.precision, known=known, is_dynamic=is_dynamic
+                )
                 self._report(trainer, module, record, finding)
         num_attempted = self._plugin.records.num_attempted
         if num_attempted != self._num_attempted:  # the next window begins
@@ -283,26 +305,11 @@ class OverflowLocator(Callback):
         for text in texts:
             _messages.warn(f"`OverflowLocator`: {text}")
 
-    def _find(self, trainer: Trainer, module: LightningModule, record: StepRecord) -> Finding:
-        is_dynamic, known = self._scale_is(record) == "dynamic", self._causes.known
-        return find(
-            trainer, module, self._window, record.scale, record.precision, known=known, is_dynamic=is_dynamic
-        )  # fmt: skip
-
-    def _scale_is(self, record: StepRecord) -> Literal["", "dynamic", "static", "lowest"]:
-        assert self._plugin is not None
-        scaler = self._plugin.scaler
-        if scaler is None or record.precision != "fp16":
-            return ""
-        lowest = getattr(scaler, "min_scale", 0.0)
-        if scaler.get_backoff_factor() >= 1 or lowest == getattr(scaler, "max_scale", None):
-            return "static"
-        return "lowest" if record.scale <= lowest else "dynamic"
-
     def _report(self, trainer: Trainer, module: LightningModule, record: StepRecord, finding: Finding) -> None:
         """Report to all ranks. All are here, for the same step: they agree on what is skipped."""
+        assert self._plugin is not None
         parameters = _modules.plain_parameters(module)
-        grown = None if self._largest_weight is None else (self._largest_weight, _largest_weight(module))
+        grown = None if self._largest_weight is None else (self._largest_weight, largest_weight(module))
         mine = OverflowReport(
             record=record,
             rank=trainer.global_rank,
@@ -315,11 +322,11 @@ class OverflowLocator(Callback):
             diagnosis=finding.diagnosis,
             parameters=nonfinite_gradients(parameters) or finding.parameters,
             largest_gradient=finding.largest_gradient,
-            note=finding.note,
+            note=finding.note or (self._early_checks.bad_setting if finding.diagnosis.cause == "weights" else ""),
             precision=Choice.of(record.precision).canonical,
             remedies=finding.remedies,
             largest_weights=grown,
-            scale_is=self._scale_is(record),
+            scale_is=scale_is(self._plugin.scaler, record),
         )
         everybodys = gather(trainer, (mine, finding.key or f"{mine.cause}: {mine.note}"))
         found = [(r, key) for r, key in everybodys if r.cause != "not reproduced" or r.note] or everybodys[:1]
@@ -339,12 +346,5 @@ class OverflowLocator(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle or a deep copy takes along: the settings and the reports, not the run."""
-        of_the_run: dict[str, Any] = {"_plugin": None, "_counting": None, "_looking": None, "_skipped": []}
-        of_the_run |= {"_window": BatchWindow(), "_early_checks": EarlyChecks()}
-        return {**vars(self), **of_the_run}
-
-
-def _largest_weight(module: LightningModule) -> float:
-    """Return the largest magnitude of its parameters. Waits for the device."""
-    found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.is_floating_point()]
-    return float(stack_scalars(found).max()) if found else 0.0
+        nothing: dict[str, Any] = {"_plugin": None, "_counting": None, "_looking": None, "_steps": []}
+        return {**vars(self), **nothing, "_window": BatchWindow(), "_early_checks": EarlyChecks()}

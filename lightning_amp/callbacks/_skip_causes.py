@@ -36,6 +36,8 @@ class SkipCauses:
         self.known: set[str] = set()
         self._num_steps = 0
         self._num_looks = self._num_causes = self._num_calibrating = self._num_repeated = 0
+        self._by_key: dict[str, OverflowReport] = {}  # of this process: with all that was tried
+        self._latest: tuple[int, str] | None = None  # the last skip, and the key of its cause
 
     @property
     def is_complete(self) -> bool:
@@ -55,12 +57,18 @@ class SkipCauses:
 
         """
         self._num_looks += 1
+        record = found[0][0].record
         faults = [(report, key) for report, key in found if not report.is_calibration]
+        if record.skipped:
+            self._latest = (record.index, faults[0][1]) if faults else None
         if not faults:
-            self._num_calibrating += 1
+            self._num_calibrating += record.skipped
             return []
         taken = [replace(report, is_repeated=key in self.known) for report, key in faults]
         is_new = not all(report.is_repeated for report in taken)
+        if not is_new and not record.skipped:
+            return []
+        self._by_key |= {key: report for report, key in faults if key not in self.known}
         self.known.update(key for _, key in faults)
         self._num_repeated += not is_new
         if self._num_steps >= self.max_reports:
@@ -71,6 +79,12 @@ class SkipCauses:
         self._num_steps += 1
         self._num_causes += is_new
         return taken
+
+    def since(self, step: int) -> str:
+        """Say why the last skip that was looked into happened, and what helps; empty if it was before this step."""
+        if self._latest is None or self._latest[0] < step or self._latest[1] not in self._by_key:
+            return ""
+        return f"The cause, as `OverflowLocator` found it: {self._by_key[self._latest[1]].in_one_line}."
 
     def summary(self) -> str:
         """Say at the end of a fit what was not said before; empty if there is nothing."""

@@ -1,5 +1,6 @@
 """What code computes in: the precision, modules and metrics in fp32, weights that are cast once. No Lightning."""
 
+from lightning_amp.casting._cpu_speed import ProbeKind, cpu_speed
 from lightning_amp.casting._float8 import Float8Linears
 from lightning_amp.casting._float8_choice import (
     choose_fp8_layers,
@@ -44,6 +45,7 @@ __all__ = [
     "MatmulFlops",
     "MethodOverride",
     "Precision",
+    "ProbeKind",
     "ReusedWeights",
     "Rule",
     "Upcast",
@@ -51,6 +53,7 @@ __all__ = [
     "checked_recipe",
     "choose_fp8_layers",
     "cpu_has",
+    "cpu_speed",
     "emulates",
     "flop_formulas",
     "fp32_region",

@@ -152,10 +152,10 @@ def check_output(option: str, path: str | None) -> None:
     if path is None:
         return
     try:
-        place = location(path, option)
+        place = None if path in ("", "-") else location(path, option)
     except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
-    if path in ("", "-") or (isinstance(place, Path) and place.is_dir()):
+    if place is None or (isinstance(place, Path) and place.is_dir()):
         raise UsageError(f"{option} must be a file, got {path!r}; to print it, write `{option} /dev/stdout`")
 
 

@@ -77,7 +77,10 @@ def parse_user_classes(configs: Sequence[Mapping[str, Any]], arguments: Sequence
     folders = import_from_here()
     for key, what in (("model", "LightningModule"), ("data", "LightningDataModule")):
         _import(key, what, _class_paths(key, configs, arguments))
-    parser = LightningArgumentParser(exit_on_error=False, allow_abbrev=False)
+    try:
+        parser = LightningArgumentParser(exit_on_error=False, allow_abbrev=False)
+    except ModuleNotFoundError as error:  # an extra of jsonargparse, of which Lightning says how to install it
+        raise UsageError(f"Lightning's own command line lacks a library: {error}") from error
     parser.add_argument("--config", action=ActionConfigFile)
     parser.add_lightning_class_args(Trainer, "trainer")
     parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
@@ -91,6 +94,8 @@ def parse_user_classes(configs: Sequence[Mapping[str, Any]], arguments: Sequence
             parsed = parser.parse_args([*texts, *arguments], defaults=False).as_dict()
     except Exception as error:
         raise UsageError(_one_line(error, configs, arguments)) from error
+    for key in ("model", "data"):
+        _require_all(key, parsed[key])
     own = {key: parsed[key] for key in ("model", "optimizer", "lr_scheduler") if parsed.get(key)}
     return UserClasses(
         make_module=Factory("model", own, folders),
@@ -127,6 +132,19 @@ def _import(key: str, what: str, class_paths: Sequence[str]) -> None:
         raise UsageError(text) from error
 
 
+def _require_all(key: str, config: Mapping[str, Any]) -> None:
+    """Refuse a class without an argument that has no default; jsonargparse asks for those with a type only."""
+    module, _, name = config["class_path"].rpartition(".")
+    given = {**config.get("init_args", {}), **config.get("dict_kwargs", {})}
+    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
+    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    missing = [p.name for p in named if p.default is p.empty and p.name not in given]
+    if missing:
+        options = " and ".join(f"--{key}.{one}" for one in missing)
+        verb = "is" if len(missing) == 1 else "are"
+        raise UsageError(f"{options} {verb} required{_class_names(config['class_path'])}")
+
+
 def _trainer_kwargs(given: Mapping[str, Any], folders: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Leave out what is the Trainer's default anyway: a saved YAML has all of its arguments."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
@@ -157,6 +175,9 @@ def _one_line(error: Exception, configs: Sequence[Mapping[str, Any]], arguments:
     text = "; ".join(lines).replace(":; ", ": ")
     text = re.sub(r"^Parser key \"([\w.]+)\":", r"--\1:", text)
     text = re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1", text)
+    missing = re.match(r"--(\w+): Problem with given class_path '([\w.]+)': .* are required: (\w+)$", text)
+    if missing is not None:
+        return f"--{missing[1]}.{missing[3]} is required{_class_names(missing[2])}"
     return f"{text}{_legal(text, configs, arguments)}"
 
 

@@ -150,6 +150,7 @@ def _summed_up(task: Task, observer: Observer, trainer: Trainer | None, error: s
     scaled = isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler)
     rows = [] if comparison is None else comparison.table.last
     recorded = history is not None and history.last is not None
+    steps = _thinned(watch.steady())
 
     def points(values: list[tuple[int, float]]) -> tuple[Point, ...]:
         return tuple(Point(step, elapsed[min(step, len(elapsed) - 1)], value) for step, value in values)
@@ -172,9 +173,9 @@ def _summed_up(task: Task, observer: Observer, trainer: Trainer | None, error: s
         directions=observer.directions,
         loss=points(observer.losses()),
         same_weights={row.metric: (row.amp, row.fp32) for row in rows},
-        step_s=_thinned(watch.step_s()),
-        samples_per_s=_thinned(watch.samples_per_s()),
-        num_unsteady=watch.num_laps - len(watch.steady()),
+        step_s=tuple(watch.step_s(steps)),
+        timed_steps=tuple(steps),
+        samples_per_s=tuple(watch.samples_per_s(steps)),
         train_s=elapsed[-1],
         startup_s=(observer.first_batch_s or now) - started,
         total_s=now - started,
@@ -218,8 +219,13 @@ def _device_name(device: torch.device, trainer: Trainer | None) -> str:
     return name if number == 1 else f"{number} x {name}"
 
 
-def _thinned(values: list[float], most: int = 1000) -> tuple[float, ...]:
-    return tuple(values[:: max(1, -(-len(values) // most))])
+def _thinned(steps: list[int], most: int = 1000) -> list[int]:
+    """Leave out steps by their number, so that every arm keeps the same ones and they can be paired."""
+    stride = 1
+    while len(steps) > most:
+        stride *= 2
+        steps = [step for step in steps if step % stride == 0]
+    return steps
 
 
 # -- getting at what was pickled ---------------------------------------------------------------------------------------

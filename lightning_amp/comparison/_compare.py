@@ -62,13 +62,16 @@ def compare_precisions(
 
     Each run is what one would do by hand: `seed_everything(seed)`, `make_module()`, `make_data()`,
     `Trainer(**trainer_kwargs, plugins=[...]).fit`, in a process of its own, and has the values of that run, bit for
-    bit. All arms of one seed share initial weights, data order and random draws, and run one after the other (fp32 with
-    the first seed, bf16 with the first seed, ..., fp32 with the second), so that what changes on the machine meets all.
+    bit. All arms of one seed share initial weights, data order and random draws, and run one after the other; every
+    second seed runs them in reverse order, so that a machine that becomes slower does not always meet the same arm.
 
     A verdict compares the final values of a metric, paired by seed, with a margin: "not worse" where the one-sided
     95 % bound of the mean cost is within it, "worse" where the bound is beyond, else "undecided"; corrected for the
     number of metrics and arms. Fewer than three seeds never decide. The control, the reference with weights moved in
-    their last bit, shows how far the reference is from itself.
+    their last bit, shows the least that two runs of the reference differ by, and how busy the machine was.
+
+    A speed is the median ratio of the times of the same steps, seed by seed, with a 95 % interval over the seeds; an
+    interval that leaves it open which arm is faster is printed as "speed undecided".
 
     Args:
         make_module: Returns a new LightningModule: its class, or a function without arguments. Another process has to

@@ -33,8 +33,12 @@ class LastBitMover(Callback):
 def move_last_bits(module: nn.Module, seed: int) -> int:
     """Move each value of each trainable parameter to the next larger or smaller number, at random.
 
-    Training is chaotic: after enough steps such a run is as far from the other as a run in another precision is. The
-    random numbers are its own, so that those of the run stay as they are. A value of 0 becomes the smallest number
+    Such a run shows the least that two runs of the reference differ by. In a short, stable training that is far less
+    than another precision's rounding (1e-8 in the loss of the digits after four epochs, where bf16 differs by 2e-5); it
+    grows where training amplifies small changes. A precision that differs no more than the control cannot be told from
+    the reference. The control's speed is a repetition of the reference's.
+
+    The random numbers are its own, so that those of the run stay as they are. A value of 0 becomes the smallest number
     there is. Parameters whose format knows no next number (float16) stay.
 
     Args:

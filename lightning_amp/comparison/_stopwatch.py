@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Iterable
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -79,13 +80,14 @@ class Stopwatch:
         first = min(_FIRST, self.num_laps // 5)
         return [lap for lap in range(first, len(self._seconds)) if lap not in self._uneven]
 
-    def step_s(self) -> list[float]:
-        """Return the seconds of each steady step. Call it after :meth:`pause`."""
-        return [self._seconds[lap] for lap in self.steady()]
+    def step_s(self, steps: Iterable[int] | None = None) -> list[float]:
+        """Return the seconds of these steps, by default of each steady one. Call it after :meth:`pause`."""
+        return [self._seconds[lap] for lap in (self.steady() if steps is None else steps)]
 
-    def samples_per_s(self) -> list[float]:
-        """Return the samples per second of each steady step whose batch size is known."""
-        known = [lap for lap in self.steady() if self._samples[lap] >= 0 and self._seconds[lap] > 0]
+    def samples_per_s(self, steps: Iterable[int] | None = None) -> list[float]:
+        """Return the samples per second of these steps, by default of each steady one, where batch sizes are known."""
+        laps = self.steady() if steps is None else steps
+        known = [lap for lap in laps if self._samples[lap] >= 0 and self._seconds[lap] > 0]
         return [self._samples[lap] / self._seconds[lap] for lap in known]
 
     def elapsed_s(self) -> list[float]:

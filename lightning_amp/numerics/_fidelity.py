@@ -15,7 +15,7 @@ def sqnr_db(reference: Tensor, values: Tensor) -> Tensor:
 
     Args:
         reference: What the values should be.
-        values: Of the same shape; any real dtype.
+        values: Of the same shape; any dtype.
 
     Raises:
         ValueError: If the shapes differ.
@@ -30,7 +30,7 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     1 if both are zero (or empty), 0 if only one is, NaN if a value is not finite.
 
     Args:
-        a: Any shape and real dtype.
+        a: Any shape and dtype. A complex value counts as its two parts.
         b: The same shape.
 
     Raises:
@@ -89,4 +89,5 @@ def fidelity(sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _at_least_fp32(values: Tensor) -> Tensor:
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
     return values if values.dtype in (torch.float32, torch.float64) else values.float()

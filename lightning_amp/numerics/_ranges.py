@@ -141,6 +141,7 @@ def exponent_histogram(values: Tensor, lowest: int = -50, highest: int = 20) -> 
     if lowest > highest:
         raise ValueError(f"`lowest` must not be above `highest`; got {lowest} and {highest}.")
     flat = values.detach().reshape(-1)
+    flat = flat.abs() if flat.is_complex() else flat
     flat = flat.float() if flat.dtype != torch.float64 else flat
     size = highest - lowest + 1
     bins = torch.frexp(flat).exponent.clamp_(lowest + 1, highest + 1).sub_(lowest + 1).long()

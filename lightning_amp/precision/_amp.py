@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +45,9 @@ class AmpPrecision(FallsBack):
         precision: `"auto"`, `"bf16"`, `"fp16"`, `"fp8"` or `"fp32"`, or what you have in your hands: `"bf16-mixed"`,
             `"16-mixed"`, `"32-true"`, `16`, `32`, `torch.bfloat16`, `torch.float16`, `torch.float32`, and these as
             strings. `"fp32"` runs the same pipeline without autocast: one word turns mixed precision off. `"auto"`
-            picks by the device and says in one log line what and why. A precision that the device cannot run raises
-            before the first batch.
+            picks by the device and says in one log line what and why. On a CPU with bfloat16 instructions it measures
+            for 0.2 s at most, once per process, and picks `"fp32"` only if bf16 is clearly slower. A resumed run stays
+            in the precision of its checkpoint. A precision that the device cannot run raises before the first batch.
         scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, any
             `torch.amp.GradScaler`, or a float for a scale that never moves. bf16 and fp32 need none, since their range
             is that of fp32: with `"bf16"` it is an error, with `"auto"` and `"fp32"` it is left unused there (one line
@@ -146,13 +147,14 @@ class AmpPrecision(FallsBack):
 
     @override
     def _settled(self) -> Choice:
-        # "auto" before a Trainer attached: what it would be on the device that Lightning chooses by default
-        return self._choice or Choice.pick(torch.device(self.device))[0]
+        # "auto" before a Trainer attached: by the instructions of the device that Lightning chooses by default. Nothing
+        # is measured before a process is the one that trains: the threads of a measurement do not survive a fork.
+        return self._choice or Choice.by_instructions(torch.device(self.device))[0]
 
     @property
     def fp8_layers(self) -> Mapping[str, str | None]:
         """Return each `nn.Linear` by its qualified name: `None` if it ran in fp8 in the last fit, else why not."""
-        return MappingProxyType(self._fp8_layers)
+        return dict(self._fp8_layers)
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -228,7 +230,7 @@ class AmpPrecision(FallsBack):
         device = trainer.strategy.root_device
         self.device = device.type
         fitting = trainer.state.fn == TrainerFn.FITTING
-        start, _, why = self._settings.choose(device, fitting=fitting)
+        start, why = self._settings.choose(device, partial(_pick, module, device), fitting=fitting)
         # a checkpoint is restored later
         goes_on = self._ledger.begin(trainer, self._skip_limit) if fitting else self._ledger.knows(trainer)
         choice = self._fallback.begin(start, device, goes_on=goes_on, fitting=fitting)
@@ -322,9 +324,16 @@ class AmpPrecision(FallsBack):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self._fallback.reached is not None:
+        if self._fallback.reached is not None or self._fallback.resumed is not None:
             self._fallback.forget()
             start = self._settings.requested
             self._choice = None if start == "auto" else Choice.of(start)
             self.scaler = self._settings.scaler("fp16") if start == "fp16" else self._settings.given_scaler
         self._forget()
+
+
+def _pick(module: LightningModule, device: torch.device) -> tuple[Choice, str]:
+    """Return what `"auto"` is, and why. Rank 0 decides for all, since two measurements may differ."""
+    strategy = module.trainer.strategy
+    picked = Choice.pick(device, module) if strategy.is_global_zero else None
+    return strategy.broadcast(picked) or Choice.pick(device, module)

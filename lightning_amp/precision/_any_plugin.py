@@ -59,8 +59,9 @@ def unscale_(trainer: Any, optimizer: Any) -> None:
             nn.utils.clip_grad_norm_(self.parameters(), 1.0)
             optimizer.step()
 
-    Idempotent until the next step. Without loss scaling there is nothing to do. Under Lightning's own fp16 plugin it is
-    `GradScaler.unscale_`, which the plugin then leaves out in the step that follows; there, as in torch, each
+    Idempotent until the next step. Under `AmpPrecision` that step is skipped if the gradients are not finite now, even
+    if they are mended afterwards. Without loss scaling there is nothing to divide. Under Lightning's own fp16 plugin it
+    is `GradScaler.unscale_`, which the plugin then leaves out in the step that follows; there, as in torch, each
     `unscale_` wants a step before the next backward.
 
     Args:

@@ -24,7 +24,7 @@ EVENTS: Final = (
     Event("backward", "autocast is off"),
     Event("on_after_backward", "gradients are still scaled here"),
     Event("unscale", "once; earlier if `clip_gradients` or `unscale_` asks for true gradients"),
-    Event("check finite", "one flag per optimizer, on the device"),
+    Event("check finite", "one flag per optimizer, on the device; what `unscale_` or clipping by value found stays"),
     Event("on_before_optimizer_step", "callbacks, then the module: true gradients, fused optimizers included"),
     Event("check again", "where a hook may have changed them"),
     Event("clip", "`configure_gradient_clipping`, on true gradients; your own is followed by another check"),

@@ -26,7 +26,8 @@ class Fallback:
     """The argument `fallback`, checked, and how far along it a run is.
 
     With `"auto"` a run enters the list where it finds what was picked: that, and what stands before, is passed over, so
-    that one configuration serves all machines.
+    that one configuration serves all machines. With `"auto"` a checkpoint also says in which precision a run began,
+    since another machine, or another measurement, may pick another one.
 
     Args:
         precisions: In any spelling.
@@ -34,6 +35,7 @@ class Fallback:
 
     Attributes:
         reached: What the run fell back to; `None` as long as it is where it began.
+        resumed: What `"auto"` is since a checkpoint said so; `None` if it is what was picked.
 
     Raises:
         ValueError: For a name twice, `requested` itself, or what a stuck run cannot go on in.
@@ -42,12 +44,18 @@ class Fallback:
 
     def __init__(self, precisions: Any, requested: Precision) -> None:
         self._names = _checked(precisions, requested)
-        self.reached: Choice | None = None
-        self._began_in: Choice | None = None
+        self._is_auto = requested == "auto"
+        self.forget()
 
     def forget(self) -> None:
         """Have the settings alone."""
-        self.reached = self._began_in = None
+        self.reached: Choice | None = None
+        self._picked: Choice | None = None  # without any checkpoint
+        self.resumed: Choice | None = None
+
+    @property
+    def _began_in(self) -> Choice | None:
+        return self.resumed or self._picked
 
     def begin(self, start: Choice, device: torch.device, *, goes_on: bool, fitting: bool) -> Choice:
         """Return the precision of a run that begins.
@@ -63,13 +71,13 @@ class Fallback:
 
         """
         if not fitting:
-            return self.reached if goes_on and self.reached is not None else start
-        self._began_in = start
+            return (self.reached or self.resumed or start) if goes_on else start
+        self._picked = start
         if not goes_on:
-            self.reached = None
+            self.reached = self.resumed = None
         for choice in self.left:
             choice.require(device, "fallback")
-        return self.reached or start
+        return self.reached or self.resumed or start
 
     @property
     def left(self) -> list[Choice]:
@@ -93,9 +101,9 @@ class Fallback:
         return self.reached
 
     def restart(self) -> Choice | None:
-        """Be where the run began, and return it; `None` if none has begun."""
-        self.reached = None
-        return self._began_in
+        """Be where the run began without any checkpoint, and return it; `None` if none has begun."""
+        self.reached = self.resumed = None
+        return self._picked
 
     def state(self) -> dict[str, str]:
         """Return entries of a checkpoint."""
@@ -118,10 +126,22 @@ class Fallback:
                 raise saved.wrong(key, "the name of a precision")
         now, began_in = names
         mine = self._began_in.name
-        if now in (began_in, mine):
+        if self._is_auto:
+            now, began_in = ("bf16" if name == "fp8" else name for name in names)  # "auto" is never fp8
+            if began_in != mine:
+                choice = Choice.of(began_in)
+                choice.require(device, "the checkpoint's precision")
+                self.resumed = choice
+        if now == began_in and self.resumed is not None:
+            _messages.info(
+                f"lightning_amp: the run of the checkpoint is in {names[0]!r}; it goes on in {now!r}, although 'auto'"
+                f" is {mine!r} here. To change that, pass a precision."
+            )
+            return self.resumed
+        if now == began_in or (now == mine and self.resumed is None):
             return None
         fell_back = f"the run of the checkpoint was stuck in {began_in!r} and fell back to {now!r}"
-        if began_in != mine:  # the user asks for something else now
+        if began_in != mine and self.resumed is None:  # the user asks for something else now
             _messages.info(f"lightning_amp: {fell_back}; this one is in {mine!r}, as passed.")
             return None
         choice = Choice.of(now)

@@ -41,7 +41,7 @@ def say(
         fp8: What runs in fp8.
 
     """
-    parts = [_precision_on(forward.training, forward.device_type, why)]
+    parts = [_precision_on(forward.training, forward.device_type, why, resumed)]
     if fp8:
         parts.insert(0, fp8)
     if not fitting:
@@ -50,7 +50,7 @@ def say(
         return
     if scaler is not None:
         parts.append(_scale(scaler, resumed))
-    if scaler_unused:
+    if scaler_unused and not (why and resumed):  # then the checkpoint may need it
         parts.append("`scaler` is left unused")
     if fallback:
         parts.append(fallback)
@@ -64,10 +64,11 @@ def say(
     _messages.info(f"lightning_amp: {', '.join(parts)}; {ending}.")
 
 
-def _precision_on(choice: Choice, device_type: str, why: str) -> str:
+def _precision_on(choice: Choice, device_type: str, why: str, resumed: bool) -> str:
     autocast = "bf16" if choice.name == "fp8" else choice.name
     what = f"{autocast} autocast on {device_type}" if choice.mixed else f"fp32 on {device_type}, no autocast"
-    return f"precision 'auto' is {choice.name!r} here ({why}): {what}" if why else what
+    unless = ", unless the checkpoint says otherwise" if resumed else ""
+    return f"precision 'auto' is {choice.name!r} here ({why}){unless}: {what}" if why else what
 
 
 def _scale(scaler: torch.amp.GradScaler, resumed: bool) -> str:

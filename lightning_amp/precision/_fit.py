@@ -237,6 +237,8 @@ class Fit:
         if plan.somebody_looks:
             _lightning.run_hook(self._module, "on_before_optimizer_step", optimizer)
             self.steps.check_again(optimizer)
+        if plan.own_clipping:
+            self.steps.state(optimizer).keep_found(infinities_only=True)
         _lightning.run_clipping(self._plugin, self._module, optimizer)
         if plan.own_clipping:
             self.steps.check_again(optimizer)
@@ -258,6 +260,7 @@ class Fit:
             self._compiling.stop()
 
     def _let_go(self) -> None:
+        self.steps.forget_found()
         if self._by_hand is not None:
             self._by_hand.detach()
         if self._unseen_steps is not None:

@@ -319,14 +319,14 @@ class _TrainingStep:
         self._sharing.__enter__()
         if self._autocast is None or not self._contexts.autocast_stays:
             self._autocast = self._contexts.autocast()
-        self._autocast.__enter__()
+        self._inside = self._autocast  # a change of precision forgets the other
+        self._inside.__enter__()
         self.active = True
 
     def __exit__(self, *exc: Any) -> None:
-        assert self._autocast is not None
         self.active = False
         try:
-            self._autocast.__exit__(*exc)
+            self._inside.__exit__(*exc)
         finally:
             self._sharing.__exit__(*exc)
             self._fp8.__exit__(*exc)

@@ -154,9 +154,12 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:  # type: ignore[override]
         """Clip by the norm of the whole gradient of `optimizer`, summed over the shards of all ranks."""
-        assert self._run is not None
-        model = self._run.module.trainer.strategy.model
-        assert model is not None
+        model = None if self._run is None else self._run.module.trainer.strategy.model
+        if model is None:
+            raise RuntimeError(
+                "Clipping by norm needs the sharded model of a running Trainer, and the run has ended. Clip before"
+                " `on_fit_end`."
+            )
         clip_grad_norm_(model, list(parameters(optimizer)), float(clip_val))
 
     @override

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -49,8 +49,9 @@ class RunHooks(MixedPrecision):
     def unscale_(self, optimizer: Any) -> None:
         """Make the gradients of `optimizer` true ones, for a manual training loop that wants to look or to clip itself.
 
-        Idempotent within a step; does nothing without loss scaling. A backward that follows carries the gradients back
-        to the scale, so accumulating after looking is fine.
+        Idempotent within a step; without loss scaling it only looks at them. If they are not finite, their next step is
+        skipped, whatever they are mended to afterwards; mend them before. A backward that follows carries the
+        gradients back to the scale, so accumulating after looking is fine.
 
         Args:
             optimizer: From `self.optimizers()`, or the user's own.
@@ -130,9 +131,9 @@ class RunHooks(MixedPrecision):
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         fit = self._fit
-        if fit is None:  # somebody differentiates in an evaluation: nobody would divide by the scale
+        if fit is None:  # in an evaluation, or after the run, nobody divides by the scale
             _refusals.require_trainer(self, module)
-            return super(MixedPrecision, self).pre_backward(tensor, module)
+            return Precision.pre_backward(self, tensor, module)
         with self._autocast_off():
             return fit.scale(tensor)
 
@@ -140,27 +141,29 @@ class RunHooks(MixedPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        assert self._run is not None
-        fit = self._run.fit
-        run = partial(super().backward, tensor, model, optimizer, *args)
+        run, fit = self._run, self._fit
+        backward = partial(super().backward, tensor, model, optimizer, *args)
+        if run is None:
+            with self._autocast_off():
+                return backward(**kwargs)
         # modules that activation checkpointing calls again share the casts of their weights
-        with self._autocast_off(), self._run.forward.in_fp8_layers(), self._run.forward.sharing_copies():
+        with self._autocast_off(), run.forward.in_fp8_layers(), run.forward.sharing_copies():
             try:
                 if fit is None:
-                    run(**kwargs)
+                    backward(**kwargs)
                 else:
-                    fit.backward(run, **kwargs)
+                    fit.backward(backward, **kwargs)
             except (RuntimeError, TypeError) as error:
-                self._run.forward.annotate(error, "the backward")
+                run.forward.annotate(error, "the backward")
                 raise
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        assert self._run is not None
-        if self._run.fit is None or self._run.fit.somebody_sees_backward:
+        if self._fit is None or self._fit.somebody_sees_backward:
             with self._autocast_off():
                 super().post_backward(tensor, module)
-        self._run.forward.weights_changed()
+        if self._run is not None:
+            self._run.forward.weights_changed()
         return tensor.detach()
 
     # -- step ----------------------------------------------------------------------------------------------------------
@@ -169,12 +172,14 @@ class RunHooks(MixedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        run = self._run
-        assert run is not None
-        assert run.fit is not None
+        fit = self._fit
         with self._autocast_off():
-            output = run.fit.step(_lightning.unwrap_optimizer(optimizer), closure, self.forward_context, kwargs)
-        run.forward.weights_changed()
+            if fit is None:  # in an evaluation, or after the run: gradients are true, and nobody counts
+                output = Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
+            else:
+                output = fit.step(_lightning.unwrap_optimizer(optimizer), closure, self.forward_context, kwargs)
+        if self._run is not None:
+            self._run.forward.weights_changed()
         return output
 
     @override
@@ -185,12 +190,13 @@ class RunHooks(MixedPrecision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         optimizer = _lightning.unwrap_optimizer(optimizer)
-        self.unscale_(optimizer)
         if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            if self._fit is not None:
-                self._fit.steps.check_again(optimizer, before_clamping=True)
+            self.unscale_(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)
-        elif clip_val > 0:
+            return
+        if self._fit is not None:  # a norm that is not finite makes gradients NaN: the step finds it
+            self._fit.steps.unscale(self._fit.steps.state(optimizer))
+        if clip_val > 0:
             self.clip_grad_by_norm(optimizer, clip_val)
 
     @override

@@ -24,7 +24,7 @@ from torch import nn
 from lightning_amp import _messages
 from lightning_amp._compat import _modules
 from lightning_amp._text import named
-from lightning_amp.casting import Choice, cpu_has
+from lightning_amp.casting import Choice
 from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import _upcast_parameters
 
@@ -119,15 +119,12 @@ def _unsafe_losses(module: LightningModule, device: torch.device, in_fp32: Colle
 
 
 def _slow(choice: Choice, device: torch.device) -> list[str]:
-    if choice.name != "bf16":
+    """Return what is said of a GPU without bfloat16 units. Of a CPU the doctor says it, which measures."""
+    if choice.name != "bf16" or device.type != "cuda":
         return []
-    emulated = (
-        not torch.cuda.is_bf16_supported(including_emulation=False)
-        if device.type == "cuda"
-        else device.type == "cpu" and not cpu_has("bf16")
-    )
+    emulated = not torch.cuda.is_bf16_supported(including_emulation=False)
     return (
-        ["this device emulates bfloat16, which is slower than float32; precision 'auto' picks another"]
+        ["this GPU emulates bfloat16: `doctor` measures what that costs, and precision 'auto' picks another format"]
         if emulated
         else []
     )

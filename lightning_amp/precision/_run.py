@@ -123,7 +123,9 @@ class Run:
             self.fit.change_scaler(scaler, mixed=training.mixed)
 
     def finish(self) -> None:
-        """Say at the end of a fit which settings have done nothing."""
+        """Make gradients that are left true ones, and say which settings have done nothing."""
+        if self.fit is not None:
+            self.fit.steps.release()
         self.forward.finish()
         if self.fp8 is not None:
             self.fp8.finish()

@@ -81,6 +81,11 @@ class ScalerByHand:
     def _begin_backward(self, loss: Tensor, node: Any, scale: Tensor, gradient: Tensor) -> None:
         if node is not None and not _torch.adds_to_gradients(node):
             return  # `torch.autograd.grad`, of which the user has the result
+        if self._steps.scaler is None:
+            raise RuntimeError(
+                "The loss was multiplied by the loss scale before the run went on in another precision, which has none."
+                " Compute the loss anew before its backward."
+            )
         self._steps.begin_backward_by_hand(loss, scale)
         self._on_backward()
 
@@ -129,7 +134,7 @@ class _Call(MethodOverride):
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        return (self._call if self.installed else self.inner)(*args, **kwargs)  # somebody may have kept it
 
 
 def _as_lists(outputs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,29 +56,49 @@ class Settings:
         require(fine, "scaler", legal, scaler)
         self.given_scaler = scaler
         self._own_scaler: DynamicLossScaler | None = None
+        self._picked = Choice.of("fp32")  # what "auto" is, once a Trainer has attached
         self._first_state = None if scaler is None else scaler.state_dict()
 
-    def choose(self, device: torch.device, *, fitting: bool = True) -> tuple[Choice, Choice, str]:
-        """Return the precisions of training and evaluation on this device, and why `"auto"` picked the first.
+    def choose(
+        self, device: torch.device, pick: Callable[[], tuple[Choice, str]], *, fitting: bool = True
+    ) -> tuple[Choice, str]:
+        """Return the precision of training on this device, and why `"auto"` picked it.
 
         Args:
             device: Where.
+            pick: Says what `"auto"` is, on all ranks alike, and why; not called for a precision that was asked for.
             fitting: Whether anything is trained; fp8 is needed only then.
 
         Raises:
-            ValueError: If the device cannot run them.
+            ValueError: If the device cannot run it.
 
         """
-        training, why = Choice.pick(device) if self.requested == "auto" else (Choice.of(self.requested), "")
+        if "auto" in (self.requested, self._eval_requested):
+            self._picked, why = pick()
+            if self.requested == "auto":
+                return self._picked, why
+        training = Choice.of(self.requested)
         if training.name != "fp8":
             training.require(device)
         elif fitting:
             training.require(device, emulated=emulates(self.fp8_recipe))
-        return training, self.evaluation(training, device), why
+        return training, ""
 
     def evaluation(self, training: Choice, device: torch.device) -> Choice:
-        """Return the precision of evaluation beside that of training; raises as :meth:`choose`."""
-        return Choice.for_evaluation(self._eval_requested, training, device)
+        """Return the precision of validation, test and prediction beside the one of training.
+
+        Without `eval_precision` it is the same, and bf16 beside fp8.
+
+        Raises:
+            ValueError: If the device cannot run it.
+
+        """
+        wanted = None if self._eval_requested == self.requested == "auto" else self._eval_requested
+        if wanted is None:
+            return Choice.of("bf16") if training.name == "fp8" else training
+        chosen = self._picked if wanted == "auto" else Choice.of(wanted)
+        chosen.require(device, "eval_precision")
+        return chosen
 
     def scaler(self, precision: str) -> torch.amp.GradScaler | None:
         """Return the scaler for one of our names; `None` where none is needed.

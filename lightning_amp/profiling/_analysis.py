@@ -8,10 +8,10 @@ from statistics import median
 
 import torch
 
-from lightning_amp.advice import CastSite, Reason, SlowProduct, Unaligned, Wait
+from lightning_amp.advice import CastSite, Reason, SlowProduct, Unaligned, Wait, compare
 from lightning_amp.profiling._clock import FORWARD
-from lightning_amp.profiling._machine import matmul_s
 from lightning_amp.profiling._operations import Operation
+from lightning_amp.profiling._probes import in_rounds, product
 from lightning_amp.profiling._recorder import Recorder
 
 HALF = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
@@ -125,13 +125,17 @@ def unaligned(
         padded = (_padded(sizes[0], multiple), _padded(sizes[1], multiple), _padded(sizes[2], multiple))
         module = next((o.module for o in own if o.part == FORWARD and o.module), "")
         seconds = padded_seconds = 0.0
+        speed = None
         if budget_s > 0:
             per_run = min(0.2, budget_s / 4)
             name = HALF[dtype] if HALF[dtype] != "fp8" else "bf16"
-            before, after = (matmul_s(name, size, device, most_s=per_run) for size in (sizes, padded))
-            seconds, padded_seconds = before * len(own), after * len(own)
+            probes = {"as it is": product(name, sizes, device), "padded": product(name, padded, device)}
+            as_it_is, with_pads = in_rounds(probes, device, per_run).values()
+            speed = compare(with_pads, as_it_is)
+            seconds, padded_seconds = median(as_it_is) * len(own), median(with_pads) * len(own)
             budget_s -= 2 * per_run
-        found.append(Unaligned(sizes, padded, module, len(own), sum(o.flops for o in own), seconds, padded_seconds))
+        flops = sum(o.flops for o in own)
+        found.append(Unaligned(sizes, padded, module, len(own), flops, seconds, padded_seconds, speed))
     return tuple(found)
 
 

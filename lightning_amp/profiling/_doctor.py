@@ -14,6 +14,7 @@ from lightning_amp.casting import Choice, our_name
 from lightning_amp.comparison import ArmSpec, check_trainer_names, parse_arms
 from lightning_amp.profiling._examine_step import StepExamination
 from lightning_amp.profiling._machine import examine
+from lightning_amp.profiling._progress import Progress
 from lightning_amp.shadow import unnoticed
 
 
@@ -36,14 +37,15 @@ def doctor(
         print(report)
         print(report.findings[0].code, report.findings[0].action)
 
-    The machine: matrix products of several sizes in each precision; what is native, emulated or missing; TF32; known
-    traps of the versions that are installed; which precision it would use.
+    The machine: matrix products of several sizes and 3x3 convolutions in each precision, in turns; what is native,
+    emulated or missing; TF32; known traps of the versions that are installed; which precision to use, or "undecided".
 
     The module trains for some steps, as a copy, by a Trainer of its own, in this process: one step is recorded
     operation by operation, others are timed, and then timed again in turns with one thing changed (fp32,
     `fused=True`, channels_last, without `fp32_modules`, a larger batch), so that what is advised was tried. Nothing is
     written, and the module, the random generators and the settings of the process stay as they were. One device is
-    looked at, whatever the strategy. What `torch.compile` compiled is timed compiled and recorded eagerly.
+    looked at, whatever the strategy. What `torch.compile` compiled is timed compiled and recorded eagerly. A step that
+    takes too long for rounds is reported from one run of each precision.
 
     Args:
         make_module: Returns the LightningModule: its class, or a function without arguments. It need not be new.
@@ -61,7 +63,7 @@ def doctor(
         TypeError: If a factory returns something else.
         Exception: What the user's own code raises.
 
-    Cost: some 5 s for the machine; at most a minute for a module, beside what its own steps take (about 150). One copy
+    Cost: 5 to 30 s for the machine; at most a minute for a module, beside what its own steps take (about 150). One copy
     of the module for each thing that is tried, up to six; all but the one that trains are on the host. One that does
     not fit is left out, and said.
 
@@ -81,11 +83,12 @@ def doctor(
     arm = _arm(precision)
     where = _device(device, kwargs)
     name = _name(arm.source, where)
-    with unnoticed(where):
+    with unnoticed(where), Progress() as say:
+        say(f"timing products and convolutions on {where}")
         machine = examine(where, short=make_module is not None)
         if make_module is None:
             return DoctorReport(machine, None, name)
-        step = StepExamination(make_module, make_data, arm, machine, where, kwargs).run()
+        step = StepExamination(make_module, make_data, arm, machine, where, kwargs, say).run()
         return DoctorReport(machine, step, step.precision)
 
 

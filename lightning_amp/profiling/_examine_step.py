@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final
 
 from lightning_amp.advice import (
@@ -34,6 +32,7 @@ from lightning_amp.comparison import ArmSpec
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling import _analysis, _memory
 from lightning_amp.profiling._clock import FORWARD, OPTIMIZER
+from lightning_amp.profiling._loading import loading_of
 from lightning_amp.profiling._operations import Operation
 from lightning_amp.profiling._recorder import Recorder
 from lightning_amp.profiling._variants import (
@@ -75,6 +74,7 @@ class StepExamination:
         machine: What the machine can do.
         device: Where.
         trainer_kwargs: The user's.
+        say: Gets the progress.
 
     """
 
@@ -86,7 +86,9 @@ class StepExamination:
         machine: Machine,
         device: torch.device,
         trainer_kwargs: Mapping[str, Any],
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._say = say
         self._make_module, self._make_data, self._arm = make_module, make_data, arm
         self._machine, self._where, self._kwargs = machine, device, trainer_kwargs
         self._notes: list[str] = []
@@ -107,6 +109,7 @@ class StepExamination:
             watch = Watch(self._where, __file__, lambda *fit: found.extend(self._look(*fit)))
             trainer = private_trainer(self._where, plugin, [watch], self._kwargs)
             trainer.profiler = watch.profiler()  # type: ignore[attr-defined]
+            self._say("training some steps")
             try:
                 run_private_fit(trainer, module, data)
             except Exception as error:
@@ -132,21 +135,10 @@ class StepExamination:
 
     def _loading(self, trainer: Trainer, watch: Watch) -> Loading | None:
         """Measure the loader alone where the step waits for it: with other numbers of workers."""
+        number, data_s = max(1, watch.num_timed), watch.parts.get("data", 0.0)
+        is_slow = data_s > 0.1 * sum(watch.parts.values())
         loader: Any = trainer.train_dataloader
-        number = max(1, watch.num_timed)
-        wait_s = watch.parts.get("data", 0.0) / number
-        if type(loader) is not DataLoader:
-            return None
-        found = Loading(loader.num_workers, wait_s, watch.restart_s / number, loader.persistent_workers)
-        if wait_s * number <= 0.1 * sum(watch.parts.values()):
-            return found
-        tried: list[tuple[int, float]] = []
-        for workers in sorted({0, max(2, min(8, os.cpu_count() or 2)), 2 * loader.num_workers} - {loader.num_workers}):
-            try:
-                tried.append((workers, _batch_s(loader, workers, wait_s)))
-            except Exception as error:
-                self._notes.append(f"loading with {workers} workers was not tried: {type(error).__name__}: {error}")
-        return replace(found, tried=tuple(tried))
+        return loading_of(loader, data_s / number, watch.restart_s / number, self._notes, is_slow=is_slow)
 
     # -- with one thing changed ----------------------------------------------------------------------------------------
 
@@ -184,7 +176,8 @@ class StepExamination:
         if larger is not None and watch.batch_size:
             taking_part.append(Contestant(LARGER_BATCH, lambda: (self._own(), self._arm.plugin()), Batches(larger)))
         kwargs = {**self._kwargs, "accumulate_grad_batches": 1} if module.automatic_optimization else self._kwargs
-        return race(taking_part, self._where, kwargs, data), fp32
+        known_s = sum(s for part, s in parts.items() if part != "data") / max(1, watch.num_timed)
+        return race(taking_part, self._where, kwargs, data, known_s=known_s, say=self._say), fp32
 
     def _own(self) -> LightningModule:
         with paired_random(self._where.type, self._start):  # a factory may draw how deep its network is
@@ -223,7 +216,6 @@ class StepExamination:
             flops=_analysis.flops_by_dtype(operations),
             module_flops=_analysis.flops_by_module(operations),
             product_s=_analysis.product_s(operations),
-            fp32_product_s=_analysis.product_s(_of_the_module(fp32["recorder"].operations)) if fp32 else 0.0,
             fp32_product_share=self._product_share(fp32, variants),
             slower=_analysis.slower_products(operations, _of_the_module(fp32["recorder"].operations)) if fp32 else (),
             recorded_s=sum(o.seconds for o in recorder.operations),
@@ -234,7 +226,7 @@ class StepExamination:
             waits=_analysis.waits(recorder),
             variants=variants,
             memory=found.memory,
-            fp32_memory=fp32.get("memory"),
+            fp32_memory=self._fp32_memory(found.memory, fp32.get("memory")),
             logits=_memory.largest_loss(recorder),
             optimizers=found.optimizers,
             convolutions=conv_flops,
@@ -242,8 +234,20 @@ class StepExamination:
             settings=_settings(found),
             fp32_modules=tuple(map(_rule_name, getattr(plugin, "fp32_modules", ()))),
             skipped=watch.num_skipped,
-            notes=(*self._notes, *(f"{v.label}: {v.error}" for v in variants if v.error)),
+            notes=(*self._notes, *_unsettled(watch), *(f"{v.label}: {v.error}" for v in variants if v.error)),
         )
+
+    def _fp32_memory(self, own: Memory, full: Memory | None) -> Memory | None:
+        """Compare optimizer states at equal history: LBFGS keeps more with each step, and the fp32 run is shorter.
+
+        Optimizer states have the format of the parameters, which is the same in both runs.
+        """
+        if full is None or full.states == own.states:
+            return full
+        self._notes.append(
+            "optimizer states of the fp32 run, which had fewer steps: counted as large as those of this run"
+        )
+        return replace(full, states=own.states, peak=full.peak - full.states + own.states)
 
     def _product_share(self, fp32: Mapping[str, Any], variants: Sequence[Variant]) -> float:
         """Return which share of a step in fp32 the matrix products are, which half precision could make faster.
@@ -259,7 +263,7 @@ class StepExamination:
         operations = _of_the_module(recorder.operations)
         seconds = _analysis.product_s(operations)
         at_best_s = sum(_analysis.flops_by_dtype(operations).values()) / full.tflops / 1e12
-        whole = max(min(timed), sum(operation.seconds for operation in recorder.operations))  # it was busy, perhaps
+        whole = max(median(timed), sum(operation.seconds for operation in recorder.operations))  # it was busy, perhaps
         return min(1.0, min(seconds, _INEFFICIENT * at_best_s) / whole)
 
     def _unaligned(self, operations: Sequence[Any], alignment: int) -> Any:
@@ -303,27 +307,8 @@ def _rule_name(rule: Any) -> str:
     return rule if isinstance(rule, str) else rule.__name__
 
 
-def _batch_s(loader: DataLoader[Any], workers: int, alone_s: float) -> float:
-    """Return the seconds per batch that a loader takes with so many workers, when it has started."""
-    settings: dict[str, Any] = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "num_workers": workers}
-    if isinstance(loader.dataset, IterableDataset):
-        settings.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
-    elif loader.batch_sampler is not None:
-        settings["batch_sampler"] = loader.batch_sampler
-    else:
-        settings.update(batch_size=loader.batch_size, sampler=loader.sampler)
-    wanted = max(2 * workers, min(40, int(2.0 / max(alone_s, 1e-4))))
-    began, number = time.perf_counter(), 0
-    for _ in DataLoader(**settings):
-        number += 1
-        if workers and number == 2 * workers:  # those that were loaded while it started
-            began = time.perf_counter()
-        if number >= 2 * workers + wanted:
-            break
-    measured = number - 2 * workers
-    if measured < 1:
-        raise ValueError("there are too few batches")
-    return (time.perf_counter() - began) / measured
+def _unsettled(watch: Watch) -> tuple[str, ...]:
+    return ("a settled loss scale: the last step before the timed ones was skipped",) if watch.still_settling else ()
 
 
 def _too_short(watch: Watch) -> str:

@@ -1,36 +1,28 @@
-"""What a machine can do: matrix products in every format, measured."""
+"""What a machine can do: matrix products and convolutions in every format, measured."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-from typing_extensions import final
 
-from lightning_amp._compat import _aten
 from lightning_amp._cpu_name import cpu_name
-from lightning_amp.advice import Format, Machine, Product
+from lightning_amp.advice import Convolution, Format, Machine, Product, Support, judged
 from lightning_amp.casting import Choice, cpu_has, runnable
+from lightning_amp.profiling._probes import DTYPES, convolutions, products
 from lightning_amp.profiling._traps import known_traps
-from lightning_amp.shadow import is_out_of_memory
-from lightning_amp.tracing import fp32_switches, full_precision, reduces_fp32
+from lightning_amp.tracing import reduces_fp32
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _SIZES = {"cuda": (256, 512, 1024, 2048, 4096, 8192), "other": (128, 256, 512, 1024, 2048)}
 _SHORT_SIZES = {"cuda": (512, 2048, 4096), "other": (256, 512, 1024)}
-_MOST_S = 0.6
-"""Seconds that the products of one size may take; where the next size would take longer it is left out."""
-_MOST_RUNS = 20
+_IMAGES = {"cuda": ((8, 64, 56), (32, 256, 56)), "other": ((4, 32, 28), (8, 64, 56))}
+"""Rows, channels, and the side of images."""
 _NEARLY_BEST = 0.75
-_NATIVE_GAIN = 1.05
-"""A format whose products are not even this much faster than those of fp32 gains nothing."""
 
 _PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_amp", "torchao", "triton")
 
@@ -46,9 +38,13 @@ def examine(device: torch.device, *, short: bool = False) -> Machine:
 
     """
     notes = [*_busy(device)]
-    products = list(_products(device, (_SHORT_SIZES if short else _SIZES), notes))
-    best = {name: max((p.tflops for p in products if p.format == name), default=0.0) for name in FORMATS}
-    formats = tuple(_format(name, device, products, best) for name in FORMATS if name != "tf32" or _has_tf32(device))
+    names = [n for n in FORMATS if (n != "tf32" or _has_tf32(device)) and support_of(n, device)[0] != "missing"]
+    kind = device.type if device.type in _SIZES else "other"
+    measured = list(products(names, (_SHORT_SIZES if short else _SIZES)[kind], device, notes))
+    images = _IMAGES[kind][: 1 if short and kind == "other" else None]
+    convolved = list(convolutions([n for n in names if n in DTYPES and n != "tf32"], images, device, notes))
+    shown = [name for name in FORMATS if name != "tf32" or _has_tf32(device)]
+    formats = tuple(_format(name, device, measured, [c for c in convolved if c.format == name]) for name in shown)
     choice, reason = Choice.pick(device)
     versions = installed()
     return Machine(
@@ -57,12 +53,13 @@ def examine(device: torch.device, *, short: bool = False) -> Machine:
         memory_gib=_memory_bytes(device) / 2**30,
         versions=versions,
         formats=formats,
-        products=tuple(products),
+        products=tuple(measured),
         tf32=_tf32(device),
         precision=choice.name,
         precision_reason=reason,
         traps=known_traps(versions, device.type),
         notes=tuple(notes),
+        convolutions=tuple(convolved),
     )
 
 
@@ -106,16 +103,27 @@ def _memory_bytes(device: torch.device) -> int:
 # -- formats -----------------------------------------------------------------------------------------------------------
 
 
-def _format(name: str, device: torch.device, products: Sequence[Product], best: dict[str, float]) -> Format:
+def _format(
+    name: str, device: torch.device, products: Sequence[Product], convolutions: Sequence[Convolution]
+) -> Format:
     support, reason = support_of(name, device)
     own = [product for product in products if product.format == name]
-    if support == "native" and name not in ("fp32", "tf32") and own and best[name] < _NATIVE_GAIN * best["fp32"]:
-        reason += ", but its products are no faster than those of fp32"
-    fills = next((product.size for product in own if product.tflops >= _NEARLY_BEST * best[name]), 0)
-    return Format(name, support, reason, best[name], fills)
+    best = max((product.tflops for product in own), default=0.0)
+    fills = next((product.size for product in own if product.tflops >= _NEARLY_BEST * best), 0)
+    if support == "native" and name != "fp32":
+        product = judged(own)
+        slower = ["matrix products"] if product is not None and _is_slower(product) else []
+        slower += ["some 3x3 convolutions"] if any(map(_is_slower, convolutions)) else []
+        if slower:
+            support, reason = "partial", f"{reason}, but {' and '.join(slower)} are slower than in fp32"
+    return Format(name, support, reason, best, fills)
 
 
-def support_of(name: str, device: torch.device) -> tuple[str, str]:
+def _is_slower(one: Product | Convolution) -> bool:
+    return one.speed is not None and one.speed.claim == "slower"
+
+
+def support_of(name: str, device: torch.device) -> tuple[Support, str]:
     """Return whether a format is `"native"`, `"emulated"` or `"missing"`, and why, in a few words."""
     if name in ("fp32", "tf32"):
         return "native", ""
@@ -129,7 +137,7 @@ def support_of(name: str, device: torch.device) -> tuple[str, str]:
     return "native", "as torch says"
 
 
-def _on_cuda(name: str, device: torch.device) -> tuple[str, str]:
+def _on_cuda(name: str, device: torch.device) -> tuple[Support, str]:
     major, minor = torch.cuda.get_device_capability(device)
     if name == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "emulated", f"sm_{major}{minor} has no bf16 matrix units, although torch says that it is supported"
@@ -138,7 +146,7 @@ def _on_cuda(name: str, device: torch.device) -> tuple[str, str]:
     return "native", "matrix units"
 
 
-def _on_cpu(name: str) -> tuple[str, str]:
+def _on_cpu(name: str) -> tuple[Support, str]:
     found = cpu_has(name)
     if found:
         return "native", ", ".join(found)
@@ -156,105 +164,3 @@ def _tf32(device: torch.device) -> str:
     if not _has_tf32(device):
         return ""
     return "on: fp32 products are computed in TF32" if on else "off: fp32 products are computed in full precision"
-
-
-# -- products ----------------------------------------------------------------------------------------------------------
-
-
-def _products(device: torch.device, sizes: dict[str, tuple[int, ...]], notes: list[str]) -> Iterator[Product]:
-    for name in FORMATS:
-        if (name == "tf32" and not _has_tf32(device)) or support_of(name, device)[0] == "missing":
-            continue
-        last = 0.0
-        for size in sizes.get(device.type, sizes["other"]):
-            if 8 * last > _MOST_S:  # the next takes eight times as long
-                break
-            try:
-                last = matmul_s(name, (size, size, size), device)
-            except Exception as error:
-                what = "there was not enough memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
-                notes.append(f"{name} products of {size} were not measured: {what}")
-                break
-            yield Product(name, size, 2 * size**3 / last / 1e12)
-
-
-def matmul_s(name: str, sizes: tuple[int, int, int], device: torch.device, *, most_s: float = _MOST_S) -> float:
-    """Return the seconds of one matrix product, the best of several.
-
-    Args:
-        name: Of the format, as in :data:`FORMATS`.
-        sizes: Rows, depth, columns.
-        device: Where.
-        most_s: How long the runs may take all together; one is always done.
-
-    """
-    multiply = _multiplication(name, sizes, device)
-    with torch.no_grad(), _TF32(name == "tf32", device):
-        return timed_s(multiply, device, most_s=most_s)
-
-
-def _multiplication(name: str, sizes: tuple[int, int, int], device: torch.device) -> Callable[[], Any]:
-    rows, depth, columns = sizes
-    generator = torch.Generator(device).manual_seed(0)
-
-    def matrix(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
-
-    if name == "fp8":
-        one = torch.ones((), device=device)
-        left = matrix(rows, depth).to(torch.float8_e4m3fn)
-        right = matrix(columns, depth).to(torch.float8_e4m3fn).t()
-        return lambda: _aten.scaled_product(left, right, one, one)
-    left, right = matrix(rows, depth).to(DTYPES[name]), matrix(columns, depth).to(DTYPES[name]).t()
-    return lambda: left @ right
-
-
-def timed_s(run: Callable[[], Any], device: torch.device, *, most_s: float = _MOST_S) -> float:
-    """Return the seconds of a call, the best of several; on a device by its own clock.
-
-    The best, since what else the machine does can only make it slower.
-    """
-    run()  # kernels are chosen and memory is allocated
-    times: list[float] = []
-    began = time.perf_counter()
-    if device.type != "cuda":
-        first = True
-        while first or (len(times) < _MOST_RUNS and time.perf_counter() - began < most_s):
-            first = False
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return min(times)
-    torch.cuda.synchronize(device)
-    for _ in range(_MOST_RUNS):
-        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start_event.record()
-        run()
-        end_event.record()
-        end_event.synchronize()
-        times.append(start_event.elapsed_time(end_event) / 1e3)
-        if time.perf_counter() - began > most_s:
-            break
-    return min(times)
-
-
-@final
-class _TF32:
-    """Computes fp32 products in TF32, or in full precision."""
-
-    def __init__(self, on: bool, device: torch.device) -> None:
-        self._on, self._full = on, full_precision(device.type)
-
-    def __enter__(self) -> None:
-        if not self._on:
-            self._full.__enter__()
-            return
-        self._switch = fp32_switches()[0]
-        self._before = self._switch.fp32_precision
-        self._switch.fp32_precision = "tf32"
-
-    def __exit__(self, *error: Any) -> None:
-        if not self._on:
-            self._full.__exit__(*error)
-        else:
-            self._switch.fp32_precision = self._before

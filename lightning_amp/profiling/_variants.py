@@ -16,15 +16,18 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _torch
-from lightning_amp.advice import Variant
+from lightning_amp._text import counted
+from lightning_amp.advice import Variant, compare
 from lightning_amp.profiling._laps import Laps
 from lightning_amp.profiling._watch import Watch
 from lightning_amp.shadow import copy_batch, is_out_of_memory, private_trainer, run_private_fit
 
-_ROUNDS = (3, 9)
+_ROUNDS = (3, 9, 18)
+"""At least; then, if the budget lasts, until a first look at the claims; then, as long as one is open, at most."""
 _LAPS = 4
 _FEW = 3
 _BUDGET_S = 18.0
+"""Seconds for all rounds. The least number of them is done beyond it, but never for a step that takes much of it."""
 
 
 @final
@@ -142,28 +145,69 @@ def race(
     device: torch.device,
     kwargs: Mapping[str, Any],
     data: LightningDataModule | None,
+    *,
+    known_s: float = 0.0,
     budget_s: float = _BUDGET_S,
+    say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Variant, ...]:
     """Time all in turns, so that what else the machine does meets all of them.
 
     Args:
-        contestants: The first two matter most: where steps are long, the others are left out.
+        contestants: The first is the reference. The first two matter most: where steps are long, the others are left
+            out.
         device: Where.
         kwargs: Of the Trainer.
         data: Whose batches they are; `None` if they are the module's.
-        budget_s: Seconds that all rounds may take; the least number of them is done anyway, with fewer steps.
+        known_s: Seconds of a step of the reference, as timed before. If the least number of rounds would take longer
+            than the budget, this one time stands for it, and the second contestant runs once.
+        budget_s: Seconds that all rounds may take.
+        say: Gets the progress.
 
     """
+    reference, *others = contestants
+    if known_s * 2 * _ROUNDS[0] > budget_s:
+        return _one_run_of_each(reference, others, device, kwargs, data, known_s)
     taking_part, laps, began = list(contestants), _LAPS, time.perf_counter()
-    for number in range(_ROUNDS[1]):
+    if known_s * _LAPS * _ROUNDS[0] * len(taking_part) > budget_s:
+        taking_part, laps = taking_part[:_FEW], 1
+    for number in range(_ROUNDS[2]):
         elapsed = time.perf_counter() - began
         if number == 1 and elapsed * _ROUNDS[0] > budget_s:
             taking_part, laps = taking_part[:_FEW], 1
         if number >= _ROUNDS[0] and elapsed * (number + 1) / number > budget_s:
             break
+        if number == _ROUNDS[1] and not any(_is_open(contestant, reference) for contestant in taking_part):
+            break
+        most = _ROUNDS[1 if number < _ROUNDS[1] else 2]
+        say(f"round {number + 1} of {most} at most, {counted(len(taking_part), 'variant')}")
         for contestant in taking_part if number % 2 == 0 else taking_part[::-1]:
             contestant.round(device, kwargs, data, laps)
     return tuple(contestant.result() for contestant in contestants)
+
+
+def _one_run_of_each(
+    reference: Contestant,
+    others: Sequence[Contestant],
+    device: torch.device,
+    kwargs: Mapping[str, Any],
+    data: LightningDataModule | None,
+    known_s: float,
+) -> tuple[Variant, ...]:
+    """Time the second contestant once, beside what is known of the first."""
+    for contestant in others[:1]:
+        contestant.round(device, kwargs, data, 1)
+    left_out = f"left out, since a step takes {known_s:.3g} s"
+    return (
+        Variant(reference.label, (known_s,)),
+        *(contestant.result() for contestant in others[:1]),
+        *(Variant(contestant.label, (), left_out) for contestant in others[1:]),
+    )
+
+
+def _is_open(contestant: Contestant, reference: Contestant) -> bool:
+    """Return whether more rounds could decide how fast a contestant is."""
+    found = compare(tuple(contestant.step_s), tuple(reference.step_s)) if contestant is not reference else None
+    return found is not None and found.claim == "undecided"
 
 
 # -- what is changed ---------------------------------------------------------------------------------------------------

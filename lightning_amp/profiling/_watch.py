@@ -23,6 +23,8 @@ from lightning_amp.shadow import PRIVATE_CALLBACKS, copy_batch
 
 _SETTLED = 3
 """Steps in which memory is allocated, kernels are chosen and optimizers make their states."""
+_SETTLING_S = 60.0
+"""Seconds after which a loss scale is taken as it is, too."""
 _BATCHES_KEPT = 4
 _MOST_RECORDED = 10
 _BETWEEN = "between epochs"
@@ -30,7 +32,7 @@ RESTART = "start of the loader"
 _HOOK = "on_before_batch_transfer"
 _TIMED = (8, 60)
 _TIMED_S = (2.0, 8.0)
-"""At least and at most: how many steps are timed, and for how long."""
+"""At least and at most: how many steps are timed, and for how long. The longer time ends the settling as well."""
 
 
 @final
@@ -90,6 +92,7 @@ class Watch(Callback):
         callbacks: Seconds by callback of the user, likewise.
         restart_s: Seconds in which loaders began an epoch, likewise.
         num_timed: How many.
+        still_settling: Whether the loss scale was still coming down when the first step was timed.
         num_skipped: Steps that were skipped in all.
         recorder: What was recorded; `None` before.
         batch_size: Rows of a batch; 0 if unknown.
@@ -121,6 +124,7 @@ class Watch(Callback):
         self.callbacks: dict[str, float] = {}
         self.restart_s = 0.0
         self.num_timed = 0
+        self.still_settling = False
         self.num_skipped = 0
         self.recorder: Recorder | None = None
         self.batch_size = 0
@@ -183,6 +187,7 @@ class Watch(Callback):
             self._between_epochs = False
             self.clock.pop()
         self.batch_size = self.batch_size or num_rows(batch) or 0
+        self._began_s = self._began_s or time.perf_counter()
         if self._phase == "recorded" and _ends_a_step(trainer, pl_module, batch_idx):
             kept = _fp32_modules(trainer, pl_module)
             states = [t for optimizer in trainer.optimizers for _, t in tensors_in(list(optimizer.state.values()))]
@@ -203,8 +208,7 @@ class Watch(Callback):
             else:
                 self._phase = "done"
         elif self._phase == "settling":
-            if self._num_batches >= _SETTLED and (self._num_batches >= MOST_SETTLING or not is_settling(trainer)):
-                self._begin("timed" if self._timed else "recorded")
+            self._settle(trainer)
         elif self._phase == "timed":
             self.num_timed += 1
             elapsed = time.perf_counter() - self._began_s
@@ -213,6 +217,16 @@ class Watch(Callback):
                 self._stop_clock()
                 self._begin("recorded")
         trainer.should_stop = self._phase == "done"  # whatever the module thinks of it
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Begin to time, or to record, if this was the last step that settles."""
+        elapsed = time.perf_counter() - self._began_s
+        if self._num_batches < _SETTLED and elapsed < _TIMED_S[1]:
+            return
+        self.still_settling = is_settling(trainer)
+        if self.still_settling and self._num_batches < MOST_SETTLING and elapsed < _SETTLING_S:
+            return
+        self._begin("timed" if self._timed else "recorded")
 
     def _begin(self, phase: str) -> None:
         self._phase = phase

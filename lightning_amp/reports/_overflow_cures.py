@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning_amp._text import exact, listed, rounded
 from lightning_amp.numerics import fitting_scale
+from lightning_amp.tracing import domain
 
 if TYPE_CHECKING:
     from lightning_amp.reports._overflow_report import OverflowReport
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
 
 _EPSILONS = "an epsilon under roots, logarithms and quotients"
 _GROWN = 1e2
-_IN_ANY_PRECISION = {"epsilon", "finite mask", "clamp", "zero_infinity"}
+_OF_SIGMOID = {"x": "log(sigmoid(x))", "-x": "log(1 - sigmoid(x))"}
+_IN_ANY_PRECISION = {"logsigmoid", "epsilon", "finite mask", "clamp", "zero_infinity"}
 _POWERS = {"exp", "exp_", "expm1", "exp2", "cosh", "sinh"}
 
 
@@ -24,7 +27,9 @@ def cure(report: OverflowReport) -> str:
     if report.cause == "batch":
         return "clean the data, or leave this batch out; no precision can help"
     if report.cause == "weights":
-        return "go back to a checkpoint from before it; no step can be taken with such a value, in any precision"
+        return "go back to a checkpoint in which it is finite; no step can be taken with such a value, in any precision"
+    if report.cause == "not reproduced" and not report.record.skipped:
+        return "look at non-deterministic operations, and at earlier batches of the window"
     if report.cause == "not reproduced":
         return (
             "look at what edits gradients between the backward and the step (hooks, callbacks), at non-deterministic"
@@ -58,10 +63,24 @@ def _that_worked(report: OverflowReport) -> list[str]:
             rules = ", ".join(repr(name) for name in remedy.values)
             words.append(f"`fp32_modules=[{rules}]` (tried: works)")
         if remedy.kind == "operation in fp32":
-            words.append("`.float()` on what goes into that line (tried: works)")
+            is_sum = report.diagnosis.operation is not None and report.diagnosis.operation.kind == "sum"
+            where = "before that sum" if is_sum else "on what goes into that line"
+            words.append(f"`.float()` {where} (tried: works)")
+        if remedy.kind == "source in fp32":
+            name, line, _, lossy_line, *others = remedy.values
+            where = f" in {line}" if line != lossy_line else ""
+            words.append(f"`.float()` on what goes into `{name}`{where} (tried: works){_there_too(others)}")
+        if remedy.kind == "logsigmoid":
+            form = remedy.values[0]
+            also = _there_too(remedy.values[1:])
+            words.append(f"`F.logsigmoid({form})` in the place of `{_OF_SIGMOID[form]}` (tried: works){also}")
         if remedy.kind == "operation without autocast":
             words.append("that line in `torch.autocast(..., enabled=False)`, with `.float()` inputs (tried: works)")
     return words
+
+
+def _there_too(lines: Sequence[str]) -> str:
+    return f", and the same in {listed(list(lines), 2)}" if lines else ""
 
 
 def _by_hand(report: OverflowReport) -> str:
@@ -73,16 +92,22 @@ def _by_hand(report: OverflowReport) -> str:
         return _on_exponential(report, operation)
     if operation.name in ("to", "to_"):
         return "keep that tensor in float32, or a constant within `torch.finfo(x.dtype)`"
-    if operation.kind == "zero":
-        epsilon = next((r.values[0] for r in report.remedies if r.kind == "epsilon" and r.worked), None)
-        return "" if epsilon is None else f"an epsilon that {operation.dtype} holds ({_plain(epsilon)}, tried: works)"
-    return ""
+    return _fitting_epsilon(report, operation)
+
+
+def _fitting_epsilon(report: OverflowReport, operation: Operation) -> str:
+    epsilon = next((r.values[0] for r in report.remedies if r.kind == "epsilon" and r.worked), None)
+    if epsilon is None or operation.kind != "zero":
+        return ""
+    return f"an epsilon that {operation.dtype} holds ({_plain(epsilon)}, tried: works)"
 
 
 def _on_exponential(report: OverflowReport, operation: Operation) -> str:
     if operation.followed_by in ("sum", "logsumexp", "mean", "div"):
         return "subtract the maximum before the exponential (`torch.logsumexp`, `log_softmax`)"
     largest = next((r.values[0] for r in report.remedies if r.kind == "clamp" and r.worked), None)
+    if largest is None and _failed(report, "clamp"):
+        return ""
     if largest is None:
         return f"keep the argument of `{operation.name}` small, with a `.clamp(max=...)`"
     return f"keep the argument of `{operation.name}` small: `.clamp(max={largest:g})` (tried: works)"
@@ -111,16 +136,19 @@ def _for_any_precision(report: OverflowReport) -> str:
     operation = report.diagnosis.operation
     if operation is None:
         return _EPSILONS
+    if any(remedy.kind == "logsigmoid" and remedy.worked for remedy in report.remedies):
+        return "; or ".join(_that_worked(report))
     if operation.kind in ("zero", "negative") and _failed(report, "epsilon"):
-        return "look at that line: an epsilon there does not help (tried: 1e-8 to 1e-3)"
+        tried = [_plain(remedy.values[0]) for remedy in report.remedies if remedy.kind == "epsilon"]
+        return f"look at that line: an epsilon there does not help (tried: {tried[0]} to {tried[-1]})"
     if operation.kind == "infinite":
         return "`torch.where` or `masked_fill` in the place of a product with, or a sum of, infinities"
     if operation.is_sum:
         return "look at what edits that gradient (a hook), and at what is added up"
     if operation.kind == "outside":
         return "find out where that tensor is made"
-    epsilon = next((r.values[0] for r in report.remedies if r.kind == "epsilon" and r.worked), None)
-    tried = "" if epsilon is None else f" ({_plain(epsilon)}, tried: works)"
+    epsilons = next((r.values for r in report.remedies if r.kind == "epsilon" and r.worked), None)
+    tried = "" if epsilons is None else f" ({_plain(epsilons[0])}, tried: works){_there_too(epsilons[1:])}"
     if operation.kind == "masked":
         works = any(r.kind == "finite mask" and r.worked for r in report.remedies)
         finite = " (tried: works)" if works else ""
@@ -145,12 +173,13 @@ def _for_any_precision(report: OverflowReport) -> str:
             f"an epsilon {where}{tried}; a `torch.where` behind it does not help, the derivative is taken on both sides"
         )
     if operation.kind == "negative":
-        return f"keep the argument of `{operation.name}` from below 0: `.clamp(min=eps)`{tried}"
+        where = domain(operation.name)
+        return f"keep the argument of `{operation.name}` {where.inside}: `.clamp({where.clamp})`{tried}"
     if operation.kind == "zero":
         what = "the divisor" if operation.name in ("div", "div_") else f"the argument of `{operation.name}`"
         return f"an epsilon in {what}{tried}"
-    if operation.name in _POWERS:
-        return _on_exponential(report, operation)
+    if operation.name in _POWERS and (cured := _on_exponential(report, operation)):
+        return cured
     if operation.name == "ctc_loss":
         tried = " (tried: works)" if any(r.kind == "zero_infinity" and r.worked for r in report.remedies) else ""
         return f"`zero_infinity=True`{tried}, or inputs that are at least as long as their labels need"
@@ -185,7 +214,9 @@ def _grown(report: OverflowReport) -> str:
 
 
 def _on_scale(report: OverflowReport) -> str:
-    worked = _that_worked(report)
+    operation = report.diagnosis.operation
+    epsilon = "" if operation is None else _fitting_epsilon(report, operation)
+    worked = [*_that_worked(report), *filter(None, [epsilon])]
     size = ""
     if report.largest_gradient is not None:
         size = f": the largest true gradient of this batch is {rounded(report.largest_gradient)}"

@@ -9,11 +9,16 @@ from typing import Any, Literal, NamedTuple
 
 from typing_extensions import final, override
 
-from lightning_amp.reports._overflow_words import overflow_words
+from lightning_amp._plain_data import plain
+from lightning_amp.reports._overflow_words import in_one_line, overflow_words
 from lightning_amp.scaling import StepRecord
 from lightning_amp.tracing import Diagnosis, Operation
 
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "not reproduced"]
+RemedyKind = Literal[
+    "", "bf16", "fp32_modules", "operation in fp32", "operation without autocast", "scale", "divisor", "epsilon",
+    "finite mask", "clamp", "zero_infinity", "source in fp32", "logsigmoid",
+]  # fmt: skip
 
 
 @final
@@ -21,17 +26,21 @@ class Remedy(NamedTuple):
     """What was tried on a step that was skipped, in a replay of it.
 
     Attributes:
-        kind: `"bf16"`: that precision. `"fp32_modules"`: these modules in fp32. `"operation in fp32"`: `.float()` on
-            what goes into the operation that is named; `"operation without autocast"`: and autocast off around it.
-            `"scale"`: a lower loss scale. `"divisor"`: the loss divided by a constant. `"epsilon"`: what must not be 0
-            is kept that far away from it. `"finite mask"`: the lowest number of the format in the place of minus
-            infinity. `"clamp"`: the argument is kept below a number. `"zero_infinity"`: that option of a CTC loss.
-        values: Names of modules, the scale, the divisor, or the epsilon.
+        kind: Empty: nothing. `"bf16"`: that precision. `"fp32_modules"`: these modules in fp32. `"operation in fp32"`:
+            `.float()` on what goes into the operation that is named; `"operation without autocast"`: and autocast off
+            around it. `"source in fp32"`: `.float()` on what goes into an earlier operation, whose rounded result made
+            an argument 0. `"logsigmoid"`: `logsigmoid` in the place of the logarithm of a sigmoid. `"scale"`: a lower
+            loss scale. `"divisor"`: the loss divided by a constant. `"epsilon"`: what must not be 0 is kept that far
+            away from it. `"finite mask"`: the lowest number of the format in the place of minus infinity. `"clamp"`:
+            the argument is kept below a number. `"zero_infinity"`: that option of a CTC loss.
+        values: Names of modules, the scale, the divisor, the epsilon, what `logsigmoid` takes (`"x"` or `"-x"`), or the
+            earlier operation and its line, and the same of the one that loses the digits; then further lines on which
+            the same was done.
         worked: Whether loss and gradients were finite.
 
     """
 
-    kind: str
+    kind: RemedyKind
     values: tuple[Any, ...] = ()
     worked: bool = False
 
@@ -94,17 +103,22 @@ class OverflowReport:
         return next((r.values[0] for r in self.remedies if r.kind == "scale" and r.worked), None)
 
     @property
+    def in_one_line(self) -> str:
+        """Return the cause, the line and what helps, in one line."""
+        return in_one_line(self)
+
+    @property
     def is_calibration(self) -> bool:
         """Return whether nothing is wrong: a dynamic scale was too high for a moment, and falls to one that works."""
         return self.cause == "backward" and self.scale_is == "dynamic" and self.working_scale is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        return asdict(self)
+        """Return dictionaries, lists, texts and numbers, which a checkpoint may hold with `weights_only=True`."""
+        return plain(asdict(self), float)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
-        """Return the report that :meth:`as_dict` was made of; lists, as in JSON, are fine for its tuples."""
+        """Return the report that :meth:`as_dict` was made of; older versions kept tuples."""
         found = dict(values["diagnosis"])
         shape = found["shape"]
         found["shape"] = None if shape is None else tuple(shape)

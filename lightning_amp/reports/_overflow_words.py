@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning_amp._text import exact, named, rounded
 from lightning_amp.reports._overflow_cures import cure
+from lightning_amp.tracing import domain
 
 if TYPE_CHECKING:
     from lightning_amp.reports._overflow_report import OverflowReport
@@ -19,14 +20,17 @@ def overflow_words(report: OverflowReport) -> str:
     if report.window[0] != report.window[1]:
         where += f" (of batches {report.window[0]} to {report.window[1]}, which make one step)"
     rank = f", rank {report.rank}" if report.world_size > 1 else ""
+    taken = "was taken although its loss is not finite, since its gradients are"
+    became = "was skipped" if report.record.skipped else taken
     lines = [
-        f"step {report.record.index} was skipped: epoch {report.epoch}, {where}{rank}, loss scale"
+        f"step {report.record.index} {became}: epoch {report.epoch}, {where}{rank}, loss scale"
         f" {exact(report.record.scale)}",
         f"  cause: {_cause(report)}",
     ]
-    operation = report.diagnosis.operation
-    if operation is not None and operation.file:
-        lines.append(f'  line: {Path(operation.file).name}:{operation.line} "{operation.code}"')
+    line = _line(report)
+    if line:
+        lines.append(f"  line: {line}")
+    lines += [f"  before it: {text}" for text in _rounded_before(report)]
     if report.parameters:
         lines.append(f"  non-finite gradients: {named(report.parameters)}")
     if report.note:
@@ -34,6 +38,34 @@ def overflow_words(report: OverflowReport) -> str:
     if _was_replayed(report):
         lines.append(f"  try: {cure(report)}")
     return "\n".join(lines)
+
+
+def in_one_line(report: OverflowReport) -> str:
+    """Write its cause, the line and what helps, in one line."""
+    line = _line(report)
+    return f"{_cause(report)}{f'; in {line}' if line else ''}. Try: {cure(report)}"
+
+
+def _rounded_before(report: OverflowReport) -> list[str]:
+    """Say which operation lost the digits, where that was found."""
+    operation, line = report.diagnosis.operation, _line(report)
+    if operation is None:
+        return []
+    where = domain(operation.name)
+    becomes = where.end if operation.kind == "zero" else where.outside
+    so = "" if operation.in_backward else f", so that the argument of `{operation.name}` is {becomes}"
+    lost = [remedy.values[2:4] for remedy in report.remedies if remedy.kind == "source in fp32" and remedy.worked]
+    return [
+        f"the result of `{name}`{f' in {place}' if place not in ('', line) else ''} is rounded to half precision{so}"
+        for name, place in lost
+    ]
+
+
+def _line(report: OverflowReport) -> str:
+    operation = report.diagnosis.operation
+    if operation is None or not operation.file:
+        return ""
+    return f'{Path(operation.file).name}:{operation.line} "{operation.code}"'
 
 
 def _was_replayed(report: OverflowReport) -> bool:
@@ -130,13 +162,15 @@ def _special(operation: Operation) -> str:
     if operation.kind == "zero":
         what = "a divisor is" if operation.name in ("div", "div_") else "an argument is"
         is_lost = operation.kind_in_fp32 == "" and operation.largest_in_fp32 is not None
-        return f"{what} 0{more}{', which it is not in fp32' if is_lost else ''}"
+        return f"{what} {domain(operation.name).end}{more}{', which it is not in fp32' if is_lost else ''}"
     if operation.kind == "negative":
-        return f"an argument is below 0{more}"
+        return f"an argument is {domain(operation.name).outside}{more}"
     if operation.kind == "infinite":
         return "an infinity went in, and 0 times infinity, or infinity minus infinity, is NaN"
     if operation.kind == "outside":
         return "what went in was not finite before the step: it is neither in the batch, nor a parameter, nor a buffer"
+    if operation.kind == "sum":
+        return f"it adds up {operation.count:,} finite values, and the sum leaves the range of {operation.dtype}"
     if operation.kind == "cast" and operation.largest_input is not None:
         return f"{rounded(operation.largest_input)} does not fit into it"
     return ""
@@ -154,8 +188,11 @@ def _backward(report: OverflowReport) -> str:
         else:
             text = f"the gradient that `{operation.name}`{module} computes for its input, {tensor}, is not finite"
         if found.in_fp32 == "not finite":
-            end = "1 or -1" if operation.name in ("acos", "asin", "atanh") else "0"
-            zero = f"; its argument is {end}, where it has no finite derivative" if operation.kind == "zero" else ""
+            zero = (
+                f"; its argument is {domain(operation.name).end}, where it has no finite derivative"
+                if operation.kind == "zero"
+                else ""
+            )
             return f"{text}, nor is it in fp32{zero}"
         return text
     if found.where == "parameter":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +23,10 @@ class BackwardWatch:
         optimizers: That are known.
         others: Parameters, of which those of the optimizers are left out.
 
-    Cost: one Python call per watched parameter and backward.
+    A gradient that the user assigns (`p.grad = ...`) is one that no backward left there. It came with the scale of the
+    latest derivative by its parameter: `torch.autograd.grad` computes one that nobody scaled.
+
+    Cost: two Python calls per watched parameter and backward.
 
     """
 
@@ -30,7 +35,9 @@ class BackwardWatch:
         self._by_hand: tuple[int, Tensor] | None = None  # the latest that the user scaled: its number, its scale
         self._spokesmen: dict[int, Any] = {}  # by id of a known optimizer: the parameter that speaks for it
         self._scales: dict[int, Tensor | None] = {}  # by id of the parameter: that of its latest backward
-        self._handles: dict[int, Any] = {}
+        self._left: dict[int, weakref.ref[Tensor] | None] = {}  # the gradient that this backward left
+        self._plain: set[int] = set()  # ids of parameters whose latest derivative nobody scaled
+        self._handles: dict[int, tuple[Any, Any]] = {}
         known: set[int] = set()
         for optimizer in optimizers:
             mine = list(parameters(optimizer))
@@ -47,11 +54,21 @@ class BackwardWatch:
         if id(parameter) in self._handles or not parameter.requires_grad or not parameter.is_leaf:
             return
 
-        def note(p: Any) -> None:
-            scale = self._plugins_scale  # read first: as a rule it is this one
-            self._scales[id(p)] = self.scale if scale is None else scale
+        key = id(parameter)
 
-        self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(note)
+        def note_derivative(_: Tensor) -> None:
+            if self._plugins_scale is None and self.scale is None:  # read first: as a rule it is the plugin's
+                self._plain.add(key)
+            else:
+                self._plain.discard(key)
+
+        def note_gradient(p: Any) -> None:
+            scale = self._plugins_scale
+            self._scales[key] = self.scale if scale is None else scale
+            self._left[key] = None if p.grad is None else weakref.ref(p.grad)
+
+        hooks = parameter.register_hook(note_derivative), parameter.register_post_accumulate_grad_hook(note_gradient)
+        self._handles[key] = hooks
 
     @property
     def scale(self) -> Tensor | None:
@@ -94,16 +111,26 @@ class BackwardWatch:
         mine = [p for p in parameters(optimizer) if p.grad is not None]
         if mine and self.scale is not None:
             return self.scale
+        assigned = {id(parameter) for parameter in mine if self._is_assigned_plain(parameter)}
         for parameter in mine:
-            scale = known.get(id(parameter), self._scales.get(id(parameter)))
+            key = id(parameter)
+            # nobody has seen the others of a known optimizer: its first parameter speaks for them
+            is_scaled = key not in assigned and (key in self._left or not assigned)
+            scale = known.get(key, self._scales.get(key)) if is_scaled else None
             if scale is not None:
                 return scale
             self._watch(parameter)  # from now on
         return None
 
+    def _is_assigned_plain(self, parameter: Any) -> bool:
+        left = self._left.get(id(parameter))
+        return id(parameter) in self._plain and (left is None or left() is not parameter.grad)
+
     def detach(self) -> None:
         """Take all hooks off."""
-        for handle in self._handles.values():
+        for handle in chain.from_iterable(self._handles.values()):
             handle.remove()
         self._handles.clear()
         self._scales.clear()
+        self._left.clear()
+        self._plain.clear()

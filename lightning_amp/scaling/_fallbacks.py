@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lightning_amp.scaling._records import StepRecord
+from lightning_amp.scaling._step_record import StepRecord
 
 
 def fallbacks(records: Iterable[StepRecord]) -> list[StepRecord]:

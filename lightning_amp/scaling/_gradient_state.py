@@ -1,4 +1,4 @@
-"""What is known about the gradients of one optimizer between a backward and its step: what they are multiplied by."""
+"""The gradients of one optimizer between a backward and its step, and what they are multiplied by."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing_extensions import final
 from lightning_amp._compat import _torch
 from lightning_amp.numerics import nonfinite_flag
 from lightning_amp.scaling import _skip
-from lightning_amp.scaling._gradients import Gradients, has_gradients
+from lightning_amp.scaling._gradients import Gradients, has_gradients, inverse, parameters
 from lightning_amp.scaling._loss_probe import merge_losses
 from lightning_amp.scaling._skip import Skip, constant
+from lightning_amp.scaling._stays_found import StaysFound
 
 
 class Scaled(NamedTuple):
@@ -33,14 +34,12 @@ class Unscaled(NamedTuple):
         found_inf: 1.0, [], if they are not finite now; `None` if nobody has looked since the backward.
         used_scale: What they were divided by, [].
         overflow: Whether they were not finite before the user changed them; `None` if nobody could.
-        clamped: `found_inf` from before they were clipped by value, which makes inf finite and mends nothing.
 
     """
 
     found_inf: Tensor | None = None
     used_scale: Tensor | None = None
     overflow: Skip | None = None
-    clamped: Tensor | None = None
 
 
 class Folded(NamedTuple):
@@ -79,6 +78,7 @@ class GradientState:
         form: The same, kept up to date.
         loss_probe: Finite, [], as long as every loss since the last step was; `None` before the first.
         has_gradients: On any rank; known once they were looked at.
+        bad_loss: What `loss_probe` tells, where the host has read it with the flag of the gradients; else `None`.
 
     """
 
@@ -88,10 +88,12 @@ class GradientState:
         self.form: Form = form
         self.loss_probe: Tensor | None = None
         self.has_gradients = False
+        self.bad_loss: Skip | None = None
         self.decides_on_device = _torch.decides_on_device(optimizer)
         self.always_calls_closure = type(optimizer).__module__.startswith("torch.optim")
         self.takes_closure = self.always_calls_closure or _takes_closure(optimizer)
         self.may_move_first = not self.always_calls_closure or isinstance(optimizer, torch.optim.LBFGS)
+        self._kept = StaysFound()
         self._closure_calls: int | None = None  # of its last step
         self._had_gradients = False  # on this rank, in any step
         self._spare_flag: Tensor | None = None  # 0.0 for sure, to be used again
@@ -127,6 +129,8 @@ class GradientState:
         if probe is not None and (self._had_gradients or not may_have_none) and not has_gradients(self.optimizer):
             probe = None  # they were dropped: earlier losses say nothing about the step to come
         self.loss_probe = merge_losses(probe, loss)
+        if not self._kept.is_empty:  # dropped or zeroed gradients are not in the step to come
+            self._kept.begin_backward(Gradients(self.optimizer).largest())
         if isinstance(self.form, Unscaled):
             self.form = UNSEEN
 
@@ -174,29 +178,23 @@ class GradientState:
         everything = Gradients(self.optimizer) if shared else gradients
         everything.require_full_precision(self.optimizer)
         self._note_gradients(everything)
-        found_inf = self._new_flag(scale.device)
-        if gradients:
-            found_inf = gradients.unscale_(inverse(scale), found_inf)
-            if may_overflow:
-                found_inf = gradients.check(found_inf)
-        if shared and everything:
+        found_inf = gradients.unscale_(inverse(scale), self._new_flag(scale.device))
+        if may_overflow:
+            found_inf = gradients.check(found_inf)
+        if shared:
             found_inf = everything.check(found_inf)
-        self.form = Unscaled(found_inf, scale)
+        self.form = Unscaled(self._kept.beside(found_inf), scale)
 
     def check(self) -> None:
         """Check gradients that are true ones already."""
         assert isinstance(self.form, Unscaled)
         gradients = Gradients(self.optimizer)
         self._note_gradients(gradients)
-        probe, clamped = self.loss_probe, self.form.clamped
-        device = gradients.device or (probe.device if probe is not None else torch.device("cpu"))
-        found_inf = self._new_flag(device)
-        found_inf = gradients.check(found_inf) if gradients else found_inf
-        if clamped is not None:
-            found_inf = torch.maximum(found_inf, clamped)
-        self.form = Unscaled(found_inf, self.form.used_scale, self.form.overflow, clamped)
+        device = gradients.device or (torch.device("cpu") if self.loss_probe is None else self.loss_probe.device)
+        found_inf = gradients.check(self._new_flag(device))
+        self.form = Unscaled(self._kept.beside(found_inf), self.form.used_scale, self.form.overflow)
 
-    def check_again(self, *, before_clamping: bool = False) -> None:
+    def check_again(self) -> None:
         """Check true gradients that the user may have changed since they were checked: as they are now, they count.
 
         What they were before still tells whether the scale was too large.
@@ -207,11 +205,22 @@ class GradientState:
         overflow = Skip.on_device(form.found_inf)
         if overflow.known is False:
             self._spare_flag = form.found_inf
-        self.form = Unscaled(form.found_inf, form.used_scale, overflow | (form.overflow or Skip.NO), form.clamped)
+        self.form = Unscaled(form.found_inf, form.used_scale, overflow | (form.overflow or Skip.NO))
         self.check()
-        if before_clamping:
-            form = self.form
-            self.form = Unscaled(form.found_inf, form.used_scale, form.overflow, clamped=form.found_inf)
+
+    def keep_found(self, *, infinities_only: bool = False) -> None:
+        """Have the next step skipped if the latest check found anything, whatever the user makes of the gradients.
+
+        Args:
+            infinities_only: Not if it found NaN: clipping by value leaves it, so that a user who removes it mends.
+
+        """
+        found_inf = self.found_inf
+        if found_inf is None or Skip.on_device(found_inf).known is False:
+            return
+        largest = Gradients(self.optimizer).largest() if infinities_only else None
+        flag = found_inf if largest is None else torch.isinf(largest).to(found_inf)
+        self._kept.keep(flag, list(parameters(self.optimizer)))
 
     def fold(self, max_norm: float | None, *, may_overflow: bool) -> bool:
         """Leave unscaling and clipping to the fused optimizer; one read of the gradients decides.
@@ -244,17 +253,16 @@ class GradientState:
             divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # 1 / clip_coef of `clip_grad_norm_`
             grad_scale = divisor if grad_scale is None else grad_scale * divisor
         self._note_gradients(gradients)
-        self.form = Folded(found_inf, scale)
+        self.form = Folded(self._kept.beside(found_inf), scale)
         _torch.set_grad_scale(self.optimizer, grad_scale)
         return True
 
     def agree(self, all_reduce_max: Callable[[Tensor], Any], device: torch.device | None) -> None:
-        """Make what is known that on which all ranks act: not finite if anything is not finite anywhere.
+        """Agree with all ranks: the gradients are not finite if they are not finite anywhere.
 
-        Reduced gradients agree by themselves, but a shard's overflow or a non-finite loss may be on one rank only, and
-        who steps, and what it does to the scale, must be the same everywhere. One collective per closure call, on every
-        rank, whatever it has found: so nobody waits forever as long as all ranks step the same optimizers. What was not
-        finite before it was mended goes with it: the scale must be the same, too.
+        A shard's overflow or a non-finite loss may be on one rank only, and all ranks must step, and move the scale,
+        alike. One collective per closure call on every rank, whatever it found: no rank waits forever as long as all
+        step the same optimizers.
 
         Args:
             all_reduce_max: Reduces a tensor [4] in place, over all ranks.
@@ -278,7 +286,7 @@ class GradientState:
             self.form = Folded(found_inf, form.scale)
         else:
             overflow = None if form.overflow is None else Skip.on_device(before)
-            self.form = Unscaled(found_inf, form.used_scale, overflow, form.clamped)
+            self.form = Unscaled(found_inf, form.used_scale, overflow)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -289,6 +297,7 @@ class GradientState:
         if not asks_for_loss or probe is None or _skip.in_host_memory(probe):
             return Skip(found_inf).wait()
         skip, bad_loss = Skip.wait_together(found_inf, nonfinite_flag(probe).to(found_inf))
+        self.bad_loss = bad_loss
         self.loss_probe = constant(torch.nan if bad_loss.known else 0.0, torch.device("cpu"))
         return skip.wait()
 
@@ -311,9 +320,14 @@ class GradientState:
 
     def finish(self) -> None:
         """Begin anew: the gradients are those of no loss until the next backward."""
-        self.loss_probe = None
+        self.loss_probe = self.bad_loss = None
+        self.forget_found()
         if isinstance(self.form, Unscaled) or (isinstance(self.form, Folded) and self.form.scale is None):
             self.form = UNSEEN
+
+    def forget_found(self) -> None:
+        """Let the gradients alone decide about the next step."""
+        self._kept.forget()
 
     def _note_gradients(self, gradients: Gradients) -> None:
         self.has_gradients = bool(gradients)
@@ -322,14 +336,9 @@ class GradientState:
     def _new_flag(self, device: torch.device) -> Tensor:
         """Return 0.0, [], to be set by a check."""
         flag, self._spare_flag = self._spare_flag, None
-        if flag is None or flag.device != device:
-            return torch.zeros((), device=device, dtype=torch.float32)
-        return flag
-
-
-def inverse(scale: Tensor) -> Tensor:
-    """Return 1 / scale, computed in float64 as `GradScaler.unscale_` does (MPS has none)."""
-    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+        if flag is not None and flag.device == device:
+            return flag
+        return torch.zeros((), device=device, dtype=torch.float32)
 
 
 def _takes_closure(optimizer: Optimizer) -> bool:

@@ -134,6 +134,16 @@ class Gradients:
                     found_inf.logical_or_(all_finite(grads).logical_not())
         return found_inf
 
+    def largest(self) -> Tensor | None:
+        """Return the largest magnitude, [], or NaN if there is any; `None` without gradients."""
+        found: Tensor | None = None
+        for grads in self.groups.values():
+            filled = [g for g in grads if g.numel()]
+            if filled:
+                norms = torch.stack(_torch.foreach_norm(filled, torch.inf)).max().float()
+                found = norms if found is None else torch.maximum(found, norms.to(found.device))
+        return found
+
     def norm(self) -> Tensor:
         """Return the 2-norm over all gradients of one device, shape []; inf from values above 1.8e19 on."""
         norms = [n for grads in self.groups.values() for n in _torch.foreach_norm(grads, 2.0)]
@@ -149,3 +159,8 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether there are any; looks no further than the first."""
     return any(param.grad is not None for param in parameters(optimizer))
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return 1 / scale, computed in float64 as `GradScaler.unscale_` does (MPS has none)."""
+    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()

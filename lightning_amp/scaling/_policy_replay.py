@@ -14,10 +14,10 @@ from typing_extensions import final
 from lightning_amp._arguments import is_number
 from lightning_amp._compat import _torch
 from lightning_amp._text import exact
-from lightning_amp.scaling._records import Reason, StepRecord
 from lightning_amp.scaling._scale_update import Attempt, move_scale
 from lightning_amp.scaling._scaler import POLICY_SETTINGS, DynamicLossScaler
 from lightning_amp.scaling._skip import Skip
+from lightning_amp.scaling._step_record import Reason, StepRecord
 
 _BAD_LOSS = torch.tensor(math.nan)
 

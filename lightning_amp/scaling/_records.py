@@ -4,49 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp.scaling import _stuck
-from lightning_amp.scaling._skip import Skip
-
-Reason = Literal["none", "loss", "gradient"]
-StepPrecision = Literal["", "fp16", "bf16", "fp8", "fp32"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One attempted optimizer step. Immutable.
-
-    .. code-block:: python
-
-        plugin = AmpPrecision("fp16")
-        L.Trainer(plugins=[plugin], max_epochs=1).fit(model, data)
-        print(plugin.last_step)  # StepRecord(index=7, optimizer_idx=0, scale=2048.0, ..., precision='fp16')
-
-    Attributes:
-        index: Optimizer steps attempted before this one, over all optimizers of the run.
-        optimizer_idx: Which optimizer, in the order of `configure_optimizers`.
-        scale: Loss scale used for this step; 1.0 without scaling.
-        next_scale: Loss scale after the update that followed, at the end of the batch.
-        skipped: Whether the step was dropped.
-        reason: `"none"`; `"loss"` if the loss itself was not finite; `"gradient"` if only gradients were.
-        precision: What it was taken in: `"fp16"`, `"bf16"`, `"fp8"` or `"fp32"`; empty where an older version saved it.
-
-    """
-
-    index: int
-    optimizer_idx: int
-    scale: float
-    next_scale: float
-    skipped: bool
-    reason: Reason
-    precision: StepPrecision = ""
+from lightning_amp.scaling._skip import Skip, read_scalars
+from lightning_amp.scaling._step_record import Listener, Reason, StepPrecision, StepRecord, Subscription
 
 
 class _Open(NamedTuple):
@@ -56,28 +22,7 @@ class _Open(NamedTuple):
     scale: Tensor | None
     skip: Skip
     loss_probe: Tensor | None
-
-
-Listener: TypeAlias = Callable[[list[StepRecord]], None]
-
-
-@final
-class Subscription:
-    """Somebody who gets the records of a :class:`RecordLog`, until :meth:`close`."""
-
-    def __init__(self, listener: Listener, at_once: bool, everybody: list[Subscription]) -> None:
-        self.listener, self.at_once, self._everybody = listener, at_once, everybody
-        everybody.append(self)
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether records still come."""
-        return self in self._everybody
-
-    def close(self) -> None:
-        """End it; a second time does nothing."""
-        if self.is_open:
-            self._everybody.remove(self)
+    bad_loss: Skip
 
 
 @final
@@ -163,23 +108,42 @@ class RecordLog:
 
     # -- listening -----------------------------------------------------------------------------------------------------
 
-    def subscribe(self, listener: Listener, *, at_once: bool = False) -> Subscription:
+    @property
+    def wants_losses(self) -> bool:
+        """Return whether somebody wants to know of steps that were taken although their loss was not finite."""
+        return any(s.on_bad_loss is not None for s in self.subscriptions)
+
+    def subscribe(self, listener: Listener, *, at_once: bool = False, **also: Any) -> Subscription:
         """Have `listener` receive all records to come, in blocks, at no extra cost.
 
         Args:
             listener: Gets a list of records, oldest first.
             at_once: Hand over what there is at the end of a batch in which a step was skipped, for those who must act
                 on it at once: one wait for the device per batch, none where the host decides, as long as it is open.
+            also: What else it wants to know; see :class:`Subscription`. Losses are read with the flags.
 
         Returns:
             A handle, to be closed.
 
         """
-        return Subscription(listener, at_once, self.subscriptions)
+        return Subscription(listener, self.subscriptions, at_once=at_once, **also)
+
+    def announce(self, optimizer: Optimizer) -> None:
+        """Tell subscribers who asked that the update of this optimizer comes next, unless the device skips it."""
+        for subscription in self.subscriptions:
+            if subscription.before_update is not None:
+                subscription.before_update(self.num_attempted, optimizer)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def append(self, optimizer_idx: int, scale: Tensor | None, skip: Skip, loss_probe: Tensor | None) -> None:
+    def append(
+        self,
+        optimizer_idx: int,
+        scale: Tensor | None,
+        skip: Skip,
+        loss_probe: Tensor | None,
+        bad_loss: Skip = Skip.NO,
+    ) -> None:
         """Note an attempted step.
 
         Args:
@@ -187,9 +151,10 @@ class RecordLog:
             scale: The scale used, []; `None` without scaling.
             skip: Whether it was skipped.
             loss_probe: Finite exactly if the losses of this step were, [].
+            bad_loss: The same as a flag, where somebody wants to know it of a step that was taken.
 
         """
-        self._open.append(_Open(optimizer_idx, scale, skip, loss_probe))
+        self._open.append(_Open(optimizer_idx, scale, skip, loss_probe, bad_loss))
         if skip.known:
             self._known_streak += 1
             self.num_known_skips += 1
@@ -216,7 +181,7 @@ class RecordLog:
         if (
             stuck
             or blocks > before
-            or (self.subscriptions and any(s.at_once for s in self.subscriptions) and self._has_skip())
+            or (self.subscriptions and any(s.at_once for s in self.subscriptions) and self._has_news())
         ):
             self.flush()
             if self._is_stuck and self._rescue is not None and self.last is not None:
@@ -229,14 +194,19 @@ class RecordLog:
         """Return how many steps there were, those that were not read back included. Reads nothing."""
         return self.num_steps + self.num_skipped + len(self._pending) + len(self._open)
 
-    def _has_skip(self) -> bool:
-        """Return whether a step that is not handed over was skipped. Waits for the flags of the latest batch alone."""
-        unread = [i for i, (step, _) in enumerate(self._pending) if step.skip.known is None]
-        flags = _read([self._pending[i][0].skip.value for i in unread])
-        for i, flag in zip(unread, flags, strict=True):
+    def _has_news(self) -> bool:
+        """Return whether a step that is not handed over was skipped, or taken with a loss that is not finite.
+
+        Waits for the flags of the latest batch alone.
+        """
+        flags = [(step.skip, step.bad_loss) for step, _ in self._pending]
+        unread = [i for i, pair in enumerate(flags) if None in (pair[0].known, pair[1].known)]
+        values = read_scalars([flag.value for i in unread for flag in flags[i]])
+        for i, *pair in zip(unread, values[::2], values[1::2], strict=True):
             step, next_scale = self._pending[i]
-            self._pending[i] = step._replace(skip=Skip.YES if flag else Skip.NO), next_scale
-        return any(step.skip.known for step, _ in self._pending)
+            skip, bad_loss = (Skip.YES if value else Skip.NO for value in pair)
+            self._pending[i] = step._replace(skip=skip, bad_loss=bad_loss), next_scale
+        return any(step.skip.known or step.bad_loss.known for step, _ in self._pending)
 
     def flush(self) -> None:
         """Read everything back. Waits for the device.
@@ -249,11 +219,12 @@ class RecordLog:
         self.num_known_skips = sum(step.skip.known is True for step in self._open)
         if not pending:
             return
-        skips = _read([step.skip.value for step, _ in pending])
-        listeners = [s.listener for s in self.subscriptions]
-        if not listeners and not any(skips):
+        flags = read_scalars([flag.value for step, _ in pending for flag in (step.skip, step.bad_loss)])
+        skips, bad_losses = flags[::2], flags[1::2]
+        subscriptions = [*self.subscriptions]
+        if not subscriptions and not any(skips):
             self.num_steps += len(pending) - 1  # the last one is still to be written down
-            pending, skips = pending[-1:], skips[-1:]
+            pending, skips, bad_losses = pending[-1:], skips[-1:], bad_losses[-1:]
         records = self._records(pending, skips)
         limit = self.max_consecutive_skips
         for record in records:
@@ -266,8 +237,11 @@ class RecordLog:
                 if not self._is_stuck:
                     self._streak.clear()
         self.last = records[-1]
-        for listener in listeners:
-            listener(records)
+        for subscription in subscriptions:
+            subscription.listener(records)
+            for record, is_bad in zip(records, bad_losses, strict=True):
+                if is_bad and not record.skipped and subscription.on_bad_loss is not None:
+                    subscription.on_bad_loss(record)
         if self._is_stuck and (self._rescue is None or _stuck.by_losses(self._streak)):
             self._raise_stuck(self.last)
 
@@ -286,14 +260,14 @@ class RecordLog:
         self.flush()
         if not self._open:
             return self.num_steps, self.num_skipped, self.last
-        skips = _read([step.skip.value for step in self._open])
+        skips = read_scalars([step.skip.value for step in self._open])
         records = self._records([(step, next_scale) for step in self._open], skips)
         skipped = sum(map(bool, skips))
         return self.num_steps + len(records) - skipped, self.num_skipped + skipped, records[-1]
 
     def _records(self, steps: list[tuple[_Open, Tensor | None]], skips: list[float]) -> list[StepRecord]:
-        scales = _read([scale for step, next_scale in steps for scale in (step.scale, next_scale)])
-        probes = _read([step.loss_probe if skip else None for (step, _), skip in zip(steps, skips, strict=True)])
+        scales = read_scalars([scale for step, next_scale in steps for scale in (step.scale, next_scale)])
+        probes = read_scalars([step.loss_probe if skip else None for (step, _), skip in zip(steps, skips, strict=True)])
         reasons: list[Reason] = [
             "none" if not skip else "gradient" if math.isfinite(probe) else "loss"
             for skip, probe in zip(skips, probes, strict=True)
@@ -312,22 +286,16 @@ class RecordLog:
         return _stuck.why(self._streak, self.max_consecutive_skips, last.scale) + (f" {details}." if details else "")
 
     def _raise_stuck(self, last: StepRecord) -> None:
-        fallback = self._offers_fallback and self._precision == "fp16"
-        advice = _stuck.advice(self._streak, last.scale, last.next_scale, fallback=fallback)
-        text = f"{self._why_stuck(last)} {advice}"
+        since = last.index + 1 - len(self._streak)
+        causes = [s.cause for s in self.subscriptions if s.cause is not None]
+        known = next(filter(None, (cause(since) for cause in causes)), "") or _stuck.advice(
+            self._streak,
+            last.scale,
+            last.next_scale,
+            precision=last.precision,
+            fallback=self._offers_fallback and self._precision == "fp16",
+            is_located=bool(causes),
+        )
+        text = f"{self._why_stuck(last)} {known}"
         self._end_streak()
         raise FloatingPointError(text)
-
-
-def _read(values: Sequence[Tensor | bool | None]) -> list[float]:
-    """Bring scalars to the host with one transfer per device; `None` reads as 1.0 (no scaling)."""
-    out = [1.0 if v is None else float(v) if isinstance(v, bool) else 0.0 for v in values]
-    by_device: dict[torch.device, dict[int, Tensor]] = {}
-    for v in values:
-        if isinstance(v, Tensor):
-            by_device.setdefault(v.device, {})[id(v)] = v
-    read: dict[int, float] = {}
-    for unique in by_device.values():
-        tensors = [t if t.dtype == torch.float32 and t.dim() == 0 else t.reshape(()).float() for t in unique.values()]
-        read.update(zip(unique, torch.stack(tensors).tolist(), strict=True))
-    return [read[id(v)] if isinstance(v, Tensor) else o for v, o in zip(values, out, strict=True)]

@@ -10,7 +10,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import is_count, is_number
 from lightning_amp._compat import _torch
-from lightning_amp.scaling._records import Reason, StepPrecision, StepRecord
+from lightning_amp.scaling._step_record import Reason, StepPrecision, StepRecord
 
 Row = TypeVar("Row")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -88,3 +89,17 @@ def host_value(scalar: Tensor) -> float:
 def constant(value: float, device: torch.device) -> Tensor:
     """Return a float32 scalar [] that is made once; nobody writes into it."""
     return torch.full((), value, device=device, dtype=torch.float32)
+
+
+def read_scalars(values: Sequence[Tensor | bool | None]) -> list[float]:
+    """Bring scalars to the host with one transfer per device; `None` reads as 1.0 (no scaling)."""
+    out = [1.0 if v is None else float(v) if isinstance(v, bool) else 0.0 for v in values]
+    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    for v in values:
+        if isinstance(v, Tensor):
+            by_device.setdefault(v.device, {})[id(v)] = v
+    read: dict[int, float] = {}
+    for unique in by_device.values():
+        tensors = [t if t.dtype == torch.float32 and t.dim() == 0 else t.reshape(()).float() for t in unique.values()]
+        read.update(zip(unique, torch.stack(tensors).tolist(), strict=True))
+    return [read[id(v)] if isinstance(v, Tensor) else o for v, o in zip(values, out, strict=True)]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp._compat import _torch
-from lightning_amp.scaling._gradient_state import GradientState, Scaled
+from lightning_amp.scaling._gradient_state import GradientState
 from lightning_amp.scaling._gradients import parameters
 from lightning_amp.scaling._skip import Skip
 
@@ -131,6 +131,7 @@ class Step:
             self._prepare()
             if self._state.has_gradients:  # else there is nothing to do, on any rank
                 self._decide()
+        self._steps.announce(self._state)
         self.in_closure = False
         return self._result
 
@@ -146,12 +147,7 @@ class Step:
         state.unfold()  # what an earlier step has left
         fold = self._plan.fold and self._on_device and state.found_inf is None
         if not (fold and steps.fold(state, self._plan.max_norm)):
-            if isinstance(state.form, Scaled):
-                steps.unscale(state)
-            elif state.found_inf is None:
-                state.check()
-            else:
-                state.check_again()  # the user had them unscaled
+            steps.examine(state)
             self._look()
         steps.agree(state)
 
@@ -166,7 +162,7 @@ class Step:
                 _torch.set_found_inf(state.optimizer, found_inf)
                 self.skip = skip
                 return
-            if state.wait(asks_for_loss=self._plan.asks_for_loss):
+            if state.wait(asks_for_loss=self._plan.asks_for_loss or self._steps.asks_for_loss):
                 raise _SkipStep(self)
         elif skip.known:
             raise _SkipStep(self)

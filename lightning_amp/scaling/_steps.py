@@ -77,15 +77,24 @@ class OptimizerSteps:
         self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool, watch: BackwardWatch | None
     ) -> None:
         """Go on with another scaler, or none, between two batches. Gradients that are still there become true ones."""
+        self.release()
+        self._use(scaler, skip_nonfinite)
+        self._watch = watch
+        self._attempts = BatchAttempts()
+        self.restart_scale()
+
+    def release(self) -> None:
+        """Make all gradients that are still there true ones, since the scaler or the run ends."""
         for state in self._states.values():
             if self._watch is None or not self._watch.came_plain(state.optimizer):
                 self.unscale(state)
         for state in self._states.values():
             state.release()
-        self._use(scaler, skip_nonfinite)
-        self._watch = watch
-        self._attempts = BatchAttempts()
-        self.restart_scale()
+
+    def forget_found(self) -> None:
+        """Take off what watches gradients that were not finite."""
+        for state in self._states.values():
+            state.forget_found()
 
     def state(self, optimizer: Optimizer, if_unknown: Form = UNSEEN) -> GradientState:
         """Return what is known of an optimizer; one that was made inside the training step gets the next index.
@@ -127,8 +136,7 @@ class OptimizerSteps:
 
     def multiply(self, outputs: Any) -> Any:
         """Multiply a loss, or nested sequences of them, by the scale, as the scaler does it."""
-        assert self.scaler is not None
-        assert self._multiply is not None
+        assert self.scaler is not None and self._multiply is not None  # noqa: PT018
         if self._attempts.round_is_over(len(self._states)):
             self._attempts.end_round(self.scaler)
             self._log.complete(_torch.scale_tensor(self.scaler))
@@ -183,23 +191,21 @@ class OptimizerSteps:
     # -- unscale and check ---------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Make the gradients of `optimizer` true ones. Does nothing if they are."""
-        self.unscale(self.state(optimizer))
+        """Make the gradients of `optimizer` true ones, and have its next step skipped if they are not finite now."""
+        if self.skips:  # else nothing is scaled, and nothing is checked
+            state = self.state(optimizer)
+            self.examine(state)
+            state.keep_found()
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Take the gradients of an optimizer that is met now as scaled, as who hands it to the scaler says."""
         assert self.scaler is not None
         self.state(optimizer, Scaled(_torch.scale_tensor(self.scaler)))
 
-    def check_again(self, optimizer: Optimizer, *, before_clamping: bool = False) -> None:
-        """Check true gradients that the user may have changed since they were checked.
-
-        Args:
-            optimizer: Whose.
-            before_clamping: They are about to be clipped by value. That makes inf finite, and mends nothing.
-
-        """
-        self.state(optimizer).check_again(before_clamping=before_clamping)
+    def check_again(self, optimizer: Optimizer) -> None:
+        """Have true gradients, and know whether they are finite, after the user may have changed them or added some."""
+        if self.skips:
+            self.examine(self.state(optimizer))
 
     def _require_scaled(self, state: GradientState) -> None:
         """Refuse to divide by the scale what a backward of the user's own, past the plugin, has not multiplied."""
@@ -249,7 +255,7 @@ class OptimizerSteps:
         """Step or skip.
 
         Args:
-            optimizer: The user's optimizer.
+            optimizer: The user's.
             closure: Computes loss and gradients, or nothing if they are there.
             before_update: Everything that may look at, or change, the true gradients before the step; what changes them
                 calls :meth:`check_again`.
@@ -285,6 +291,16 @@ class OptimizerSteps:
             scale, shared = state.form.scale, self._true_elsewhere(state)
             state.unscale_(scale, shared, may_overflow=self._scale_may_be_below_one())
 
+    def examine(self, state: GradientState) -> None:
+        """Make gradients true ones, and know whether they are finite as they are now."""
+        state.unfold()  # what an earlier step has left
+        if isinstance(state.form, Scaled):
+            self.unscale(state)
+        elif state.found_inf is None:
+            state.check()
+        else:
+            state.check_again()  # the user had them unscaled
+
     def fold(self, state: GradientState, max_norm: float | None) -> bool:
         """Leave unscaling and clipping to a fused optimizer; returns whether it can be done."""
         if isinstance(state.form, Scaled):
@@ -306,9 +322,19 @@ class OptimizerSteps:
             scale, before = state.used_scale, state.overflow
             overflow = skip if before is None else skip | before
             self._attempts.add(Attempt(state.index, overflow, result.loss_probe, state.has_gradients))
-        self._log.append(state.index, scale, skip, None if skip is Skip.NO else result.loss_probe)
+        bad_loss = state.bad_loss or result.bad_loss if self.asks_for_loss else Skip.NO
+        self._log.append(state.index, scale, skip, None if skip is Skip.NO else result.loss_probe, bad_loss)
         state.finish()
         return result
+
+    @property
+    def asks_for_loss(self) -> bool:
+        """Return whether somebody wants to know of steps taken with a loss, and no gradient, that is not finite."""
+        return self.skips and self._log.wants_losses
+
+    def announce(self, state: GradientState) -> None:
+        """Tell who listens that the update of an optimizer comes next, unless the device skips it."""
+        self._log.announce(state.optimizer)
 
     # -- end of batch --------------------------------------------------------------------------------------------------
 

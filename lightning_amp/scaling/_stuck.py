@@ -22,34 +22,32 @@ def why(reasons: Sequence[str], limit: int | None, scale: float) -> str:
     )
 
 
-def advice(reasons: Sequence[str], scale: float, next_scale: float, *, fallback: bool) -> str:
-    """Say what to try; a sentence.
+def advice(
+    reasons: Sequence[str], scale: float, next_scale: float, *, precision: str, fallback: bool, is_located: bool
+) -> str:
+    """Say what to try where nobody has found the cause; sentences.
 
     Args:
         reasons: Of the skips.
         scale: Of the last one.
         next_scale: That follows it.
+        precision: Of the last one.
         fallback: Whether the plugin could go on in another precision if it were told to.
+        is_located: Whether an `OverflowLocator` is attached.
 
     """
+    look = [] if is_located else ["Attach `OverflowLocator()`: it looks for the operation, and tries what may help."]
+    if precision != "fp32":
+        look.append("Run the module with precision 'fp32' to see whether it happens there too.")
     if by_losses(reasons):
-        return (
-            "The forward pass itself is broken: look at the data and at the learning rate, or run the module with"
-            " precision 'fp32' to see whether it happens there too."
-        )
+        return " ".join(["The loss itself is not finite, which no loss scale can change.", *look])
+    first = "The gradients are not finite although the loss is"
     if scale == next_scale == 1:
-        return (
-            "The gradients are not finite although the loss is, and no scale is to blame: look for roots, logarithms"
-            " and quotients at 0, which want an epsilon, and run the module with precision 'fp32' to see whether it"
-            " happens there too."
-        )
+        roots = "look for roots, logarithms and quotients at 0, which want an epsilon."
+        return " ".join([f"{first}, and no scale is to blame: {roots}", *look])
     also = "; with `fallback=['bf16']` a run that is stuck goes on in 'bf16' by itself" if fallback else ""
     if scale == next_scale > 1:
-        return (
-            "The gradients overflow although the loss is finite, and this scale does not fall: use a smaller static"
-            f" scale or `min_scale`, or leave `scaler` out for a dynamic one{also}."
-        )
-    return (
-        "The gradients overflow although the loss is finite: look for a module whose gradients are unusually large,"
-        f" keep it in fp32, clip its inputs, or use 'bf16', whose range is that of fp32{also}."
-    )
+        smaller = "use a smaller static scale or `min_scale`, or leave `scaler` out for a dynamic one"
+        return " ".join([f"{first}, and this scale does not fall: {smaller}{also}.", *look])
+    large = "keep a module whose gradients are large in fp32, or use 'bf16', whose range is that of fp32"
+    return " ".join([f"{first}. If they overflow, {large}{also}.", *look])

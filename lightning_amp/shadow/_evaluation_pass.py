@@ -20,7 +20,7 @@ from lightning_amp.casting import is_metric
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._shadow import Shadow
-from lightning_amp.tracing import RandomState, full_precision, paired_random
+from lightning_amp.tracing import RandomState, fp32_throughout, full_precision, paired_random
 
 Stage = Literal["validation", "test"]
 """As in the names of hooks, `on_test_batch_start`, and steps, `test_step`."""
@@ -84,7 +84,7 @@ class EvaluationPass:
         device_type = trainer.strategy.root_device.type
 
         def context(_: LightningModule) -> AbstractContextManager[None]:
-            return full_precision(device_type)
+            return fp32_throughout(device_type) if upcast else full_precision(device_type)
 
         return cls(
             trainer, module, stage, hook_context=context, step_context=context, epoch_end_context=_nothing,

@@ -29,7 +29,7 @@ from lightning_amp.shadow._float8_losses import Float8Losses
 from lightning_amp.shadow._ranks import gather
 from lightning_amp.shadow._step_watch import LossyDerivative, StepWatch, lossy_derivatives, true_gradients, use
 from lightning_amp.shadow._training_pass import TrainingPass
-from lightning_amp.tracing import Trace, full_precision
+from lightning_amp.tracing import Trace
 
 _LOWEST, _HIGHEST = -50, 20  # exponents of gradients that the histograms tell apart
 _NUM_BINS = _HIGHEST - _LOWEST + 1
@@ -161,18 +161,17 @@ def _measure(
     row_of: dict[str, str],
     groups: dict[str, _Group],
 ) -> _Seen:
-    device_type = trainer.strategy.root_device.type
     total = groups[TOTAL]
     exact = TrainingPass(trainer, module, upcast=True)
     fp8 = Float8Losses(exact.module, trainer.precision_plugin)
     try:
         with Trace(exact.module, values=False) as trace, fp8, StepWatch(exact.module) as true_step:
             use(true_step, exact)
-            exact.run(batch, batch_idx, context=full_precision(device_type), trace=trace)
+            exact.run(batch, batch_idx, context=None, trace=trace)
         reference = exact.gradients()
     finally:
         exact.close()
-    arrived = [arrival.parameter for arrival in trace.arrivals if arrival.where == "parameter"]
+    arrived = [a.parameter for a in trace.arrivals if a.where == "parameter" and not a.is_inner]
     seen = _Seen(trace.unseen, list(dict.fromkeys(row_of[name] for name in arrived if name in row_of)))
     if not reference:
         return seen
@@ -185,7 +184,7 @@ def _measure(
         with Trace(rounded.module, values=False) as half, StepWatch(rounded.module, scale) as step:
             use(step, rounded)
             context = trainer.precision_plugin.forward_context()
-            rounded.run(batch, batch_idx, context=context, scale=scale, trace=half)
+            rounded.run(batch, batch_idx, context=context, scale=scale, trace=half, fp32_draws=True)
         gradients = true_gradients(step, rounded, scale)
         if scale != 1:
             clipped = " and ".join(f"`{name}` ({line})" for line, name in step.clippings.items())

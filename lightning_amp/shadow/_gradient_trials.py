@@ -24,7 +24,6 @@ from lightning_amp.reports import TOTAL, GradientLoss, Trial
 from lightning_amp.shadow._ranks import gather
 from lightning_amp.shadow._step_watch import StepWatch, lossy_derivatives, true_gradients, use
 from lightning_amp.shadow._training_pass import TrainingPass
-from lightning_amp.tracing import full_precision
 
 _MOST_MODULES = 4
 _MIDDLE_SCALE = 2.0**10
@@ -70,7 +69,7 @@ class GradientTrials:
         outputs = _Outputs() if found.kind == "rounding" else None
         try:
             exact = TrainingPass(self._trainer, self._module, upcast=True)
-            self._true = self._run(exact, full_precision(self._device_type), watching=outputs)
+            self._true = self._run(exact, None, watching=outputs)
         except Exception:  # out of memory; other ranks may go on, and this one with them
             self._true = {}
         trials: list[Trial] = []
@@ -86,7 +85,7 @@ class GradientTrials:
         try:
             exact = TrainingPass(self._trainer, self._module, upcast=True)
             true = StepWatch(exact.module)
-            self._run(exact, full_precision(self._device_type), watch=true)
+            self._run(exact, None, watch=true)
             step = TrainingPass(self._trainer, self._module)
             differentiate = step.module.trainer.precision_plugin.scaled_grad  # pyright: ignore[reportAttributeAccessIssue]
             scaled = StepWatch(step.module, self._loss_scale, differentiate=differentiate)
@@ -163,7 +162,7 @@ class GradientTrials:
     def _run(
         self,
         step: TrainingPass,
-        context: AbstractContextManager[Any],
+        context: AbstractContextManager[Any] | None,
         *,
         scale: float = 1.0,
         watch: StepWatch | None = None,
@@ -173,7 +172,7 @@ class GradientTrials:
             watch = watch or StepWatch(step.module, scale)
             use(watch, step)
             with watch, contextlib.nullcontext() if watching is None else watching.of(step.module):
-                step.run(self._batch, self._batch_idx, context=context, scale=scale)
+                step.run(self._batch, self._batch_idx, context=context, scale=scale, fp32_draws=True)
             return true_gradients(watch, step, scale)
         finally:
             step.close()

@@ -14,11 +14,13 @@ from lightning_amp.numerics import fitting_scale, nonfinite_gradients
 from lightning_amp.reports import Remedy
 from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
 from lightning_amp.shadow._blame import Blame, blame, blame_alone, cause_key, final_key
+from lightning_amp.shadow._digits import trials_of_digits, trials_of_logits
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._ranks import gather
 from lightning_amp.shadow._remedies import (
     Trial,
     Trials,
+    calls_like,
     modules_after,
     trials_in_any_precision,
     trials_in_half,
@@ -232,24 +234,32 @@ class _Search:
 
     def _plan(self, blamed: Blame, largest: float | None) -> Trials:
         found, call = blamed.diagnosis, blamed.call
+        bad = [] if self._watch is None else self._watch.bad
+        alike = [] if call is None else calls_like(call, bad)
         if found.in_fp32 != "finite":
             if found.cause not in ("batch", "weights"):
-                yield from trials_in_any_precision(found.operation, call)
-            if found.in_fp32 == "not finite" or self._has_worked:
+                yield from trials_of_logits(call, alike)
+                yield from trials_in_any_precision(found.operation, call, alike)
+            if found.in_fp32 == "not finite" or self._worked:
                 return
         precision = self._precision or our_name(str(self._trainer.precision_plugin.precision))
         if found.cause == "backward" and precision == "fp16":
             fitting = self._loss_scale if largest is None else fitting_scale(largest, spare_bits=0, lowest=-126)
             yield from trials_of_scale(self._loss_scale, fitting)
-            if self._has_worked:
+            if self._worked:
                 return
-        bad = [] if self._watch is None else self._watch.bad
         takers = [] if call is None else modules_after(call, bad, self._module)
-        yield from trials_in_half(precision, runnable(self._root_device), found.operation, call, takers)
+        yield from trials_of_digits(found.operation, call, alike)
+        lost_by = [remedy.values[2] for remedy in self._worked if remedy.kind == "source in fp32"]
+        if lost_by:
+            yield from trials_of_logits(call, alike)
+        choices = runnable(self._root_device)
+        # an epsilon that was added in vain, and so rounded away, may only have been too small
+        yield from trials_in_half(precision, choices, found.operation, call, takers, epsilons=lost_by in ([], ["add"]))
 
     @property
-    def _has_worked(self) -> bool:
-        return self.finding is not None and any(remedy.worked for remedy in self.finding.remedies)
+    def _worked(self) -> list[Remedy]:
+        return [] if self.finding is None else [remedy for remedy in self.finding.remedies if remedy.worked]
 
     def _try(self) -> None:
         """Run the step as the trial says; a rank without one runs it as it was."""

@@ -15,7 +15,7 @@ from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.reports import Remedy
 from lightning_amp.tracing import Edit, Operation, OperationCall, Place, argument_of
 
-_EPSILONS = (1e-8, 1e-6, 1e-4, 1e-3)
+_EPSILONS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2)
 _EXPONENTS = (80.0, 20.0, 10.0, 5.0)
 EXPONENTIALS = {"exp", "expm1", "exp2", "cosh", "sinh"}
 _LOWER = (2.0**-2, 2.0**-6, 2.0**-12)
@@ -52,6 +52,8 @@ def trials_in_half(
     operation: Operation | None,
     call: OperationCall | None,
     takers: Sequence[str],
+    *,
+    epsilons: bool = True,
 ) -> Trials:
     """Try what has more range, or more digits, than the step had; fp32 is known to have enough.
 
@@ -61,6 +63,7 @@ def trials_in_half(
         operation: That is to blame, if it is known.
         call: The same.
         takers: Modules that its result went through, in order.
+        epsilons: Whether to try an epsilon where an argument is 0: it hides the digits that were lost.
 
     """
     if precision == "fp16" and "bf16" in choices:
@@ -71,9 +74,9 @@ def trials_in_half(
     for rules in _rules(name, takers):
         if (yield Trial(Remedy("fp32_modules", rules), rules=rules)):
             break
-    if call is not None and operation is not None and operation.kind == "zero":
+    if epsilons and call is not None and operation is not None and operation.kind == "zero":
         for epsilon in _EPSILONS:
-            edits = {(call.key.name, call.key.place): _Epsilon(call.known_as, epsilon)}
+            edits = {(call.key.name, call.key.place): _Epsilon(call.known_as, epsilon, operation.kind)}
             if (yield Trial(Remedy("epsilon", (epsilon,)), edits=edits)):
                 break
     if call is not None and call.name in EXPONENTIALS:
@@ -82,7 +85,7 @@ def trials_in_half(
                 break
     if call is not None and operation is not None and operation.is_users and operation.name not in ("to", "to_"):
         place = (call.key.name, call.key.place)
-        if not (yield Trial(Remedy("operation in fp32"), edits={place: _in_fp32})):
+        if not (yield Trial(Remedy("operation in fp32"), edits={place: in_fp32})):
             yield Trial(Remedy("operation without autocast"), edits={place: _without_autocast})
 
 
@@ -118,8 +121,10 @@ def trials_of_scale(scale: float, fitting: float) -> Trials:
             return
 
 
-def trials_in_any_precision(operation: Operation | None, call: OperationCall | None) -> Trials:
-    """Try what changes the operation itself: fp32 fails as well."""
+def trials_in_any_precision(
+    operation: Operation | None, call: OperationCall | None, alike: Sequence[OperationCall] = ()
+) -> Trials:
+    """Try what changes the operation itself, and those that fail like it on other lines: fp32 fails as well."""
     if operation is None or call is None:
         return
     place = (call.key.name, call.key.place)
@@ -133,18 +138,22 @@ def trials_in_any_precision(operation: Operation | None, call: OperationCall | N
                 return
     if operation.kind in ("zero", "negative") or (operation.in_backward and operation.kind_in_fp32 == "zero"):
         for epsilon in _EPSILONS:
-            if (yield Trial(Remedy("epsilon", (epsilon,)), edits={place: _Epsilon(call.known_as, epsilon)})):
+            edit = _Epsilon(call.known_as, epsilon, operation.kind)
+            edits = dict.fromkeys((place, *((other.key.name, other.key.place) for other in alike)), edit)
+            elsewhere = [other.key.place.short for other in alike if other.key.place]
+            if (yield Trial(Remedy("epsilon", (epsilon, *elsewhere)), edits=edits)):
                 return
 
 
-def _in_fp32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def in_fp32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do the work of an operation on float32: the edit for `.float()` on what goes into it."""
     return func(*to_fp32(args, HALF_DTYPES), **to_fp32(kwargs, HALF_DTYPES))
 
 
 def _without_autocast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     device_type = next((t.device.type for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), "cpu")
     with torch.autocast(device_type, enabled=False):
-        return _in_fp32(func, args, kwargs)
+        return in_fp32(func, args, kwargs)
 
 
 def _zero_infinity(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,10 +187,10 @@ def _finite_mask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 @final
 class _Epsilon:
-    """Keeps what must not be 0 an epsilon away from it."""
+    """Keeps what must not be 0 an epsilon away from it, as the advice says: adds it, or clamps what is below 0."""
 
-    def __init__(self, name: str, epsilon: float) -> None:
-        self._name, self._epsilon = name.removesuffix("_"), epsilon
+    def __init__(self, name: str, epsilon: float, kind: str) -> None:
+        self._name, self._epsilon, self._kind = name.removesuffix("_"), epsilon, kind
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         argument = argument_of(self._name, args, kwargs)
@@ -197,8 +206,20 @@ class _Epsilon:
         if self._name == "div":
             return torch.where(value < 0, value - self._epsilon, value + self._epsilon)
         if self._name in ("acos", "asin", "atanh", "logit"):
-            return value.clamp(0 if self._name == "logit" else -1 + self._epsilon, 1 - self._epsilon)
-        return value.clamp(min=self._epsilon)
+            return value.clamp(self._epsilon - (self._name != "logit"), 1 - self._epsilon)
+        if self._name == "log1p":
+            return value.clamp(min=self._epsilon - 1)
+        return value.clamp(min=self._epsilon) if self._kind == "negative" else value + self._epsilon
+
+
+def calls_like(call: OperationCall, bad: Sequence[OperationCall]) -> list[OperationCall]:
+    """Return operations of the same name that fail in the same way on other lines, one of each line."""
+    found = {
+        other.key.place: other
+        for other in bad
+        if (other.known_as, other.facts.kind) == (call.known_as, call.facts.kind) and not other.takes_nonfinite
+    }
+    return [other for place, other in found.items() if place is not None and place != call.key.place]
 
 
 def modules_after(call: OperationCall, bad: Sequence[OperationCall], module: nn.Module) -> list[str]:

@@ -24,7 +24,7 @@ def packed_step(
         random_state=step.random_state,
         scale=scale,
         loss_divisor=float(trainer.accumulate_grad_batches) if module.automatic_optimization else 1.0,
-        report=_plain(report),
+        report=report,
     )
     file = io.BytesIO()
     torch.save(bundle, file)
@@ -37,9 +37,3 @@ def unpacked_step(packed: bytes, module: LightningModule) -> dict[str, Any]:
     state = {name: value for name, value in module.state_dict().items() if name not in bundle["module_state"]}
     state = {name: value.detach().cpu() for name, value in state.items()}
     return {**bundle, "module_state": {**state, **bundle["module_state"]}}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

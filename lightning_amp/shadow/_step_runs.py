@@ -15,10 +15,9 @@ from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import _training_pass
 from lightning_amp.shadow._batch_window import KeptBatch
-from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._remedies import Trial
 from lightning_amp.shadow._training_pass import TrainingPass
-from lightning_amp.tracing import Diagnosis, GradientPlace, OperationWatch, Trace, diagnose, full_precision
+from lightning_amp.tracing import Diagnosis, GradientPlace, OperationWatch, Trace, diagnose
 
 BOUNDARY = _training_pass.__file__
 """What calls the step: no line above it is the step's."""
@@ -65,13 +64,13 @@ def run_in_fp32(
     wanted = [call.key for call in half.bad]
     if half.first_backward is not None:
         wanted.append(half.first_backward.call.key)
-    watch = OperationWatch(exact.module, BOUNDARY, wanted, undo_casts=True)
+    watch = OperationWatch(exact.module, BOUNDARY, wanted)
     try:
         with Trace(exact.module) as trace, watch:
             loss = exact.run(
-                copy_batch(step.batch, upcast=True),
+                step.batch,
                 step.batch_idx,
-                context=full_precision(trainer.strategy.root_device.type),
+                context=None,
                 random_state=step.random_state,
                 trace=trace,
                 watch=watch,

@@ -21,7 +21,7 @@ from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.shadow._views import View, replaying
-from lightning_amp.tracing import OperationWatch, RandomState, Trace, paired_random
+from lightning_amp.tracing import Fp32Draws, OperationWatch, RandomState, Trace, fp32_throughout, paired_random
 
 
 @final
@@ -35,14 +35,14 @@ class TrainingPass:
     Args:
         trainer: The trainer, inside a training epoch.
         module: The real module. Neither is changed.
-        upcast: Parameters, buffers and batches in half precision become float32. For a pass in fp32.
+        upcast: Parameters and buffers in half precision become float32. For a pass in fp32.
         precision: Of the step, by our name: a plugin that fell back goes on in another. Empty: as of now.
 
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, *, upcast: bool = False, precision: str = "") -> None:
-        self._trainer, self._upcast, self._precision = trainer, upcast, precision
+        self._trainer, self._precision = trainer, precision
         self._device_type = trainer.strategy.root_device.type
         self._automatic = module.automatic_optimization
         self._factor: float | Tensor = 1.0
@@ -88,7 +88,7 @@ class TrainingPass:
 
     def _in_fp8(self) -> AbstractContextManager[None]:
         plugin = self._trainer.precision_plugin
-        if self._upcast or not isinstance(plugin, AmpPrecision):
+        if not isinstance(plugin, AmpPrecision):
             return nullcontext()
         return plugin.fp8_on(self._shadow.module, self._precision)
 
@@ -102,22 +102,24 @@ class TrainingPass:
         batch: Any,
         batch_idx: int,
         *,
-        context: AbstractContextManager[Any],
+        context: AbstractContextManager[Any] | None,
         random_state: RandomState | None = None,
         scale: float | Tensor = 1.0,
         trace: Trace | None = None,
         watch: OperationWatch | None = None,
+        fp32_draws: bool = False,
     ) -> Tensor | None:
         """Run one step and its backward; the random generators stay as they are.
 
         Args:
             batch: Copied before it is used.
             batch_idx: Its index in the epoch.
-            context: Entered around the hooks and the step.
+            context: Entered around the step. `None`: step and backward are in fp32, whatever the code casts to half.
             random_state: Where the random generators begin; default: as found.
             scale: What the loss is multiplied with before its backward.
             trace: Watches, if given; already entered.
             watch: Likewise.
+            fp32_draws: Draw random numbers like a pass in fp32 does, for a comparison with one.
 
         Returns:
             The loss of automatic optimization, or the sum of those that had a backward; before scaling.
@@ -125,13 +127,15 @@ class TrainingPass:
         self._factor, self._trace, self._watch, self._losses = scale, trace, watch, list[Tensor]()
         self._stepped.clear()
         shadow = self._shadow
-        with paired_random(self._device_type, random_state), torch.enable_grad(), _frozen(self._real), self._in_fp8():
-            batch = copy_batch(batch, upcast=self._upcast)
+        whole = self._in_fp8() if context is not None else fp32_throughout(self._device_type)
+        draws = Fp32Draws() if fp32_draws else nullcontext()
+        with paired_random(self._device_type, random_state), torch.enable_grad(), _frozen(self._real), whole, draws:
+            batch = copy_batch(batch, upcast=context is None)
             with shadow.reduce.suspended():
                 if is_overridden("on_train_batch_start", shadow.module):
                     shadow.call("on_train_batch_start", batch, batch_idx)
                 takes_index = is_param_in_hook_signature(shadow.module.training_step, "batch_idx", min_args=2)
-                with context:
+                with context or nullcontext():
                     output = shadow.call("training_step", *((batch, batch_idx) if takes_index else (batch,)))
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if self._automatic and isinstance(loss, Tensor):

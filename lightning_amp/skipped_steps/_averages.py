@@ -25,9 +25,7 @@ class HeldAverages:
 
     def __init__(self, callbacks: list[Callback]) -> None:
         self._applied = 0
-        self._gates = [(c, type(c)) for c in callbacks if _lightning.is_weight_averaging(c)]
-        for callback, base in self._gates:
-            self._gate(callback, base)
+        self._gates = [(c, type(c), self._gate(c)) for c in callbacks if _lightning.is_weight_averaging(c)]
 
     def __bool__(self) -> bool:
         return bool(self._gates)
@@ -36,13 +34,14 @@ class HeldAverages:
         """Count a step that was not skipped. The host knows, see `SkipProtection.host_must_know`."""
         self._applied += not skip.wait()
 
-    def _gate(self, callback: Any, base: type[Any]) -> None:
-        counted = self._applied
-        gate = self
+    def _gate(self, callback: Any) -> type[Any]:
+        """Give a callback a class that holds it, and return that."""
+        base: type[Any] = type(callback)
+        counted, gate = self._applied, self
 
         def should_update(this: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
             nonlocal counted
-            if step_idx is not None:
+            if step_idx is not None and gate._gates:  # else a class that somebody derived has outlived it
                 if gate._applied == counted:
                     return False
                 counted = gate._applied
@@ -53,10 +52,12 @@ class HeldAverages:
 
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         members = {"should_update": should_update, "__reduce_ex__": __reduce_ex__}
-        callback.__class__ = type(base.__name__, (base,), {**names, **members})
+        callback.__class__ = held = type(base.__name__, (base,), {**names, **members})
+        return held
 
     def detach(self) -> None:
-        """Leave callbacks as they were."""
-        for callback, base in self._gates:
-            callback.__class__ = base
+        """Leave callbacks as they were; one that somebody has given another class since keeps it."""
+        for callback, base, held in self._gates:
+            if type(callback) is held:
+                callback.__class__ = base
         self._gates.clear()

@@ -161,9 +161,8 @@ class _HeldSchedule(_Tally):
         self._hook = self.optimizer.register_state_dict_pre_hook(lambda _: gate.resolve())
         members = {name: resolved(name) for name in ("state_dict", "load_state_dict", "get_last_lr")}
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        scheduler.__class__ = type(
-            base.__name__, (base,), {**names, **members, "step": step, "__reduce_ex__": __reduce_ex__}
-        )
+        members |= {"step": step, "__reduce_ex__": __reduce_ex__}
+        scheduler.__class__ = self._held = type(base.__name__, (base,), {**names, **members})
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         self.resolve()
@@ -180,7 +179,8 @@ class _HeldSchedule(_Tally):
             return
         (skips, args, kwargs), self._noted = self._noted, None
         if not all(skip.wait() for skip in skips):
-            self._base.step(self.scheduler, *args, **kwargs)
+            kind = self._base if isinstance(self.scheduler, self._base) else type(self.scheduler)
+            kind.step(self.scheduler, *args, **kwargs)
 
     @override
     def close(self) -> None:
@@ -188,7 +188,8 @@ class _HeldSchedule(_Tally):
             self.resolve()
         finally:
             self._hook.remove()
-            self.scheduler.__class__ = self._base
+            if type(self.scheduler) is self._held:  # somebody may have given it another class since, which stays
+                self.scheduler.__class__ = self._base  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _looks_at_rates(owner: Callback | LightningModule) -> bool:

@@ -3,9 +3,10 @@
 from lightning_amp.tracing._bundles import make_bundle
 from lightning_amp.tracing._conditions import RandomState, fp32_switches, full_precision, paired_random, reduces_fp32
 from lightning_amp.tracing._diagnosis import Diagnosis, diagnose, nonfinite_entries
+from lightning_amp.tracing._fp32_throughout import Fp32Draws, fp32_throughout
 from lightning_amp.tracing._operation import InFp32, Operation, blamed_in_fp32, blamed_in_half, operation
 from lightning_amp.tracing._operation_calls import BackwardCall, Key, OperationCall
-from lightning_amp.tracing._operation_facts import argument_of
+from lightning_amp.tracing._operation_facts import argument_of, domain
 from lightning_amp.tracing._operation_watch import Edit, OperationWatch
 from lightning_amp.tracing._places import Place, called_by_optimizer, running_place, user_place
 from lightning_amp.tracing._replay import replay
@@ -15,6 +16,7 @@ __all__ = [
     "BackwardCall",
     "Diagnosis",
     "Edit",
+    "Fp32Draws",
     "GradientPlace",
     "InFp32",
     "Key",
@@ -29,7 +31,9 @@ __all__ = [
     "blamed_in_half",
     "called_by_optimizer",
     "diagnose",
+    "domain",
     "fp32_switches",
+    "fp32_throughout",
     "full_precision",
     "make_bundle",
     "nonfinite_entries",

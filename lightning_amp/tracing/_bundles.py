@@ -15,6 +15,11 @@ from lightning_amp._urls import open_to_read
 from lightning_amp.tracing._conditions import RandomState
 
 _NOT_A_BUNDLE = "This is not a bundle of `OverflowLocator`, or one of a later version"
+_ENTRIES: Mapping[str, tuple[type, ...]] = {
+    "module_state": (Mapping,), "batch": (object,), "batch_idx": (int,), "random_state": (Mapping,),
+    "scale": (int, float), "loss_divisor": (int, float),
+}  # fmt: skip
+"""What a replay needs."""
 
 
 def make_bundle(
@@ -61,33 +66,50 @@ def load_bundle(bundle: str | os.PathLike[str] | Mapping[str, Any], weights_only
     return cast(Mapping[str, Any], loaded)
 
 
+def require_entries(bundle: Mapping[str, Any]) -> None:
+    """Refuse a bundle that lacks an entry which a replay needs, or has a damaged one.
+
+    Raises:
+        ValueError: Naming the entry.
+
+    """
+    for name, kinds in _ENTRIES.items():
+        if name not in bundle:
+            raise ValueError(f"The bundle is damaged: it has no entry `{name}`.")
+        if not isinstance(bundle[name], kinds):
+            raise ValueError(f"The bundle is damaged: its entry `{name}` is a `{type(bundle[name]).__name__}`.")
+
+
 def _load(path: str | os.PathLike[str], weights_only: bool) -> Any:
-    try:
-        with open_to_read(path, "binary", "bundle") as file:
+    with open_to_read(path, "binary", "bundle") as file:
+        try:
             return torch.load(file, map_location="cpu", weights_only=weights_only)
-    except UnpicklingError as error:
-        classes = _classes(path) if weights_only else []
-        if not classes:
-            raise ValueError(f"{_NOT_A_BUNDLE}: `{path}` cannot be loaded.") from error
+        except Exception as error:  # a damaged file makes torch raise almost anything
+            raise _why_not_loaded(path, error, weights_only) from error
+
+
+def _why_not_loaded(path: str | os.PathLike[str], error: Exception, weights_only: bool) -> ValueError:
+    classes = _classes(path) if weights_only and isinstance(error, UnpicklingError) else []
+    if classes:
         names = ", ".join(f"`{name}`" for name in classes[:4]) + (", ..." if len(classes) > 4 else "")
-        raise ValueError(
+        return ValueError(
             f"`{path}` holds more than tensors and plain containers ({names}), which `weights_only=True` refuses, for"
             " such a file can run code. If you trust it, pass `weights_only=False` to `replay`."
-        ) from error
-    except (EOFError, RuntimeError) as error:
-        raise ValueError(f"{_NOT_A_BUNDLE}: `{path}` cannot be loaded ({str(error).partition(chr(10))[0]}).") from error
-    except (AttributeError, ImportError) as error:
-        raise ValueError(
+        )
+    if isinstance(error, (AttributeError, ImportError)):
+        return ValueError(
             f"`{path}` holds objects of a class that cannot be found here ({error}). Call `replay` where the class can"
             " be imported under the name that it had in the run: one of the script that was run is in `__main__`."
-        ) from error
+        )
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return ValueError(f"{_NOT_A_BUNDLE}, or it is damaged: `{path}` cannot be loaded ({text}).")
 
 
 def _classes(path: str | os.PathLike[str]) -> list[str]:
     try:
         with open_to_read(path, "binary") as file:
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except (ValueError, RuntimeError):  # not a file of `torch.save`
+    except Exception:  # not a file of `torch.save`, or a damaged one
         return []
 
 

@@ -13,6 +13,7 @@ from lightning_amp._compat import _modules
 from lightning_amp.tracing._operation_calls import BackwardCall, OperationCall
 from lightning_amp.tracing._operation_watch import OperationWatch
 
+_SUMMING = ("sum", "logsumexp", "mean")
 InFp32 = Literal["", "finite", "not finite"]
 
 
@@ -39,7 +40,7 @@ class Operation:
         kind_in_fp32: The same in fp32: a divisor may be 0 in half precision alone.
         index: Where, of the first.
         count: At how many places.
-        followed_by: Name of the first operation that took the result, if that is not finite.
+        followed_by: Name of the first operation that took the result, if that is not finite; rather one that adds up.
 
     """
 
@@ -138,7 +139,8 @@ def operation(
         if there is not None and there.smallest is not None and float(there.smallest) == 0:
             in_fp32 = "zero"
     largest_in_fp32 = None if there is None or there.num_nonfinite else there.largest_output
-    taker = next((other for other in bad if any(source is call for source in other.sources)), None)
+    takers = [other.name for other in bad if any(source is call for source in other.sources)]
+    taker = next((name for name in takers if name in _SUMMING), next(iter(takers), ""))
     place = call.key.place
     dtype = found.dtype
     return Operation(
@@ -158,5 +160,5 @@ def operation(
         in_fp32,
         facts.index,
         facts.count,
-        "" if taker is None else taker.name,
+        taker,
     )

@@ -36,6 +36,7 @@ class OperationCall:
         known_as: The name by which its arguments are understood: `1 / x` is a division, and has those of `reciprocal`.
 
     Attributes:
+        makers: Operations whose results went in, finite or not; where something must not be 0, the one that made it.
         sources: Operations whose non-finite results went in.
         takes_nonfinite: Whether something that is not finite went in, from wherever.
         num_nonfinite: How many values of the result are not finite.
@@ -52,6 +53,7 @@ class OperationCall:
     def __init__(self, key: Key, number: int, module: str | None, known_as: str = "") -> None:
         self.key, self.number, self.module = key, number, module
         self.known_as = known_as or key.name
+        self.makers: list[OperationCall] = []
         self.sources: list[OperationCall] = []
         self.takes_nonfinite = False
         self.num_nonfinite = 0
@@ -86,6 +88,14 @@ class OperationCall:
         if not self._measured_before:
             self._measure_inputs(inputs)
         self.facts = facts_of(self.known_as, args, kwargs)
+
+    def takes_from(self, makers: list[OperationCall]) -> None:
+        """Note which operations made what goes in."""
+        self.makers = makers
+
+    def note_dtype(self, outputs: list[Tensor]) -> None:
+        """Note the dtype of the result, without waiting for it."""
+        self.dtype = outputs[0].dtype if outputs else None
 
     def came_from(self, calls: Iterable[OperationCall | None]) -> None:
         """Note which operations made what is not finite of what went in."""

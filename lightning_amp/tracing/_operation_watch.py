@@ -17,7 +17,7 @@ from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
 from lightning_amp._containers import replace
-from lightning_amp.numerics import HALF_DTYPES, all_finite
+from lightning_amp.numerics import all_finite
 from lightning_amp.tracing._operation_calls import (
     REVERSED,
     BackwardCall,
@@ -26,6 +26,7 @@ from lightning_amp.tracing._operation_calls import (
     largest_of,
     plain_operation,
 )
+from lightning_amp.tracing._operation_facts import pole_of
 from lightning_amp.tracing._places import Place, running_code
 from lightning_amp.tracing._trace import floating_in, shape_of
 
@@ -45,7 +46,6 @@ class OperationWatch(TorchFunctionMode):
         boundary: File of the code that runs the step: no place above it counts.
         wanted: Operations to measure although their results are finite.
         edits: What to do in the place of some operations, by name and place.
-        undo_casts: Leave out casts to half precision that the code itself makes, so that all of it is in fp32.
 
     Attributes:
         bad: Operations with results that are not finite, in order; of the forward.
@@ -64,7 +64,6 @@ class OperationWatch(TorchFunctionMode):
         boundary: str,
         wanted: Iterable[Key] = (),
         edits: Mapping[tuple[str, Place | None], Edit] | None = None,
-        undo_casts: bool = False,
     ) -> None:
         super().__init__()
         self.bad: list[OperationCall] = []
@@ -74,11 +73,14 @@ class OperationWatch(TorchFunctionMode):
         self.first_backward: BackwardCall | None = None
         self.made_loss: OperationCall | None = None
         self._names = {id(m): _modules.plain_name(name) for name, m in module.named_modules()}
+        self._parameters = list(module.parameters())
+        self._of_gradients: dict[int, weakref.ref[Tensor]] = {}  # what code outside of a backward made of `.grad`
         self._boundary = boundary
-        self._wanted, self._edits, self._undo_casts = set(wanted), dict(edits or {}), undo_casts
+        self._wanted, self._edits = set(wanted), dict(edits or {})
         self._occurrences: Counter[tuple[str, Place | None]] = Counter()
         self._number = 0
-        self._makers: dict[int, tuple[weakref.ref[Tensor], OperationCall]] = {}
+        self._makers: dict[int, tuple[weakref.ref[Tensor], OperationCall]] = {}  # of what is not finite
+        self._made: dict[int, tuple[weakref.ref[Tensor], OperationCall]] = {}
         self._by_storage: dict[int, OperationCall] = {}
         self._nodes: dict[Any, OperationCall] = {}
         self._handles: list[Any] = []
@@ -93,6 +95,7 @@ class OperationWatch(TorchFunctionMode):
         self._handles.clear()
         self._nodes.clear()
         self._makers.clear()
+        self._made.clear()
         self._by_storage.clear()
 
     def note_loss(self, loss: Tensor) -> None:
@@ -143,17 +146,23 @@ class OperationWatch(TorchFunctionMode):
             if is_transformed:
                 plain = replace(plain, _behind)
             call.measure_before(inputs, *plain)
+            pole = pole_of(call.known_as, *plain)
+            call.takes_from(self._made_by(inputs if pole is None else [pole]))
         edit = self._edits.get((name, place))
         result = func(*args, **kwargs) if edit is None else edit(func, args, kwargs)
-        if self._undo_casts and name == "to" and isinstance(result, Tensor) and result.dtype in HALF_DTYPES:
-            result = args[0].float() if isinstance(args[0], Tensor) else result
         changed = args[0] if result is None or name == "assignment" else result
         with torch.no_grad(), _modules.outside_transforms():
             outputs = [_modules.behind_transforms(t) for _, t in floating_in(changed)]
+            call.note_dtype(outputs)
+            self._made.update((id(tensor), (weakref.ref(tensor), call)) for tensor in outputs)
             self._look(call, inputs, outputs, *plain)
             for tensor in outputs:
                 self._claim(tensor.grad_fn, call)
         return result
+
+    def _made_by(self, tensors: Iterable[Tensor]) -> list[OperationCall]:
+        found = ((tensor, self._made.get(id(tensor))) for tensor in tensors)
+        return [made[1] for tensor, made in found if made is not None and made[0]() is tensor]
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -166,10 +175,16 @@ class OperationWatch(TorchFunctionMode):
             call.came_from(self.maker(tensor) for tensor in inputs if not bool(all_finite([tensor])))
         if wanted:
             self.measured[call.key] = call
-        if call.num_nonfinite:
+        if call.num_nonfinite and any(map(self._is_of_gradients, inputs)):  # norms, clipping, logging: no cause
+            self._of_gradients.update((id(tensor), weakref.ref(tensor)) for tensor in outputs)
+        elif call.num_nonfinite:
             (self.bad_in_backward if self._in_backward else self.bad).append(call)
             for tensor in outputs:
                 self._remember(tensor, call)
+
+    def _is_of_gradients(self, tensor: Tensor) -> bool:
+        known = self._of_gradients.get(id(tensor))
+        return (known is not None and known() is tensor) or any(p.grad is tensor for p in self._parameters)
 
     def _remember(self, tensor: Tensor, call: OperationCall) -> None:
         self._makers[id(tensor)] = weakref.ref(tensor), call

@@ -14,7 +14,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import HALF_DTYPES, headroom_bits, largest, limits, nonfinite_gradients
-from lightning_amp.tracing._bundles import copy_to, load_bundle
+from lightning_amp.tracing._bundles import copy_to, load_bundle, require_entries
 from lightning_amp.tracing._conditions import RandomState, paired_random
 from lightning_amp.tracing._diagnosis import Diagnosis, diagnose, with_operation
 from lightning_amp.tracing._operation_watch import OperationWatch
@@ -78,11 +78,14 @@ def replay(
             tensors, numbers, strings and plain containers: NumPy arrays, a dataclass, a `BatchEncoding`.
 
     Raises:
-        ValueError: If it is not a bundle, cannot be loaded like this, or the precision is none of these.
+        ValueError: If it is not a bundle, is damaged, cannot be loaded like this, or the precision is none of these.
+        OSError: If there is no such file.
+        ImportError: If the driver of its URL is not installed.
         TypeError: If there is no module, or the step returns no loss.
 
     """
     loaded = load_bundle(bundle, weights_only)
+    require_entries(loaded)
     known = [limits(name) for name in ("fp32", "fp16", "bf16")]
     dtype = next((format_.dtype for format_ in known if precision in (format_.name, format_.dtype)), None)
     if dtype is None:
@@ -110,7 +113,10 @@ def _replay(
     batch = copy_to(bundle["batch"], device)
     used_scale = float(bundle["scale"] if scale is None else scale)
     run: Step = step or (lambda module, batch: cast(Any, module).training_step(batch, bundle["batch_idx"]))
-    RandomState.unpack(bundle["random_state"], device.type).restore(device.type)
+    try:
+        RandomState.unpack(bundle["random_state"], device.type).restore(device.type)
+    except Exception as error:
+        raise ValueError(f"The bundle is damaged: its entry `random_state` cannot be used ({error}).") from error
     watch = OperationWatch(module, __file__)
     with torch.compiler.set_stance("force_eager"), Trace(module) as trace, watch:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):

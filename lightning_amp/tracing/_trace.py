@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import final
+from torch.overrides import TorchFunctionMode
+from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
@@ -90,6 +91,7 @@ class Arrival:
         shape: Of the gradient.
         key: The same for arrivals of one and the same gradient.
         place: The same for arrivals of another trace of the same step, in another precision.
+        is_inner: Whether `torch.autograd.grad` computed it, for a part of the loss: no backward of a loss scales it.
 
     """
 
@@ -102,6 +104,7 @@ class Arrival:
     shape: tuple[int, ...]
     key: tuple[int, int]
     place: GradientPlace
+    is_inner: bool
 
     @property
     def in_half(self) -> bool:
@@ -142,6 +145,7 @@ class Trace:
         self._num_calls = 0
         self._open: list[Call] = []
         self._in_backward = False
+        self._derivatives = _Derivatives()
         self.owners: dict[str, tuple[str, nn.Module]] = {}
         self.unseen: list[str] = []
 
@@ -156,6 +160,7 @@ class Trace:
                 self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 self._watch_parameter(f"{name}.{parameter_name}" if name else parameter_name, parameter, name, module)
+        self._derivatives.__enter__()
         return self
 
     def _watch_parameter(self, parameter_name: str, parameter: nn.Parameter, name: str, module: nn.Module) -> None:
@@ -169,6 +174,7 @@ class Trace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._derivatives.__exit__(kind, error, traceback)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -228,6 +234,7 @@ class Trace:
                     shape_of(gradient),
                     key,
                     place,
+                    self._derivatives.under_way,
                 )
             )
 
@@ -248,18 +255,20 @@ class Trace:
     @property
     def half_places(self) -> set[GradientPlace]:
         """Return the places where this pass computed gradients in half precision."""
-        return {arrival.place for arrival in self.arrivals if arrival.in_half}
+        return {arrival.place for arrival in self.arrivals if arrival.in_half and not arrival.is_inner}
 
     def gradients_in_half(self, half_places: set[GradientPlace]) -> list[Arrival]:
         """Return the gradients that fp16 would have to hold: of parameters, and those that another trace found in half.
 
         The gradient of a loss is fp32, and as large as the scale: it says nothing. Where that trace found none in half
-        (it ran in fp32), these are all but those of scalars.
+        (it ran in fp32), these are all but those of scalars. The loss scale does not multiply inner ones: they do not
+        count.
         """
         return [
             arrival
             for arrival in self.arrivals
-            if arrival.where == "parameter" or (arrival.place in half_places if half_places else arrival.shape)
+            if not arrival.is_inner
+            and (arrival.where == "parameter" or (arrival.place in half_places if half_places else arrival.shape))
         ]
 
     def first_bad_call(self, *, overflowed: bool = False) -> Call | None:
@@ -285,6 +294,23 @@ class Trace:
             same.append(arrival)
         consumers = [arrival for arrival in same if arrival.where == "input"]
         return consumers[-1] if consumers else same[0]
+
+
+@final
+class _Derivatives(TorchFunctionMode):
+    """Knows while `torch.autograd.grad` runs."""
+
+    under_way = False
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.autograd.grad:
+            return func(*args, **(kwargs or {}))
+        self.under_way = True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.under_way = False
 
 
 def _first(flags: list[Tensor | None]) -> int | None:

@@ -20,7 +20,7 @@ from lightning_amp.casting import Fp32Modules
 from lightning_amp.numerics import all_finite, fidelity_sums, fitting_scale, largest
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import EvaluationPass, TrainingPass, in_one_line, is_out_of_memory
-from lightning_amp.tracing import RandomState, full_precision
+from lightning_amp.tracing import RandomState, fp32_throughout
 from lightning_amp.tuning._fp32_errors import Errors, NothingHelps, relative_error
 from lightning_amp.tuning._fp32_search import Tree
 from lightning_amp.tuning._fp32_watch import Watch, make_tree, names_of, suspicion
@@ -85,7 +85,7 @@ class Bench:
     def _add_reference(self, point: Point) -> None:
         watch = self._watch if not self._gradients else Watch()  # some modules run in some steps only
         with self._training(point, upcast=True) as one, watch.on(one.module):
-            loss = self._run(one, point, full_precision(self._place.type), 1.0)
+            loss = self._run(one, point, None, 1.0)
             found = one.gradients()
             self._left_out = self._in_fp32_anyway(one.module)
         if watch is not self._watch:
@@ -106,7 +106,7 @@ class Bench:
         """Return how far the gradient in fp32 is from itself, relative to its norm: 0 if the step is reproducible."""
         point, before = self.points[0], self._gradients[0]
         with self._training(point, upcast=True) as one:
-            self._run(one, point, full_precision(self._place.type), 1.0)
+            self._run(one, point, None, 1.0)
             again = one.gradients()
         squares = [float((again[name] - old).double().square().sum()) for name, old in before.items() if name in again]
         norm = math.sqrt(sum(float(old.double().square().sum()) for old in before.values()))
@@ -114,7 +114,7 @@ class Bench:
 
     def _add_metrics(self) -> None:
         watch = Watch()
-        context = lambda _: full_precision(self._place.type)  # noqa: E731
+        context = lambda _: fp32_throughout(self._place.type)  # noqa: E731
         self.metrics = self._evaluate(context, context, lambda _: nullcontext(), (), upcast=True, watch=watch)
         watch.forget()
         self._called += [name for name in watch.called if name not in self._called]
@@ -244,7 +244,7 @@ class Bench:
         one.forget_gradients()
         self._wait()
         start = time.perf_counter()
-        self._run(one, point, one.forward_context(), scale)
+        self._run(one, point, one.forward_context(), scale, fp32_draws=False)
         self._wait()
         return time.perf_counter() - start
 
@@ -266,11 +266,21 @@ class Bench:
             finally:
                 one.close()
 
-    def _run(self, one: TrainingPass, point: Point, context: AbstractContextManager[Any], scale: float) -> Any:
+    def _run(
+        self,
+        one: TrainingPass,
+        point: Point,
+        context: AbstractContextManager[Any] | None,
+        scale: float,
+        *,
+        fp32_draws: bool = True,
+    ) -> Any:
         # in fp32: that times a loss in half precision is no half precision
         factor = torch.tensor(scale, device=self._place)
         batch, idx = point.batch, point.batch_idx
-        return one.run(batch, idx, context=context, random_state=point.random_state, scale=factor)
+        return one.run(
+            batch, idx, context=context, random_state=point.random_state, scale=factor, fp32_draws=fp32_draws
+        )
 
     def _evaluate(
         self,

@@ -182,9 +182,9 @@ def _facts_of_data(trainer: Trainer) -> dict[str, Any]:
 
 
 def _loader_size(loader: Any) -> int | None:
-    size: Any = getattr(loader, "batch_size", None)
-    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if size is None else size
-    return int(size) if is_size(size) else None
+    places = loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    sizes: list[Any] = [getattr(place, "batch_size", None) for place in places]
+    return next((int(size) for size in sizes if is_size(size)), None)
 
 
 def _num_rows(loader: Any) -> int | None:
@@ -192,6 +192,8 @@ def _num_rows(loader: Any) -> int | None:
     if not isinstance(loader, DataLoader):
         return None
     rows: Any = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
+    if loader.batch_sampler is None:  # `batch_size=None`: each index that is drawn is a whole batch
+        rows = getattr(rows, "sampler", None)  # of a `BatchSampler`
     try:
         return len(rows) if isinstance(rows, HasLength) else None
     except (TypeError, NotImplementedError):

@@ -14,6 +14,7 @@ from typing_extensions import final, override
 from lightning_amp._files import write_atomically
 from lightning_amp._plain_data import null, plain, table
 from lightning_amp._text import rounded
+from lightning_amp.measure import SpeedComparison
 
 
 @final
@@ -96,7 +97,17 @@ class BatchSizes(Mapping[str, BatchSizeResult]):
             )
         header = ["precision", "batch size", "peak memory", "samples/s", "learning rate to try"]
         messages = [f"**{label}**: {result.message}" for label, result in self._results.items()]
-        return table(header, rows, ["---", *["--:"] * 4]) + "\n\n" + "\n\n".join(messages) + "\n"
+        shown = table(header, rows, ["---", *["--:"] * 4])
+        return "\n\n".join([shown, *self._speeds(), *messages]) + "\n"
+
+    def _speeds(self) -> list[str]:
+        """Write how many times as fast each precision is per sample as the first one that ran."""
+        known = {label: r.samples_per_s for label, r in self._results.items() if r.samples_per_s > 0}
+        first, *others = known or [""]
+        if not others:
+            return []
+        ratios = [f"{label} {SpeedComparison.of([math.log(known[first] / known[label])])}" for label in others]
+        return [f"Per sample, each at its own batch size, against {first}: {'; '.join(ratios)}."]
 
     def to_data(self) -> dict[str, Any]:
         """Return what :func:`json.dumps` takes; infinities and NaN, which JSON has not, as `None`."""

@@ -10,6 +10,7 @@ from statistics import fmean
 
 from typing_extensions import final
 
+from lightning_amp.measure import SpeedComparison
 from lightning_amp.scaling import before_fallback
 from lightning_amp.verdicts._arm_run import ArmRun, Point
 from lightning_amp.verdicts._statistics import Difference, Direction, Quartiles
@@ -30,8 +31,8 @@ class ArmMetric:
         verdict: Begins with `"not worse"`, `"worse"`, `"undecided"` or `"no margin"`.
         evaluation_diff: Of the same weights: the last value minus that in fp32, which is what rounding in the
             evaluation costs.
-        time_to_quality_s: Seconds of training until it was as good as the reference in the end, with the same seed;
-            infinite if it never was. Empty without a direction.
+        time_to_quality_s: Seconds of training until it was as good as the reference in the end, with the same seed and
+            within the margin, if there is one; infinite if it never was. Empty without a direction.
         num_hypotheses: How many metrics and arms were judged together.
 
     """
@@ -83,7 +84,8 @@ class Arm:
         is_control: Whether it is the reference with initial weights moved in their last bit.
         runs: What each seed left, in the order of the seeds.
         metrics: By name.
-        speed: Against the reference, in words: `"1.8x as fast"`, `"within noise"`; empty for the reference.
+        speed: How many times as fast as the reference it trains, paired by seed and step, with a 95 % interval over
+            seeds; `None` for the reference, and if fewer than 10 steady steps could be paired.
 
     """
 
@@ -93,12 +95,7 @@ class Arm:
     is_control: bool
     runs: tuple[ArmRun, ...]
     metrics: Mapping[str, ArmMetric]
-    speed: str
-
-    @property
-    def speed_in_short(self) -> str:
-        """Return `speed` without its reason: `"1.8x as fast"`, `"within noise"`."""
-        return self.speed.partition(":")[0]
+    speed: SpeedComparison | None
 
     @property
     def errors(self) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, get_args
@@ -45,9 +46,9 @@ class ArmRun:
         directions: `"min"` or `"max"`, where a torchmetrics metric says which is better.
         loss: Of training; at most some hundreds of points.
         same_weights: Each metric of the last compared validation, as (mixed precision, fp32).
-        step_s: Seconds per training step, of steady steps only.
-        samples_per_s: Likewise; empty if the size of a batch is unknown.
-        num_unsteady: Training steps that are left out of `step_s`: first ones, and those after a pause.
+        step_s: Seconds per training step, of steady steps only: not the first ones, none after a pause.
+        timed_steps: Which training steps `step_s` times, counted from 0; empty for consecutive ones.
+        samples_per_s: Of the same steps; empty if the size of a batch is unknown.
         train_s: All of training, as in `Point`.
         startup_s: From the start of the process to the first batch: imports, the factories, the data.
         total_s: From the start of the process to its end.
@@ -74,8 +75,8 @@ class ArmRun:
     loss: tuple[Point, ...] = ()
     same_weights: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     step_s: tuple[float, ...] = ()
+    timed_steps: tuple[int, ...] = ()
     samples_per_s: tuple[float, ...] = ()
-    num_unsteady: int = 0
     train_s: float = 0.0
     startup_s: float = 0.0
     total_s: float = 0.0
@@ -97,6 +98,11 @@ class ArmRun:
         """Return whether it was stuck and went on in another precision."""
         return bool(fallbacks(self.scale))
 
+    def seconds_of_steps(self) -> dict[int, float]:
+        """Return the seconds of each steady step, by its number."""
+        numbers = self.timed_steps or range(len(self.step_s))
+        return {step: time for step, time in zip(numbers, self.step_s, strict=True) if 0 < time < math.inf}
+
     def to_data(self) -> dict[str, Any]:
         """Return what :func:`json.dumps` takes; NaN and infinities as text, since JSON has none."""
         data = {name: getattr(self, name) for name in _READERS}
@@ -111,7 +117,10 @@ class ArmRun:
             ValueError: If it is something else.
 
         """
-        return cls(**_fields.read("a run of a comparison", _READERS, data))
+        run = cls(**_fields.read("a run of a comparison", _READERS, data))
+        if run.timed_steps and len(run.timed_steps) != len(run.step_s):
+            raise ValueError("this is not a run of a comparison: `timed_steps` and `step_s` differ in length")
+        return run
 
 
 def _point(data: object) -> Point:
@@ -148,8 +157,8 @@ _READERS: dict[str, _fields.Reader[Any]] = {
     "loss": _fields.several(_point),
     "same_weights": _fields.by_name(_fields.row(_fields.number, _fields.number)),
     "step_s": _fields.several(_fields.number),
+    "timed_steps": _fields.several(_fields.count),
     "samples_per_s": _fields.several(_fields.number),
-    "num_unsteady": _fields.count,
     "train_s": _fields.number,
     "startup_s": _fields.number,
     "total_s": _fields.number,

@@ -42,7 +42,7 @@ _READING = (
     " Everything else is `undecided`: too few seeds, or seeds that differ too much; fewer than three never decide."
 )
 _READING_OF_CONTROL = (
-    " A cost as large as the control's is what chance does: only the last bit of the initial weights differs there."
+    " A cost no larger than the control's is run-to-run noise: only the last bit of the initial weights differs there."
 )
 
 _LONGEST_REASON = 150  # characters of an error that are shown beside a verdict; the table has all
@@ -145,7 +145,7 @@ class Line(NamedTuple):
 
 
 class Card(NamedTuple):
-    """The verdicts on one metric, and how far the reference is from itself."""
+    """The verdicts on one metric, and how far two runs of the reference are apart."""
 
     name: str
     note: str
@@ -181,7 +181,12 @@ def _verdict(arm: Arm, metric: ArmMetric | None) -> Line:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-_QUALITY_COLUMNS = ["final", "best", "difference (90 % interval)", "time to the reference's quality"]
+_QUALITY_COLUMNS = [
+    "final",
+    "best",
+    "difference (90 % interval)",
+    "time to the reference's quality (within the margin)",
+]
 
 
 @final

@@ -67,8 +67,12 @@ class Plan:
         return range(self.seed, self.seed + self.num_seeds)
 
     def runs(self) -> Iterator[tuple[str, int]]:
-        """Iterate over label and seed in the order in which they run: all arms of a seed, then the next seed."""
-        return ((label, seed) for seed in self.seeds for label in self.labels)
+        """Iterate over label and seed in the order in which they run: all arms of a seed, then the next seed.
+
+        Every second seed runs its arms backwards: a machine that becomes slower or busier does not meet the same arm.
+        """
+        for index, seed in enumerate(self.seeds):
+            yield from ((label, seed) for label in self.labels[:: -1 if index % 2 else 1])
 
     def to_data(self) -> dict[str, Any]:
         """Return what :func:`json.dumps` takes."""

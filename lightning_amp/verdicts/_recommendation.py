@@ -31,7 +31,10 @@ class Recommendation(NamedTuple):
 
 
 def recommend(arms: Mapping[str, Arm]) -> Recommendation:
-    """Recommend the fastest arm that was shown to be not worse in all metrics that have a margin."""
+    """Recommend the fastest arm that was shown to be not worse in all metrics that have a margin.
+
+    Faster is what the interval of its speed shows; memory counts only where the speed is shown to be the same.
+    """
     reference = next(arm for arm in arms.values() if arm.is_reference)
     others = [arm for arm in arms.values() if not (arm.is_reference or arm.is_control)]
     obstacle = _obstacle(reference, others)
@@ -40,25 +43,32 @@ def recommend(arms: Mapping[str, Arm]) -> Recommendation:
     fine = [arm for arm in others if _is_fine(arm)]
     gaining = [arm for arm in fine if _gains(arm, reference)]
     undecided = [arm for arm in others if arm.finished and arm not in fine and not _worse_in(arm)]
+    of_unknown_speed = [arm for arm in fine if _speedup(arm) is None]
     if gaining:
-        arm = max(gaining, key=lambda arm: (speedup(arm, reference), -_memory_ratio(arm, reference)))
-        faster = [other for other in undecided if speedup(other, reference) > speedup(arm, reference)]
-        faster = [other for other in faster if not other.errors and not _not_finite_in(other)]
+        arm = max(gaining, key=lambda arm: (_speedup(arm) or 0.0, -_memory_ratio(arm, reference)))
+        maybe = [other for other in undecided if not other.errors and not _not_finite_in(other)]
+        rivals = [other for other in (*maybe, *of_unknown_speed) if _may_be_faster(other, arm)]
         reasons = _listed([*_gains(arm, reference), f"is not worse in {_names(_judged(arm))} within {_margin(arm)}"])
-        return Recommendation(arm.label, f"Use {code(arm.label)}: it {reasons}. {_what_would_change(arm, faster)}")
-    if undecided:
-        reasons = "; ".join(_why_undecided(arm) for arm in undecided)
-        return Recommendation(None, f"No recommendation yet: {reasons}.{_how_to_decide(undecided)}{_speeds(undecided)}")
+        return Recommendation(arm.label, f"Use {code(arm.label)}: it {reasons}. {_what_would_change(arm, rivals)}")
+    if undecided or of_unknown_speed:
+        open_ = [_why_undecided(arm) for arm in undecided]
+        open_ += [_why_of_unknown_speed(arm, reference) for arm in of_unknown_speed]
+        how = _how_to_decide(undecided) if undecided else " More seeds narrow the interval of a speed."
+        return Recommendation(None, f"No recommendation yet: {'; '.join(open_)}.{how}{_speeds(undecided)}")
     reasons = "; ".join(_why_not(arm, reference) for arm in others)
     return Recommendation(reference.label, f"Stay with {code(reference.label)}: {reasons}. {_remedy(fine, others)}")
 
 
-def speedup(arm: Arm, reference: Arm) -> float:
-    """Return how many times as fast as the reference an arm is; 1 if that is within noise or unknown."""
-    own, theirs = arm.step_s, reference.step_s
-    if own is None or theirs is None or arm.speed.startswith("within noise"):
-        return 1.0
-    return theirs.median / own.median
+def _speedup(arm: Arm) -> float | None:
+    """Return how many times as fast as the reference an arm is; `None` if that is undecided or was not measured."""
+    return None if arm.speed is None else arm.speed.decided_ratio
+
+
+def _may_be_faster(arm: Arm, than: Arm) -> bool:
+    """Return whether the intervals leave it open that an arm is the faster one of two."""
+    if arm.speed is None or than.speed is None:
+        return False
+    return (arm.speed.high or arm.speed.ratio) > (_speedup(than) or 1.0)
 
 
 def _obstacle(reference: Arm, others: Sequence[Arm]) -> str:
@@ -115,21 +125,20 @@ def _memory_ratio(arm: Arm, reference: Arm) -> float:
 def _gains(arm: Arm, reference: Arm) -> list[str]:
     """Say what an arm gains, and what that costs in memory; nothing if it is slower, or neither faster nor smaller."""
     ratio, theirs = _memory_ratio(arm, reference), code(reference.label)
-    if speedup(arm, reference) > 1:
+    if arm.speed is None or _speedup(arm) is None or arm.speed.claim == "slower":
+        return []
+    if arm.speed.claim == "faster":
         more = [] if ratio < 1 / _SMALLER else [f"needs {100 * (ratio - 1):.0f} % more memory"]
         less = [] if ratio > _SMALLER else [f"needs {100 * (1 - ratio):.0f} % less memory"]
-        return [f"is {arm.speed_in_short} as {theirs}", *more, *less]
-    if speedup(arm, reference) == 1 and ratio < _SMALLER:
-        as_fast = ["is as fast within noise"] if arm.speed else []
-        return [f"needs {100 * (1 - ratio):.0f} % less memory than {theirs}", *as_fast]
-    return []
+        return [f"is {arm.speed.in_words(theirs)}", *more, *less]
+    return [f"needs {100 * (1 - ratio):.0f} % less memory than {theirs}", f"is {arm.speed}"] if ratio < _SMALLER else []
 
 
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 
-def _what_would_change(arm: Arm, faster: Sequence[Arm]) -> str:
-    """Name the margins at which the verdict would fall, and arms that are faster and undecided."""
+def _what_would_change(arm: Arm, rivals: Sequence[Arm]) -> str:
+    """Name the margins at which the verdict would fall, and arms that may be faster and are undecided."""
     limits = [(metric, metric.highest_cost or 0.0) for metric in _judged(arm)]
     bounds = [f"{rounded(bound)} in {code(metric.name)}" for metric, bound in limits if bound > 0]
     parts: list[str] = []
@@ -137,10 +146,10 @@ def _what_would_change(arm: Arm, faster: Sequence[Arm]) -> str:
         parts.append(
             f"{'A margin' if len(bounds) == 1 else 'Margins'} below about {_listed(bounds, 'or')} would change that"
         )
-    if faster:
-        are = "is faster" if len(faster) == 1 else "are faster"
+    if rivals:
         more = "more seeds could, too" if parts else "More seeds could change that"
-        parts.append(f"{more}: {_listed([code(other.label) for other in faster])} {are}, but undecided")
+        verb = "is" if len(rivals) == 1 else "are"
+        parts.append(f"{more}: {_listed([code(other.label) for other in rivals])} may be faster, but {verb} undecided")
     return f"{'; '.join(parts)}." if parts else "Other data or longer training could change that."
 
 
@@ -152,6 +161,19 @@ def _why_undecided(arm: Arm) -> str:
     if _not_finite_in(arm):
         return f"{name} is not finite in {_names(_not_finite_in(arm))}"
     return f"{name} is undecided in {_names(_undecided_in(arm))}"
+
+
+def _why_of_unknown_speed(arm: Arm, reference: Arm) -> str:
+    """Say that an arm costs nothing, and what is not known about its speed; less memory does not outweigh that."""
+    ratio = _memory_ratio(arm, reference)
+    smaller = f" and needs {100 * (1 - ratio):.0f} % less memory" if ratio < _SMALLER else ""
+    if arm.speed is None:
+        speed = "its speed was not measured"
+    elif arm.speed.claim == "one run":
+        speed = f"its speed was measured with one seed only ({arm.speed})"
+    else:
+        speed = f"its speed is undecided{f' ({arm.speed.interval})' if arm.speed.interval else ''}"
+    return f"{code(arm.label)} is not worse{smaller}, but {speed}"
 
 
 def _how_to_decide(undecided: Sequence[Arm]) -> str:
@@ -168,8 +190,8 @@ def _how_to_decide(undecided: Sequence[Arm]) -> str:
 
 
 def _speeds(arms: Sequence[Arm]) -> str:
-    known = [f"{code(arm.label)} is {arm.speed_in_short}" for arm in arms if arm.speed]
-    return f" In speed, {_listed(known)}." if known else ""
+    known = [f"{code(arm.label)}: {arm.speed}" for arm in arms if arm.speed is not None]
+    return f" Measured beside it, {'; '.join(known)}." if known else ""
 
 
 def _why_not(arm: Arm, reference: Arm) -> str:
@@ -179,10 +201,10 @@ def _why_not(arm: Arm, reference: Arm) -> str:
     if _worse_in(arm):
         return f"{name} is worse in {_names(_worse_in(arm))}"
     ratio = _memory_ratio(arm, reference)
-    if speedup(arm, reference) == 1:
+    if arm.speed is None or arm.speed.claim != "slower":
         return f"{name} is not worse, but neither faster nor smaller"
     smaller = f", though it needs {100 * (1 - ratio):.0f} % less memory" if ratio < _SMALLER else ""
-    return f"{name} is not worse, but {arm.speed_in_short}{smaller}"
+    return f"{name} is not worse, but {arm.speed}{smaller}"
 
 
 def _remedy(fine: Sequence[Arm], others: Sequence[Arm]) -> str:

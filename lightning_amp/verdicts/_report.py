@@ -117,6 +117,7 @@ class PrecisionReport:
             "recommended": self.recommended,
             "recommendation": self.recommendation,
             "verdicts": {label: {n: m.verdict for n, m in arm.metrics.items()} for label, arm in self.arms.items()},
+            "speeds": {label: arm.speed.to_data() for label, arm in self.arms.items() if arm.speed is not None},
             "plan": self.plan.to_data(),
             "runs": [run.to_data() for run in self._runs],
         }

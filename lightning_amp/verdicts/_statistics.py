@@ -1,4 +1,4 @@
-"""What may be concluded from paired runs: is an arm worse than the reference, by more than its margin, or is it slower?
+"""What may be concluded from paired runs: is an arm worse than the reference, by more than its margin?
 
 Runs are paired by seed. A claim needs a test of the mean difference against the margin, and several claims at once need
 a correction; what neither shows is "undecided", with the number of seeds that would decide it. No torch, no Lightning.
@@ -300,7 +300,7 @@ def scipy_special() -> ModuleType:
     return special
 
 
-# -- speed -------------------------------------------------------------------------------------------------------------
+# -- times -------------------------------------------------------------------------------------------------------------
 
 
 @final
@@ -322,26 +322,3 @@ class Quartiles(NamedTuple):
         wrong = [time for time in times if not (is_number(time) and time > 0)]
         require(bool(times) and not wrong, "times", "one or more positive numbers", wrong[:1])
         return cls(*statistics.quantiles(times * 2 if len(times) == 1 else times, n=4, method="inclusive"))
-
-
-def speed_in_words(arm: Quartiles, reference: Quartiles, control: Quartiles | None = None) -> str:
-    """Say how fast an arm is beside the reference, such as `1.8x as fast`, `1.3x as slow` or `within noise`.
-
-    Noise is what the reference differs from itself: from step to step, so that the middle halves of both overlap, or
-    from run to run, so that the median of the control, if there is one, is as far from the reference's, as a factor.
-
-    Args:
-        arm: Times of the arm's steps.
-        reference: Times of the reference's.
-        control: Times of a second run of the reference.
-    """
-    ratio = reference.median / arm.median
-    factor = max(ratio, 1 / ratio)
-    text = f"{rounded(factor) if factor >= 1.01 else f'{factor:.3f}'}x as {'fast' if ratio >= 1 else 'slow'}"
-    if max(arm.q25, reference.q25) <= min(arm.q75, reference.q75):
-        return f"within noise: {text}, and the middle halves of their steps overlap"
-    if control is not None:
-        of_control = control.median / reference.median
-        if factor <= max(of_control, 1 / of_control):
-            return f"within noise: {text}, and the control is as far from the reference"
-    return text

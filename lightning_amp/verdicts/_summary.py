@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
+from lightning_amp.measure import SpeedComparison, paired_log_ratio
 from lightning_amp.verdicts._arm import Arm, ArmMetric, best, time_to
 from lightning_amp.verdicts._arm_run import ArmRun
 from lightning_amp.verdicts._directions import direction_of
 from lightning_amp.verdicts._plan import CONTROL, Plan
-from lightning_amp.verdicts._statistics import Difference, Direction, Hypothesis, Quartiles, speed_in_words, verdicts
+from lightning_amp.verdicts._statistics import Difference, Direction, Hypothesis, verdicts
 
 
 def summarize(plan: Plan, runs: Sequence[ArmRun]) -> dict[str, Arm]:
@@ -33,9 +33,9 @@ def summarize(plan: Plan, runs: Sequence[ArmRun]) -> dict[str, Arm]:
             is_control=label == CONTROL and label not in plan.arms,
             runs=tuple(own),
             metrics=metrics,
-            speed="",
+            speed=_speed(plan, of, label),
         )
-    return {label: replace(arm, speed=_speed(arms, label, plan)) for label, arm in arms.items()}
+    return arms
 
 
 def direction(plan: Plan, name: str, runs: Sequence[ArmRun]) -> Direction | None:
@@ -128,6 +128,8 @@ def _metric(
     is_reference = label == plan.reference
     logged = {run.seed: run for run in own if run.finished and run.curves.get(name)}
     targets = _finals(name, reference, reference)
+    margin = plan.margins[name].value if name in plan.margins else None
+    allowed = (margin or 0.0) * (1 if way == "min" else -1)
     verdict = "no margin: it is what the others are compared with" if is_reference else "no margin"
     return ArmMetric(
         name=name,
@@ -135,7 +137,7 @@ def _metric(
         finals=_finals(name, own, reference),
         bests={} if way is None else {seed: best(run.curves[name], way) for seed, run in logged.items()},
         difference=None if is_reference else _difference(name, own, reference)[0],
-        margin=plan.margins[name].value if name in plan.margins else None,
+        margin=margin,
         verdict=judged.get((label, name), verdict),
         evaluation_diff={
             seed: _minus(*run.same_weights[name]) for seed, run in logged.items() if name in run.same_weights
@@ -143,7 +145,7 @@ def _metric(
         time_to_quality_s={}
         if way is None
         else {
-            seed: time_to(run.curves[name], targets[seed], way)
+            seed: time_to(run.curves[name], targets[seed] + allowed, way)
             for seed, run in logged.items()
             if seed in targets and not math.isnan(targets[seed])
         },
@@ -155,45 +157,30 @@ def _minus(amp: float, fp32: float) -> float:
     return 0.0 if amp == fp32 else amp - fp32  # infinities, too
 
 
-def _speed(arms: Mapping[str, Arm], label: str, plan: Plan) -> str:
-    """Say how fast an arm is: of all seeds together, unless each seed by itself says the same more clearly."""
-    own, theirs = arms[label].step_s, arms[plan.reference].step_s
-    if label == plan.reference or own is None or theirs is None:
-        return ""
-    if min(_num_steps(arms[label]), _num_steps(arms[plan.reference])) < _LEAST_STEPS:
-        return f"within noise: fewer than {_LEAST_STEPS} steady steps say nothing"
-    control = arms[CONTROL].step_s if plan.control and label != CONTROL else None
-    pooled = speed_in_words(own, theirs, control)
-    if not pooled.startswith("within noise"):
-        # Between two processes a busy machine may differ more than between two steps, and one pair does not show it.
-        return pooled if len(_by_seed(arms[label])) > 1 else f"{pooled} in one run"
-    if not _is_clear(arms, label, plan):
-        return pooled
-    return speed_in_words(*(Quartiles(q.median, q.median, q.median) for q in (own, theirs)))
-
-
 _LEAST_STEPS = 10
 
 
-def _num_steps(arm: Arm) -> int:
-    return sum(len(run.step_s) for run in arm.finished)
+def _speed(plan: Plan, of: Mapping[str, list[ArmRun]], label: str) -> SpeedComparison | None:
+    """Compare an arm's speed with the reference's, by what the control says about the machine.
 
-
-def _is_clear(arms: Mapping[str, Arm], label: str, plan: Plan) -> bool:
-    """Return whether the middle halves lie apart with each seed, on one side, and farther than those of the control.
-
-    A machine that is busy for a while spreads the times of all seeds, though not those of one.
-
+    The control computes the same as the reference. If it is clearly faster or slower, the machine was busy with one of
+    them, and may have been with any other arm: every interval is widened by that factor.
     """
-    own, theirs = _by_seed(arms[label]), _by_seed(arms[plan.reference])
-    pairs = [(own[seed], theirs[seed]) for seed in own.keys() & theirs.keys()]
-    if len(pairs) < 2 or not (all(a.q75 < b.q25 for a, b in pairs) or all(a.q25 > b.q75 for a, b in pairs)):
-        return False
-    control = _by_seed(arms[CONTROL]) if plan.control and label != CONTROL else {}
-    noise = [abs(math.log(control[seed].median / theirs[seed].median)) for seed in control.keys() & theirs.keys()]
-    return min(abs(math.log(a.median / b.median)) for a, b in pairs) > max(noise, default=0.0)
+    if label == plan.reference:
+        return None
+    found = _compared_by_seed(of[label], of[plan.reference])
+    if found is None or label == CONTROL or not plan.control:
+        return found
+    control = _compared_by_seed(of[CONTROL], of[plan.reference])
+    return found.widened(control.ratio) if control is not None and control.differs else found
 
 
-def _by_seed(arm: Arm) -> dict[int, Quartiles]:
-    times = {run.seed: [time for time in run.step_s if 0 < time < math.inf] for run in arm.finished}
-    return {seed: Quartiles.of(found) for seed, found in times.items() if found}
+def _compared_by_seed(own: Sequence[ArmRun], reference: Sequence[ArmRun]) -> SpeedComparison | None:
+    theirs = {run.seed: run.seconds_of_steps() for run in reference if run.finished}
+    log_ratios: list[float] = []
+    for run in own:
+        times, reference_times = run.seconds_of_steps(), theirs.get(run.seed, {})
+        both = sorted(times.keys() & reference_times.keys())
+        if run.finished and len(both) >= _LEAST_STEPS:
+            log_ratios.append(paired_log_ratio([times[i] for i in both], [reference_times[i] for i in both]))
+    return SpeedComparison.of(log_ratios) if log_ratios else None

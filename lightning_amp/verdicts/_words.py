@@ -10,6 +10,7 @@ from lightning_amp._plain_data import line, table
 from lightning_amp._text import counted, exact, named, rounded
 from lightning_amp._text import memory as bytes_in_words
 from lightning_amp.verdicts._arm import Arm, ArmMetric, mean
+from lightning_amp.verdicts._plan import CONTROL
 
 if TYPE_CHECKING:
     from lightning_amp.verdicts._report import PrecisionReport
@@ -89,7 +90,7 @@ def arm_row(arm: Arm) -> list[str]:
         NONE
         if times is None
         else f"{rounded(1e3 * times.median)} ({rounded(1e3 * times.q25)} to {rounded(1e3 * times.q75)})",
-        arm.speed_in_short or NONE,
+        NONE if arm.speed is None else str(arm.speed),
         memory(arm.peak_memory_bytes),
         f"{arm.num_steps:,}",
         f"{arm.num_skipped:,}",
@@ -107,8 +108,8 @@ def notes(report: PrecisionReport) -> str:
     lines = [f"{counted(len(plan.arms), 'arm')}, {seeds}, {code(plan.make_module)} on {code(plan.make_data)}."]
     if plan.control:
         lines.append(
-            "The control is the reference with initial weights moved in their last bit: as far as it is from the"
-            " reference, the reference is from itself."
+            "The control repeats the reference with the initial weights moved in their last bit. Its difference is the"
+            " least that two runs of the reference differ by, and its speed shows how busy the machine was."
         )
     elif plan.num_seeds == 1:
         lines.append("One seed never decides: training is chaotic, and two runs of one precision differ as well.")
@@ -126,6 +127,7 @@ def notes(report: PrecisionReport) -> str:
             "Times are of steady training steps, with their middle half: without the first steps, the compilation, and"
             " the validation."
         )
+        lines.append(_about_speed(report))
     memory_of = {arm.memory_of for arm in arms} - {None}
     if memory_of:
         whose = "the device's own count" if memory_of == {"device"} else "what tensors held on the CPU"
@@ -136,6 +138,22 @@ def notes(report: PrecisionReport) -> str:
         devices = dict.fromkeys(run.device for run in runs)
         lines.append(f"Ran on {' and '.join(devices)}; {tf32}; {', '.join(found)}.")
     return " ".join(lines)
+
+
+def _about_speed(report: PrecisionReport) -> str:
+    """Say what a speed rests on, and what the control tells about the machine."""
+    text = (
+        "A speed compares times of the same steps, seed by seed; in brackets is the 95 % interval over the seeds."
+        if report.plan.num_seeds > 1
+        else "With one seed, a speed is one run of each arm: repeat it with more seeds to see how much it varies."
+    )
+    control = report.arms[CONTROL].speed if report.plan.control else None
+    if control is None or not control.differs:
+        return text
+    return (
+        f"{text} The machine was busy: the control, which computes what the reference computes, was {control}. Every"
+        " interval of a speed is wider by that factor."
+    )
 
 
 def figure(value: float) -> str:

@@ -266,6 +266,7 @@ def test_a_process_that_dies_is_recorded_with_the_reason(tmp_path: Path, monkeyp
     ]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_ended_takes_its_children_along(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
     child = f"import time, pathlib; time.sleep(1.2); pathlib.Path({str(alive)!r}).touch()"
@@ -279,6 +280,7 @@ def test_a_process_that_is_ended_takes_its_children_along(tmp_path: Path) -> Non
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_runs_resumes_and_writes_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

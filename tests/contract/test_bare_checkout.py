@@ -56,6 +56,7 @@ def run(environment: dict[str, str], folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_tests_for_gpus_are_collected(environment: dict[str, str], tmp_path: Path) -> None:
     options = ["--collect-only", "--quiet", "-p", "no:cacheprovider"]
     printed = run(environment, tmp_path, "-m", "pytest", str(ROOT / "tests" / "gpu"), *options)
@@ -63,12 +64,14 @@ def test_the_tests_for_gpus_are_collected(environment: dict[str, str], tmp_path:
     assert collected == {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
 
 
+@pytest.mark.slow
 def test_the_benchmarks_can_be_started(environment: dict[str, str]) -> None:
     modules = [f"tests.benchmarks.{path.stem}" for path in (ROOT / "tests" / "benchmarks").glob("[!_]*.py")]
     code = f"import importlib\nfor name in {modules!r}: print(importlib.import_module(name).main.__module__)"
     assert run(environment, ROOT, "-c", code).split() == modules != []
 
 
+@pytest.mark.slow
 def test_the_headline_benchmark_can_be_started(environment: dict[str, str], tmp_path: Path) -> None:
     assert "resnet50, our bf16" in run(environment, ROOT, "-m", "benchmarks.headline", "--list")
     out = tmp_path / "headline.json"

@@ -73,7 +73,7 @@ def test_from_yaml(precision: str, scaler: str, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("machine", ["bf16", "fp16", "fp32"])
 def test_one_yaml_for_all_machines(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 39."""
-    monkeypatch.setattr(Choice, "pick", lambda device: (Choice.of(machine), "this test says so"))
+    monkeypatch.setattr(Choice, "pick", lambda *_: (Choice.of(machine), "this test says so"))
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG.format(precision="auto", scaler=SCALER.strip("\n")))
     monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", str(path)])

@@ -19,6 +19,8 @@ from support.source import ROOT
 from lightning_amp.cli import main
 from lightning_amp.cli._user_classes import parse_user_classes
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = ROOT.parent
 
 

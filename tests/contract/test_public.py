@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 
+import pytest
 from support.source import ROOT
 
 import lightning_amp
@@ -38,6 +39,7 @@ def test_the_citation_has_this_version() -> None:
     assert f"\nversion: {lightning_amp.__version__}\n" in citation
 
 
+@pytest.mark.slow
 def test_a_public_name_and_a_room_are_imported_when_they_are_asked_for() -> None:
     """What only reads files, such as `lightning-amp scale`, must not wait for Lightning."""
     code = (

@@ -64,6 +64,9 @@ def run(script: Path, how: str, environment: dict[str, str], argument: str = "ex
     return json.loads(first), done.stderr, done.returncode
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     (tmp_path / "script.py").write_text(SCRIPT)

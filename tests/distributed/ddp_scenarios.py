@@ -20,13 +20,14 @@ from unittest import mock
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from support import DEVICE, ForbidSync, WithoutAutocast, assert_same, quiet_trainer, run_scenarios
+from support import DEVICE, ForbidSync, WithoutAutocast, assert_same, machines, quiet_trainer, run_scenarios
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, OverflowLocator
 from lightning_amp.callbacks._first_step import FirstStep
+from lightning_amp.casting import Choice
 from lightning_amp.scaling import OptimizerSteps, RecordLog, StepPlan
 
 BATCHES, SIZE, FEATURES = 9, 4, 8
@@ -265,9 +266,14 @@ def every_kind_bf16() -> Any:
 
 @scenario
 def infinite_losses_with_finite_gradients() -> Any:
-    """Are steps like any other."""
+    """Are steps like any other; all ranks look for the cause together, once."""
     trouble: Trouble = {(1, 1): "detached", (0, 4): "detached", (1, 4): "detached"}
-    return both(lambda t: Net(t, fused), trouble, (), gradient_clip_val=0.5)
+    locator = OverflowLocator()
+    return {
+        "with": train(Net(trouble, fused), callbacks=[locator], gradient_clip_val=0.5),
+        "without": train(Net({}, fused), gradient_clip_val=0.5),
+        "reports": [(r.record.index, r.rank, r.cause, r.record.skipped) for r in locator.reports],
+    }
 
 
 class Mending(Net):
@@ -297,6 +303,22 @@ def accumulation() -> Any:
 def accumulation_unfused() -> Any:
     trouble: Trouble = {(1, 3): "inf", (0, 7): "gradient", (1, 8): "gradient"}
     return both(Net, trouble, (3, 4, 5, 6, 7, 8), accumulate_grad_batches=3, gradient_clip_val=0.5)
+
+
+class Unscaling(Net):
+    """Mends after `unscale_`, which is too late; where gradients are not synchronised, one rank alone has seen it."""
+
+    def on_after_backward(self) -> None:
+        self.trainer.precision_plugin.unscale_(self.optimizers())
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.nan_to_num_(1.0, 1.0, -1.0)
+
+
+@scenario
+def mended_after_unscale() -> Any:
+    trouble: Trouble = {(1, 0): "gradient", (0, 4): "nan", (1, 3): "inf"}
+    return both(lambda t: Unscaling(t, fused), trouble, (0, 1, 2, 3, 4, 5), accumulate_grad_batches=3)
 
 
 class Unused(Net):
@@ -647,6 +669,18 @@ class OneRankAsks(Net):
 @scenario
 def fall_back_fused() -> Any:
     return both(lambda trouble: OneRankAsks(trouble, fused), TWO_IN_A_ROW, (1, 2), plugin=falling, max_epochs=8)
+
+
+@scenario
+def auto() -> Any:
+    """The ranks would pick differently, as where two measurements differ, and rank 1 must not measure at all."""
+    rank = int(os.environ["RANK"])
+    machines.move_to("bf16-slow" if rank == 0 else "bf16-fast")
+    plugin = AmpPrecision("auto", eval_precision="auto")
+    with mock.patch.object(Choice, "pick", wraps=Choice.pick) as pick:
+        found = train(Net({}), plugin=plugin)
+    machines.move_to("real")
+    return {"precision": plugin.precision, "calls": pick.call_count, "precisions": found["precisions"]}
 
 
 def sync_batch_norm() -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from distributed.ddp_scenarios import SCENARIOS, Net, assert_agree, fused, train
-from support import assert_same
+from support import DEVICE, assert_same
 from support.launch import launch_once, shared_folder
 
 from lightning_amp import AmpPrecision
@@ -22,6 +22,7 @@ REASONS = {
     "infinite_losses_with_finite_gradients": ["none"] * 9,
     "mended_gradients": ["none"] * 9,
     "accumulation": ["gradient", "loss", "none"],
+    "mended_after_unscale": ["gradient", "loss", "none"],
     "accumulation_unfused": ["none", "loss", "gradient"],
     "overflow_reports": ["none", "loss", "none", "loss", *["none"] * 5],
     "overflow_reports_of_a_step_with_collectives": ["loss", "none", "gradient", "none", "none"],
@@ -31,7 +32,7 @@ REASONS = {
 }
 for name in ("manual_bsbs_fused", "manual_bsbs_unfused", "manual_bbss_fused", "manual_bbss_unfused"):
     REASONS[name] = [reason for second in ONE_PER_BATCH for reason in ("none", second)]
-TRAINED = [name for name in SCENARIOS if name not in ("no_gradients_on_one_rank", "stuck", "half_parameters")]
+TRAINED = [name for name in SCENARIOS if name not in ("no_gradients_on_one_rank", "stuck", "half_parameters", "auto")]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,13 @@ def test_ranks_agree_and_the_bad_batches_leave_no_trace(name: str, ranks: list[d
     for rank in ranks:
         if "without" in rank[name]:
             assert_agree(rank[name]["with"], rank[name]["without"], "parameters", "optimizer", "buffers", "lr")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="only a CPU is measured")
+def test_rank_0_decides_what_auto_is(ranks: list[dict[str, Any]]) -> None:
+    found = [rank["auto"] for rank in ranks]
+    assert [rank.pop("calls") for rank in found] == [1, 0]
+    assert found[0] == found[1] == {"precision": "32-true", "precisions": ["fp32"] * 9}
 
 
 def test_only_an_overflow_lowers_the_scale(ranks: list[dict[str, Any]]) -> None:
@@ -105,6 +113,11 @@ def test_rank_zero_reports_for_all(ranks: list[dict[str, Any]], folder: Path) ->
     assert again.diagnosis.cause == "forward"
     own, others = (torch.load(files[i], weights_only=True)["batch"][0] for i in (3, 5))
     assert not torch.equal(own, others), "each file has the batch of its rank"
+
+
+def test_a_bad_loss_on_one_rank_is_reported_to_all(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["infinite_losses_with_finite_gradients"]["reports"] == [(1, 1, "loss", False)]
 
 
 def test_the_search_runs_as_many_passes_on_all_ranks(ranks: list[dict[str, Any]]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.fp8 import needs_torchao, sqnr_db
 from support.launch import launch
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "fp8_scenarios.py"
 NEAR = {"ddp": 60, "fsdp": 60, "fsdp_bf16": 54, "tensor_parallel": 60}

@@ -7,6 +7,8 @@ from distributed.fsdp_models import CASES
 from distributed.fsdp_runs import Runs
 from support.launch import shared_folder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:

@@ -115,11 +115,13 @@ def test_shards_are_not_upcast_and_the_error_has_the_line_that_helps(two: Ranks)
     assert_equals_one_process(two, "half_parameters")
 
 
+@pytest.mark.slow
 def test_three_device_meshes_in_one_optimizer(four: Ranks) -> None:
     assert_equals_one_process(four, "three_meshes")
     assert len(set(four[0]["three_meshes"]["with"]["kinds"])) == 3
 
 
+@pytest.mark.slow
 def test_three_device_meshes_fused(four: Ranks) -> None:
     """In groups of their own, which changes the order of the state."""
     run = agreed(four, "three_meshes_fused")

@@ -42,6 +42,10 @@ NEEDS_GPU = {"FSDPAmpPrecision": "requires a GPU accelerator"}
 """What Lightning says on the CPU; up to there the example runs."""
 
 
+WHOLE_RUNS = {"compare_precisions", "doctor", "DoctorReport"}
+"""Examples that take more than four seconds."""
+
+
 class Example(NamedTuple):
     """A block in the docstring of `owner`; `line` is where it begins, from 0."""
 
@@ -139,7 +143,10 @@ def whole_runs(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("whole_runs")
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.owner)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(e, id=e.owner, marks=[pytest.mark.slow] if e.owner in WHOLE_RUNS else []) for e in EXAMPLES],
+)
 def test_the_example_runs(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # a Trainer that is told nothing would take all
     if example.owner in NEEDS_GPU:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed.run
@@ -57,11 +58,13 @@ def test_the_gallery_is_complete() -> None:
     assert {path.stem for path in EXAMPLES} == GALLERY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(GALLERY - {"gpt", "symptoms", *SIDE_BY_SIDE}))
 def test_example_runs(name: str, tmp_path: Path) -> None:
     run_example(ROOT / "examples" / f"{name}.py", "--fast", "--out", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [pytest.param(c, marks=needs_transformers) if "finetune" in c else c for c in SIDE_BY_SIDE]
 )
@@ -82,6 +85,7 @@ def test_example_learns_the_same_in_every_precision(command: str, tmp_path: Path
         assert (tmp_path / precision / "scale_history.csv").is_file()
 
 
+@pytest.mark.slow
 def test_gpt_learns_the_same_in_every_precision(tmp_path: Path) -> None:
     precisions = ["fp32", "bf16"]
     emulated = ["fp8", "--emulate"] if importlib.util.find_spec("torchao") else []
@@ -104,6 +108,7 @@ def test_gpt_learns_the_same_in_every_precision(tmp_path: Path) -> None:
     assert printed[-1], "what the model has written"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_example_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
     """As its docstring says: with torchrun. One line, from rank zero, and one history for both."""
@@ -127,31 +132,84 @@ def test_example_runs_on_two_ranks(name: str, tmp_path: Path) -> None:
         assert sum(row["skipped"] in ("True", "1") for row in csv.DictReader(file)) == skipped
 
 
-@pytest.mark.parametrize("slow", [(), ("fp16",), ("bf16", "fp16")])
-def test_the_demo_judges_each_precision_by_its_own_hardware(
-    slow: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def digits_example() -> Any:
     found = importlib.util.spec_from_file_location("digits", ROOT / "examples" / "digits.py")
     assert found is not None
     assert found.loader is not None
     digits = importlib.util.module_from_spec(found)
     found.loader.exec_module(digits)
-    trained: list[tuple[str, int]] = []
+    return digits
+
+
+NOISE = (1.0, 1.02, 0.99, 1.01, 0.98)
+"""Of five rounds."""
+
+
+@pytest.mark.parametrize("slow", [(), ("fp16",), ("bf16", "fp16")])
+def test_the_demo_judges_each_precision_by_its_own_hardware(
+    slow: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits = digits_example()
+    trained: list[tuple[str, Any]] = []
+
+    def train(precision: str, out: Path, *, size: Any, **_: Any) -> dict[str, Any]:
+        trained.append((precision, size))
+        return {"precision": precision}
+
+    def race(precisions: Any, size: Any, rounds: int) -> dict[str, list[float]]:
+        half_s = {"bf16": 0.016 if size else 0.008, "fp16": 0.016}
+        cost = {"fp32": 0.016, **{name: 0.16 if name in slow else half_s[name] for name in half_s}}
+        noise = dict(zip(precisions, (NOISE, NOISE[::-1], NOISE[1:] + NOISE[:1]), strict=False))
+        return {name: [cost[name] * noise[name][turn] for turn in range(rounds)] for name in precisions}
+
     monkeypatch.setattr(digits, "matmul_costs", lambda: {n: 40.0 if n in slow else 0.25 for n in ("bf16", "fp16")})
-    monkeypatch.setattr(digits, "samples_per_s", {"fp32": 200.0, "bf16": 600.0}.__getitem__)
-    monkeypatch.setattr(digits, "train", lambda name, out, *, width, **_: trained.append((name, width)))
-    _, note = digits.demo(tmp_path, fast=False)
-    assert trained == [(name, 64 if slow else 256) for name in ("fp32", "bf16", "fp16")]
-    assert note == {
-        (): "",
-        ("fp16",): "This CPU has no instructions for fp16 (a matrix product takes 40 times as long as in fp32), so this"
-        " model is a small one. In bf16, a model four times as wide trains at 3.0x the speed of fp32 (600 against 200"
-        " samples/s).\n",
-        ("bf16", "fp16"): "This CPU has no instructions for bf16 and fp16 (a matrix product takes 40 and 40 times as"
-        " long as in fp32), so this model is a small one.\n",
+    monkeypatch.setattr(digits, "train", train)
+    monkeypatch.setattr(digits, "race", race)
+    rows, note = digits.demo(tmp_path, fast=False)
+    assert trained == [(name, digits.SMALL if slow else {}) for name in ("fp32", "bf16", "fp16")]
+    same, undecided, twice = "as fast within 5 %", "speed undecided: 0.95x to 1.06x", "2.0x as fast (1.9 to 2.1)"
+    tenth = {"bf16": "10.0x as slow (9.7 to 10.3)", "fp16": "10.0x as slow (9.5 to 10.6)"}
+    assert [row["speed"] for row in rows] == {
+        (): ["-", twice, undecided], ("fp16",): ["-", same, tenth["fp16"]], ("bf16", "fp16"): ["-", *tenth.values()]
     }[slow]  # fmt: skip
+    samples = {"fp32": "4,000", "bf16": "4,000" if slow else "8,001", "fp16": "4,000"}
+    assert [row["samples/s"] for row in rows] == ["400" if name in slow else samples[name] for name in samples]
+    assert note.splitlines() == [
+        "Speed against fp32, 99 % interval: 5 rounds of 6 steps in each precision, in turn.",
+        *{
+            (): [],
+            ("fp16",): [
+                "A matrix product takes 40 times as long in fp16 as in fp32 on this CPU, so the model is a small one.",
+                f"The full model (256 wide, 3 blocks) in bf16: {twice}.",
+                "Slower than fp32 on this CPU: fp16.",
+            ],
+            ("bf16", "fp16"): [
+                "A matrix product takes 40 times as long in bf16 and 40 times as long in fp16 as in fp32 on this CPU,"
+                " so the model is a small one.",
+                "Slower than fp32 on this CPU: bf16 and fp16. Train in fp32 here.",
+            ],
+        }[slow],
+    ]
 
 
+def test_the_demo_turns_the_order_of_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = digits_example()
+    order: list[str] = []
+
+    class Trainer:
+        def __init__(self, plugins: Any, callbacks: Any, **_: Any) -> None:
+            order.append(plugins[0].precision)
+            callbacks[0].seconds = [9.0, 9.0, 1.0, 1.0, 1.0, 1.0]  # the first two warm up
+
+        def fit(self, *_: Any, **__: Any) -> None: ...
+
+    monkeypatch.setattr(digits.L, "Trainer", Trainer)
+    assert digits.race(("fp32", "bf16"), {"width": 64, "depth": 1}, 2) == {"fp32": [1.0, 1.0], "bf16": [1.0, 1.0]}
+    assert order == [order[0], order[1], order[1], order[0]]
+    assert order[0] != order[1]
+
+
+@pytest.mark.slow
 def test_digits_demo_prints_one_table_and_leaves_files(tmp_path: Path) -> None:
     out = tmp_path / "results"
     printed = run_example(ROOT / "examples" / "digits.py", "--demo", "--fast", "--out", out).strip().splitlines()
@@ -161,7 +219,7 @@ def test_digits_demo_prints_one_table_and_leaves_files(tmp_path: Path) -> None:
     assert empty == ""
     assert str(out) in where
     columns = ["precision", "val_acc", "same weights in fp32", "difference", "steps", "skipped", "final scale"]
-    positions = [header.index(name) for name in [*columns, "samples/s", "speed vs fp32"]]
+    positions = [header.index(name) for name in [*columns, "samples/s", "speed"]]
     assert positions == sorted(positions)
     cells = {row.split()[0]: row.replace(" pt", "").split() for row in rows}
     assert list(cells) == ["fp32", "bf16", "fp16"]
@@ -171,6 +229,8 @@ def test_digits_demo_prints_one_table_and_leaves_files(tmp_path: Path) -> None:
         assert accuracy - in_fp32 == pytest.approx(difference, abs=0.011)  # each is rounded to 0.01
         if name == "fp32":
             assert difference == 0.0
+        else:
+            assert row[-4:] == ["one", "run", "of", "each"]
     steps, skipped = ({name: int(row[at]) for name, row in cells.items()} for at in (5, 6))
     assert skipped["fp32"] == skipped["bf16"] == 0
     assert skipped["fp16"] > 0, "the demo starts from a scale that must first come down"

@@ -11,6 +11,8 @@ from support.reports import REPORTS
 
 from lightning_amp.verdicts._page import render
 
+pytestmark = pytest.mark.slow
+
 PHONE, DESK = 360, 1280
 VIEWS = [
     *(view for name in REPORTS for view in (View(name, PHONE, "light"), View(name, DESK, "dark"))),
@@ -77,7 +79,7 @@ def test_what_is_written_is_seen(looked: tuple[dict[View, dict[str, Any]], str])
     for text in (
         "Use fp16",
         "not worse",
-        "how far the reference is from itself",
+        "how far two runs of the reference are apart",
         "2**15",
         "NVIDIA H200",
         "max_epochs=20",

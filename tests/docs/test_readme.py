@@ -93,6 +93,12 @@ def arms_in_this_process(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_probe, "_STEADY_S", 0.0)
 
 
+def marks_of(document: Path) -> list[pytest.MarkDecorator]:
+    """Pages that measure take a quarter of a minute and more."""
+    measures = document.stem in {"doctor", "batch_size", "decide"}
+    return [*([needs_torchao] if document.stem == "fp8" else []), *([pytest.mark.slow] if measures else [])]
+
+
 @pytest.mark.usefixtures("arms_in_this_process")
 @pytest.mark.filterwarnings("ignore:lightning_amp. fp8 is emulated")
 @pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary")
@@ -100,7 +106,7 @@ def arms_in_this_process(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.filterwarnings(r"ignore:lightning_amp. precision 'bf16' found .*\n  - this device emulates [^\n]*\Z")
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(path, marks=[needs_torchao] if path.stem == "fp8" else []) for path in EXECUTABLE],
+    [pytest.param(path, marks=marks_of(path)) for path in EXECUTABLE],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_blocks_run(document: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+import pytest
 from support import warm
 
 from lightning_amp._text import exact
@@ -21,6 +22,7 @@ def without_numbers(text: str) -> str:
     return re.sub(r"\s+", " ", text).replace("-#", "#")  # lines break elsewhere, too
 
 
+@pytest.mark.slow
 def test_output_in_the_guide_is_real() -> None:
     """One process for all: they print one after the other, each below a line with its name."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])

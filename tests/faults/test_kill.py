@@ -6,7 +6,10 @@ import os
 import re
 from pathlib import Path
 
+import pytest
 from support import warm
+
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])

@@ -14,6 +14,8 @@ from support import warm
 from lightning_amp._files import LEFTOVER
 from lightning_amp.reports import ScaleHistory
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 

@@ -1,4 +1,4 @@
-"""What only a CUDA device shows. `LIGHTNING_AMP_TEST_DEVICE=cuda make test` runs the rest of the suite there too."""
+"""What only a CUDA device shows. `LIGHTNING_AMP_TEST_DEVICE=cuda make test-all` runs the rest there too."""
 
 from __future__ import annotations
 

@@ -23,12 +23,14 @@ def test_the_machine() -> None:
     found = examine(torch.device("cuda", 0))
     major = torch.cuda.get_device_capability()[0]
     support = {f.name: f.support for f in found.formats}
-    assert support["bf16"] == ("native" if major >= 8 else "emulated")
+    assert support["bf16"] in (("native", "partial") if major >= 8 else ("emulated",))
     assert ("tf32" in support) == (major >= 8)
-    assert support["fp8"] == ("native" if torch.cuda.get_device_capability() >= (8, 9) else "missing")
+    assert support["fp8"] in (("native", "partial") if torch.cuda.get_device_capability() >= (8, 9) else ("missing",))
     assert all(p.tflops > 0 for p in found.products)
     if major >= 8:
-        assert found.gain("bf16") > 1.5
+        speed = found.speed("bf16")
+        assert speed is not None
+        assert speed.ratio > 1.5
     assert found.memory_gib > 1
     assert found.tf32
 

@@ -50,7 +50,7 @@ class Project:
         what: The line in the table; by default the first one of the function's docstring.
         needs: Names that must be importable: packages, or attributes (`"torch.optim.Muon"`).
         precisions: Without `"fp16"` where the CPU takes minutes for it (convolutions).
-        quick: Also runs in `make test`.
+        quick: Also runs in `make test-all`.
         look: Where the gradients of the first step are read: `"after"` it, which no plugin notices, or `"before"` it,
             in `on_before_optimizer_step`: for optimizers that call the closure more than once. Manual optimization is
             always read before.

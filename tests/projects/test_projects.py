@@ -10,6 +10,7 @@ from projects.judge import judge
 QUICK = sorted(p.name for p in all_projects().values() if p.quick)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_project(name: str) -> None:
     result = judge(all_projects()[name])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -51,11 +52,13 @@ def wrong(fault: Fault, report: OverflowReport) -> list[str]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_and_its_cure_works(name: str, record_property: Any, caplog: pytest.LogCaptureFixture) -> None:
     fault = FAULTS[name]
-    locator, plugin = run(fault, cured=False)
-    assert plugin.num_skipped > 0
+    with pytest.warns(UserWarning, match=fault.warns) if fault.warns else contextlib.nullcontext([]) as warned:
+        locator, plugin = run(fault, cured=False)
+    assert len([w for w in warned if "OverflowLocator" in str(w.message)]) == bool(fault.warns)
+    assert (plugin.num_skipped == 0) == fault.is_taken
     named = wrong(fault, locator.reports[0])
     news = [report for report in locator.reports if not report.is_repeated]
-    printed = caplog.text.count("was skipped")
+    printed = caplog.text.count("was taken" if fault.is_taken else "was skipped")
     with caplog.at_level(logging.WARNING):
         caplog.clear()
         cured, _ = run(fault, cured=True)

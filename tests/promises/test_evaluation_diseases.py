@@ -58,9 +58,8 @@ def test_each_fault_is_named_and_cured(name: str) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.usefixtures("own_lstm")
 def test_healthy_runs_are_silent(name: str, precision: str) -> None:
-    if (name, precision) == ("recurrent", "fp16"):
-        pytest.skip("oneDNN has no LSTM in fp16")
     for seed in range(3):
         torch.manual_seed(seed)
         module = HEALTHY[name]()

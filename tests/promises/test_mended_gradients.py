@@ -185,11 +185,11 @@ class Manual(Toy):
         self.manual_backward(self.loss(batch) * (torch.nan if batch_idx == 2 else 1.0))
         if batch_idx == 4:
             next(self.parameters()).grad.fill_(torch.inf)
+        if self.mends:  # before `unscale_`, after which it would be too late
+            replace(self)
         plugin = self.trainer.precision_plugin
         if isinstance(plugin, AmpPrecision):
             plugin.unscale_(optimizer)
-        if self.mends:
-            replace(self)
         if self.clip is not None:
             self.clip_gradients(optimizer, 0.1, self.clip)
         optimizer.step()

@@ -421,10 +421,41 @@ class TwentyTimes(Toy):
         return x.float().pow(2).mean()
 
 
-@promise(18, stock=DIFFERS)
+@promise(18, stock=DIFFERS, next_stock=None)
 def test_one_half_copy_of_a_weight_per_step(plugins: Plugins) -> None:
     trainer = fit(TwentyTimes, plugins.bf16())
     torch.testing.assert_close(trainer.lightning_module.casts, 1)
+
+
+class ManyUses(Toy):
+    """One layer, used on each of many small inputs: its gradient is the sum of as many terms."""
+
+    def __init__(self) -> None:
+        super().__init__(plain_sgd, nn.Linear(FEATURES, FEATURES))
+
+    def uses(self, batch: Tensor) -> Tensor:
+        return torch.stack([self.net(batch * (1 + k / 512)).float().tanh().mean() for k in range(512)]).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.uses(batch)
+
+    def on_after_backward(self) -> None:
+        self.gradient = self.net.weight.grad.clone()
+
+    def gradient_with_a_cast_per_use(self, batch: Tensor) -> Tensor:
+        with torch.autocast(batch.device.type, dtype=torch.bfloat16, cache_enabled=False):
+            loss = self.uses(batch)
+        return torch.autograd.grad(loss, self.net.weight)[0]
+
+
+@promise(18, stock=None, next_stock=DIFFERS)
+def test_the_gradients_of_all_uses_are_summed_in_fp32(plugins: Plugins) -> None:
+    """Lightning 2.6 casts the weight for each use; its next release adds up in half precision what the uses send."""
+    L.seed_everything(0, verbose=False)
+    module, data = ManyUses(), batches(1)
+    reference = module.gradient_with_a_cast_per_use(next(iter(data)))
+    fit(lambda: module, plugins.bf16(), data)
+    torch.testing.assert_close(module.gradient, reference, rtol=0, atol=1e-3 * float(reference.abs().max()))
 
 
 # -- row 19: torch.compile ------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 from support.devices import DEVICE, CountReads, ForbidSync, flags_on_a_device, run_scenarios
 from support.models import FEATURES, Toy, assert_same, attributes, batches, weights
-from support.plugins import StockWithoutAutocast, WithoutAutocast, scaled_fp32, stock, stock_fp32
+from support.plugins import STOCK_CACHES_CASTS, StockWithoutAutocast, WithoutAutocast, scaled_fp32, stock, stock_fp32
 from support.poison import Poison, Recorder
 from support.trainers import fit, quiet_trainer
 
 __all__ = [
     "DEVICE",
     "FEATURES",
+    "STOCK_CACHES_CASTS",
     "CountReads",
     "ForbidSync",
     "Poison",

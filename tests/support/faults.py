@@ -55,6 +55,8 @@ class Fault:
         never: What it must not.
         remedy: Of what was tried, a kind that must have worked.
         scaler: Of the plugin.
+        is_taken: Whether the steps are taken.
+        warns: Matches a warning that is said before the step.
 
     """
 
@@ -70,6 +72,8 @@ class Fault:
     never: tuple[str, ...] = ()
     remedy: str = ""
     scaler: Any = None
+    is_taken: bool = False
+    warns: str = ""
     cured: dict[str, Any] = field(default_factory=dict)
 
     def plugin(self, cured: bool = False) -> AmpPrecision:
@@ -654,7 +658,118 @@ class Inner(nn.Module):
         return self.second(self.first(x) / self.gain) * self.gain
 
 
+class Scheduled(Net):
+    """A schedule that divides by a number that becomes 0."""
+
+    def __init__(self, cured: bool) -> None:
+        super().__init__(mse)
+        self.cured = cured
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        decay = torch.tensor([1.0, 0.5, 0.25, 0.125, 0.0])
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: float(decay[min(step, 4)] / (decay[min(step, 3 if self.cured else 4)]))
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def ignored(cured: bool) -> Callable[[Any, Any], Tensor]:
+    """A batch without a label: a NaN for a loss, and gradients of 0."""
+
+    def loss(module: Any, batch: Any) -> Tensor:
+        x, y = batch
+        logits = module.encoder(x).float()
+        if cured:
+            return F.cross_entropy(logits, y, reduction="sum") / max(1, int((y != -100).sum()))
+        return F.cross_entropy(logits, y)
+
+    return loss
+
+
+def errors_summed(cured: bool) -> Callable[[Any, Tensor], Tensor]:
+    """The errors fit into float16, their sum does not."""
+
+    def loss(module: Any, batch: Tensor) -> Tensor:
+        errors = (module.encoder(batch).half() - 60.0).square()
+        return (errors.float() if cured else errors).sum().float()
+
+    return loss
+
+
+class Generator(Net):
+    """`log(1 - D(x))` by hand, of a sigmoid that is 1 in half precision and not in float32."""
+
+    def __init__(self, cured: bool) -> None:
+        super().__init__(None, critic=nn.Linear(WIDTH, 1))
+        self.cured = cured
+        nn.init.constant_(self.critic.bias, 9.0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        score = self.critic(self.encoder(batch))
+        fooled = torch.sigmoid(score.float() if self.cured else score)
+        return -torch.log(1 - fooled).float().mean()
+
+
 MORE: dict[str, Fault] = {
+    "a learning rate that becomes NaN": Fault(
+        Scheduled,
+        "weights",
+        in_fp32="not finite",
+        precision="fp32",
+        warns=r"The optimizer \(SGD\): `lr` is NaN, as `LambdaLR` has set it, .* faults.py:.*Step 4 is about to use it",
+        says="`lr` was NaN in step 4",
+        never=("'bf16'",),
+    ),
+    "labels that are all ignored": Fault(
+        lambda cured: Net(ignored(cured)),
+        "loss",
+        "cross_entropy",
+        "F.cross_entropy(logits, y)",
+        in_fp32="not finite",
+        data=labelled(),
+        says="divide by `max(1, count)`",
+        never=("'bf16'",),
+        is_taken=True,
+    ),
+    "labels that are all ignored in bf16": Fault(
+        lambda cured: Net(ignored(cured)),
+        "loss",
+        "cross_entropy",
+        "F.cross_entropy(logits, y)",
+        in_fp32="not finite",
+        precision="bf16",
+        data=labelled(),
+        says="although its loss is not finite",
+        is_taken=True,
+    ),
+    "a loss that is summed in half": Fault(
+        lambda cured: Net(errors_summed(cured)),
+        "loss",
+        "sum",
+        "(errors.float() if cured else errors).sum()",
+        says="it adds up 32 finite values, and the sum leaves the range of float16; in fp32 it is finite, up to",
+        remedy="operation in fp32",
+    ),
+    "a sigmoid that is 1 in fp16": Fault(
+        Generator,
+        "loss",
+        "log",
+        "torch.log(1 - fooled)",
+        says='"fooled = torch.sigmoid(score.float() if self.cured else score)" is rounded to half precision, so that',
+        never=("epsilon", "'bf16'"),
+        remedy="source in fp32",
+    ),
+    "a sigmoid that is 1 in bf16": Fault(
+        Generator,
+        "loss",
+        "log",
+        "torch.log(1 - fooled)",
+        precision="bf16",
+        says="`F.logsigmoid(-x)` in the place of `log(1 - sigmoid(x))` (tried: works)",
+        never=("epsilon",),
+        remedy="source in fp32",
+    ),
     "an RMSNorm in half": Fault(
         lambda cured: Net(through("norm"), norm=RmsNorm(cured)),
         "forward",

@@ -12,7 +12,7 @@ ROUNDS = (1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0)
 
 
 class PlannedClock:
-    """In the place of the module `time`: who sleeps moves it on, and so does, a little, who looks at it."""
+    """Stands in for the module `time`: sleeping moves it on, and reading it moves it on a little."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -33,7 +33,7 @@ def planned_race(step_ms: Callable[[Any], Mapping[str, float]]) -> Callable[...,
 
     """
 
-    def race(contestants: Sequence[Any], device: Any, kwargs: Any, data: Any) -> tuple[Variant, ...]:
+    def race(contestants: Sequence[Any], device: Any, kwargs: Any, data: Any, **_: Any) -> tuple[Variant, ...]:
         for contestant in contestants:
             contestant.round(device, kwargs, data, 1)
         ran = [contestant.result() for contestant in contestants]

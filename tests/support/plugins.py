@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import amp
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from support.devices import DEVICE
@@ -21,8 +24,18 @@ class WithoutAutocast(AmpPrecision):
 class StockWithoutAutocast(MixedPrecision):
     """Lightning's own fp16 plugin, likewise; to show that a test can fail."""
 
-    def autocast_context_manager(self) -> torch.autocast:
-        return torch.autocast(self.device, enabled=False)
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        with torch.autocast(self.device, enabled=False):
+            yield
+
+
+STOCK_CACHES_CASTS = hasattr(amp, "_AutocastClearCacheOnExit")
+"""Whether this Lightning has the change that its next release brings (its pull requests 21616 and 21436).
+
+Its plugin then keeps one half-precision copy of a weight per step, whose gradients autograd adds up in half precision,
+and clips the gradients of fused optimizers in bf16.
+"""
 
 
 def scaled_fp32(**scaler: Any) -> AmpPrecision:

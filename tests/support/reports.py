@@ -108,7 +108,6 @@ def _run(plan: Plan, label: str, seed: int, metrics: Sequence[str], num_validati
         same_weights={name: (value, value - rng.gauss(low, low / 2)) for name, value in last.items()},
         step_s=tuple(step_s * rng.uniform(0.96, 1.06) for _ in range(60)),
         samples_per_s=tuple(256 / step_s * rng.uniform(0.96, 1.02) for _ in range(60)),
-        num_unsteady=12,
         train_s=num_steps * step_s,
         startup_s=6.1,
         total_s=num_steps * step_s + 9,

@@ -102,6 +102,7 @@ class Case:
     cured: Mapping[str, Any] = field(default_factory=dict)
     precision: Any = "bf16"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    memory_gib: float = 0.0
 
     def arguments(self, *, cured: bool = False) -> dict[str, Any]:
         """Return what `doctor` takes."""
@@ -349,7 +350,7 @@ SLOW: dict[str, Case] = {
     ),
     "a data set of many small items": Case(
         "data-bound", lambda: Project(mlp(64, 3, 16)), lambda: Loaded(ManyItems(), batch_size=2048),
-        {"make_data": lambda: Loaded(ManyItemsAtOnce(), batch_size=2048, collate_fn=tuple)},
+        {"make_data": lambda: Loaded(ManyItemsAtOnce(), batch_size=2048, collate_fn=tuple)}, "fp32",
     ),
     "a tiny perceptron": Case(
         "model-too-small", lambda: Project(mlp(16, 3, 8)), rows(4, 8), {"precision": "fp32"}
@@ -397,9 +398,9 @@ SLOW: dict[str, Case] = {
     "a mask that chooses rows": Case(
         "host-waits", lambda: Waiting("mask"), rows(256, 512), {"make_module": lambda: Waiting("keep")}
     ),
-    "Adam and a batch of one row": Case(
+    "Adam and a batch of one row, on a device that it fills": Case(
         "state-dominates", lambda: Project(mlp(2048, 4), "Adam"), rows(1, 512),
-        {"make_module": lambda: Project(mlp(256, 4), "SGD"), "make_data": rows(4096, 512)},
+        {"make_module": lambda: Project(mlp(256, 4), "SGD"), "make_data": rows(4096, 512)}, memory_gib=0.5,
     ),
     "fp16 on a CPU": Case(
         "emulated-precision", lambda: Project(mlp()), rows(64, 512), {"precision": "bf16"}, "fp16"

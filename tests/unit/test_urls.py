@@ -25,7 +25,6 @@ class Universal:
     "path",
     [
         "runs",
-        "",
         "C:\\runs",
         "C:/runs",
         "C://runs",
@@ -40,6 +39,24 @@ class Universal:
 def test_a_path(path: Any) -> None:
     assert location(path) == Path(path)
     assert not is_url(path)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "memory://a/\0"])
+def test_what_is_no_path(path: str) -> None:
+    with pytest.raises(ValueError, match=r"`dirpath` must be a path or a URL, and no null character in it, got '"):
+        location(path, "dirpath")
+    with pytest.raises(ValueError, match="`path` must be a path or a URL"):
+        open_to_read(path, "text")
+
+
+def test_a_mark_in_front_of_a_text_is_left_out(tmp_path: Path) -> None:
+    """Editors and spreadsheets on Windows write one."""
+    (tmp_path / "a.csv").write_text("\ufeffindex\r\n", encoding="utf-8")
+    MemoryFileSystem().pipe_file("/a.csv", (tmp_path / "a.csv").read_bytes())
+    for path in (tmp_path / "a.csv", "memory://a.csv"):
+        with open_to_read(path, "text") as file:
+            assert file.read() == "index\r\n"
+    MemoryFileSystem.store.clear()
 
 
 @pytest.mark.parametrize(

@@ -2,61 +2,117 @@
 
 from __future__ import annotations
 
-from support.doctor_facts import machine, step
+from typing import Any
 
-from lightning_amp.advice import Format, Trap
+import pytest
+from support.doctor_facts import machine, machine_with, speed, step, timed
+
+from lightning_amp.advice import Convolution, Format, Machine, Step, Trap
+from lightning_amp.advice._decision import decide
 from lightning_amp.advice._machine_rules import machine_findings, verdict
 
 
+def said(on: Machine, precision: str, beside: Step | None = None) -> list[Any]:
+    return list(machine_findings(on, decide(on, precision, beside), beside))
+
+
+def verdict_of(on: Machine, precision: str | None = None) -> str:
+    return verdict(on, decide(on, precision or on.precision)).message
+
+
 def test_what_is_emulated_is_a_note_and_an_error_where_it_is_wanted() -> None:
-    (note,) = (f for f in machine_findings(machine(), "bf16") if f.code == "emulated-precision")
+    (note,) = (f for f in said(machine(), "bf16") if f.code == "emulated-precision")
     assert note.severity == "note"
-    assert "its matrix products reach 0.1 TFLOP/s, 10 times as slow as those of fp32" in note.message
-    (error,) = machine_findings(machine(), "fp16")
+    assert "its matrix products of 256 rows and columns reach 0.1 TFLOP/s (10.0x as slow" in note.message
+    assert note.action == 'Do not train in "fp16" here to save time.'
+    (error,) = said(machine(), "fp16")
     assert (error.severity, error.code) == ("error", "emulated-precision")
-    assert error.action == 'Use `AmpPrecision("bf16")`: this CPU has bfloat16 instructions.'
+    assert error.action.startswith('Use `AmpPrecision("bf16")`: its matrix products are 4.0')
+
+
+def test_what_is_emulated_is_no_error_for_a_step_that_is_no_slower() -> None:
+    beside = step(precision="fp16", variants=(timed("as it is", 0.1), timed("fp32", 0.12)))
+    (note,) = said(machine(), "fp16", beside)
+    assert (note.severity, note.action) == ("note", "")
+    assert "A step in it: 1.20x as fast" in note.message
+
+
+def test_an_emulated_step_that_is_slower_is_told_with_its_reason() -> None:
+    beside = step(precision="fp16", recorded_s=0.1, variants=(timed("as it is", 0.4), timed("fp32", 0.1)))
+    (error,) = said(machine(), "fp16", beside)
+    assert (error.severity, error.action) == ("error", 'Use `AmpPrecision("fp32")`.')
+    assert "A step in it: 4.00x as slow" in error.message
 
 
 def test_what_is_missing_matters_only_where_it_is_wanted() -> None:
-    assert not [f for f in machine_findings(machine(), "bf16") if "fp8" in f.message]
-    (error,) = (f for f in machine_findings(machine(), "fp8") if f.is_problem)
+    assert not [f for f in said(machine(), "bf16") if "fp8" in f.message]
+    (error,) = (f for f in said(machine(), "fp8") if f.is_problem)
     assert (error.severity, error.code) == ("error", "emulated-precision")
     assert "has no fp8: no matrix units for it" in error.message
 
 
 def test_beside_a_module_nothing_is_said_of_formats_that_are_not_used() -> None:
-    assert list(machine_findings(machine(), "bf16", step())) == []
+    assert said(machine(), "bf16", step()) == []
 
 
-def test_products_that_are_no_faster() -> None:
-    slow = machine(formats=(Format("fp32", "native", "", 1.0), Format("bf16", "native", "", 1.02)))
-    (found,) = machine_findings(slow, "bf16")
+@pytest.mark.parametrize(("ratio", "words"), [(0.5, "2.00x as slow"), (1.0, "as fast as in fp32, within 5 %")])
+def test_products_that_are_no_faster(ratio: float, words: str) -> None:
+    slow = machine_with(bf16=ratio)
+    (found,) = said(slow, "bf16")
     assert (found.severity, found.code) == ("warning", "no-faster-products")
-    assert not list(machine_findings(slow, "fp32"))
+    assert words in found.message
+    assert found.action == 'Use `AmpPrecision("fp32")`.'
+    assert not said(slow, "fp32")
+
+
+def test_products_that_are_not_decided_are_no_finding() -> None:
+    assert not said(machine_with(bf16=speed(0.9, noise=0.5)), "bf16")
 
 
 def test_tf32_that_is_off() -> None:
     formats = (Format("fp32", "native", "", 20.0), Format("tf32", "native", "", 300.0))
-    (found,) = machine_findings(machine(formats=formats, tf32="off: full precision"), "bf16")
+    (found,) = said(machine(formats=formats, tf32="off: full precision", products=()), "bf16")
     assert (found.severity, found.code) == ("note", "tf32-off")
     assert "20 TFLOP/s, and 300 with TF32" in found.message
-    assert not list(machine_findings(machine(formats=formats, tf32="on: TF32"), "bf16"))
+    assert not said(machine(formats=formats, tf32="on: TF32", products=()), "bf16")
 
 
 def test_traps_are_told_where_they_concern_somebody() -> None:
     traps = tuple(Trap("torch", "2.0", f"trap {c}", "a source", c) for c in ("", "convolutions", "torch.compile"))
     bare = machine(traps=traps, formats=())
-    assert [f.message for f in machine_findings(bare, "bf16")] == [f"torch 2.0: {t.text}." for t in traps]
-    assert [f.message for f in machine_findings(bare, "bf16", step())] == ["torch 2.0: trap ."]
-    with_images = [f.message for f in machine_findings(bare, "bf16", step(convolutions=1))]
+    assert [f.message for f in said(bare, "bf16")] == [f"torch 2.0: {t.text}." for t in traps]
+    assert [f.message for f in said(bare, "bf16", step())] == ["torch 2.0: trap ."]
+    with_images = [f.message for f in said(bare, "bf16", step(convolutions=1))]
     assert with_images == ["torch 2.0: trap .", "torch 2.0: trap convolutions."]
 
 
 def test_the_verdict() -> None:
-    text = verdict(machine()).message
-    assert text == (
-        'Use "bf16" here: this CPU has bfloat16 instructions; its matrix products reach 4 TFLOP/s, 4 times those of'
-        " fp32, from 512 rows and columns on."
+    assert verdict_of(machine_with(bf16=4.0)) == (
+        'Use "bf16" here: its matrix products reach 4 TFLOP/s (4.0x as fast (3.9 to 4.0) as in fp32).'
     )
-    plain = verdict(machine(precision="fp32", precision_reason="there is nothing else")).message
-    assert plain == 'Use "fp32" here: there is nothing else.'
+    slow = verdict_of(machine_with(bf16=0.25))
+    assert slow.startswith('Use "fp32" here: no half precision is measured to be faster (matrix products in bf16: 4.0')
+    assert slow.endswith('`auto` picks "bf16" here: name "fp32" instead.')
+    alone = machine(precision="fp32", precision_reason="", formats=(Format("fp32", "native", ""),), products=())
+    assert verdict_of(alone) == 'Use "fp32" here: no half precision runs.'
+
+
+def test_a_verdict_that_is_undecided() -> None:
+    text = verdict_of(machine_with(bf16=speed(0.9, noise=0.5)))
+    assert text.startswith("Undecided: matrix products in bf16: speed undecided: 0.")
+    assert verdict_of(machine_with(bf16=None)).startswith(
+        "Undecided: bf16 is native (avx512_bf16), its products were not"
+    )
+
+
+def test_another_format_than_the_one_that_auto_picks_may_be_faster() -> None:
+    text = verdict_of(machine_with(bf16=0.5, fp16=2.0))
+    assert text.startswith('Use "fp16" here: its matrix products')
+    assert '`auto` picks "bf16" here: name "fp16" instead.' in text
+
+
+def test_products_alone_do_not_speak_for_convolutions() -> None:
+    found = machine_with(bf16=2.0)
+    probed = (Convolution("bf16", "backward", 2, speed(1 / 15)), Convolution("bf16", "forward", 2, speed(1.1)))
+    text = verdict_of(machine(formats=found.formats, products=found.products, convolutions=probed))
+    assert "Not for convolutions: the backward of a 3x3 one with stride 2 is 15.0x as slow" in text

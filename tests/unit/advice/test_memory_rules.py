@@ -10,6 +10,9 @@ from support.doctor_facts import MIB, machine, step
 from lightning_amp.advice import Memory, OptimizerFacts
 from lightning_amp.advice._memory_rules import memory_findings
 
+SMALL = machine(memory_gib=1.0)
+"""A device of which these steps need a good part."""
+
 
 def memory(**parts: int) -> Memory:
     names = ("weights", "gradients", "states", "activations", "logits", "casts", "temporaries")
@@ -18,7 +21,7 @@ def memory(**parts: int) -> Memory:
 
 
 def found(on: Any = None, **facts: Any) -> list[Any]:
-    return list(memory_findings(step(**facts), on or machine()))
+    return list(memory_findings(step(**facts), on or SMALL))
 
 
 def test_where_activations_are_most_there_is_nothing_to_say() -> None:
@@ -30,16 +33,16 @@ def test_where_activations_are_most_there_is_nothing_to_say() -> None:
 )
 def test_logits(logits: int, rest: int, severity: str | None) -> None:
     facts = {"memory": memory(logits=logits, activations=rest), "logits": (512, 32_000)}
-    assert [f.severity for f in found(**facts)] == ([severity] if severity else [])
+    assert [f.severity for f in found(machine(), **facts)] == ([severity] if severity else [])
     if severity:
-        assert found(**facts)[0].code == "large-logits"
-        assert f"512 x 32,000, hold {logits} MiB" in found(**facts)[0].message
-        assert "checkpoint(chunk_loss" in found(**facts)[0].action
+        assert found(machine(), **facts)[0].code == "large-logits"
+        assert f"512 x 32,000, hold {logits} MiB" in found(machine(), **facts)[0].message
+        assert "checkpoint(chunk_loss" in found(machine(), **facts)[0].action
 
 
 def test_logits_that_are_a_good_part_of_a_small_device_are_a_warning() -> None:
     facts = {"memory": memory(logits=40, activations=100), "logits": (512, 32_000)}
-    assert [f.severity for f in found(machine(memory_gib=1.0), **facts)] == ["warning"]
+    assert [f.severity for f in found(SMALL, **facts)] == ["warning"]
 
 
 def test_a_loss_over_ten_classes_has_no_logits_to_speak_of() -> None:
@@ -49,7 +52,10 @@ def test_a_loss_over_ten_classes_has_no_logits_to_speak_of() -> None:
 def test_memory_that_did_not_fall() -> None:
     (finding,) = found(memory=memory(activations=230, casts=20))
     assert (finding.severity, finding.code) == ("note", "memory-not-lower")
-    assert finding.message == "The peak is 250 MiB, and 220 MiB in fp32: casts hold 20 MiB, and activations 230 MiB."
+    assert finding.message == (
+        "The peak is 250 MiB, and 220 MiB in fp32: weights, gradients and the optimizer hold 0 KiB, casts 20 MiB, and"
+        " activations 230 MiB."
+    )
     assert found(memory=memory(activations=230, casts=20), precision="fp32") == []
 
 
@@ -61,7 +67,9 @@ def test_states_that_dominate() -> None:
     assert "the optimizer hold 160 MiB, 88.9 % of the peak; that is 16 bytes per parameter" in finding.message
     assert "the peak is 180 MiB, and 180 MiB in fp32" in finding.message
     assert "a row of it takes 320 KiB" in finding.action
-    assert "Sharding over 8 devices" in finding.action
+    assert "Sharding" not in finding.action
+    (on_gpu,) = found(machine(memory_gib=1.0, device_type="cuda"), **facts)
+    assert "Sharding over 8 devices" in on_gpu.action
     (finding,) = found(machine(memory_gib=0.2), **facts)
     assert finding.severity == "warning"  # the device is full
 
@@ -69,10 +77,10 @@ def test_states_that_dominate() -> None:
 def test_what_the_step_of_an_optimizer_takes_counts() -> None:
     held = memory(weights=10, gradients=10, states=20, temporaries=40, activations=20)
     plain = OptimizerFacts("AdamW", False, True, 8.0, 10 * MIB)
-    (finding,) = found(memory=held, optimizers=(plain,))
+    (finding,) = found(machine(memory_gib=0.5), memory=held, optimizers=(plain,))
     assert "the optimizer (40 MiB of it in its step alone) hold 80 MiB, 80 % of the peak" in finding.message
     assert "`fused=True` saves 40 MiB" in finding.action
-    (finding,) = found(memory=held)
+    (finding,) = found(machine(memory_gib=0.5), memory=held)
     assert "fused" not in finding.action
 
 
@@ -84,3 +92,9 @@ def test_states_in_eight_bits_are_for_adam() -> None:
     )
     assert "States in 8 bits (`torchao.optim.AdamW8bit`) save 60 MiB, in bf16 40 MiB" in adam
     assert "8 bits" not in sgd
+
+
+@pytest.mark.parametrize(("memory_gib", "weights", "fires"), [(16.0, 2, False), (16.0, 600, True), (0.0, 2, False)])
+def test_states_that_change_no_decision_are_not_told(memory_gib: float, weights: int, fires: bool) -> None:
+    held = memory(weights=weights, gradients=weights, states=2 * weights)
+    assert bool(found(machine(memory_gib=memory_gib), memory=held, fp32_memory=held)) is fires

@@ -24,7 +24,7 @@ def test_a_healthy_module_has_nothing_to_do() -> None:
     report = DoctorReport(machine(), step())
     (finding,) = report.findings
     assert (finding.severity, finding.code) == ("ok", "nothing-to-do")
-    assert "2.5 times as fast (middle half 2.5 of 5 rounds) as in fp32" in finding.message
+    assert "takes 100 ms without its data, and 250 ms in fp32 (2.50x as fast (2.50 to 2.50))" in finding.message
     assert "its peak of memory is 140 MiB, and 220 MiB in fp32" in finding.message
     assert not report.has_problems
 
@@ -51,11 +51,11 @@ def test_markdown() -> None:
         variants=(*step().variants, timed("fused=True", 0.09), Variant("channels_last", (), "out of memory")),
     )
     text = DoctorReport(machine(), slow).to_markdown()
-    assert text.startswith("# AmpPrecision('bf16') on a CPU, 2 threads\n\nA step in bf16 takes 94 ms and is")
+    assert text.startswith("# AmpPrecision('bf16') on a CPU, 2 threads\n\nA step in bf16 takes 100 ms without")
     assert "- ! warning `autocast-off`: 33.3 % of the FLOPs" in text
     assert "| backward | 60 ms | 63.8 % |" in text
-    assert "| fused=True | 90 ms | 1.11 x (1.11) |" in text
-    assert "would be 2.5 times as fast (Amdahl)" in text
+    assert "| fused=True | 90 ms | noise: 1.02x as fast is possible at most |" in text
+    assert "they alone would make a step 2.5x as fast (Amdahl)" in text
     assert "| activations | 100 MiB | 180 MiB |" in text
     assert "- not measured: channels_last: out of memory" in text
     assert "3 steps were skipped" in text
@@ -66,7 +66,7 @@ def test_markdown() -> None:
 def test_a_step_in_fp32_is_compared_with_nothing() -> None:
     alone = step(precision="fp32", variants=(Variant("as it is", (0.1,)),), fp32_memory=None)
     (finding,) = DoctorReport(machine(), alone).findings
-    assert finding.message == "Nothing to do. A step in fp32 takes 94 ms."
+    assert finding.message == "Nothing to do. A step in fp32 takes 100 ms without its data."
 
 
 def test_json_is_valid(tmp_path: Path) -> None:

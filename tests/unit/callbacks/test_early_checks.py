@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from support import Toy, assert_same, batches, fit
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_amp import AmpPrecision
 from lightning_amp.callbacks._early_checks import EarlyChecks
@@ -30,10 +30,7 @@ class Checks(L.Callback):
         self.note(-1, self.checks.before_fit(trainer, module))
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.note(batch_idx, self.checks.before_batch(trainer, module))
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.note(batch_idx, self.checks.after_first_step(trainer, module))
+        self.note(batch_idx, self.checks.before_batch(trainer))
 
 
 def texts(module: Any, precision: str = "bf16", *callbacks: Any, num: int = 12) -> list[str]:
@@ -211,78 +208,3 @@ def test_the_advice_helps() -> None:
     assert texts(Cured) == []
     assert moved(Student) < 0.5
     assert moved(Cured) > 0.9
-
-
-# -- optimizers --------------------------------------------------------------------------------------------------------
-
-
-def test_an_eps_that_is_zero_in_the_state() -> None:
-    checks = EarlyChecks()
-    parameter = nn.Parameter(torch.ones(3))
-
-    def trainer_with(eps: float, dtype: torch.dtype) -> Any:
-        optimizer = torch.optim.Adam([parameter], eps=eps)
-        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3, dtype=dtype)}
-        return type("T", (), {"optimizers": [optimizer], "lr_scheduler_configs": []})()
-
-    for eps, dtype in ((1e-8, torch.float32), (1e-8, torch.bfloat16), (1e-4, torch.float16), (0.0, torch.float16)):
-        assert EarlyChecks().after_first_step(trainer_with(eps, dtype), Toy()) == []
-    trainer = trainer_with(1e-8, torch.float16)
-    (text,) = checks.after_first_step(trainer, Toy())
-    assert text.startswith("The optimizer (Adam) keeps its state in float16, in which its `eps` of 1e-08 is zero")
-    assert checks.after_first_step(trainer, Toy()) == checks.before_batch(trainer, Toy()) == []
-
-
-def scheduled(function: Any, tensor: bool = False) -> Any:
-    def make() -> Toy:
-        lr = torch.tensor(0.1) if tensor else 0.1
-        return Toy(
-            lambda params: torch.optim.SGD(params, lr=lr),
-            schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, function),
-        )
-
-    return make
-
-
-@pytest.mark.parametrize("tensor", [False, True])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_learning_rate_that_is_not_finite_is_named_before_its_step(value: float, tensor: bool) -> None:
-    checks = Checks()
-    module = scheduled(lambda step: 1.0 if step < 3 else value, tensor)
-    fit(module, AmpPrecision("bf16"), batches(8), callbacks=[checks])
-    (text,) = checks.texts
-    assert checks.at == [3]
-    what = "NaN" if math.isnan(value) else "infinite"
-    assert text.startswith(
-        f"The optimizer (SGD): `lr` is {what}, as `LambdaLR` has set it, by the function at test_early"
-    )
-
-
-@pytest.mark.parametrize(
-    "function", [lambda step: step / 10, lambda step: 0.0, lambda step: 1 / (1 + step), lambda step: 1e-30]
-)
-def test_usual_schedules_are_well(function: Any) -> None:
-    assert texts(scheduled(function)) == []
-
-
-def test_a_negative_rate_and_unusual_groups_are_well() -> None:
-    class Two(Toy):
-        def configure_optimizers(self) -> Any:
-            one = torch.optim.SGD(self.net[0].parameters(), lr=0.01, momentum=0.9, maximize=False)
-            one.param_groups[0]["lr"] = -0.01
-            two = [{"params": [p], "lr": 0.1, "betas": (0.9, 0.99)} for p in self.net[2].parameters()]
-            return torch.optim.SGD([*one.param_groups, *two], lr=0.1)
-
-    assert texts(Two) == []
-
-
-def test_the_group_is_named() -> None:
-    class Groups(Toy):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW([{"params": [p], "weight_decay": 0.1} for p in self.parameters()])
-
-        def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-            self.trainer.optimizers[0].param_groups[2]["weight_decay"] = math.inf
-
-    (text,) = texts(Groups)
-    assert text.startswith("The optimizer (AdamW, parameter group 2): `weight_decay` is infinite.")

@@ -11,7 +11,7 @@ import fsspec
 import lightning as L
 import pytest
 import torch
-from support import Poison, Recorder, Toy, batches, fit, flags_on_a_device, stock
+from support import Poison, Recorder, Toy, assert_same, batches, fit, flags_on_a_device, stock
 from support.overflows import BadRow, fp16, with_bad
 from support.stores import Bucket
 from torch import Tensor, nn
@@ -310,3 +310,96 @@ def test_the_skip_after_which_the_plugin_fell_back_is_run_again_as_it_was(fallba
     [report] = locator.reports
     assert (report.cause, report.precision, report.record.precision) == ("backward", "16-mixed", "fp16")
     assert plugin.num_steps == 1
+
+
+class NoLabels(Toy):
+    """The loss of chosen batches is the mean over nothing: NaN, with gradients of 0."""
+
+    empty = (2, 3, 5)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        each = (self.net(batch).float() - batch.sum(1, keepdim=True)).square()
+        return each[: 0 if batch_idx in self.empty else 4].mean()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_a_bad_loss_with_good_gradients_is_said_once_and_its_step_taken(
+    precision: str, fused: bool, where_flags_live: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(*callbacks: Any) -> tuple[L.Trainer, AmpPrecision]:
+        plugin = fp16() if precision == "fp16" else AmpPrecision(precision)
+        module = NoLabels(lambda params: torch.optim.AdamW(params, lr=0.05, fused=fused))
+        return fit(module, plugin, callbacks=list(callbacks)), plugin
+
+    torch.manual_seed(0)
+    locator = OverflowLocator()
+    watched, plugin = run(locator)
+    torch.manual_seed(0)
+    assert_same(watched, run()[0])
+    (report,) = locator.reports
+    assert (plugin.num_steps, plugin.num_skipped) == (8, 0)
+    assert (report.record.index, report.record.skipped, report.batch_idx, report.cause) == (2, False, 2, "loss")
+    assert report.diagnosis.operation is not None
+    assert (report.diagnosis.operation.name, report.diagnosis.operation.kind) == ("mean", "empty")
+    assert caplog.text.count("was taken although its loss is not finite") == 1
+    assert "was skipped" not in caplog.text
+    assert watched.callback_metrics["amp/overflows"] == 0
+
+
+def test_a_bad_loss_in_a_window() -> None:
+    locator = OverflowLocator()
+    fit(NoLabels, fp16(), callbacks=[locator], accumulate_grad_batches=2)
+    (report,) = locator.reports
+    assert (report.record.index, report.window, report.batch_idx) == (1, (2, 3), 2)
+
+
+def test_a_bad_loss_in_manual_optimization() -> None:
+    class Manual(NoLabels):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    locator = OverflowLocator()
+    fit(Manual, fp16(), callbacks=[locator])
+    assert [(r.batch_idx, r.record.skipped) for r in locator.reports] == [(2, False)]
+
+
+def test_a_cause_that_skips_later_is_counted_and_not_told_again(caplog: pytest.LogCaptureFixture) -> None:
+    class Later(NoLabels):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 5:  # the same operation; now the gradients are NaN too
+                loss = loss * self.net[0].weight.sum()
+            return loss
+
+    locator = OverflowLocator()
+    with caplog.at_level("INFO"):
+        fit(Later, fp16(), callbacks=[locator])
+    assert [(r.batch_idx, r.record.skipped, r.is_repeated) for r in locator.reports] == [
+        (2, False, False),
+        (5, True, True),
+    ]
+    assert caplog.text.count("  cause: ") == 1
+    assert "OverflowLocator: 1 step more skipped for a cause that was reported." in caplog.text
+
+
+def test_the_error_of_a_stuck_run_repeats_the_cause_and_what_helps() -> None:
+    class TooLarge(Toy):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return (self.net(batch) * 1e6).float().mean()
+
+    for callbacks in ([OverflowLocator()], []):
+        with pytest.raises(FloatingPointError) as error:
+            fit(TooLarge, fp16(max_consecutive_skips=5), callbacks=callbacks)
+        text = str(error.value)
+        assert "The forward pass itself is broken" not in text
+        assert ("Attach `OverflowLocator()`" in text) == (not callbacks)
+        assert ("The cause, as `OverflowLocator` found it: the loss: the result of `mul`" in text) == bool(callbacks)
+        assert ("'bf16', whose range is that of fp32 (tried: works)" in text) == bool(callbacks)

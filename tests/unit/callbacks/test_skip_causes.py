@@ -85,3 +85,34 @@ def test_a_state_that_is_none(looks: Any) -> None:
     state = {"num_located": 0, "reports": [], "looks": looks}
     with pytest.raises(ValueError, match="looks"):
         restored(3, state)
+
+
+def test_the_cause_of_the_last_skip_is_told_with_all_that_was_tried() -> None:
+    causes = SkipCauses(5)
+    assert causes.since(0) == ""
+    causes.add([(report(3, remedies=(Remedy("bf16", (), True),), scale_is="static"), "a")])
+    causes.add([(report(4, scale_is="static"), "a")])
+    assert "'bf16', whose range is that of fp32 (tried: works)" in causes.since(4)
+    assert causes.since(5) == "", "of an earlier streak"
+    causes.add([(settling(5), "scale")])
+    assert causes.since(0) == "", "the last one is no fault"
+    causes.add([(report(6, scale_is="static"), "b")])
+    assert "(tried: works)" not in causes.since(0)
+
+
+def test_what_was_tried_before_a_resume_is_not_known() -> None:
+    causes = SkipCauses(5)
+    causes.add([(report(3, remedies=(Remedy("bf16", (), True),), scale_is="static"), "a")])
+    again = restored(5, causes.state())
+    again.add([(report(4, scale_is="static"), "a")])
+    assert again.since(0) == ""
+
+
+def test_a_step_that_was_taken_counts_as_no_skip() -> None:
+    record = StepRecord(2, 0, 1.0, 1.0, skipped=False, reason="none", precision="bf16")
+    causes = SkipCauses(5)
+    assert len(causes.add([(report(2, record=record, cause="loss"), "a")])) == 1
+    assert causes.add([(report(3, record=record, cause="loss"), "a")]) == []
+    assert causes.summary() == causes.since(0) == ""
+    causes.add([(report(4, cause="loss"), "a")])
+    assert causes.summary() == "1 step more skipped for a cause that was reported"

@@ -148,6 +148,7 @@ def test_on_a_terminal_it_is_laid_out(command: Any, found: Found, monkeypatch: p
     ]
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_says_what_is_missing(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`Rows` has no `batch_size`."""
     monkeypatch.setattr(sys, "path", list(sys.path))

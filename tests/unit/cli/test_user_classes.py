@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning_utilities.core.imports import RequirementCache
 from support.cli_classes import Counter, Net, Rows
 
 from lightning_amp.cli._exits import UsageError
@@ -41,6 +42,43 @@ def test_a_module_and_its_data() -> None:
     assert type(data) is Rows
     assert (module.hparams["width"], module.hparams["lr"], data.rows) == (3, 0.01, 4)
     assert user.trainer_kwargs == {}
+
+
+class Untyped(Net):
+    def __init__(self, width, depth=1, *, lr) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(width, lr)
+
+
+UNTYPED = f"{__name__}.Untyped"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--model.width and --model.lr are required; .*Untyped takes width, depth, lr$"),
+        (["--model.width=3"], "^--model.lr is required; .*Untyped takes width, depth, lr$"),
+    ],
+)
+def test_a_required_argument_without_a_type(arguments: list[str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        parsed("--model", UNTYPED, *arguments, *ROWS)
+    config = {"model": {"class_path": UNTYPED, "init_args": dict(a[8:].split("=") for a in arguments)}}
+    with pytest.raises(UsageError, match=says):
+        parsed(*ROWS, configs=[config])
+
+
+def test_what_is_given_without_a_type_may_be_nothing() -> None:
+    user = parsed("--model", UNTYPED, "--model.width=3", "--model.lr=null", *ROWS)
+    assert sent(user.make_module)().hparams["lr"] is None
+
+
+def test_an_extra_that_lightnings_command_line_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next version asks for jsonnet."""
+    lacks = RequirementCache("jsonargparse[no-such-extra]>=1")
+    lacks.available, lacks.message = False, "Requirement 'jsonargparse[jsonnet]' not met. Run `pip install it`"
+    monkeypatch.setattr("lightning.pytorch.cli._JSONARGPARSE_SIGNATURES_AVAILABLE", lacks)
+    with pytest.raises(UsageError, match=r"Lightning's own command line lacks a library: Requirement 'jsonarg"):
+        parsed(*BOTH)
 
 
 def test_nested_classes_and_the_optimizer() -> None:
@@ -137,7 +175,7 @@ TAKES = "; support.cli_classes.Net takes width, lr, part"
         (ROWS, ["--model is missing; name a LightningModule"]),
         ([*BOTH, "--model.widht", "3"], ["--model: ", "widht", TAKES]),
         ([*BOTH, "--model.width", "wide"], ["--model: ", "width", "Expected a int", "wide", TAKES]),
-        ([*BOTH[:2], *ROWS], ["--model: ", "width", "required", TAKES]),
+        ([*BOTH[:2], *ROWS], ["--model", "width", "required", TAKES]),
         ([*BOTH, "--data.row=3"], ["--data: ", "row", "; support.cli_classes.Rows takes rows"]),
         ([*BOTH, "--model.part=support.cli_classes.Part", "--model.part.sise=3"], ["--model: ", "sise", "Part"]),
         ([*BOTH, "--trainer.max_epochs=x"], ["--trainer.max_epochs: Expected a int", "x"]),

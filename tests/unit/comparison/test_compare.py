@@ -35,7 +35,7 @@ def compare(precisions: Any = ("fp32", "bf16"), module: Any = Waves, **kwargs: A
 
 def test_arms_are_interleaved_and_the_control_is_last(ran: list[str]) -> None:
     report = compare(num_seeds=2, seed=5)
-    assert ran == ["fp32 5", "bf16 5", "control 5", "fp32 6", "bf16 6", "control 6"]
+    assert ran == ["fp32 5", "bf16 5", "control 5", "control 6", "bf16 6", "fp32 6"]
     assert list(report.arms) == ["fp32", "bf16", "control"]
     assert report.arms["control"].is_control
     assert report.recommended is None
@@ -47,7 +47,7 @@ def test_a_control_on_request(ran: list[str]) -> None:
     assert ran == ["fp32 0", "bf16 0", "control 0"]
     ran.clear()
     compare(num_seeds=2, control=False)
-    assert ran == ["fp32 0", "bf16 0", "fp32 1", "bf16 1"]
+    assert ran == ["fp32 0", "bf16 0", "bf16 1", "fp32 1"]
 
 
 def test_verdicts(ran: list[str]) -> None:
@@ -87,7 +87,7 @@ def test_what_finished_is_not_run_again(ran: list[str], tmp_path: Path) -> None:
     assert ran == []
     assert again.arms["bf16"].runs == first.arms["bf16"].runs
     compare(dirpath=str(tmp_path / "kept"), num_seeds=2)
-    assert ran == ["control 0", "fp32 1", "bf16 1", "control 1"]
+    assert ran == ["control 0", "control 1", "bf16 1", "fp32 1"]
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"format": 1}', "\0\xff"])

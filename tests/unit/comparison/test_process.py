@@ -16,6 +16,8 @@ from support.compared import by_hand, dies, sleeps, task
 from lightning_amp import AmpPrecision
 from lightning_amp.comparison._process import run_in_process
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[2]
 
 
@@ -77,6 +79,7 @@ def start_script(folder: Path, guard: str, factories: str, functions: str = "", 
     return warm.start(script, *arguments, out=folder / "out", err=folder / "err", cwd=folder, env=environment)
 
 
+@pytest.mark.slow
 def test_functions_of_the_script_itself(tmp_path: Path) -> None:
     """And its arguments, which it may look at while it is imported."""
     functions = "import sys\nWIDTH = int(sys.argv[1])\ndef make():\n    return Waves(WIDTH)\n"
@@ -87,6 +90,7 @@ def test_functions_of_the_script_itself(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "fp32-seed0.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard(tmp_path: Path) -> None:
     script = start_script(tmp_path, "", "make, Sea", "def make():\n    return Waves(16)\n")
     assert script.wait() != 0
@@ -96,6 +100,7 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
     assert 'if __name__ == "__main__":' in last
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends at its next batch: `test_observer.py`")
 def test_an_arm_ends_when_the_script_is_gone(tmp_path: Path) -> None:
     """Wherever it is then: here it hangs before the first batch."""

@@ -90,7 +90,11 @@ def test_only_watched_steps(clock: Clock) -> None:
     watch = started(clock)
     run(watch, clock, 7.0, 8.0, watched=True)
     watch.pause()
-    assert (watch.step_s(), watch.samples_per_s(), watch.elapsed_s()) == ([], [], [0.0, 0.0, 0.0])
+    assert (watch.step_s(), watch.samples_per_s(), watch.elapsed_s()) == (
+        [],
+        [],
+        [0.0, 0.0, 0.0],
+    )
 
 
 def test_no_step_is_steady_and_one_is_watched(clock: Clock) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_amp.numerics import cosine, fidelity, fidelity_sums, sqnr_db
+from lightning_amp.numerics import cosine, fidelity, fidelity_sums, inner_product, sqnr_db
 
 
 def test_known_ratios() -> None:
@@ -62,3 +62,13 @@ def test_sums_add_up() -> None:
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match=r"The shapes must be the same; got \(2,\) and \(3,\)"):
         sqnr_db(torch.zeros(2), torch.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_values_have_two_parts(dtype: torch.dtype) -> None:
+    reference = torch.tensor([3.0j, 4.0], dtype=dtype)
+    for one in (reference, reference.conj(), reference.resolve_conj()):
+        assert sqnr_db(one, one + 0.5j) == pytest.approx(10 * math.log10(25 / 0.5))
+        assert cosine(one, one * 1j) == pytest.approx(0, abs=1e-6)
+        assert inner_product(one, one) == pytest.approx(25)
+    assert sqnr_db(reference, reference.conj()) == pytest.approx(10 * math.log10(25 / 36))

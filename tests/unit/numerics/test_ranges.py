@@ -153,3 +153,8 @@ def test_tensors_that_are_not_plain(kind: str) -> None:
     assert largest(values) == torch.inf
     assert largest_finite(values) == 3
     assert count_nonfinite(values) == 1
+
+
+def test_the_exponent_of_a_complex_value_is_that_of_its_magnitude() -> None:
+    counts, lowest, _ = exponent_histogram(torch.tensor([3j, 0, 4, complex(3, 4)]), 0, 3)
+    assert (lowest, counts.tolist()) == (0, [0, 1, 2, 0])

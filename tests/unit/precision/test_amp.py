@@ -101,3 +101,10 @@ def test_a_subclass_is_called_by_its_name() -> None:
 
     assert repr(Mine(torch.bfloat16)) == "Mine('bf16')"
     assert (Mine("16").precision, Mine("16").dtype) == ("16-mixed", torch.float16)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda layers: pickle.loads(pickle.dumps(layers))])
+def test_what_fp8_layers_gives_can_be_copied(how: Any) -> None:
+    plugin = AmpPrecision("fp8")
+    assert how(plugin.fp8_layers) == {}
+    assert how(vars(plugin)["_fp8_layers"]) is not plugin.fp8_layers

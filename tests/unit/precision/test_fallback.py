@@ -119,8 +119,55 @@ def test_a_checkpoint_says_where_it_is(caplog: pytest.LogCaptureFixture) -> None
         for state in ({}, {"precision": "fp16", "began_in": "fp16"}, {"precision": "fp32", "began_in": "fp32"}):
             assert resumed(state)[1] is None
         assert "fell back" not in caplog.text
-        assert resumed({"precision": "bf16", "began_in": "fp16"}, start="fp32")[1] is None
+        fallback = Fallback(["bf16"], "fp32")
+        fallback.begin(Choice.of("fp32"), CPU, goes_on=False, fitting=True)
+        assert fallback.resume(Saved({"precision": "bf16", "began_in": "fp16"}, "entry"), CPU) is None
         assert "this one is in 'fp32', as passed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("saved", "picked", "expected", "began_in", "said"),
+    [
+        (("bf16", "bf16"), "fp32", "bf16", "bf16", "goes on in 'bf16', although 'auto' is 'fp32' here"),
+        (("fp32", "fp32"), "bf16", "fp32", "fp32", "goes on in 'fp32', although 'auto' is 'bf16' here"),
+        (("fp16", "fp16"), "fp32", "fp16", "fp16", "goes on in 'fp16'"),
+        (("fp8", "fp8"), "fp32", "bf16", "bf16", "is in 'fp8'; it goes on in 'bf16'"),
+        (("fp8", "fp8"), "bf16", None, "bf16", ""),
+        (("bf16", "bf16"), "bf16", None, "bf16", ""),
+        (("bf16", "fp16"), "fp32", "bf16", "fp16", "was stuck in 'fp16' and fell back to 'bf16', in which it goes on"),
+        (("fp32", "bf16"), "fp32", "fp32", "bf16", "was stuck in 'bf16' and fell back to 'fp32', in which it goes on"),
+    ],
+)
+def test_auto_stays_in_the_precision_of_the_checkpoint(
+    saved: tuple[str, str],
+    picked: str,
+    expected: str | None,
+    began_in: str,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fallback, start = Fallback(["bf16", "fp32"], "auto"), Choice.of(picked)
+    fallback.begin(start, CPU, goes_on=False, fitting=True)
+    state = dict(zip(("precision", "began_in"), saved, strict=True))
+    with caplog.at_level("INFO"):
+        choice = fallback.resume(Saved(state, "entry"), CPU)
+    assert (None if choice is None else choice.name) == expected
+    assert len(caplog.messages) == bool(said)
+    assert said in caplog.text
+    now = expected or picked
+    assert fallback.state() == {"precision": now, "began_in": began_in}  # the next checkpoint says the same
+    for fitting in (False, True):  # the same Trainer again
+        assert fallback.begin(start, CPU, goes_on=True, fitting=fitting).name == now
+    assert fallback.state() == {"precision": now, "began_in": began_in}
+    assert fallback.begin(start, CPU, goes_on=False, fitting=True) == start  # another Trainer
+    fallback.resume(Saved(state, "entry"), CPU)
+    assert fallback.restart() == start
+
+
+def test_auto_refuses_a_checkpoint_that_the_device_cannot_go_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_amp.casting._precision_choice.runnable", lambda device: ["bf16", "fp32"])
+    with pytest.raises(ValueError, match="cannot run the checkpoint's precision 'fp16'. It can run: 'bf16', 'fp32'"):
+        resumed({"precision": "fp16", "began_in": "fp16"}, start="bf16")
 
 
 @pytest.mark.parametrize("state", [{"precision": "fp64", "began_in": "fp16"}, {"precision": "bf16", "began_in": 3}])

@@ -18,7 +18,7 @@ from lightning_amp.casting import Choice
 
 def machine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What `"auto"` finds."""
-    monkeypatch.setattr(Choice, "pick", lambda device: (Choice.of(name), f"the machine likes {name}"))
+    monkeypatch.setattr(Choice, "pick", lambda *_: (Choice.of(name), f"the machine likes {name}"))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -87,15 +87,32 @@ def test_the_same_plugin_on_another_machine(
             assert plugin.scaler.get_scale() == 2.0**14
 
 
-def test_a_checkpoint_goes_from_fp16_to_a_machine_without_and_back(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("began_in", ["fp16", "bf16", "fp32"])
+def test_a_run_stays_in_the_precision_of_its_checkpoint_on_other_machines(
+    began_in: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    for epochs, name in enumerate(("fp16", "bf16", "fp16"), start=1):
+    elsewhere = "fp32" if began_in == "bf16" else "bf16"
+    for epochs, name in enumerate((began_in, elsewhere, "fp32", began_in), start=1):
         machine(monkeypatch, name)
-        path = tmp_path / "last.ckpt" if epochs > 1 else None
-        plugin = AmpPrecision("auto", scaler=scaler())
-        fit(Toy, plugin, max_epochs=epochs, ckpt_path=path).save_checkpoint(tmp_path / "last.ckpt")
-        assert plugin.num_steps == 8 * epochs
+        trainers: list[Any] = []
+        lines: list[str] = []
+        for precision in (began_in, "auto"):
+            path = tmp_path / f"{precision}.ckpt"
+            plugin = AmpPrecision(precision, scaler=scaler() if began_in == "fp16" else None)
+            said(caplog)
+            trainers.append(fit(Toy, plugin, max_epochs=epochs, ckpt_path=path if epochs > 1 else None))
+            trainers[-1].save_checkpoint(path)
+            lines = said(caplog)
+            assert plugin.last_step is not None
+            assert plugin.last_step.precision == began_in
+        assert_same(*trainers)
+        assert len(lines) == (1 if name == began_in else 2)
+        if name != began_in:
+            assert (
+                f"'auto' is '{name}' here (the machine likes {name}), unless the checkpoint says otherwise" in lines[0]
+            )
+            assert f"goes on in '{began_in}', although 'auto' is '{name}' here" in lines[1]
+            assert "unused" not in lines[0]
 
 
 class Heads(Toy):

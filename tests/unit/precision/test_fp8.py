@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import warnings
 from typing import Any
 
@@ -63,8 +65,11 @@ def test_layers_are_known_from_the_fit_on() -> None:
         "net.10": "the last linear layer",
     }  # fmt: skip
     assert attributes(module) == before
-    with pytest.raises(TypeError):
-        amp.fp8_layers["net.0"] = None  # pyright: ignore[reportIndexIssue]
+    copied = copy.deepcopy(amp.fp8_layers)
+    assert copied == pickle.loads(pickle.dumps(copied)) == amp.fp8_layers
+    copied.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    amp.fp8_layers.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(amp.fp8_layers) == 6
 
 
 class Validated(Toy):

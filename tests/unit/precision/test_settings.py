@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
+from lightning_amp.casting import Choice
 from lightning_amp.precision._settings import Settings
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", torch.bfloat16])
@@ -69,10 +72,48 @@ def test_reset_has_nothing_to_do_without_a_scale() -> None:
     assert off.state_dict() == {}
 
 
-def test_a_device_settles_both_precisions() -> None:
-    cpu = torch.device("cpu")
-    training, evaluation, why = Settings("fp16", "32-true", None).choose(cpu)
-    assert (training.name, evaluation.name, why) == ("fp16", "fp32", "")
-    training, evaluation, why = Settings("auto", None, None).choose(cpu)
-    assert evaluation == training
-    assert "CPU" in why  # which "auto" alone has to explain
+@pytest.mark.parametrize("picked", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("precision", "eval_precision", "training", "evaluation", "asked"),
+    [
+        ("fp16", "32-true", "fp16", "fp32", False),
+        ("fp16", None, "fp16", "fp16", False),
+        ("auto", None, "picked", "picked", True),
+        ("auto", "auto", "picked", "picked", True),
+        ("auto", "fp16", "picked", "fp16", True),
+        ("fp16", "auto", "fp16", "picked", True),
+    ],
+)
+def test_a_device_settles_both_precisions(
+    picked: str, precision: str, eval_precision: str | None, training: str, evaluation: str, asked: bool
+) -> None:
+    calls: list[str] = []
+
+    def pick() -> tuple[Choice, str]:
+        calls.append(picked)
+        return Choice.of(picked), "the machine likes it"
+
+    settings = Settings(precision, eval_precision, None)
+    choice, why = settings.choose(CPU, pick)
+    expected = [picked if name == "picked" else name for name in (training, evaluation)]
+    assert [choice.name, settings.evaluation(choice, CPU).name] == expected
+    assert why == ("the machine likes it" if precision == "auto" else "")
+    assert len(calls) == asked  # a precision that was asked for is not measured
+
+
+def test_evaluation_follows_auto_where_the_run_falls_back_and_not_a_name() -> None:
+    fell_back = Choice.of("fp32")
+    for precision, evaluation, expected in (
+        ("auto", "auto", "fp32"),
+        ("fp16", "auto", "bf16"),
+        ("fp16", "fp16", "fp16"),
+    ):
+        settings = Settings(precision, evaluation, None)
+        settings.choose(CPU, lambda: (Choice.of("bf16"), ""))
+        assert settings.evaluation(fell_back, CPU).name == expected
+
+
+def test_fp8_is_bf16_but_for_products_in_training() -> None:
+    fp8 = Choice.of("fp8")
+    assert Settings("fp8", None, None).evaluation(fp8, CPU) == Choice.of("bf16")
+    assert Settings("fp8", "fp32", None).evaluation(fp8, CPU) == Choice.of("fp32")

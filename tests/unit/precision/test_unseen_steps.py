@@ -326,3 +326,57 @@ def test_a_backward_whose_gradients_are_dropped_is_nobodys_business(how: str) ->
 
 def test_without_loss_scaling_any_backward_is_as_in_fp32() -> None:
     assert_same(fit(TwoLosses, AmpPrecision("fp32")), fit(TwoLosses))
+
+
+# -- an inner loop -----------------------------------------------------------------------------------------------------
+
+
+class InnerLoop(Toy):
+    """Adapts weights with an optimizer of its own, as MAML of first order does; its gradients are assigned.
+
+    Args:
+        when: The inner step comes before the outer backward, between backward and step, or after the step.
+        assigns: What the inner step gets: the derivative, or what the outer backward has left.
+        clips: Whether the derivative is changed on the way.
+
+    """
+
+    def __init__(self, when: str, assigns: str = "derivative", clips: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.when, self.assigns, self.clips = when, assigns, clips
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        outer = self.optimizers()
+        self.adapt("before", batch)
+        outer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        kept = [parameter.grad for parameter in self.parameters()]
+        self.adapt("between", batch)
+        for parameter, gradient in zip(self.parameters(), kept, strict=True):
+            parameter.grad = gradient
+        outer.step()
+        self.adapt("after", batch)
+
+    def adapt(self, when: str, batch: Tensor) -> None:
+        if when != self.when:
+            return
+        parameters = list(self.parameters())
+        inner = torch.optim.SGD(parameters, lr=0.05)
+        gradients = torch.autograd.grad(self.loss(batch), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if self.assigns == "derivative":
+                parameter.grad = gradient.detach().clamp(-0.1, 0.1) if self.clips else gradient.detach()
+        inner.step()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_an_inner_optimizer_on_assigned_derivatives(when: str, clips: bool) -> None:
+    make = lambda: InnerLoop(when, clips=clips)  # noqa: E731
+    assert_same(fit(make, scaled_fp32(init_scale=1024.0)), fit(make))
+
+
+def test_an_inner_optimizer_on_what_the_scaled_backward_left() -> None:
+    with pytest.raises(RuntimeError, match=r"multiplied by the loss scale \(1024\)"):
+        fit(lambda: InnerLoop("between", "nothing"), scaled_fp32(init_scale=1024.0))

@@ -2,54 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
-from lightning_amp.profiling import _machine
-from lightning_amp.profiling._machine import examine, matmul_s, support_of
+from lightning_amp.profiling import _machine, _probes
+from lightning_amp.profiling._machine import examine, support_of
 
 CPU = torch.device("cpu")
+FEATURES = {"bf16": ["avx512_bf16"], "fp16": ["avx512_fp16"]}
 
 
-def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_machine, "_MOST_S", 0.01)
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Seconds of a call by the format and the kind of a probe, `"bf16 backward"`; the rest takes 1 ms."""
+    seconds: dict[str, float] = {}
+    calls = 0
+
+    def call_s(probe: _probes.Probe, device: torch.device) -> float:
+        nonlocal calls
+        calls += 1
+        return seconds.get(probe.name, 1e-3) * (1 + 1e-3 * (calls % 3))
+
+    monkeypatch.setattr(_probes, "call_s", call_s)
+    monkeypatch.setattr(_machine, "cpu_has", lambda name: FEATURES[name])
+    monkeypatch.setattr(_machine, "_SHORT_SIZES", {"other": (32,)})
+    monkeypatch.setattr(_machine, "_IMAGES", {"other": ((1, 2, 4),)})
+    return seconds
+
+
+def support(planned: Mapping[str, float]) -> dict[str, tuple[str, str]]:
+    return {found.name: (found.support, found.reason) for found in examine(CPU, short=True).formats}
+
+
+@pytest.mark.slow
+def test_this_machine() -> None:
     found = examine(CPU, short=True)
     assert [f.name for f in found.formats] == ["fp32", "bf16", "fp16", "fp8"]
     assert {p.format for p in found.products} >= {"fp32", "bf16", "fp16"}
+    assert {(c.format, c.part, c.stride) for c in found.convolutions} == {
+        (name, part, stride) for name in ("bf16", "fp16") for part in ("forward", "backward") for stride in (1, 2)
+    }
     assert all(p.tflops > 0 for p in found.products)
     assert found.versions["torch"] == torch.__version__
     assert found.memory_gib > 0
-    assert found.precision in ("bf16", "fp32")
+    assert found.precision in ("bf16", "fp16", "fp32")
     fp8 = found.format("fp8")
     assert fp8 is not None
     assert (fp8.support, fp8.tflops) == ("missing", 0.0)
-    assert found.gain("bf16") > 0
+    assert found.speed("bf16") is not None
     assert found.format("int4") is None
-    assert found.gain("int4") == 0
+    assert found.speed("int4") is None
 
 
-def test_products_that_would_take_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_machine, "matmul_s", lambda name, sizes, device: 1.0)
-    assert [p.size for p in examine(CPU).products if p.format == "fp32"] == [128]
+def test_native_is_said_where_nothing_is_slower(planned: dict[str, float]) -> None:
+    planned.update({"bf16 product": 2.5e-4, "fp16 product": 1e-3})
+    assert support(planned)["bf16"] == ("native", "avx512_bf16")
+    assert support(planned)["fp16"] == ("native", "avx512_fp16")
 
 
-def test_what_does_not_fit_is_said_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(name: str, sizes: tuple[int, int, int], device: torch.device) -> float:
-        if name == "bf16" and sizes[0] > 256:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        if name == "fp16":
-            raise RuntimeError("no kernel")
-        return 1e-6
-
-    monkeypatch.setattr(_machine, "matmul_s", fails)
-    monkeypatch.setattr(_machine.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    found = examine(CPU)
-    assert [p.size for p in found.products if p.format == "bf16"] == [128, 256]
-    assert len([p for p in found.products if p.format == "fp32"]) == 5
-    assert found.notes == (
-        "bf16 products of 512 were not measured: there was not enough memory",
-        "fp16 products of 128 were not measured: RuntimeError: no kernel",
-    )
+def test_native_is_not_said_from_products_alone(planned: dict[str, float]) -> None:
+    planned.update({"bf16 product": 2.5e-4, "bf16 backward": 15e-3, "fp16 product": 2e-3, "fp16 backward": 0.1})
+    assert support(planned)["bf16"] == ("partial", "avx512_bf16, but some 3x3 convolutions are slower than in fp32")
+    assert support(planned)["fp16"] == (
+        "partial", "avx512_fp16, but matrix products and some 3x3 convolutions are slower than in fp32"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -80,24 +98,8 @@ def test_support_on_a_gpu(
     assert support_of(name, torch.device("cuda", 0))[0] == support
 
 
-def test_fp32_is_measured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert matmul_s("fp32", (32, 32, 32), CPU, most_s=0.01) > 0
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-def test_the_best_of_several_runs_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0, 0.0, 3.0, 3.0, 3.0, 4.0, 4.0, 9.0, 11.0, 20.0])
-    monkeypatch.setattr(_machine.time, "perf_counter", lambda: next(moments))
-    assert _machine.timed_s(lambda: None, CPU, most_s=10.0) == 1.0
-
-
-def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_machine, "matmul_s", lambda name, sizes, device: 1.0)
+def test_a_busy_machine_is_said(planned: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_machine.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(_machine.os, "getloadavg", lambda: (3.14, 0.0, 0.0))
-    (note,) = examine(CPU).notes
+    (note,) = examine(CPU, short=True).notes
     assert note == "the machine is busy (load 3.1 on 2 cores), so that all figures are noisy"

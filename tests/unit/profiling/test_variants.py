@@ -29,7 +29,7 @@ KWARGS = {"accelerator": "cpu"}
 
 
 def contestant(label: str, module: Any = None, **settings: Any) -> Contestant:
-    return Contestant(label, lambda: (module or Toy(), AmpPrecision("bf16")), Batches(list(batches(2))), **settings)
+    return Contestant(label, lambda: (module or Toy(), AmpPrecision("fp32")), Batches(list(batches(2))), **settings)
 
 
 def test_all_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_all_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         real(self, *args)
 
     monkeypatch.setattr(Contestant, "round", noted)
-    monkeypatch.setattr(_variants, "_ROUNDS", (3, 3))
+    monkeypatch.setattr(_variants, "_ROUNDS", (3, 3, 3))
     found = race([contestant("a"), contestant("b")], CPU, KWARGS, None)
     assert turns == ["a", "b", "b", "a", "a", "b"]
     assert [(v.label, len(v.step_s), v.error) for v in found] == [("a", 3, ""), ("b", 3, "")]
@@ -56,7 +56,7 @@ def test_one_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(_variants, "_ROUNDS", (2, 2))
+    monkeypatch.setattr(_variants, "_ROUNDS", (2, 2, 2))
     found = race([contestant("a", Fails()), contestant("b"), contestant("c", Full())], CPU, KWARGS, None)
     assert [(v.label, len(v.step_s), v.error) for v in found] == [
         ("a", 0, "RuntimeError: no kernel"),
@@ -66,7 +66,7 @@ def test_one_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_budget_ends_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_variants, "_ROUNDS", (1, 9))
+    monkeypatch.setattr(_variants, "_ROUNDS", (1, 9, 18))
     assert len(race([contestant("a")], CPU, KWARGS, None, budget_s=0.0)[0].step_s) == 1
 
 
@@ -96,6 +96,42 @@ def test_where_steps_are_long_there_are_three_rounds_of_fewer(
     assert "".join(ran) == turns.replace(" ", "")
     assert set(laps[:5]) == {4}
     assert set(laps[5:]) == ({1} if round_s == 10.0 else {4})
+
+
+@pytest.mark.parametrize(("noise", "rounds"), [(0.01, 9), (0.9, 18)])
+def test_more_rounds_are_run_while_a_claim_is_open(noise: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def turn(self: Contestant, *arguments: Any) -> None:
+        number = len(self.step_s)
+        self.step_s.append(1.0 if self.label == "a" else 1.2 * (1 + noise * (-1) ** number))
+
+    monkeypatch.setattr(Contestant, "round", turn)
+    monkeypatch.setattr(_variants.time, "perf_counter", lambda: 0.0)
+    found = race([contestant("a"), contestant("b")], CPU, KWARGS, None)
+    assert [len(variant.step_s) for variant in found] == [rounds, rounds]
+
+
+def test_a_step_that_takes_the_budget_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def turn(self: Contestant, *arguments: Any) -> None:
+        ran.append(self.label)
+        self.step_s.append(0.6)
+
+    monkeypatch.setattr(Contestant, "round", turn)
+    found = race([contestant(label) for label in "abc"], CPU, KWARGS, None, known_s=61.0)
+    assert ran == ["b"]
+    assert [(v.label, v.step_s) for v in found] == [("a", (61.0,)), ("b", (0.6,)), ("c", ())]
+    assert found[2].error == "left out, since a step takes 61 s"
+    ran.clear()
+    monkeypatch.setattr(_variants, "_ROUNDS", (3, 3, 3))
+    race([contestant(label) for label in "abcde"], CPU, KWARGS, None, known_s=1.0)
+    assert "".join(ran) == "abc" + "cba" + "abc"  # of shorter steps, the first three
+
+
+def test_progress_is_told() -> None:
+    told: list[str] = []
+    race([contestant("a")], CPU, KWARGS, None, budget_s=0.0, say=told.append)
+    assert told[0] == "round 1 of 9 at most, 1 variant"
 
 
 def test_batches_are_copies_without_end() -> None:

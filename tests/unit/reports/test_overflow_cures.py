@@ -65,7 +65,7 @@ def test_a_gradient_that_no_scale_saves() -> None:
 def test_an_epsilon_that_failed_is_not_advised() -> None:
     failed = tuple(Remedy("epsilon", (eps,), False) for eps in (1e-8, 1e-3))
     text = advice("loss", Operation("div", kind="zero"), "not finite", remedies=failed)
-    assert text == "look at that line: an epsilon there does not help (tried: 1e-8 to 1e-3); no precision can help"
+    assert text == "look at that line: an epsilon there does not help (tried: 1e-8 to 0.001); no precision can help"
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,34 @@ def test_where_fp32_is_unknown_only_what_worked_is_advised() -> None:
     assert advice("loss", zero, "", remedies=(Remedy("epsilon", (1e-6,), True),)).startswith(
         "an epsilon in the divisor"
     )
+
+
+def test_a_clamp_that_failed_is_not_advised() -> None:
+    exp = Operation("exp", file="vae.py", dtype="float16")
+    failed = tuple(Remedy("clamp", (largest,), False) for largest in (80.0, 5.0))
+    assert "clamp" in advice("loss", exp)
+    assert "clamp" not in advice("loss", exp, remedies=(Remedy("bf16", (), True), *failed))
+    assert advice("loss", exp, "not finite", remedies=failed).startswith("look at what goes into that line")
+
+
+def test_what_was_tried_on_several_lines_says_which() -> None:
+    log = Operation("log", kind="zero", dtype="float32")
+    text = advice("loss", log, "not finite", remedies=(Remedy("logsigmoid", ("-x", "gan.py:55"), True),))
+    assert text == (
+        "`F.logsigmoid(-x)` in the place of `log(1 - sigmoid(x))` (tried: works), and the same in gan.py:55;"
+        " no precision can help"
+    )
+    text = advice("loss", log, "not finite", remedies=(Remedy("epsilon", (1e-8, "gan.py:55"), True),))
+    assert text.startswith("an epsilon in the argument of `log` (1e-8, tried: works), and the same in gan.py:55;")
+
+
+def test_the_place_to_mend_may_be_another_than_the_one_that_lost_the_digits() -> None:
+    values = ("mul", 'net.py:3 "z * mask"', "add", 'net.py:4 "z.sum() + 1e-8"')
+    text = advice("forward", Operation("div", kind="zero"), remedies=(Remedy("source in fp32", values, True),))
+    assert text.startswith('`.float()` on what goes into `mul` in net.py:3 "z * mask" (tried: works). Lowering')
+
+
+def test_a_sum() -> None:
+    total = Operation("sum", kind="sum", count=32, dtype="float16")
+    text = advice("loss", total, remedies=(Remedy("operation in fp32", (), True),))
+    assert text.startswith("`.float()` before that sum (tried: works)")

@@ -105,7 +105,7 @@ def test_bf16_is_not_advised_in_bf16_for_a_gradient() -> None:
     fit(Close, AmpPrecision("bf16"), data, callbacks=[locator])
     (report,) = locator.reports
     assert report.cause == "backward"
-    assert "`fp32_modules`" in str(report)
+    assert "`fp32_modules=['other']` (tried: works)" in str(report)
     assert "'bf16'" not in str(report)
     advised = AmpPrecision("bf16", fp32_modules=["other"])
     fit(Close, advised, data)

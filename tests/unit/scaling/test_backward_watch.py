@@ -139,3 +139,55 @@ def test_one_that_fails_leaves_nothing_behind() -> None:
 
 def fails(_: Tensor) -> None:
     raise KeyError("half-way")
+
+
+def assign_derivative(of: nn.Parameter, factor: float = 3.0) -> None:
+    (of.grad,) = torch.autograd.grad((of * factor).sum(), of)
+
+
+def test_a_derivative_that_is_assigned_after_a_scaled_backward_is_plain() -> None:
+    """An optimizer of an inner loop may have parameters of the outer one's, of which the first is watched."""
+    outer = sgd(first := parameter(), second := parameter())
+    watch = BackwardWatch([outer], [])
+    inner = sgd(first, second)
+    scaled(watch, first.sum() + second.sum())
+    known = {id(p): SCALE for p in (first, second)}
+    assert watch.scale_of(inner, known) is SCALE
+    assign_derivative(first)
+    assign_derivative(second)
+    assert [watch.scale_of(inner, known) for _ in range(2)] == [None, None]
+    assert watch.scale_of(inner, {}) is None
+    outer.zero_grad()
+    scaled(watch, first.sum() + second.sum())
+    assert watch.scale_of(inner, known) is SCALE
+    watch.detach()
+    assert not any(p._backward_hooks for p in (first, second))
+
+
+def test_a_scaled_gradient_that_is_assigned_stays_scaled() -> None:
+    optimizer, other = sgd(p := parameter()), parameter()
+    watch = BackwardWatch([], [p])
+    scaled(watch, p.sum())
+    p.grad = None if p.grad is None else p.grad.clone()
+    assert watch.scale_of(optimizer, {}) is SCALE
+    scaled(watch, other.sum())
+    p.grad = other.grad
+    assert watch.scale_of(optimizer, {id(p): SCALE}) is SCALE
+
+
+def test_a_derivative_that_nobody_assigns_leaves_the_gradient_scaled() -> None:
+    optimizer = sgd(p := parameter())
+    watch = BackwardWatch([], [p])
+    scaled(watch, p.sum())
+    torch.autograd.grad(p.sum(), p)  # a look at another loss
+    assert watch.scale_of(optimizer, {}) is SCALE
+
+
+def test_a_scaled_derivative_that_is_assigned_is_scaled() -> None:
+    optimizer = sgd(p := parameter())
+    watch = BackwardWatch([], [p])
+    scaled(watch, p.sum())
+    watch.begin(SCALE)
+    assign_derivative(p)
+    watch.end()
+    assert watch.scale_of(optimizer, {}) is SCALE

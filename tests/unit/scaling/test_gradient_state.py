@@ -189,15 +189,61 @@ def test_what_the_user_breaks_is_no_overflow() -> None:
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("value", [INF, 1.0])
-def test_clipping_by_value_mends_nothing(value: float) -> None:
+@pytest.mark.parametrize("value", [INF, NAN, 1.0])
+def test_what_was_found_can_be_kept(value: float) -> None:
     of = state([value])
     of.check()
-    of.check_again(before_clamping=True)
-    of.optimizer.param_groups[0]["params"][0].grad.clamp_(-0.5, 0.5)
+    of.keep_found()
+    of.optimizer.param_groups[0]["params"][0].grad.nan_to_num_(0.0, 0.5, -0.5)
     for _ in range(2):
         of.check_again()
-        assert found(of) == float(value == INF)
+        assert found(of) == float(value != 1.0)
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("values", [[INF, 1.0], [NAN, 1.0], [INF, NAN]])
+def test_infinities_alone_can_be_kept(values: list[float]) -> None:
+    """Who removes NaN mends: clipping by value does not."""
+    of = state(values)
+    of.check()
+    of.keep_found(infinities_only=True)
+    of.optimizer.param_groups[0]["params"][0].grad.nan_to_num_(0.0, 0.5, -0.5)
+    of.check_again()
+    assert found(of) == float(values == [INF, 1.0])
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_what_is_kept_outlives_another_backward_and_ends_with_the_step(make: Any) -> None:
+    of = state([INF], form=Scaled(scale := scalar(8.0)), make=make)
+    of.unscale_(scale, (), may_overflow=False)
+    of.keep_found()
+    of.optimizer.param_groups[0]["params"][0].grad.clamp_(-0.5, 0.5)
+    of.add_loss(scalar(1.0), may_have_none=False)
+    of.carry(Scaled(scalar(4.0)), ())
+    assert found(of) is None
+    if make is adamw:
+        assert of.fold(None, may_overflow=False)
+    else:
+        of.unscale_(scalar(4.0), (), may_overflow=False)
+    assert found(of) == 1.0
+    of.finish()
+    of.release()
+    of.check()
+    assert found(of) == 0.0
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("to_none", [True, False])
+def test_what_is_kept_ends_where_the_gradients_are_dropped(to_none: bool) -> None:
+    of = state([INF])
+    of.check()
+    of.keep_found()
+    of.optimizer.zero_grad(set_to_none=to_none)
+    of.add_loss(scalar(1.0), may_have_none=False)
+    of.optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    of.check()
+    assert found(of) == 0.0
 
 
 @pytest.mark.parametrize("form", [UNSEEN, Scaled(scalar(8.0)), Folded(scalar(0.0), None)])

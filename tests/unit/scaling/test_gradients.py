@@ -102,6 +102,14 @@ def test_plain_says_whether_a_fused_kernel_could_take_them(device: torch.device)
     assert {name for name, plain in kinds.items() if not plain} == {"complex", "conjugate", "sparse"}
 
 
+@pytest.mark.parametrize("bad", [2.0, INF, NAN])
+def test_the_largest_is_that_of_all(bad: float, device: torch.device) -> None:
+    found = Gradients(optimizer(device, **every_kind(-bad))).largest()
+    assert found is not None
+    torch.testing.assert_close(found.cpu(), torch.tensor(max(bad, 3.0)), equal_nan=True)
+    assert Gradients(optimizer(device, empty=torch.ones(0, 3), none=None)).largest() is None
+
+
 def test_the_norm_is_that_of_all(device: torch.device) -> None:
     of = optimizer(device, a=torch.tensor([3.0]), b=torch.tensor([4.0], dtype=torch.float64), c=None)
     norm = Gradients(of).norm()

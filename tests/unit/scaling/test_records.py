@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,6 @@ from lightning_amp.scaling import RecordLog, Skip, StepRecord, _records
 
 def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value)
-
-
-def test_records_are_immutable() -> None:
-    record = StepRecord(0, 0, 1.0, 1.0, False, "none")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        record.scale = 2.0  # type: ignore[misc]
 
 
 def test_reads_back_in_blocks() -> None:
@@ -40,13 +35,13 @@ def test_reads_back_in_blocks() -> None:
 
 def test_who_must_act_at_once_hears_of_a_skip_in_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = _records._read
+    original = _records.read_scalars
 
     def counted(values: Sequence[torch.Tensor | bool | None]) -> list[float]:
         read.append(sum(isinstance(value, torch.Tensor) for value in values))
         return original(values)
 
-    monkeypatch.setattr(_records, "_read", counted)
+    monkeypatch.setattr(_records, "read_scalars", counted)
     log, blocks = RecordLog(block=8), list[list[StepRecord]]()
     subscription = log.subscribe(blocks.append, at_once=True)
     for i in range(6):
@@ -164,7 +159,9 @@ def test_nobody_can_help_against_losses(losses: int, helps: bool) -> None:
     log, told = RecordLog(), list[str]()
     log.go_on_in("fp16", 4, told.append)
     with (
-        contextlib.nullcontext() if helps else pytest.raises(FloatingPointError, match="forward pass itself is broken")
+        contextlib.nullcontext()
+        if helps
+        else pytest.raises(FloatingPointError, match="The loss itself is not finite, which no loss scale can change")
     ):
         skips(log, 4, losses=losses)
     assert len(told) == helps
@@ -194,3 +191,45 @@ def test_the_error_offers_a_fallback_in_fp16_alone(fallback: bool) -> None:
                 log.append(0, scalar(8.0), Skip.YES, scalar(1.0))
                 log.close_batch(scalar(8.0))
         assert ("`fallback=['bf16']`" in str(error.value)) == (fallback and precision == "fp16")
+
+
+def test_a_step_taken_with_a_bad_loss_is_told_to_who_asks() -> None:
+    for asks, known in itertools.product([True, False], repeat=2):
+        log, told, blocks = RecordLog(block=8), list[StepRecord](), list[list[StepRecord]]()
+        log.subscribe(blocks.append, at_once=True, on_bad_loss=told.append if asks else None)
+        assert log.wants_losses == asks
+        for i in range(6):
+            flag = scalar(float(i in (2, 4)))
+            skip = Skip.YES if i == 4 else Skip.NO
+            log.append(0, None, skip, scalar(1.0), (Skip.on_device(flag) if known else Skip(flag)) if asks else Skip.NO)
+            log.close_batch(None)
+            assert [record.index for record in told] == ([2] if asks and i >= 2 else [])
+        assert [(record.skipped, record.reason) for record in told] == ([(False, "none")] if asks else [])
+        assert [len(block) for block in blocks] == ([3, 2] if asks else [5])
+
+
+@pytest.mark.parametrize("reason", ["loss", "gradient"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_the_error_claims_no_more_than_is_known(reason: str, precision: Any) -> None:
+    log = RecordLog()
+    log.go_on_in(precision, 2)
+    with pytest.raises(FloatingPointError) as error:
+        skips(log, 2, losses=2 * (reason == "loss"))
+    text = str(error.value)
+    assert "Attach `OverflowLocator()`" in text
+    assert ("with precision 'fp32' to see" in text) == (precision != "fp32")
+    assert "overflow although" not in text
+    assert "learning rate" not in text
+
+
+@pytest.mark.parametrize("cause", ["", "It was the moth."])
+def test_the_error_repeats_a_cause_that_was_found(cause: str) -> None:
+    log, asked = RecordLog(), list[int]()
+    log.go_on_in("fp16", 2)
+    log.append(0, None, Skip.NO, None)
+    log.subscribe(lambda records: None, cause=lambda since: asked.append(since) or cause)
+    with pytest.raises(FloatingPointError) as error:
+        skips(log, 2)
+    assert asked == [1]
+    assert str(error.value).endswith(cause or "to see whether it happens there too.")
+    assert "Attach" not in str(error.value)

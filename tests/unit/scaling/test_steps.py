@@ -29,9 +29,10 @@ SCALERS: dict[str, Callable[[], torch.amp.GradScaler | None]] = {
 
 
 class Loop:
-    """Two optimizers; with `scaler=False` in plain torch, with one rule: nobody steps on a gradient that is not finite.
+    """Two optimizers; with `scaler=False` in plain torch, with two rules.
 
-    Scales are powers of two, so that all is equal to the bit.
+    No optimizer steps on a gradient that is not finite, nor after `unscale_` found one, as long as any of its gradients
+    is left. Scales are powers of two, so that all is equal to the bit.
     """
 
     def __init__(self, kinds: tuple[str, str], shared: bool, scaler: Any = False) -> None:
@@ -43,9 +44,14 @@ class Loop:
         self.log = RecordLog(None)
         self.steps = None if scaler is False else OptimizerSteps(scaler, True, self.log, self.optimizers)
         self.batch = 0
+        self.found = [False, False]
+
+    def gradients(self, i: int) -> list[Tensor]:
+        return [p.grad for group in self.optimizers[i].param_groups for p in group["params"] if p.grad is not None]
 
     def backward(self, of: str) -> None:
         self.batch += 1
+        self.found = [found and any(map(torch.any, self.gradients(i))) for i, found in enumerate(self.found)]
         x = torch.linspace(-1, 1, 3) * self.batch
         a, shared, b, b64 = self.params
         losses = {"A": ((a * x + shared).tanh() ** 2).sum(), "B": (b * b64.float() + shared * x).sin().sum()}
@@ -60,6 +66,8 @@ class Loop:
     def unscale(self, i: int) -> None:
         if self.steps is not None:
             self.steps.unscale_(self.optimizers[i])
+        elif not all(gradient.isfinite().all() for gradient in self.gradients(i)):
+            self.found[i] = True
 
     def clip(self, i: int) -> None:
         self.unscale(i)
@@ -71,8 +79,9 @@ class Loop:
         optimizer = self.optimizers[i]
         if self.steps is not None:
             self.steps.step(optimizer, lambda: None, lambda: None, StepPlan(fold=True), closure_runs_backward=False)
-        elif all(p.grad is None or p.grad.isfinite().all() for g in optimizer.param_groups for p in g["params"]):
+        elif not self.found[i] and all(gradient.isfinite().all() for gradient in self.gradients(i)):
             optimizer.step()
+        self.found[i] = False
 
     def zero(self, i: int) -> None:
         self.optimizers[i].zero_grad()

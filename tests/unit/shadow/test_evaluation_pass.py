@@ -64,7 +64,7 @@ def test_frozen_half_precision_weights_are_upcast_for_fp32_only() -> None:
     assert 0.0 < abs(values(comparison, "val_loss", "relative_diff")[0]) < 0.05
 
 
-@pytest.mark.parametrize("how", ["lightning module", "function"])
+@pytest.mark.parametrize("how", [pytest.param("lightning module", marks=pytest.mark.slow), "function"])
 def test_the_shadow_compiles_nothing(how: str) -> None:
     calls: list[int] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from support import Toy, assert_same, batches, fit, scaled_fp32
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
+from lightning_amp.precision import scaled_grad
 
 
 def fp16(scale: float = 64.0, **kwargs: Any) -> AmpPrecision:
@@ -120,3 +122,72 @@ def test_manual_optimization_with_two_optimizers() -> None:
     assert all(row.sqnr_db > 40 for row in monitor.table)
     assert [row.step for row in monitor.table if row.name == "other"] == [2, 4, 6, 10, 12]  # two a batch
     assert_same(watched, alone)
+
+
+class Penalised(Toy):
+    """A critic and a generator, with a penalty on the critic's derivative by its input."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.scaled = scaled
+        self.generator = nn.Linear(8, 8)
+
+    def losses(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        real = batch.clone().requires_grad_()
+        score = 30 * self.net(real).sum()
+        if self.scaled:
+            (slope,) = scaled_grad(self.trainer, score, real, create_graph=True)
+        else:
+            (slope,) = torch.autograd.grad(score, real, create_graph=True)
+        return 1e-4 * slope.float().square().mean(), 1e-2 * self.generator(batch).float().square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for loss, optimizer in zip(self.losses(batch), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.0) for part in (self.net, self.generator)]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_gradients_of_an_inner_derivative_do_not_count(scaled: bool) -> None:
+    """They are 1 and more; those of the loss are far below."""
+    largest: list[float] = []
+
+    class ByHand(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Tensor, batch_idx: int) -> None:
+            copied, outputs = copy.deepcopy(module), list[Tensor]()
+            copied.scaled = False
+            for layer in (*copied.net, copied.generator):
+                layer.register_forward_hook(lambda _, args, output: outputs.append(output))
+            loss = sum(copied.losses(batch))
+            wanted = [*copied.parameters(), *outputs]
+            gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+            largest.append(max(float(g.abs().max()) for g in gradients if g is not None))
+
+    monitor = GradientMonitor()
+    fit(lambda: Penalised(scaled), fp16(), batches(2), callbacks=[ByHand(), monitor])
+    total = monitor.table.last[-1]
+    assert largest[1] < 0.1  # of the batch that is sampled
+    assert total.largest == pytest.approx(largest[1], rel=1e-5)
+    assert total.headroom_bits == pytest.approx(math.log2(65504 / (64 * largest[1])), abs=1e-4)
+    assert monitor.recommended_scale == 2.0 ** math.floor(math.log2(65504 / largest[1] / 4))
+
+
+@pytest.mark.parametrize("draw", [torch.randn_like, lambda x: torch.empty_like(x).normal_()])
+def test_noise_like_an_activation_is_the_same_in_both_precisions(draw: Any) -> None:
+    """A variational autoencoder draws it: 100 values, of which the CPU makes others in half precision."""
+
+    class Noisy(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            hidden = self.net[0](batch.repeat(25, 1))[:, :1].contiguous()
+            return (hidden.float() + 3 * draw(hidden).float()).square().mean()
+
+    monitor = GradientMonitor()
+    fit(Noisy, fp16(), batches(2), callbacks=[monitor])
+    assert monitor.table.last[-1].sqnr_db > 40

@@ -134,7 +134,9 @@ def gradients_of_a_plain_module() -> GradientTable:
     return monitor.table
 
 
-@pytest.mark.parametrize("kind", ["plain", *COMPILED, *SCRIPTED, *FUNCTIONAL])
+@pytest.mark.parametrize(
+    "kind", ["plain", *COMPILED, *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*SCRIPTED, *FUNCTIONAL])]
+)
 def test_they_see_what_they_see_of_a_plain_module(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At the default scale; and at one that is too high, where steps are skipped, and found."""
     plain = gradients_of_a_plain_module()

@@ -139,7 +139,7 @@ def test_a_cause_that_is_known_stays_if_it_cannot_be_measured(
     def fails(*_: Any) -> float:
         raise error
 
-    monkeypatch.setattr("lightning_amp.shadow._step_runs.full_precision", fails)
+    monkeypatch.setattr("lightning_amp.shadow._training_pass.fp32_throughout", fails)
     locator = OverflowLocator(max_reports=1)
     loader = torch.utils.data.DataLoader(torch.randn(8, 4).bfloat16(), batch_size=4)
     fit(HalfBody, fp16(1024.0), loader, callbacks=[locator])

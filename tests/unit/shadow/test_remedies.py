@@ -13,11 +13,13 @@ from lightning_amp.reports import Remedy
 from lightning_amp.shadow._remedies import (
     Trial,
     Trials,
+    calls_like,
     trials_in_any_precision,
     trials_in_half,
     trials_of_scale,
 )
 from lightning_amp.tracing import Key, Operation, OperationCall, Place
+from lightning_amp.tracing._operation_facts import Facts, facts_of
 
 PLACE = Place("losses.py", 7)
 
@@ -77,6 +79,10 @@ def test_scales_fall_and_become_divisors() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "finite"),
     [
+        ("log1p", (torch.tensor([-1.0]),), torch.log1p),
+        ("log1p", (torch.tensor([-2.0]),), torch.log1p),
+        ("acos", (torch.tensor([-1.5, 1.5]),), torch.acos),
+        ("logit", (torch.tensor([0.0, 1.0]),), torch.logit),
         ("div", (torch.ones(2), torch.tensor([0.0, -2.0])), torch.div),
         ("reciprocal", (torch.tensor([0.0]),), torch.reciprocal),
         ("log", (torch.tensor([0.0]),), torch.log),
@@ -85,7 +91,7 @@ def test_scales_fall_and_become_divisors() -> None:
     ],
 )
 def test_an_epsilon_keeps_it_finite(name: str, args: Any, finite: Callable[..., Tensor]) -> None:
-    operation, call = planted(name, "zero")
+    operation, call = planted(name, facts_of(name, args, {}).kind)
 
     def works(trial: Trial) -> bool:
         (edit,) = trial.edits.values()
@@ -113,3 +119,32 @@ def test_a_mask_that_is_finite() -> None:
 def test_nothing_is_tried_where_nothing_is_known() -> None:
     assert tried(trials_in_any_precision(None, None)) == []
     assert tried(trials_in_any_precision(*planted("linear"))) == []
+
+
+def test_an_epsilon_is_added_as_the_advice_says() -> None:
+    """A clamp would hide the gradient, which is as large as 1 / epsilon, and may not fit."""
+    operation, call = planted("log", "zero")
+
+    def works(trial: Trial) -> bool:
+        (edit,) = trial.edits.values()
+        x = torch.zeros(1, dtype=torch.float16, requires_grad=True)
+        edit(torch.log, (x,), {}).backward()
+        assert x.grad is not None
+        return bool(x.grad.isfinite().all())
+
+    found = tried(trials_in_any_precision(operation, call), works)
+    assert [(r.values[0], r.worked) for r in found] == [(1e-8, False), (1e-6, False), (1e-4, True)]
+
+
+def test_what_fails_alike_on_other_lines_is_mended_there_too() -> None:
+    operation, call = planted("log", "zero")
+    calls = [OperationCall(Key(name, Place("losses.py", line), 0), line, "") for name, line in
+             (("log", 7), ("log", 9), ("log", 9), ("div", 9), ("log", 11), ("log", 12))]  # fmt: skip
+    for one in (call, *calls):
+        one.facts = Facts("zero")
+    calls[-1].takes_nonfinite, calls[-2].facts = True, Facts("negative")
+    alike = calls_like(call, calls)
+    assert [other.key.place for other in alike] == [Place("losses.py", 9)]
+    trial = next(trials_in_any_precision(operation, call, alike))
+    assert list(trial.edits) == [("log", PLACE), ("log", Place("losses.py", 9))]
+    assert trial.remedy.values == (1e-8, "losses.py:9")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
 from lightning_amp.shadow._training_pass import TrainingPass
+from lightning_amp.tracing import reduces_fp32
 
 
 def probe(module: Callable[[], L.LightningModule], look: Callable[[L.Trainer, TrainingPass, Any], None]) -> L.Trainer:
@@ -187,3 +188,28 @@ def test_a_step_by_hand_concerns_the_shadow(how: str, precision: str) -> None:
     for single, scaled in zip(passes[::2], passes[1::2], strict=True):
         assert sorted(single) == ["net.0.bias", "net.0.weight", "net.2.bias", "net.2.weight"]
         assert_same({name: g * 4 for name, g in single.items()}, scaled, rtol=1e-2, atol=1e-2)
+
+
+def test_a_pass_in_fp32_has_a_backward_in_fp32() -> None:
+    """TF32, and bfloat16 inside of fp32 products, are off in it too; the real backward has what the user set."""
+    reduced: dict[str, list[bool]] = {"step": [], "backward": []}
+
+    class Looks(Toy):
+        def loss(self, batch: Tensor) -> Tensor:
+            reduced["step"].append(reduces_fp32("cpu"))
+            loss = super().loss(batch)
+            loss.register_hook(lambda _: reduced["backward"].append(reduces_fp32("cpu")))
+            return loss
+
+    class Probe(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Tensor, batch_idx: int) -> None:
+            twin = TrainingPass(trainer, module, upcast=True)
+            twin.run(batch, batch_idx, context=None)
+            twin.close()
+
+    torch.set_float32_matmul_precision("medium")
+    try:
+        fit(Looks, AmpPrecision("fp32"), callbacks=[Probe()], max_steps=2)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert reduced == {"step": [False, True] * 2, "backward": [False, True] * 2}

@@ -80,3 +80,14 @@ def test_afterwards_they_are_as_they_were(average: WeightAveraging) -> None:
     assert type(average) is EveryEpochToo
     assert average.should_update(step_idx=0) == ("step", 0)
     assert not held
+
+
+@pytest.mark.parametrize("derives", [False, True])
+def test_a_class_that_somebody_else_gives_a_callback_stays(average: WeightAveraging, derives: bool) -> None:
+    held = HeldAverages([average])
+    theirs = type("Theirs", (type(average) if derives else EveryEpochToo,), {})
+    average.__class__ = theirs
+    held.detach()
+    assert type(average) is theirs
+    assert average.should_update(step_idx=1)
+    assert average.should_update(step_idx=2)

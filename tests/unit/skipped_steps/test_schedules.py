@@ -209,3 +209,23 @@ def test_lr_monitor_shows_the_rate_that_is_used(tmp_path: Any) -> None:
     rates = [float(row["lr-AdamW"]) for row in logger.experiment.metrics if "lr-AdamW" in row]
     assert not rates or rates == pytest.approx([0.01, 0.005, 0.005, 0.0025])
     assert "lr-AdamW" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+
+
+class Doubled(lrs.ExponentialLR):
+    """What somebody puts in the place of a scheduler's class."""
+
+    def step(self, epoch: Any = None) -> None:
+        super().step()
+        super().step()
+
+
+@pytest.mark.parametrize("derives", [False, True])
+def test_a_class_that_somebody_else_gives_a_scheduler_stays(derives: bool) -> None:
+    run = Run()
+    run.step(later(False))  # on a device: not decided yet
+    theirs = type("Theirs", (type(run.scheduler),), {}) if derives else Doubled
+    run.scheduler.__class__ = theirs
+    run.held.detach()
+    assert type(run.scheduler) is theirs
+    assert run.rate == 0.5  # the step that was noted
+    assert run.step(later(True)) == (0.25 if derives else 0.125)  # nobody holds it any more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import UserDict, defaultdict
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._files import write_atomically
-from lightning_amp.tracing._bundles import copy_to, load_bundle
+from lightning_amp.tracing._bundles import copy_to, load_bundle, require_entries
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,53 @@ def test_what_is_no_bundle_is_not_advised_to_be_trusted(weights_only: bool, tmp_
         load_bundle(tmp_path / "text.pt", weights_only)
     with pytest.raises(FileNotFoundError):
         load_bundle(tmp_path / "missing.pt", weights_only)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_damaged_file(zipped: bool, weights_only: bool, tmp_path: Path) -> None:
+    """However it is cut or filled: one error, which names the file."""
+    path = tmp_path / "a.pt"
+    torch.save({"format": 1, "batch": torch.ones(3)}, path, _use_new_zipfile_serialization=zipped)
+    whole, draw, errors = path.read_bytes(), random.Random(0), list[str]()
+    flipped = [bytearray(whole) for _ in range(40 * weights_only)]  # a pickle that is not checked could do anything
+    for one in flipped:
+        for _ in range(3):
+            one[draw.randrange(len(one))] = draw.randrange(256)
+    cut = [whole[:end] for end in range(0, len(whole), max(1, len(whole) // 20))]
+    for data in [b"", b"\x80", b"\x80\x02.", *cut, *flipped]:
+        path.write_bytes(data)
+        try:
+            load_bundle(path, weights_only)
+        except ValueError as error:
+            errors.append(str(error))
+    assert len(errors) >= len(cut) + 3
+    assert all(len(text.splitlines()) == 1 for text in errors)
+    assert all("This is not a bundle" in text or str(path) in text for text in errors)
+
+
+def test_a_url_whose_driver_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(protocol: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("lightning_amp._urls.get_filesystem_class", missing)
+    with pytest.raises(ImportError, match=r"^`bundle` is 's3://b/a.pt', whose driver .*Run `pip install s3fs`\.$"):
+        load_bundle("s3://b/a.pt", weights_only=True)
+
+
+WHOLE = {
+    "format": 1, "module_state": {}, "batch": None, "batch_idx": 0, "random_state": {}, "scale": 1.0, "loss_divisor": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in WHOLE if name != "format"])
+def test_an_entry_is_missing_or_of_another_type(name: str) -> None:
+    require_entries(WHOLE)
+    with pytest.raises(ValueError, match=f"The bundle is damaged: it has no entry `{name}`."):
+        require_entries({key: value for key, value in WHOLE.items() if key != name})
+    if name != "batch":
+        with pytest.raises(ValueError, match=f"The bundle is damaged: its entry `{name}` is a `list`."):
+            require_entries({**WHOLE, name: []})
 
 
 def test_a_later_format() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.tracing import OperationWatch, blamed_in_fp32, blamed_in_half, operation
+from lightning_amp.tracing import OperationWatch, blamed_in_fp32, blamed_in_half, fp32_throughout, operation
 
 
 def watched(function: Callable[[], Tensor], wanted: OperationWatch | None = None) -> OperationWatch:
     keys = [] if wanted is None else [call.key for call in wanted.bad]
-    with OperationWatch(nn.Identity(), "nobody.py", keys, undo_casts=wanted is not None) as watch:
+    context = nullcontext() if wanted is None else fp32_throughout("cpu")
+    with context, OperationWatch(nn.Identity(), "nobody.py", keys) as watch:
         watch.note_loss(function())
     return watch
 

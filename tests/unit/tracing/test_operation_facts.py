@@ -42,6 +42,15 @@ PLAIN: dict[str, Any] = {}
         ("pow", (torch.tensor([0.0]), 2), PLAIN, "", (), 0),
         ("pow", (torch.tensor([0.0]), 0.5), PLAIN, "zero", (0,), 1),
         ("acos", (torch.tensor([0.0, 1.0]),), PLAIN, "zero", (1,), 1),
+        ("acos", (torch.tensor([0.0, 1.5]),), PLAIN, "negative", (1,), 1),
+        ("log1p", (torch.tensor([0.0, -1.0]),), PLAIN, "zero", (1,), 1),
+        ("log1p", (torch.tensor([0.0, -2.0]),), PLAIN, "negative", (1,), 1),
+        ("logit", (torch.tensor([0.5, 1.0]),), PLAIN, "zero", (1,), 1),
+        ("logit", (torch.tensor([0.5, 1.5]),), PLAIN, "negative", (1,), 1),
+        ("sum", (torch.ones(2, 3),), PLAIN, "sum", (), 6),
+        ("sum", (torch.ones(2, 3), 1), PLAIN, "sum", (), 3),
+        ("sum", (torch.ones(2, 3),), {"dim": (0, 1)}, "sum", (), 6),
+        ("sum", (torch.tensor([1.0, INF]),), PLAIN, "", (), 0),
         ("add", (torch.zeros(2), torch.zeros(2)), PLAIN, "", (), 0),
     ],
 )
@@ -75,6 +84,8 @@ def test_the_distance_to_where_a_derivative_is_infinite() -> None:
 
     assert smallest("sqrt", torch.tensor([4.0, 0.25])) == 0.25
     assert smallest("acos", torch.tensor([0.0, -0.75])) == 0.25
+    assert smallest("log1p", torch.tensor([3.0, -0.75])) == 0.25
+    assert smallest("logit", torch.tensor([0.5, 0.75])) == 0.25
     assert smallest("pow", torch.tensor([0.0]), 2) is None
     assert smallest("pow", torch.tensor([0.5]), 0.5) == 0.5
     assert smallest("add", torch.tensor([0.0])) is None

@@ -86,6 +86,13 @@ def test_nothing_to_differentiate() -> None:
     assert result.headroom_bits == math.inf
 
 
+def test_a_damaged_bundle() -> None:
+    with pytest.raises(ValueError, match="it has no entry `scale`"):
+        replay({name: value for name, value in bundle(Net()).items() if name != "scale"}, Net)
+    with pytest.raises(ValueError, match="its entry `random_state` cannot be used"):
+        replay({**bundle(Net()), "random_state": {"cpu": torch.ones(3)}}, Net)
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"This is not a bundle .* it has \['a'\]"):
         replay({"a": 1}, Net)

@@ -84,3 +84,19 @@ def test_gradients_in_half() -> None:
         full.backward(module(torch.randn(4, 8)).sum())
     assert full.half_places == set()
     assert len(full.gradients_in_half(trace.half_places)) == len(found)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_loss_scale_does_not_multiply_the_gradients_of_a_derivative(by_hand: bool) -> None:
+    """Those of a backward count, also of one that the user's own code runs."""
+    module, x = net(), torch.randn(4, 8, requires_grad=True)
+    with Trace(module) as trace:
+        (gradient,) = torch.autograd.grad(1000 * module(x).sum(), x, create_graph=True)
+        inner = list(trace.arrivals)
+        loss = gradient.square().mean() * 1e-6
+        loss.backward() if by_hand else trace.backward(loss)
+    assert {arrival.is_inner for arrival in inner} == {True}
+    counted = trace.gradients_in_half(set())
+    assert counted == [arrival for arrival in trace.arrivals if arrival not in inner]
+    assert {arrival.where for arrival in counted} == {"parameter", "output", "input"}
+    assert max(float(arrival.largest) for arrival in counted) < 1 < max(float(arrival.largest) for arrival in inner)

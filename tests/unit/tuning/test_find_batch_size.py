@@ -94,6 +94,7 @@ def peak_gib(size: int, precision: str, folder: Path) -> float:
     return (run.peak_memory_bytes or 0) / 2**30
 
 
+@pytest.mark.slow
 def test_the_next_multiple_of_8_would_not_fit(sizes: list[str], tmp_path: Path) -> None:
     limit = 0.001
     found = lightning_amp.find_batch_size(Wide, Rows, ["fp32"], memory_limit_gib=limit, trainer_kwargs=CPU)
@@ -104,6 +105,7 @@ def test_the_next_multiple_of_8_would_not_fit(sizes: list[str], tmp_path: Path) 
     assert peak_gib(result.batch_size + 8, "fp32", tmp_path / "b") > limit
 
 
+@pytest.mark.slow
 def test_a_fresh_process(tmp_path: Path) -> None:
     """For once nothing is replaced."""
     before = torch.random.get_rng_state(), sorted(tmp_path.iterdir())
@@ -119,6 +121,7 @@ def test_a_fresh_process(tmp_path: Path) -> None:
     assert before[1] == sorted(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_bf16_takes_more_rows_than_fp32(sizes: list[str]) -> None:
     found = lightning_amp.find_batch_size(Wide, Rows, memory_limit_gib=0.0015, trainer_kwargs=CPU)
     assert list(found) == ["fp32", "bf16"]
@@ -143,6 +146,7 @@ def test_all_fail(sizes: list[str]) -> None:
         lightning_amp.find_batch_size(Never, fifty, memory_limit_gib=1, trainer_kwargs=CPU)
 
 
+@pytest.mark.slow
 def test_a_limit_below_the_smallest_batch(sizes: list[str]) -> None:
     with pytest.raises(ValueError, match=r"must hold the smallest batch; in fp32 one of 1 .* in bf16 one of 1 "):
         lightning_amp.find_batch_size(Wide, fifty, memory_limit_gib=1e-6, trainer_kwargs=CPU)

@@ -146,6 +146,7 @@ def test_the_rules_are_enough_and_none_can_be_left_out(
         (cases.Convolutional, "bf16", 0.05),
     ],
 )
+@pytest.mark.usefixtures("own_lstm")
 def test_healthy_modules_need_nothing(kind: type[LightningModule], precision: str, tolerance: float) -> None:
     found = find_fp32_modules(seeded(kind), cases.Rows, precision, tolerance=tolerance, trainer_kwargs=CPU)
     assert found == ()

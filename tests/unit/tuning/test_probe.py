@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from support.compared import Sea, Waves, here
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from lightning_amp.comparison import ArmSpec, Task
 from lightning_amp.tuning._holders import Sized
@@ -162,6 +162,20 @@ class Several(Ocean):
         return [DataLoader(self.data, self.batch_size, sampler=sampler), DataLoader(rest, self.batch_size)]
 
 
+class Slices(Ocean):
+    """Whole batches at once: the loader collates nothing."""
+
+    def train_dataloader(self) -> Any:
+        starts = range(0, len(self.data), self.batch_size)
+        return DataLoader(self.data, batch_size=None, sampler=[slice(i, i + self.batch_size) for i in starts])  # type: ignore
+
+
+class Indices(Ocean):
+    def train_dataloader(self) -> Any:
+        batches = BatchSampler(RandomSampler(self.data), self.batch_size, drop_last=False)
+        return DataLoader(self.data, batch_size=None, sampler=batches)
+
+
 class TakesTheFirst(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch[0], batch_idx)
@@ -180,6 +194,8 @@ class Dropped(Ocean):
         (Endless, Plain, (None, (8,), 8)),
         (Several, TakesTheFirst, (300, (8, 8), 8)),
         (Dropped, Plain, (128, (200,), None)),
+        (Slices, Plain, (None, (None,), 8)),
+        (Indices, Plain, (128, (8,), 8)),
     ],
 )
 def test_how_many_rows(data: Any, module: Any, expected: Any, tmp_path: Path) -> None:

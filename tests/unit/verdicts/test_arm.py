@@ -14,8 +14,8 @@ from lightning_amp.verdicts._arm_run import ArmRun, Point
 from lightning_amp.verdicts._statistics import Difference, Quartiles
 
 
-def arm(*runs: ArmRun, speed: str = "") -> Arm:
-    return Arm("fp16", "AmpPrecision('fp16')", False, False, runs, {}, speed)
+def arm(*runs: ArmRun) -> Arm:
+    return Arm("fp16", "AmpPrecision('fp16')", False, False, runs, {}, None)
 
 
 def metric(**fields: Any) -> ArmMetric:
@@ -103,12 +103,6 @@ def test_shares_of_products_are_means_over_the_runs_that_counted() -> None:
 
 def test_errors_by_seed() -> None:
     assert arm(make_run(), failed("fp16", 1, "a"), failed("fp16", 4, "")).errors == {1: "a", 4: ""}
-
-
-def test_speed_without_its_reason() -> None:
-    assert arm(speed="1.8x as fast").speed_in_short == "1.8x as fast"
-    assert arm(speed="within noise: 1.02x as fast, and more").speed_in_short == "within noise"
-    assert arm(speed="").speed_in_short == ""
 
 
 def test_the_best_value() -> None:

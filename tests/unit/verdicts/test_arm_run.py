@@ -26,7 +26,7 @@ FULL = ArmRun(
     same_weights={"val_loss": (1.0, -math.inf)},
     step_s=(0.01, 0.02),
     samples_per_s=(800.0,),
-    num_unsteady=4,
+    timed_steps=(10, 12),
     train_s=1.5,
     startup_s=math.inf,
     total_s=9.0,
@@ -73,7 +73,7 @@ def test_nan_survives_deep_down() -> None:
             curves={"a": (Point(1, nan, nan),)},
             loss=(Point(1, 0.0, nan),),
             same_weights={"a": (nan, 1.0)},
-            step_s=(nan,),
+            step_s=(nan, nan),
             samples_per_s=(nan,),
             matmul_flops={"float32": nan},
             scale=(StepRecord(0, 0, nan, 1.0, False, "none"),),
@@ -129,7 +129,7 @@ TORN: dict[str, list[Any]] = {
     "same_weights": [None, [], {"a": 1.0}, {"a": [1.0]}, {"a": ["1", "2"]}, {"a": "12"}],
     "step_s": [None, 0.01, "12", ["fast"], [None], [True], [10**400]],
     "samples_per_s": [None, {"a": 1}],
-    "num_unsteady": [None, 0.5, -1],
+    "timed_steps": [None, 0.5, [-1], [0.5, 1]],
     "train_s": [None, "12", True],
     "startup_s": [None, ""],
     "total_s": [None, [1.0]],
@@ -151,6 +151,16 @@ def test_a_field_is_torn(name: str) -> None:
     for wrong in [*NEVER, *TORN[name]]:
         with pytest.raises(ValueError, match=f"this is not a run of a comparison: its `{name}`: "):
             ArmRun.from_data({**FULL.to_data(), name: wrong})
+
+
+def test_steps_and_their_times_go_together() -> None:
+    with pytest.raises(ValueError, match="`timed_steps` and `step_s` differ in length"):
+        ArmRun.from_data({**FULL.to_data(), "timed_steps": [1]})
+
+
+def test_the_times_of_steps_by_their_number() -> None:
+    assert FULL.seconds_of_steps() == {10: 0.01, 12: 0.02}
+    assert replace(FULL, timed_steps=(), step_s=(0.1, math.nan, 0.0, 0.2)).seconds_of_steps() == {0: 0.1, 3: 0.2}
 
 
 def test_what_a_newer_version_wrote_besides() -> None:

@@ -71,7 +71,9 @@ def page_of(name: str) -> str:
     return render(report_of(name))
 
 
-every_report = pytest.mark.parametrize("name", REPORTS)
+every_report = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "many" else []) for n in REPORTS]
+)
 
 
 # -- every page --------------------------------------------------------------------------------------------------------
@@ -174,14 +176,14 @@ def test_a_verdict_has_a_mark_that_is_no_colour(name: str, expected: list[tuple[
 
 def test_the_control_stands_beside_the_verdicts() -> None:
     text = Reader(render(make_report())).text
-    assert text.count("how far the reference is from itself") == 2
-    assert "how far the reference is from itself" not in Reader(render(make_report(2, 1))).text
-    assert "how far the reference is from itself" not in Reader(page_of("reference failed")).text
+    assert text.count("how far two runs of the reference are apart") == 2
+    assert "how far two runs of the reference are apart" not in Reader(render(make_report(2, 1))).text
+    assert "how far two runs of the reference are apart" not in Reader(page_of("reference failed")).text
 
 
 def test_the_control_is_explained_where_there_is_one() -> None:
-    assert "is what chance does" in page_of("usual")
-    assert "is what chance does" not in page_of("one seed")
+    assert "is run-to-run noise" in page_of("usual")
+    assert "is run-to-run noise" not in page_of("one seed")
 
 
 def test_without_a_margin_the_difference_stands_in_the_verdict() -> None:

@@ -161,7 +161,7 @@ def test_the_scales_of_two_arms_have_the_same_axes() -> None:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n == "many" else []) for n in REPORTS])
 def test_any_report_can_be_drawn(name: str) -> None:
     report = REPORTS[name]()
     drawn: list[Any] = [*difference_charts(report), *curve_charts(report), *scale_charts(report)]

@@ -58,6 +58,12 @@ def test_what_a_script_reads(tmp_path: Path) -> None:
     assert (data["recommended"], data["recommendation"]) == (report.recommended, report.recommendation)
     assert data["verdicts"]["bf16"]["val_acc"] == report.verdict("bf16", "val_acc")
     assert list(data["verdicts"]) == list(report.arms)
+    speed = report.arms["bf16"].speed
+    assert speed is not None
+    assert data["speeds"]["bf16"] == {
+        "claim": speed.claim, "ratio": speed.ratio, "low": speed.low, "high": speed.high, "num_repetitions": 3,
+    }  # fmt: skip
+    assert list(data["speeds"]) == list(report.arms)[1:]
     assert len(data["runs"]) == 3 * 4
 
 

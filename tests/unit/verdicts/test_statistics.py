@@ -24,7 +24,6 @@ from lightning_amp.verdicts._statistics import (
     p_values,
     scipy_special,
     seeds_needed,
-    speed_in_words,
     verdicts,
 )  # fmt: skip
 
@@ -424,32 +423,7 @@ def test_without_scipy_it_is_asked_for_where_it_is_needed(monkeypatch: pytest.Mo
             needs()
 
 
-# -- speed -------------------------------------------------------------------------------------------------------------
-
-
-def around(median: float, half: float = 0.01) -> Quartiles:
-    return Quartiles(median - half, median, median + half)
-
-
-@pytest.mark.parametrize(
-    ("arm", "reference", "control", "says"),
-    [
-        (around(1.0), around(1.8), None, "1.8x as fast"),
-        (around(1.3), around(1.0), None, "1.3x as slow"),
-        (around(1.0), around(1.8), around(1.7), "1.8x as fast"),
-        (around(1.0, 0.5), around(1.8, 0.5), None, "within noise: 1.8x as fast, and the middle halves of their steps"),
-        (around(1.0), around(1.0), None, "within noise: 1.000x as fast, and the middle halves"),
-        (around(1.0, 0.001), around(1.004, 0.001), None, "1.004x as fast"),
-        (around(1.0), around(1.1), around(1.2), "1.1x as fast"),  # the control: 1.09 times the reference
-        (around(1.0), around(1.1), around(1.25), "within noise: 1.1x as fast, and the control is as far"),
-        (around(1.0), around(1.1), around(0.95), "within noise: 1.1x as fast, and the control is as far"),
-        (around(1.1), around(1.0), around(0.9), "within noise: 1.1x as slow, and the control is as far"),
-    ],
-)
-def test_speed(arm: Quartiles, reference: Quartiles, control: Quartiles | None, says: str) -> None:
-    text = speed_in_words(arm, reference, control)
-    assert text.startswith(says)
-    assert text.startswith("within noise") == says.startswith("within noise")
+# -- times -------------------------------------------------------------------------------------------------------------
 
 
 def test_quartiles() -> None:

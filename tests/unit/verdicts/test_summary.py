@@ -14,6 +14,8 @@ from lightning_amp.verdicts._arm_run import ArmRun
 from lightning_amp.verdicts._plan import CONTROL, Margin, Plan
 from lightning_amp.verdicts._summary import direction, summarize
 
+SAME = [1.0, 1.1, 1.2]
+
 
 def runs_of(label: str, finals: dict[int, float], name: str = "val_loss", **fields: Any) -> list[ArmRun]:
     return [make_run(label, seed, curves={name: curve(value)}, **fields) for seed, value in finals.items()]
@@ -167,7 +169,7 @@ def test_pairs_that_the_reference_lost_are_not_held_against_the_arm() -> None:
 def test_the_reference_failed() -> None:
     report = compared({"fp32": [None] * 3, "bf16": [1.0] * 3})
     assert report.verdict("bf16", "val_loss").startswith("undecided: there is no pair of runs")
-    assert report.arms["bf16"].speed == ""
+    assert report.arms["bf16"].speed is None
 
 
 # -- the control -------------------------------------------------------------------------------------------------------
@@ -223,28 +225,67 @@ def test_time_to_the_reference_of_the_same_seed() -> None:
     assert arms["fp32"].metrics["val_loss"].time_to_quality_s == {0: 1.0, 1: 1.0}
 
 
+def test_the_quality_is_reached_within_the_margin() -> None:
+    """An arm that ends 0.01 away, with a margin of 0.1, has not "never" come to the quality of the reference."""
+    plan = make_plan(["fp32", "bf16"], 1, {"val_loss": 0.1, "val_acc": 0.1})
+    runs = [
+        make_run("fp32", 0, curves={"val_loss": curve(3.0, 1.0), "val_acc": curve(0.2, 0.9)}),
+        make_run("bf16", 0, curves={"val_loss": curve(3.0, 1.01), "val_acc": curve(0.2, 0.85)}),
+    ]
+    metrics = summarize(plan, runs)["bf16"].metrics
+    assert [metric.time_to_quality_s for metric in metrics.values()] == [{0: 2.0}, {0: 2.0}]
+
+
 def test_speed_against_the_reference() -> None:
-    finals = {"fp32": [1.0], "bf16": [1.0], "fp16": [1.0], "slow": [1.0], CONTROL: [1.0]}
-    step_s = {"fp32": 0.02, "bf16": 0.01, "fp16": 0.0201, "slow": 0.04, CONTROL: 0.021}
+    finals = dict.fromkeys(("fp32", "bf16", "fp16", "slow", CONTROL), SAME)
+    step_s = {"fp32": 0.02, "bf16": 0.01, "fp16": 0.0201, "slow": 0.04, CONTROL: 0.0199}
     arms = compared(finals, step_s=step_s).arms
-    assert [arms[label].speed_in_short for label in ("fp32", "bf16", "fp16", "slow")] == [
-        "", "2x as fast in one run", "within noise", "2x as slow in one run",
-    ]  # fmt: skip
+    claims = [arm.speed and arm.speed.claim for arm in arms.values()]
+    assert claims == [None, "faster", "same", "slower", "same"]
 
 
-def test_what_the_control_differs_is_noise() -> None:
-    """Medians 4 % apart, and middle halves that do not touch: that is a speed, unless the control is as far."""
-    step_s = {"fp32": 0.0208, "bf16": 0.02, CONTROL: 0.023}
-    with_control = {"fp32": [1.0], "bf16": [1.0], CONTROL: [1.0]}
-    assert compared({"fp32": [1.0], "bf16": [1.0]}, step_s=step_s).arms["bf16"].speed == "1.04x as fast in one run"
-    assert compared(with_control, step_s=step_s).arms["bf16"].speed_in_short == "within noise"
-    assert "control is as far" not in compared(with_control, step_s=step_s).arms[CONTROL].speed
+def test_one_seed_has_a_ratio_and_no_claim() -> None:
+    speed = compared({"fp32": [1.0], "bf16": [1.0]}, step_s={"fp32": 0.0208, "bf16": 0.016}).arms["bf16"].speed
+    assert str(speed) == "1.3x as fast, one run of each"
+
+
+def test_exactly_half_as_fast_again_in_every_paired_step_is_a_claim() -> None:
+    """3 seeds x 2,000 steps, the batches eightfold in length: the quartiles of the steps overlap widely."""
+    plan = make_plan(["fp32", "bf16"], 3)
+    lengths = [0.01 * 8 ** (i % 97 / 96) for i in range(2000)]
+    runs = [
+        replace(make_run(label, seed), step_s=tuple(factor * s for s in lengths), timed_steps=tuple(range(2000)))
+        for label, factor in (("fp32", 1.0), ("bf16", 1.5))
+        for seed in range(3)
+    ]
+    assert str(summarize(plan, runs)["bf16"].speed) == "1.50x as slow (1.50 to 1.50)"
+
+
+def test_steps_are_paired_by_their_number() -> None:
+    """One arm was watched in its first steps, which were short ones."""
+    plan = make_plan(["fp32", "bf16"], 3)
+    lengths = [0.01 if step < 20 else 0.08 for step in range(40)]
+    runs = [
+        replace(make_run(label, seed), step_s=tuple(lengths[first:]), timed_steps=tuple(range(first, 40)))
+        for label, first in (("fp32", 0), ("bf16", 18))
+        for seed in range(3)
+    ]
+    assert str(summarize(plan, runs)["bf16"].speed) == "as fast within 5 %"
+
+
+def test_the_control_widens_every_interval_if_the_machine_was_busy() -> None:
+    finals = {"fp32": SAME, "bf16": SAME, CONTROL: SAME}
+    quiet = compared(finals, step_s={"bf16": 0.008}).arms
+    busy = compared(finals, step_s={"bf16": 0.008, CONTROL: 0.015}).arms
+    assert [arm.speed and arm.speed.claim for arm in quiet.values()] == [None, "faster", "same"]
+    assert [arm.speed and arm.speed.claim for arm in busy.values()] == [None, "undecided", "slower"]
+    assert str(busy["bf16"].speed) == "speed undecided: 0.83x to 1.88x"
 
 
 def test_nothing_ran() -> None:
     arms = summarize(Plan("a", "b", {"fp32": "x", "bf16": "y"}, margins={"val_loss": Margin(0.1)}, control=True), [])
     assert list(arms) == ["fp32", "bf16", CONTROL]
-    assert all(arm.metrics == {} and arm.runs == () and arm.speed == "" for arm in arms.values())
+    assert all(arm.metrics == {} and arm.runs == () and arm.speed is None for arm in arms.values())
 
 
 def diverging(label: str, seed: int, *, logs_nan: bool) -> ArmRun:
@@ -284,18 +325,18 @@ def timed(label: str, seed: int, median: float, spread: float) -> ArmRun:
     return replace(make_run(label, seed), step_s=tuple(median * (1 + spread * i / 20) for i in range(20)))
 
 
-def test_a_busy_hour_does_not_hide_what_every_seed_shows() -> None:
+def test_an_hour_in_which_all_was_slow_does_not_hide_the_ratio() -> None:
     plan = make_plan(["fp32", "fp16"], 3)
     busy = {0: 1.0, 1: 9.0, 2: 1.2}
     slow = [timed(label, s, t * busy[s], 0.1) for label, t in (("fp32", 0.01), ("fp16", 0.06)) for s in range(3)]
-    assert summarize(plan, slow)["fp16"].speed == "6x as slow"
+    assert str(summarize(plan, slow)["fp16"].speed) == "6.00x as slow (6.00 to 6.00)"
     mixed = [*slow[:5], timed("fp16", 2, 0.001, 0.1)]
-    assert summarize(plan, mixed)["fp16"].speed.startswith("within noise")
-    control = [timed(CONTROL, s, 0.01 * busy[s] * 8, 0.1) for s in range(3)]
-    assert summarize(replace(plan, control=True), [*slow, *control])["fp16"].speed.startswith("within noise")
+    speed = summarize(plan, mixed)["fp16"].speed
+    assert speed is not None
+    assert speed.claim == "undecided"
 
 
 def test_a_few_steps_say_nothing_about_speed() -> None:
     plan = make_plan(["fp32", "bf16"], 1)
     runs = [replace(make_run(label, 0), step_s=(time,) * 9) for label, time in (("fp32", 2.0), ("bf16", 1.0))]
-    assert summarize(plan, runs)["bf16"].speed == "within noise: fewer than 10 steady steps say nothing"
+    assert summarize(plan, runs)["bf16"].speed is None

@@ -12,6 +12,7 @@ from support.scale_runs import fallen_back
 from support.synthetic import compared, curve, failed, make_plan, make_run
 
 from lightning_amp._plain_data import line
+from lightning_amp.measure import SpeedComparison
 from lightning_amp.scaling import StepRecord
 from lightning_amp.verdicts import _words
 from lightning_amp.verdicts._arm import Arm
@@ -185,13 +186,13 @@ def test_an_arm() -> None:
         )
         for seed in range(2)
     )
-    arm = Arm("fp16, head", "AmpPrecision('fp16')", False, False, runs, {}, "1.8x as fast: because")
+    arm = Arm("fp16, head", "AmpPrecision('fp16')", False, False, runs, {}, SpeedComparison(1.8, 1.7, 1.9, 2))
     assert arm_cells(arm) == {
         "arm": "fp16, head",
         "ran as": "fp16",
         "samples/s": "25,600",
         "ms per step": "10.1 (10 to 10.1)",
-        "speed": "1.8x as fast",
+        "speed": "1.8x as fast (1.7 to 1.9)",
         "peak memory": "1.5 GiB",
         "steps": "2,000",
         "skipped": "6",
@@ -205,7 +206,7 @@ def test_an_arm() -> None:
 
 
 def test_an_arm_of_which_nothing_is_known() -> None:
-    arm = Arm("fp16", "", False, False, (failed("fp16", 0),), {}, "")
+    arm = Arm("fp16", "", False, False, (failed("fp16", 0),), {}, None)
     assert arm_row(arm) == ["fp16", "-", "-", "-", "-", "-", "0", "0", "-", "-"]
 
 
@@ -275,7 +276,7 @@ def test_a_whole_report() -> None:
 
 WHOLE = """\
 No recommendation: no margin says what a precision may cost. Pass `margins`, for example `margins={'val_loss': 0.01}`,\
- and at least three seeds. In speed, `bf16` is 2x as fast in one run.
+ and at least three seeds. Measured beside it, `bf16`: 2.0x as fast, one run of each.
 
 | metric | arm | final | best | difference | 90 % interval | verdict | same weights, minus fp32 |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -286,12 +287,14 @@ No recommendation: no margin says what a precision may cost. Pass `margins`, for
 | arm | ran as | samples/s | ms per step | speed | peak memory | steps | skipped | loss scale | products in |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 | fp32 | fp32 | - | 10.1 (10 to 10.1) | - | - | 0 | 0 | - | - |
-| bf16 | bf16 | - | 5.05 (5.02 to 5.07) | 2x as fast in one run | - | 0 | 0 | - | - |
-| control | control | - | 10.1 (10 to 10.1) | within noise | - | 0 | 0 | - | - |
+| bf16 | bf16 | - | 5.05 (5.02 to 5.07) | 2.0x as fast, one run of each | - | 0 | 0 | - | - |
+| control | control | - | 10.1 (10 to 10.1) | 1.000x as fast, one run of each | - | 0 | 0 | - | - |
 
-2 arms, seed 0, `project.Net` on `project.Data`. The control is the reference with initial weights moved in their last\
- bit: as far as it is from the reference, the reference is from itself. Times are of steady training steps, with their\
- middle half: without the first steps, the compilation, and the validation. Ran on cpu; TF32 was off; torch 2.13.0.
+2 arms, seed 0, `project.Net` on `project.Data`. The control repeats the reference with the initial weights moved in\
+ their last bit. Its difference is the least that two runs of the reference differ by, and its speed shows how busy\
+ the machine was. Times are of steady training steps, with their middle half: without the first steps, the compilation,\
+ and the validation. With one seed, a speed is one run of each arm: repeat it with more seeds to see how much it\
+ varies. Ran on cpu; TF32 was off; torch 2.13.0.
 """
 
 

@@ -1,0 +1,84 @@
+"""`Decision`: the one recommendation of a report. The verdict and every finding are written from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from typing_extensions import final
+
+from lightning_amp.advice._gains import speed_up
+from lightning_amp.advice._machine_facts import Machine
+from lightning_amp.advice._step_facts import Step
+from lightning_amp.measure import SpeedComparison
+
+FP32 = "fp32"
+
+
+@final
+@dataclass(frozen=True)
+class Decision:
+    """Which precision is recommended for speed, and the measurement that the recommendation rests on.
+
+    Attributes:
+        looked_at: The precision that the report is about.
+        use: The recommended precision; `None` if the measurements do not decide.
+        basis: `"step"`: the user's own step was raced against fp32. `"products"`: matrix products were.
+            `"support"`: no precision but fp32 has instructions here. `"nothing"`: neither was measured.
+        speed: How fast the step, or the products, are in `use`, or in `looked_at` where `use` is fp32 or `None`.
+
+    """
+
+    looked_at: str
+    use: str | None
+    basis: Literal["step", "products", "support", "nothing"]
+    speed: SpeedComparison | None = None
+
+    @property
+    def advises_against(self) -> bool:
+        """Return whether another precision than the one that the report is about is recommended."""
+        return self.use is not None and self.use != self.looked_at
+
+
+def decide(machine: Machine, looked_at: str, step: Step | None = None) -> Decision:
+    """Decide which precision to recommend: by the user's own step if it was timed, else by matrix products."""
+    if step is None:
+        return _by_products(machine, looked_at)
+    speed = speed_up(step) if looked_at != FP32 else None
+    if speed is None:
+        return Decision(looked_at, None, "nothing")
+    found, products = machine.format(looked_at), machine.speed(looked_at)
+    emulated = found is not None and found.support == "emulated"
+    if speed.claim == "one run" or (speed.claim == "undecided" and emulated):  # products decide, if they agree with it
+        agrees = products is not None and products.claim == "slower" and speed.ratio < 1
+        return Decision(looked_at, FP32, "products", products) if agrees else Decision(looked_at, None, "step", speed)
+    use = {"faster": looked_at, "slower": FP32}.get(speed.claim)
+    return Decision(looked_at, use, "step", speed)
+
+
+def _by_products(machine: Machine, looked_at: str) -> Decision:
+    candidates = mixed_formats(machine)
+    for name in candidates:
+        speed = machine.speed(name)
+        if speed is not None and speed.claim == "faster":
+            return Decision(looked_at, name, "products", speed)
+    open_ones = [name for name in candidates if _is_open(machine, name)]
+    name = next(iter([*open_ones, *(n for n in (looked_at, *candidates) if machine.speed(n) is not None)]), looked_at)
+    speed = machine.speed(name)
+    if open_ones:
+        return Decision(looked_at, None, "nothing" if speed is None else "products", speed)
+    slow = speed is not None and speed.claim in ("slower", "same")
+    return Decision(looked_at, FP32, "products" if slow else "support", speed)
+
+
+def mixed_formats(machine: Machine) -> list[str]:
+    """Return the formats of mixed precision that run here, the one that `auto` picks first."""
+    runs = [found.name for found in machine.formats if found.support != "missing"]
+    return [name for name in dict.fromkeys((machine.precision, "bf16", "fp16")) if name in runs and name != FP32]
+
+
+def _is_open(machine: Machine, name: str) -> bool:
+    """Return whether a format has instructions, and its products are not known to be as fast or slower."""
+    found, speed = machine.format(name), machine.speed(name)
+    has_instructions = found is not None and found.support in ("native", "partial")
+    return has_instructions and (speed is None or speed.decided_ratio is None)

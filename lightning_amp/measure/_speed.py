@@ -1,0 +1,191 @@
+"""One statistic for every sentence about speed: a ratio of times, its interval over repetitions, and a claim.
+
+A repetition is a whole run (one seed of a comparison) or, within one process, a whole round in which each contestant
+runs once. It is never a single step: the steps of one process share its memory layout, its clock and its neighbours on
+the machine, so that thousands of them repeat one measurement. No torch, no Lightning, no scipy.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Literal
+
+from typing_extensions import final
+
+from lightning_amp._arguments import is_number, require
+
+SpeedClaim = Literal["faster", "slower", "same", "undecided", "one run"]
+
+SAME_WITHIN = 1.05
+"""A contestant is "as fast within 5 %" if the whole interval of the ratio lies between 1 / 1.05 and 1.05."""
+
+
+_WIDEST = 100.0
+
+
+@final
+@dataclass(frozen=True)
+class SpeedComparison:
+    """How many times as fast a contestant is as its reference, and what may be claimed about it.
+
+    Two runs of the same thing are called "faster" or "slower" with probability `1 - level` at most, whatever the number
+    of repetitions, as long as the repetitions are independent: `tests/unit/measure/test_speed.py` simulates it.
+
+    Attributes:
+        ratio: Time of the reference over time of the contestant: 2.0 is twice as fast. The geometric mean over the
+            repetitions.
+        low: Lower end of the confidence interval of `ratio`; `None` with one repetition, which has no interval.
+        high: Upper end.
+        num_repetitions: How many seeds or rounds.
+
+    """
+
+    ratio: float
+    low: float | None
+    high: float | None
+    num_repetitions: int
+
+    @classmethod
+    def of(cls, log_ratios: Iterable[float], level: float = 0.95) -> SpeedComparison:
+        """Compare by Student's t interval of the mean logarithm.
+
+        Args:
+            log_ratios: log(time of the contestant / time of the reference), one value per repetition.
+            level: Confidence of the interval.
+
+        Raises:
+            ValueError: If there is no value, or one that is not finite.
+
+        """
+        values = [float(value) for value in log_ratios]
+        wrong = [value for value in values if not is_number(value)]
+        require(bool(values) and not wrong, "log_ratios", "one or more finite numbers", wrong[:1])
+        mean, count = statistics.fmean(values), len(values)
+        if count == 1:
+            return cls(math.exp(-mean), None, None, 1)
+        reach = t_quantile(0.5 + level / 2, count - 1) * statistics.stdev(values) / math.sqrt(count)
+        return cls(math.exp(-mean), _exp(-mean - reach), _exp(-mean + reach), count)
+
+    @property
+    def claim(self) -> SpeedClaim:
+        """Return what the interval allows to say."""
+        if self.low is None or self.high is None:
+            return "one run"
+        if self.low >= 1 / SAME_WITHIN and self.high <= SAME_WITHIN:
+            return "same"
+        return "faster" if self.low > 1 else "slower" if self.high < 1 else "undecided"
+
+    @property
+    def differs(self) -> bool:
+        """Return whether one of the two is shown to be faster."""
+        return self.claim in ("faster", "slower")
+
+    @property
+    def decided_ratio(self) -> float | None:
+        """Return what a decision may rest on: `ratio`, 1.0 if it is the same within 5 %, `None` if undecided."""
+        if self.claim in ("undecided", "one run"):
+            return None
+        return 1.0 if self.claim == "same" else self.ratio
+
+    def to_data(self) -> dict[str, object]:
+        """Return what :func:`json.dumps` takes, the claim included."""
+        return {"claim": self.claim, **asdict(self)}
+
+    def widened(self, factor: float) -> SpeedComparison:
+        """Return it with an interval that also holds if a busy machine moved the ratio by `factor`, up or down."""
+        if self.low is None or self.high is None:
+            return self
+        factor = max(factor, 1 / factor)
+        return replace(self, low=self.low / factor, high=self.high * factor)
+
+    @property
+    def interval(self) -> str:
+        """Write the interval: `0.60x to 1.10x`; empty without one, or if it is so wide that its ends say nothing."""
+        if self.low is None or self.high is None or self.high > _WIDEST * self.low:
+            return ""
+        return f"{_short(self.low)}x to {_short(self.high)}x"
+
+    def in_words(self, reference: str = "") -> str:
+        """Write the claim: `1.3x as fast (1.2 to 1.4)`, `as fast within 5 %`, `speed undecided: 0.60x to 1.10x`.
+
+        With the name of a reference: `1.3x as fast as fp32 (1.2 to 1.4)`.
+        """
+        as_reference = f" as {reference}" if reference else ""
+        if self.claim == "one run":
+            return f"{times_as_fast(self.ratio, reference=reference)}, one run of each"
+        if self.claim == "same":
+            return f"as fast{as_reference} within {100 * (SAME_WITHIN - 1):.0f} %"
+        if self.claim == "undecided":
+            return f"speed undecided: {self.interval}" if self.interval else "speed undecided"
+        return times_as_fast(self.ratio, self.low, self.high, reference)
+
+    def __str__(self) -> str:
+        return self.in_words()
+
+
+def paired_log_ratio(contestant_s: Sequence[float], reference_s: Sequence[float]) -> float:
+    """Return the median of log(time of the contestant / time of the reference) over steps that did the same work.
+
+    Pairing cancels how long a batch is: it must be step k of the one against step k of the other.
+
+    Raises:
+        ValueError: If the lengths differ, there is no step, or a time is not positive.
+
+    """
+    return statistics.median(math.log(a / b) for a, b in zip(contestant_s, reference_s, strict=True))
+
+
+def times_as_fast(ratio: float, low: float | None = None, high: float | None = None, reference: str = "") -> str:
+    """Write a ratio of speeds and its interval: `1.3x as fast (1.2 to 1.4)`, `1.5x as slow as fp32 (1.3 to 1.7)`."""
+    slow = ratio < 1
+    ends = sorted(1 / end if slow else end for end in (low, high) if end is not None)
+    values = [1 / ratio if slow else ratio, *ends]
+    middle, *interval = _written(values)
+    what = f"{middle}x as {'slow' if slow else 'fast'}" + (f" as {reference}" if reference else "")
+    return f"{what} ({' to '.join(interval)})" if interval else what
+
+
+def _written(factors: list[float]) -> list[str]:
+    """Write factors above 1 with as many decimals as it takes to tell them from 1 and from each other."""
+    least, spread = min(factors), max(factors) - min(factors)
+    one_is_enough = round(least, 1) > 1 and (len(factors) == 1 or spread >= 0.1)
+    digits = 1 if one_is_enough else 2 if least >= 1.005 else 3
+    return [f"{factor:,.0f}" if factor >= 100 else f"{factor:.{digits}f}" for factor in factors]
+
+
+@cache
+def t_quantile(probability: float, freedom: int) -> float:
+    """Return the quantile of Student's t with a whole number of degrees of freedom, for a probability above 0.5.
+
+    The finite sums of Abramowitz and Stegun (1964), 26.7.3 and 26.7.4, inverted by bisection: `auto` and the doctor use
+    it, and scipy is an extra.
+    """
+    low, high = 0.0, math.pi / 2  # of the angle: t = sqrt(freedom) tan(angle)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (1 + _t_within(middle, freedom)) / 2 < probability else (low, middle)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def _t_within(angle: float, freedom: int) -> float:
+    """Return the probability that |t| < sqrt(freedom) tan(angle)."""
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for k in range(2 + odd, freedom + 1, 2):  # cos + 2/3 cos^3 + ..., or 1 + 1/2 cos^2 + ...
+        total += term
+        term *= math.cos(angle) ** 2 * (k - 1) / k
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
+
+
+def _exp(value: float) -> float:
+    return math.exp(max(-700.0, min(700.0, value)))
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if 0.095 <= value < 9.995 else f"{value:.2g}"

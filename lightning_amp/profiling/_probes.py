@@ -1,0 +1,241 @@
+"""Matrix products and convolutions in several formats, timed in rounds: each round runs each of them once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.nn.functional import conv2d
+from typing_extensions import final
+
+from lightning_amp._compat import _aten
+from lightning_amp.advice import Convolution, Product, compare
+from lightning_amp.shadow import is_out_of_memory
+from lightning_amp.tracing import fp32_switches, full_precision
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_ROUNDS = (3, 9)
+"""At least and at most."""
+_MOST_CALLS = 5
+"""Of one run in a round, of which the median counts."""
+_PRODUCT_S, _CONVOLUTION_S = 0.6, 0.2
+"""Seconds that one size in one format may take. A size is left out that would take longer, as the smaller one shows."""
+
+_CONVOLUTIONS = 4
+"""Of one format: two strides, two parts. The slowest of them is told."""
+
+_Part = Literal["forward", "backward"]
+
+
+@final
+class Probe(NamedTuple):
+    """A call that is timed, named by its format and what it does, and the settings under which it runs."""
+
+    name: str
+    run: Callable[[], Any]
+    settings: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def in_rounds(
+    probes: Mapping[str, Probe],
+    device: torch.device,
+    most_s: float,
+    failed: Callable[[str, Exception], None] | None = None,
+) -> dict[str, tuple[float, ...]]:
+    """Return the seconds of each probe by round; the order is turned round each time.
+
+    Args:
+        probes: By name.
+        device: Where.
+        most_s: Seconds that one probe may take. A probe whose first call takes longer runs in one round only.
+        failed: Is told of a probe that raises; without it the exception comes out.
+
+    """
+    first: dict[str, float] = {}
+    for name, probe in probes.items():  # kernels are chosen and memory is allocated
+        try:
+            first[name] = call_s(probe, device)
+        except Exception as error:
+            if failed is None:
+                raise
+            failed(name, error)
+    used, seconds = dict(first), {name: list[float]() for name in first}
+    for number in range(_ROUNDS[1]):
+        for name in list(first) if number % 2 == 0 else list(first)[::-1]:
+            calls = max(1, min(_MOST_CALLS, int(most_s / _ROUNDS[1] / max(first[name], 1e-9))))
+            least = 1 if first[name] > most_s else _ROUNDS[0]
+            if number >= least and used[name] > most_s:
+                continue
+            times = [call_s(probes[name], device) for _ in range(calls)]
+            used[name] += sum(times)
+            seconds[name].append(median(times))
+    return {name: tuple(times) for name, times in seconds.items()}
+
+
+def call_s(probe: Probe, device: torch.device) -> float:
+    """Return the seconds of a call; on CUDA by its own clock."""
+    with probe.settings():
+        if device.type != "cuda":
+            start = time.perf_counter()
+            probe.run()
+            return time.perf_counter() - start
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        probe.run()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def products(names: Sequence[str], sizes: Sequence[int], device: torch.device, notes: list[str]) -> Iterator[Product]:
+    """Measure square matrix products, small ones first, of all formats in turns.
+
+    Args:
+        names: Of formats; against `"fp32"` the others are compared.
+        sizes: Rows, columns and depth, the smallest first.
+        device: Where.
+        notes: Gets what could not be measured.
+
+    """
+    last = dict.fromkeys(names, 0.0)
+    for size in sizes:
+        probes = {n: product(n, (size, size, size), device) for n in last if 8 * last[n] <= _PRODUCT_S}
+        found = in_rounds(probes, device, _PRODUCT_S, _noted(f"products of {size}", notes, last))
+        for name, seconds in found.items():
+            last[name] = median(seconds)
+            speed = compare(seconds, found.get("fp32", ())) if name != "fp32" else None
+            yield Product(name, size, 2 * size**3 / last[name] / 1e12, speed)
+
+
+def _noted(what: str, notes: list[str], last: dict[str, Any]) -> Callable[[str, Exception], None]:
+    def failed(name: str, error: Exception) -> None:
+        why = "there was not enough memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+        notes.append(f"{name} {what} were not measured: {why}")
+        last.pop(name)
+
+    return failed
+
+
+def product(name: str, sizes: tuple[int, int, int], device: torch.device) -> Probe:
+    """Return a matrix product.
+
+    Args:
+        name: Of the format.
+        sizes: Rows, depth, columns.
+        device: Where.
+
+    """
+    made: list[Callable[[], Any]] = []
+
+    def run() -> None:
+        if not made:  # in the first call, so that one which does not fit is told like one without a kernel
+            made.append(_multiplication(name, sizes, device))
+        with torch.no_grad():
+            made[0]()
+
+    return Probe(f"{name} product", run, lambda: _TF32(name == "tf32", device))
+
+
+def _multiplication(name: str, sizes: tuple[int, int, int], device: torch.device) -> Callable[[], Any]:
+    rows, depth, columns = sizes
+    generator = torch.Generator(device).manual_seed(0)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, generator=generator)
+
+    if name == "fp8":
+        one = torch.ones((), device=device)
+        left = matrix(rows, depth).to(torch.float8_e4m3fn)
+        right = matrix(columns, depth).to(torch.float8_e4m3fn).t()
+        return lambda: _aten.scaled_product(left, right, one, one)
+    left, right = matrix(rows, depth).to(DTYPES[name]), matrix(columns, depth).to(DTYPES[name]).t()
+    return lambda: left @ right
+
+
+# -- convolutions ------------------------------------------------------------------------------------------------------
+
+
+def convolutions(
+    names: Sequence[str], sizes: Sequence[tuple[int, int, int]], device: torch.device, notes: list[str]
+) -> Iterator[Convolution]:
+    """Measure 3x3 convolutions of stride 1 and 2, forward and backward, small ones first, of all formats in turns.
+
+    Args:
+        names: Of formats, `"fp32"` among them.
+        sizes: Rows, channels, and the side of an image, the smallest first. Of each format the largest one counts.
+        device: Where.
+        notes: Gets what could not be measured.
+
+    """
+    for stride in (1, 2):
+        last: dict[str, Any] = dict.fromkeys(names, (0.0, 1))  # seconds of the slower part, and its work
+        found: dict[tuple[str, _Part], Convolution] = {}
+        for rows, channels, side in sizes:
+            work = rows * channels**2 * side**2
+            fitting = [n for n, (seconds, of) in last.items() if seconds * work / of <= _CONVOLUTION_S]
+            made = {name: _Convolved(name, (rows, channels, side), stride, device) for name in fitting}
+            for part in ("forward", "backward"):
+                probes = {name: Probe(f"{name} {part}", getattr(made[name], part)) for name in made if name in last}
+                failed = _noted(f"convolutions (stride {stride}, {part})", notes, last)
+                times = in_rounds(probes, device, _CONVOLUTION_S, failed)
+                for name, seconds in times.items():
+                    last[name] = (max(median(seconds), last[name][0] if part == "backward" else 0.0), work)
+                    speed = compare(seconds, times.get("fp32", ()), among=_CONVOLUTIONS)
+                    if name != "fp32" and speed is not None:
+                        found[name, part] = Convolution(name, part, stride, speed)
+        yield from found.values()
+
+
+@final
+class _Convolved:
+    """A convolution whose parts are timed one by one; it is made in its first call."""
+
+    def __init__(self, name: str, size: tuple[int, int, int], stride: int, device: torch.device) -> None:
+        self._dtype, self._size, self._stride, self._where = DTYPES[name], size, stride, device
+        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._out: torch.Tensor | None = None
+
+    def forward(self) -> None:
+        if self._made is None:
+            rows, channels, side = self._size
+            images = torch.ones(rows, channels, side, side, dtype=self._dtype, device=self._where, requires_grad=True)
+            weight = torch.ones(channels, channels, 3, 3, dtype=self._dtype, device=self._where, requires_grad=True)
+            self._made = images, weight
+        with torch.enable_grad():
+            self._out = conv2d(*self._made, stride=self._stride, padding=1)
+
+    def backward(self) -> None:
+        if self._made is None or self._out is None:
+            self.forward()
+        assert self._out is not None
+        torch.autograd.grad(self._out, self._made or (), torch.ones_like(self._out), retain_graph=True)
+
+
+@final
+class _TF32:
+    """Computes fp32 products in TF32, or in full precision."""
+
+    def __init__(self, on: bool, device: torch.device) -> None:
+        self._on, self._full = on, full_precision(device.type)
+
+    def __enter__(self) -> None:
+        if not self._on:
+            self._full.__enter__()
+            return
+        self._switch = fp32_switches()[0]
+        self._before = self._switch.fp32_precision
+        self._switch.fp32_precision = "tf32"
+
+    def __exit__(self, *error: Any) -> None:
+        if not self._on:
+            self._full.__exit__(*error)
+        else:
+            self._switch.fp32_precision = self._before

@@ -1,0 +1,37 @@
+"""The Makefile, `.ci/run` and the workflow agree on what is run, and nothing is left out everywhere."""
+
+from __future__ import annotations
+
+import re
+
+from support.source import ROOT
+
+REPOSITORY = ROOT.parent
+
+
+def text_of(name: str) -> str:
+    return (REPOSITORY / name).read_text(encoding="utf-8")
+
+
+def test_each_stage_is_run_by_default_and_on_github() -> None:
+    script = text_of(".ci/run")
+    stages = re.findall(r"^    ([a-z]+)\) \w+ ;;$", script, re.MULTILINE)
+    assert "test" in stages
+    assert re.search(r"\|\| stages=\((.*)\)$", script, re.MULTILINE)[1].split() == stages
+    assert re.search(r"some of: (.*)$", script, re.MULTILINE)[1].split() == stages
+    assert re.search(r"legal are (.*)\" >&2$", script, re.MULTILINE)[1].split(", ") == stages
+    matrix = re.search(r"stage: \[(.*)\]$", text_of(".github/workflows/tests.yml"), re.MULTILINE)
+    assert matrix[1].split(", ") == stages
+
+
+def test_only_make_test_leaves_out_what_is_slow() -> None:
+    lines = [line for line in text_of("Makefile").splitlines() if "-m pytest" in line]
+    assert ["not slow" in line for line in lines] == [True, False]
+    assert "make test-all " in text_of(".ci/run")
+    assert "not slow" not in text_of("pyproject.toml") + text_of("tests/versions/__main__.py")
+
+
+def test_no_promise_is_slow() -> None:
+    files = [*(REPOSITORY / "tests" / "promises").rglob("*.py"), REPOSITORY / "tests" / "support" / "promises.py"]
+    assert len(files) > 20
+    assert [file.name for file in files if "mark.slow" in file.read_text(encoding="utf-8")] == []

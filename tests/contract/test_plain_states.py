@@ -1,0 +1,206 @@
+"""Row 43: a checkpoint holds plain containers of ours, whatever was reported, tried or fallen back to before."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support import Poison, Toy, batches, fit
+from support.faults import FAULTS, Net, plain_data
+from torch import Tensor
+
+from lightning_amp import (
+    AmpPrecision,
+    DynamicLossScaler,
+    GradientMonitor,
+    MetricComparison,
+    OverflowLocator,
+    ScaleMonitor,
+)
+from lightning_amp.precision import scaled_grad
+from lightning_amp.reports import Remedy
+from lightning_amp.reports._overflow_report import Cause, RemedyKind
+
+RECIPES = Path(__file__).parents[2] / "docs" / "guide" / "recipes.md"
+PLAIN = (dict, list, str, int, float, bool, type(None), Tensor)
+
+
+def not_plain(value: Any, path: str) -> Iterator[str]:
+    if type(value) not in PLAIN:
+        yield f"{path}: {type(value).__name__}"
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from not_plain(key, f"{path} (key)")
+            yield from not_plain(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from not_plain(item, f"{path}[{i}]")
+
+
+def test_the_walk_finds_what_is_not_plain() -> None:
+    state = {"a": [1, {"b": Remedy("bf16")}], (1, 2): torch.Size([1])}
+    assert list(not_plain(state, "state")) == [
+        "state.a[1].b: Remedy", "state.a[1].b[1]: tuple", "state (key): tuple", "state.(1, 2): Size",
+    ]  # fmt: skip
+
+
+def too_short(module: Any, batch: Tensor) -> Tensor:
+    """Three labels for two time steps: there is no alignment."""
+    log_probs = module.encoder(batch).float().view(2, 2, -1).log_softmax(-1)
+    lengths = torch.tensor([2, 2]), torch.tensor([3, 3])
+    return F.ctc_loss(log_probs, torch.ones(2, 3, dtype=torch.long), *lengths)
+
+
+class Penalised(Toy):
+    """The scale of its derivative is in the checkpoint, too."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        batch = batch.clone().requires_grad_()
+        loss = self.loss(batch)
+        (gradient,) = scaled_grad(self.trainer, loss, batch, create_graph=True)
+        return loss + gradient.square().mean()
+
+
+class Validated(Net):
+    """Its metric is not what it is in fp32, so that `MetricComparison` reports and tries."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module, batch: module.head(module.encoder(batch)).float().square().mean())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        out = self.head(self.encoder(batch) * 1e5).float()
+        self.log("error", out.square().mean())
+
+    def val_dataloader(self) -> Any:
+        return plain_data()
+
+
+def falling() -> AmpPrecision:
+    return AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, max_consecutive_skips=2), fallback=["bf16"])
+
+
+@dataclass
+class Situation:
+    """A run; what `OverflowLocator` finds in it, at least."""
+
+    make: Callable[[], Any] = Toy
+    plugin: Callable[[], AmpPrecision] = lambda: AmpPrecision("fp16")
+    data: Callable[[], Any] = lambda: batches(6)
+    poison: dict[str, Any] = field(default_factory=dict)
+    cause: str = ""
+    tries: set[str] = field(default_factory=set)
+
+
+def planted(name: str, *tries: str) -> Situation:
+    fault = FAULTS[name]
+    return Situation(lambda: fault.make(False), fault.plugin, fault.loader, {}, fault.cause, set(tries))
+
+
+SITUATIONS = {
+    "range": planted("an exponential in an InfoNCE loss", "bf16", "clamp", "fp32_modules", "operation in fp32"),
+    "scores": planted("attention scores between modules", "operation without autocast"),
+    "logarithm": planted("a logarithm of 0", "epsilon"),
+    "mask": planted("a row that is masked entirely", "finite mask"),
+    "large loss": planted("a loss that is summed", "divisor"),
+    "large gradient": planted("a gradient inside that overflows", "scale"),
+    "weight": planted("a weight that is NaN"),
+    "batch": planted("a batch with NaN"),
+    "sigmoid": planted("a sigmoid that is 1 in fp16", "source in fp32"),
+    "sigmoid in bf16": planted("a sigmoid that is 1 in bf16", "logsigmoid"),
+    "bf16": planted("a root at 0 in bf16", "epsilon"),
+    "CTC": Situation(lambda: Net(too_short), data=plain_data, cause="loss", tries={"zero_infinity"}),
+    "not reproduced": Situation(poison={"gradient": [2]}, cause="not reproduced"),
+    "losses": Situation(poison={"loss": [2, 5]}),
+    "torch's scaler": Situation(
+        plugin=lambda: AmpPrecision("fp16", scaler=torch.amp.GradScaler("cpu")), poison={"gradient": [2]}
+    ),
+    "fallback": Situation(plugin=falling, poison={"gradient": [1, 2]}),
+    "stuck": Situation(plugin=falling, poison={"loss": range(6)}),
+    "penalty": Situation(Penalised, poison={"gradient": [2]}),
+    "metric": Situation(Validated, data=plain_data),
+}
+
+
+def test_every_cause_and_every_remedy_occurs() -> None:
+    assert {situation.cause for situation in SITUATIONS.values()} - {""} == set(get_args(Cause))
+    tried = set[str]().union(*(situation.tries for situation in SITUATIONS.values()))
+    assert tried == set(get_args(RemedyKind)) - {""}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_states_are_plain_and_come_back(name: str, tmp_path: Path) -> None:
+    """That of each callback at the end, and what checkpoints hold after each step."""
+    situation = SITUATIONS[name]
+    ours = [OverflowLocator(), GradientMonitor(2), ScaleMonitor(), MetricComparison(by_module=True)]
+    save = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1)
+    callbacks = [Poison(**situation.poison), *ours, save]
+    with contextlib.suppress(FloatingPointError):
+        fit(situation.make, situation.plugin(), situation.data(), callbacks=callbacks, enable_checkpointing=True)
+    names = [type(one).__name__ for one in ours]
+    paths = list(tmp_path.glob("*.ckpt"))
+    assert paths
+    for path in paths:
+        checkpoint = torch.load(path, weights_only=True)
+        states = {"AmpPrecision": checkpoint["AmpPrecision"], **checkpoint["callbacks"]}
+        assert not [wrong for one in ("AmpPrecision", *names) for wrong in not_plain(states[one], one)]
+    for one in ours:
+        state = one.state_dict()
+        assert not list(not_plain(state, type(one).__name__))
+        again = type(one)()
+        again.load_state_dict(state)
+        assert repr(again.state_dict()) == repr(state)  # which compares NaN too
+        if isinstance(again, OverflowLocator) and isinstance(one, OverflowLocator):
+            assert again.reports == one.reports
+            assert situation.cause in ("", *(report.cause for report in one.reports))
+            assert situation.tries <= {remedy.kind for report in one.reports for remedy in report.remedies}
+
+
+@pytest.fixture
+def overflowed(tmp_path: Path) -> tuple[Path, OverflowLocator]:
+    """A checkpoint of a run in which remedies were tried, and the callback that reported them."""
+    fault, locator = FAULTS["an exponential in an InfoNCE loss"], OverflowLocator()
+    trainer = fit(lambda: fault.make(False), fault.plugin(), fault.loader(), callbacks=[locator])
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert locator.reports[0].remedies
+    return tmp_path / "last.ckpt", locator
+
+
+def resumed(path: Path) -> OverflowLocator:
+    fault, locator = FAULTS["an exponential in an InfoNCE loss"], OverflowLocator()
+    kwargs: dict[str, Any] = {"callbacks": [locator], "max_epochs": 2, "ckpt_path": path}
+    fit(lambda: fault.make(False), fault.plugin(), fault.loader(), **kwargs)
+    return locator
+
+
+@pytest.mark.usefixtures("weights_only")
+def test_a_run_resumes_after_a_report(overflowed: tuple[Path, OverflowLocator]) -> None:
+    path, before = overflowed
+    assert resumed(path).reports[: len(before.reports)] == before.reports
+
+
+@pytest.mark.usefixtures("weights_only")
+def test_a_file_with_remedies_of_before_resumes_with_the_documented_line(
+    overflowed: tuple[Path, OverflowLocator],
+) -> None:
+    path, before = overflowed
+    checkpoint = torch.load(path, weights_only=True)
+    reports = [dataclasses.asdict(report) for report in before.reports]  # as earlier versions wrote them
+    assert type(reports[0]["remedies"][0]) is Remedy
+    checkpoint["callbacks"]["OverflowLocator"]["reports"] = reports
+    torch.save(checkpoint, path)
+    with pytest.raises(pickle.UnpicklingError, match="Remedy was not an allowed global"):
+        resumed(path)
+    with torch.serialization.safe_globals([Remedy]):
+        locator = resumed(path)
+    assert locator.reports[: len(before.reports)] == before.reports
+    assert "with torch.serialization.safe_globals([Remedy]):\n" in RECIPES.read_text(encoding="utf-8")

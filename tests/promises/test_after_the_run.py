@@ -1,0 +1,185 @@
+"""Row 44: a backward and a step through Lightning work outside of a fit as with Lightning's own plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import Poison, Toy, assert_same, batches, fit, quiet_trainer, scaled_fp32
+from support.promises import OPTIMIZERS, plain_sgd
+from torch import Tensor
+
+from lightning_amp import AmpPrecision, DynamicLossScaler
+
+PLUGINS = {
+    "scaled": scaled_fp32,
+    "fp32": lambda: AmpPrecision("fp32"),
+    "not skipping": lambda: AmpPrecision("fp32", skip_nonfinite=False),
+}
+
+
+class Manual(Toy):
+    """Takes one more step in a hook of its own."""
+
+    automatic_optimization = property(lambda self: False)
+
+    def __init__(self, hook: str = "", optimizer: Any = plain_sgd, drops: bool = True) -> None:
+        super().__init__(optimizer)
+        self.hook, self.drops = hook, drops
+
+    def train_batch(self, batch: Tensor) -> None:
+        optimizer: Any = self.optimizers() or self.configure_optimizers()  # none in an evaluation
+        if self.drops:
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.train_batch(batch)
+
+    def run_in(self, hook: str) -> None:
+        if self.hook == hook:
+            self.train_batch(next(iter(batches(seed=1))))
+
+    def on_fit_end(self) -> None:
+        self.run_in("on_fit_end")
+
+    def teardown(self, stage: str) -> None:
+        self.run_in("teardown")
+
+
+class Evaluated(Manual):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.hook == "validation_step":
+            with torch.inference_mode(False), torch.enable_grad():
+                self.train_batch(batch.clone())
+
+
+def trained(hook: str, plugin: Any, optimizer: Any = plain_sgd, **kwargs: Any) -> L.LightningModule:
+    torch.manual_seed(0)
+    module = (Evaluated if "valid" in hook else Manual)(hook, optimizer, **kwargs)
+    trainer = quiet_trainer(plugins=None if plugin is None else [plugin], inference_mode=False)
+    if "valid" in hook:
+        trainer.validate(module, batches(2), verbose=False)
+    else:
+        trainer.fit(module, batches(4))
+    if hook.startswith("after"):
+        module.run_in(hook)
+    return module
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused adamw"])
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("hook", ["on_fit_end", "teardown", "after fit", "after validate", "validation_step"])
+def test_it_is_the_step_of_fp32(hook: str, plugin: str, optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    assert_same(trained(hook, PLUGINS[plugin](), make), trained(hook, None, make))
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", ["sgd", "fused adamw"])
+def test_gradients_that_the_fit_left_are_true_ones(optimizer: str) -> None:
+    """So that what is added to them after the fit, or in the next one, has the same scale."""
+    make = OPTIMIZERS[optimizer]
+    one, other = (trained("on_fit_end", plugin, make, drops=False) for plugin in (scaled_fp32(), None))
+    assert_same(one, other)
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_step_after_the_run_is_not_counted() -> None:
+    plugin = scaled_fp32()
+    trained("after fit", plugin)
+    assert plugin.num_steps == 4
+
+
+def test_hooks_see_true_gradients_there() -> None:
+    seen: list[list[Tensor]] = []
+
+    class Looks(Manual):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            seen.append([p.grad.clone() for p in self.parameters() if p.grad is not None])
+
+    for plugin in (scaled_fp32(), None):
+        fit(lambda: Looks("on_fit_end"), plugin)
+    half = len(seen) // 2
+    assert half == 9
+    assert all(torch.equal(a, b) for a, b in zip(seen[half - 1], seen[-1], strict=True))
+
+
+# -- other moments at which nobody expects a call ----------------------------------------------------------------------
+
+
+class BackwardInHook(Manual):
+    """Adds the gradient of another loss right before the step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.manual_backward(self.loss(torch.ones(4, 8)))
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_backward_in_the_hook_before_the_step(plugin: str, optimizer: str) -> None:
+    make = lambda: BackwardInHook(optimizer=OPTIMIZERS[optimizer])  # noqa: E731
+    ours = PLUGINS[plugin]()
+    assert_same(fit(make, ours), fit(make))
+    assert ours.num_steps == 8
+
+
+def falling() -> AmpPrecision:
+    return AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, max_consecutive_skips=2), fallback=["fp32"])
+
+
+class KeepsScaler(Manual):
+    """Keeps what it had of the scaler, over the change of the precision."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.kept = what, None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        scaler = self.trainer.precision_plugin.scaler
+        if self.what == "scale":
+            self.kept = self.kept or scaler.scale
+            if batch_idx == 4:
+                torch.testing.assert_close(self.kept(torch.ones(())), torch.tensor(16.0))
+        elif self.what == "loss":
+            if batch_idx == 0:
+                self.kept = scaler.scale(self.loss(batch))
+            if batch_idx == 4:
+                self.kept.backward()
+        self.train_batch(batch)
+
+
+@pytest.mark.filterwarnings("ignore:lightning_amp. ")
+def test_a_method_of_the_scaler_that_was_kept_is_its_own_after_a_fallback() -> None:
+    fit(lambda: KeepsScaler("scale"), falling(), callbacks=[Poison(gradient=[0, 1])])
+
+
+@pytest.mark.filterwarnings("ignore:lightning_amp. ")
+def test_a_scaled_loss_of_before_a_fallback_is_refused_in_words() -> None:
+    with pytest.raises(RuntimeError, match=r"before the run went on in another precision.* Compute the loss anew"):
+        fit(lambda: KeepsScaler("loss"), falling(), callbacks=[Poison(gradient=[0, 1])])
+
+
+@pytest.mark.filterwarnings("ignore:lightning_amp. ")
+def test_a_state_that_changes_the_precision_inside_of_a_training_step() -> None:
+    """`load_state_dict` by hand, of a run that had fallen back."""
+    plugin = falling()
+    fit(Manual, plugin, callbacks=[Poison(gradient=[0, 1])])
+    state = plugin.state_dict()
+    assert state["precision"] == "fp32"
+
+    class Loads(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.trainer.precision_plugin.load_state_dict(state)
+            super().training_step(batch, batch_idx)
+
+    again = falling()
+    fit(Loads, again)
+    assert again.precision == "32-true"
+    assert not torch.is_autocast_enabled("cpu")
