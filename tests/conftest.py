@@ -4,6 +4,7 @@ Nothing here imports torch or Lightning before a test needs it: the process that
 no use for them, and the workers wait for it.
 
 `LIGHTNING_AMP_TEST_DEVICE=cuda pytest` runs the tests that take `device` or `accelerator` on a GPU.
+`make test-device` runs them, and no others, on a device that is only pretended: `tests/pretended`.
 `LIGHTNING_AMP_TEST_MACHINE=bf16-slow pytest` runs them on another CPU of `support/machines.py`.
 """
 
@@ -31,9 +32,13 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
+import pretended
+
+if pretended.KIND:
+    os.environ["LIGHTNING_AMP_TEST_DEVICE"] = pretended.KIND
 DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 ACCELERATOR = DEVICE.partition(":")[0]
-if ACCELERATOR not in {"cpu", "cuda"}:
+if ACCELERATOR not in {"cpu", "cuda", pretended.KIND}:
     raise ValueError(f"`LIGHTNING_AMP_TEST_DEVICE` must be 'cpu' or 'cuda'; got {DEVICE!r}.")
 
 
@@ -50,6 +55,34 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On a pretended device, run the tests that use a device and need nothing that only a real one has."""
+    for item in items:
+        unknown = set(_needs(item)) - set(pretended.MISSING)
+        if unknown:
+            raise pytest.UsageError(f"{item.nodeid} needs {unknown.pop()!r}; legal are {', '.join(pretended.MISSING)}")
+    if not pretended.KIND:
+        return
+    on_device = [item for item in items if os.environ.get("ALLTESTS") or _uses_a_device(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in on_device])
+    items[:] = on_device
+    reason = pretended.why_not()
+    for item in items:
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=f"no pretended device: {reason}"))
+        elif needs := _needs(item):
+            item.add_marker(pytest.mark.skip(reason=f"a pretended device has not: {pretended.MISSING[needs[0]]}"))
+
+
+def _needs(item: pytest.Item) -> list[str]:
+    return [need for mark in item.iter_markers("needs") for need in mark.args]
+
+
+def _uses_a_device(item: pytest.Item) -> bool:
+    fixtures: tuple[str, ...] = getattr(item, "fixturenames", ())
+    return "device" in fixtures or "accelerator" in fixtures or "gpu" in item.path.parts
 
 
 def pytest_collection_finish() -> None:

@@ -1,0 +1,65 @@
+"""An accelerator that is only pretended, so that the branches for GPUs run on a machine without one.
+
+`device.cpp` gives a CPU-only torch two devices whose memory is host memory and whose kernels are those of the CPU.
+What they have from real devices: dispatch keys, `device.type` and autocast, backwards in threads of their own, a
+current device, streams, events, generators, pinned memory, memory counts, and these errors:
+
+- tensors of two devices, or of the CPU and a device, in one operation;
+- `.item()`, blocking copies, `nonzero` and masks as an index count as waits. They raise under
+  `torch.cuda.set_sync_debug_mode("error")`, and while a graph is captured (`core().set_capturing(True)`);
+- fresh memory is full of NaN, and so is pinned memory until the copy into it was waited for.
+
+`LIGHTNING_AMP_PRETEND=cuda` makes it `torch.device("cuda")`, two "H100s"; `LIGHTNING_AMP_PRETEND=pretended` makes it
+another device type, as MPS, XPU and NPU are. Each process that has `tests/pretended/site` on its `PYTHONPATH` then has
+the device as soon as it imports torch. `python tests/pretended/build.py` compiles it, `make test-device` does all.
+
+A test says what it needs beyond that with `@pytest.mark.needs(...)`, one of `MISSING`. A pass says nothing about
+numbers or speed on a GPU, only about devices, waits and the names of functions.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+KINDS = ("cuda", "pretended")
+KIND = os.environ.get("LIGHTNING_AMP_PRETEND", "")
+"""Which device this process pretends to have; empty: none."""
+
+MISSING = {
+    "sparse": "sparse tensors on the device",
+    "quantized": "quantized tensors on the device",
+    "gru": "the kernel of a GRU cell",
+    "nccl": "NCCL",
+    "inductor": "code that torch.compile generates",
+    "fp8": "products in fp8",
+    "graphs": "graphs that replay",
+    "speed": "a speed that means anything",
+}
+"""What a real GPU has and the pretended device has not."""
+
+
+def core() -> Any:
+    """Return the compiled module: `counts()`, `reset_counts()`, `set_capturing(bool)`, `set_limit(index, bytes)`.
+
+    Raises:
+        RuntimeError: Nothing is pretended here.
+
+    """
+    boot = sys.modules.get("pretended_boot")
+    if boot is None or boot.core is None:
+        raise RuntimeError(why_not() or "torch is not imported yet")
+    return boot.core
+
+
+def why_not() -> str:
+    """Return in one line why this process has no pretended device; empty if it has one."""
+    if not KIND:
+        return "LIGHTNING_AMP_PRETEND is not set"
+    import torch  # noqa: F401 # the device comes with it
+
+    boot = sys.modules.get("pretended_boot")
+    if boot is None:
+        return "tests/pretended/site is not on PYTHONPATH"
+    return boot.error
