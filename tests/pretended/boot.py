@@ -106,6 +106,7 @@ def _functions_of_cuda(core: Any) -> dict[str, Any]:
         "_cuda_unlock_mutex": lambda: None,
         "_cuda_hasPrimaryContext": lambda d: True,
         "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_CUDAAllocator_AllocatorState": type("_cuda_CUDAAllocator_AllocatorState", (), {}),
         "_has_cuda": True,
     }
 
