@@ -36,6 +36,7 @@ MISSING = {
     "fp8": "products in fp8",
     "forward AD": "derivatives in forward mode",
     "graphs": "graphs that replay",
+    "profiler": "what torch.profiler asks of a driver",
     "speed": "a speed that means anything",
 }
 """What a real GPU has and the pretended device has not."""

@@ -154,6 +154,7 @@ def test_fp32_leaves_outputs_and_hooks_alone() -> None:
     assert module.seen["predict"][1] is False
 
 
+@pytest.mark.needs("nccl")
 def test_outputs_under_ddp() -> None:
     """Lightning redirects the step through the wrapper's forward there."""
     module, seen = Outputs(), Batches()
@@ -201,7 +202,7 @@ def test_nothing_stays_after_an_exception(run: str) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("export", ["script", "export"])
 def test_a_model_that_is_used_many_times_can_be_exported_in_an_epoch_end_hook(export: str) -> None:
-    x = torch.ones(2, FEATURES)
+    x = torch.ones(2, FEATURES, device=DEVICE)
 
     class Exports(Toy):
         outputs: Any = None
@@ -217,4 +218,4 @@ def test_a_model_that_is_used_many_times_can_be_exported_in_an_epoch_end_hook(ex
 
     module = Exports(net=nn.Linear(FEATURES, FEATURES))
     quiet_trainer(plugins=[AmpPrecision("bf16")]).validate(module, batches(), verbose=False)
-    torch.testing.assert_close(module.outputs.float(), module.net(x), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(module.outputs.float().cpu(), module.net(x.cpu()), rtol=0.05, atol=0.05)

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Toy, batches, quiet_trainer, stock
+from support import DEVICE, Toy, batches, quiet_trainer, stock
 from support.promises import DIFFERS, Plugins, promise
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError, MetricCollection
@@ -54,8 +54,8 @@ class Metrics(Toy):
         preds, target = self.pair(batch)
         self.all(preds, target)
         self.log_dict(self.all)
-        self.in_a_list[0].update(1e4 * preds, 1e4 * target)
-        self.in_a_list[1]["auroc"].update(torch.sigmoid(6 + preds - target), (target > 100).int())
+        self.in_a_list[0].to(batch.device).update(1e4 * preds, 1e4 * target)
+        self.in_a_list[1]["auroc"].to(batch.device).update(torch.sigmoid(6 + preds - target), (target > 100).int())
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.shared_step(batch)
@@ -113,11 +113,11 @@ class HalfMetrics(Toy):
 def test_half_precision_inputs_and_functional_metrics() -> None:
     module = HalfMetrics()
     quiet_trainer(plugins=[AmpPrecision("bf16")]).validate(module, batches(4, 16), verbose=False)
-    reference = R2Score()
+    reference = R2Score().to(DEVICE)
     for prediction, target, _ in module.kept:
         assert prediction.dtype == torch.bfloat16
         reference.update(prediction.float(), target)
-    torch.testing.assert_close(module.r2.compute(), reference.compute(), rtol=0, atol=0)
+    torch.testing.assert_close(module.r2.compute().cpu(), reference.compute().cpu(), rtol=0, atol=0)
     p, t, difference = module.kept[0]
     torch.testing.assert_close(difference, (p.float() @ t) / len(p), rtol=0, atol=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -37,7 +38,7 @@ class Positions(Toy):
         self.distinct = 0
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        phases = self.decoder["rotary"](torch.arange(4096.0))
+        phases = self.decoder["rotary"](torch.arange(4096.0, device=batch.device))
         self.distinct = len(phases[:, 0].unique())
 
 
@@ -51,10 +52,10 @@ def test_rotary_positions_are_distinct(plugins: Plugins) -> None:
 
 class ByHand(Toy):
     def loss(self, batch: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(batch.device.type, enabled=False):
             hidden = self.net[0](batch)
         hidden = self.net[1](hidden)
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(batch.device.type, enabled=False):
             out = self.net[2](hidden.float())
         return nn.functional.mse_loss(out, batch.sum(1, keepdim=True))
 
@@ -88,10 +89,10 @@ def test_averaged_weights_and_copies_in_training() -> None:
     trainer = fit(Toy, plugin, callbacks=[Copy(), EMAWeightAveraging(decay=0.5)])
     copied, at_the_time = copies[0]
     assert_same(copied, at_the_time)
-    x = torch.randn(4, FEATURES)
-    with torch.autocast("cpu", torch.bfloat16):
+    x = torch.randn(4, FEATURES, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
         assert copied(x).dtype == torch.float32
-        assert trainer.lightning_module.net(x).dtype == torch.bfloat16
+        assert trainer.lightning_module.net.to(DEVICE)(x).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -112,7 +113,8 @@ def test_bce_in_fp32_is_not_reported() -> None:
             return self.losses[0](torch.sigmoid(self.net(batch)), (batch.sum(1, keepdim=True) > 0).float())
 
     fit(Loss, AmpPrecision("bf16", fp32_modules=["losses"]))
-    with pytest.warns(UserWarning, match="`nn.BCELoss` .`losses.0`"):
+    refused = pytest.raises(RuntimeError, match="unsafe to autocast") if DEVICE == "cuda" else contextlib.nullcontext()
+    with pytest.warns(UserWarning, match="`nn.BCELoss` .`losses.0`"), refused:
         fit(Loss, AmpPrecision("bf16"))
 
 

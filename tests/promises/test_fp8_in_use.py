@@ -88,20 +88,27 @@ def forward_mode(net: Net, x: Tensor) -> Tensor:
 def batched_gradients(net: Net, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
     y = net.middle(x)
-    torch.autograd.grad(y, x, torch.ones(3, *y.shape, dtype=y.dtype), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(
+        y, x, torch.ones(3, *y.shape, dtype=y.dtype, device=y.device), is_grads_batched=True, retain_graph=True
+    )
     return y
 
 
 def nested(net: Net, x: Tensor) -> Tensor:
-    parts = torch.nested.nested_tensor_from_jagged(x.reshape(-1, WIDTH), torch.tensor([0, 7, x.numel() // WIDTH]))
+    parts = torch.nested.nested_tensor_from_jagged(
+        x.reshape(-1, WIDTH), torch.tensor([0, 7, x.numel() // WIDTH], device=x.device)
+    )
     return net.middle(parts).values().reshape(x.shape)
 
 
-USES = (in_place, transposed, in_inference_mode, forward_mode, batched_gradients, nested)
+USES = (
+    in_place, transposed, in_inference_mode, pytest.param(forward_mode, marks=pytest.mark.needs("forward AD")),
+    batched_gradients, nested,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", USES, ids=lambda use: getattr(use, "__name__", None))
 def test_runs(use: Callable[[Net, Tensor], Tensor], precision: str) -> None:
     quiet_trainer(plugins=[plugin(precision)], limit_train_batches=2).fit(Net(use, bias=use is not in_place), loader())
 
@@ -125,8 +132,9 @@ def test_callbacks_of_validation_see_what_validation_sees(precision: str) -> Non
     same: list[bool] = []
 
     def look(trainer: L.Trainer, module: Net) -> None:
+        rows = ROWS[:2].to(module.device)
         with torch.no_grad(), trainer.precision_plugin.forward_context():
-            same.append(torch.equal(module(ROWS[:2]), fresh(module).eval()(ROWS[:2])))
+            same.append(torch.equal(module(rows), fresh(module).to(rows.device).eval()(rows)))
 
     hooks = ("on_validation_epoch_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end")
     trainer = quiet_trainer(plugins=[plugin(precision)], callbacks=[Each(look, *hooks)], limit_val_batches=1)

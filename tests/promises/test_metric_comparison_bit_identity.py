@@ -45,6 +45,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "own plugin": {"own": True},
     "own plugin, limited, two loaders": {"own": True, "num_loaders": 2, "limit_batches": 2},
 }
+CASES = [
+    pytest.param(name, marks=pytest.mark.needs("profiler")) if "profile" in options else name
+    for name, options in SCENARIOS.items()
+]
 
 
 def run(*, compare: bool, precision: Any, tmp_path: Path, average: str = "", **options: Any) -> tuple[Any, ...]:
@@ -65,7 +69,7 @@ def run(*, compare: bool, precision: Any, tmp_path: Path, average: str = "", **o
     return everything_of(model, trainer, logger), comparison, trainer
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", CASES)
 def test_training_is_bit_identical(scenario: str, tmp_path: Path) -> None:
     without, _, _ = run(compare=False, precision=bf16(), tmp_path=tmp_path, **SCENARIOS[scenario])
     with_it, comparison, _ = run(compare=True, precision=bf16(), tmp_path=tmp_path, **SCENARIOS[scenario])
@@ -76,7 +80,7 @@ def test_training_is_bit_identical(scenario: str, tmp_path: Path) -> None:
     assert max(abs(row.relative_diff) for row in comparison.table if row.metric.startswith("mse")) < 0.02
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", CASES)
 def test_in_fp32_both_sides_are_equal(scenario: str, tmp_path: Path) -> None:
     _, comparison, trainer = run(compare=True, precision=Precision(), tmp_path=tmp_path, **SCENARIOS[scenario])
     assert {row.diff for row in comparison.table} == {0.0}

@@ -133,13 +133,13 @@ def test_other_dtypes_and_arguments() -> None:
     class Arguments(Toy):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             double = batch.double().requires_grad_()
-            unused = torch.ones(1, requires_grad=True)
+            unused = torch.ones(1, requires_grad=True, device=batch.device)
             outputs = self.net(double.float())
             grads = scaled_grad(
                 self.trainer,
                 [outputs, outputs.float() * 2],
                 [double, unused],
-                grad_outputs=[torch.ones_like(outputs), torch.ones(len(batch), 1)],
+                grad_outputs=[torch.ones_like(outputs), torch.ones(len(batch), 1, device=batch.device)],
                 allow_unused=True,
                 retain_graph=True,
             )
