@@ -62,7 +62,7 @@ class Measure(L.Callback):
         memory: Bytes by part, and the peak; the peak is missing where it could not be measured.
         memory_of: `"device"` or `"tensors"`: what the peak counts.
         waits: How often the host waited per step; `None` where that is not known.
-        num_skipped: Timed and watched steps that were skipped.
+        num_skipped: Timed steps that were skipped.
         loss: Of the last step.
 
     """
@@ -112,10 +112,9 @@ class Measure(L.Callback):
         elif self._phase == "timed":
             self._stopwatch.lap(self._batch_size)
             if self._count == self._num_timed:
-                self._end_timing()
+                self._end_timing(trainer)
         elif self._count == self._lengths.watched:
             self._end_watching()
-            self.num_skipped = self._seen.since(trainer)
             self.loss = float(outputs["loss"])
             trainer.should_stop = True
 
@@ -145,10 +144,11 @@ class Measure(L.Callback):
     def _begin(self, phase: str, num_timed: int = 0) -> None:
         self._phase, self._count, self._num_timed = phase, 0, num_timed
 
-    def _end_timing(self) -> None:
+    def _end_timing(self, trainer: L.Trainer) -> None:
         assert self._peak is not None
         self._stopwatch.pause()
         self.step_s = self._stopwatch.step_s()
+        self.num_skipped = self._seen.since(trainer)
         if self._on_cuda:
             self._peak_bytes = self._peak.close()
         if self._peak_bytes is not None:
