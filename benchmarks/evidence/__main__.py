@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks._machine import RESULTS, ROOT, machine_here, why_not_there
-from benchmarks.evidence._collection import Collection
+from benchmarks.evidence._collection import Collection, write_page
 from benchmarks.evidence._parts import Part, parts
 from benchmarks.evidence._record import read
 
@@ -31,13 +31,15 @@ def main(arguments: list[str] | None = None) -> int:
     if args.list:
         _print_plan(wanted)
         return 0
+    if args.page_only:
+        write_page(out)
+        return 0
     if refusal := _refusal(args, out, device_type, wanted):
         print(refusal, file=sys.stderr)
         return 2
     machine = machine_here(torch.device(device_type), tiny=args.tiny)
     collection = Collection(machine, out, commit=args.commit or commit_here(), limit_s=60 * args.limit_minutes)
     collection.go(wanted, retry=args.retry)
-    print(f"The page is {out / 'gpu.md'}.")
     found = [record.status for record in read(out / "gpu.json") if record.machine == machine]
     return int(any(status not in ("done", "not there") for status in found))
 
@@ -66,6 +68,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="do parts again that have no result, or found a fault")
     parser.add_argument("--commit", help="what the page says of the checkout (default: git is asked)")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on any device: does it run?")
+    parser.add_argument("--page-only", action="store_true", help="run nothing, write the page")
     parser.add_argument("--list", action="store_true", help="print the plan, and what it takes on an H200")
     return parser.parse_args(arguments)
 

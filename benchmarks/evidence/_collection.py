@@ -56,7 +56,8 @@ class Collection:
             if record is None:
                 print(f"Time was up in the middle of {part.name}. The same command goes on with it.", flush=True)
                 return
-            self._keep(record)
+            append(self._out / "gpu.json", record)
+            write_page(self._out)
             print(f"{part.name}: {record.status} {record.reason}".rstrip() + f" ({record.wall_s:.0f} s)", flush=True)
 
     def _is_done(self, part: Part, retry: bool) -> bool:
@@ -83,6 +84,8 @@ class Collection:
         today = datetime.date.today().isoformat()
         return Record(self._machine, part.name, "done", "", "", part.shown(), self._commit, today)
 
-    def _keep(self, record: Record) -> None:
-        text = page(append(self._out / "gpu.json", record))
-        write_atomically(self._out / "gpu.md", lambda file: file.write(text))
+
+def write_page(out: Path) -> None:
+    """Write the page of the records in a folder."""
+    text = page(read(out / "gpu.json"))
+    write_atomically(out / "gpu.md", lambda file: file.write(text))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
+from benchmarks._machine import ROOT
 from lightning_amp._text import counted
 
 _MOST_LINES = 300
@@ -58,7 +59,7 @@ def _results(
 
 
 def _text(path: Path) -> str:
-    """Return what a file ends with, as a page can show it."""
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    """Return what a file ends with, as a page can show it: without the folder of this checkout."""
+    lines = path.read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}/", "").strip().splitlines()
     cut = [f"({len(lines) - _MOST_LINES} lines before these are left out)"] if len(lines) > _MOST_LINES else []
     return "\n".join(line.rpartition("\r")[2].rstrip() for line in [*cut, *lines[-_MOST_LINES:]])

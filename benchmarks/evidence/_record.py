@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -68,8 +67,7 @@ def read(path: Path) -> list[Record]:
     return read_lines(path, Record.from_line)
 
 
-def append(path: Path, record: Record) -> Sequence[Record]:
-    """Add a record to a file, in the place of one of the same part on the same machine; return all of them."""
+def append(path: Path, record: Record) -> None:
+    """Add a record to a file; one of the same part on the same machine is replaced."""
     records = [r for r in read(path) if (r.machine, r.part) != (record.machine, record.part)]
     write_lines(path, [r.as_line() for r in [*records, record]])
-    return [*records, record]

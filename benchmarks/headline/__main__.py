@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         series.go(runs, retry=args.retry)
     text = page(read(out))
     write_atomically(out.with_suffix(".md"), lambda file: file.write(text))
-    print(f"The page is {out.with_suffix('.md')}.")
+    print(f"The page is {out.with_suffix('.md').name}, beside the records.")
     return 0
 
 

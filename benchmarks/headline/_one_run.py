@@ -104,7 +104,7 @@ def _measured(run: Run, device_type: str, tiny: bool) -> Outcome:
 
 def _outcome(run: Run, watch: Measure, workload: Workload, flops: int, peak: float | None) -> Outcome:
     if watch.num_skipped:
-        return Outcome("not measured", f"{watch.num_skipped} of {len(watch.step_s)} timed steps were skipped")
+        return Outcome("not measured", f"{watch.num_skipped} of {watch.num_timed} timed steps were skipped")
     if not math.isfinite(watch.loss):
         return Outcome("not measured", "the loss is not finite")
     speeds = sorted(run.batch / seconds for seconds in watch.step_s)
