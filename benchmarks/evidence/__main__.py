@@ -64,7 +64,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="the folder of the results (default: docs/results)")
-    parser.add_argument("--limit-minutes", type=float, default=9.0, help="start no part that would not end (default: 9)")
+    parser.add_argument(
+        "--limit-minutes", type=float, default=9.0, help="start no part that would end later (default: 9)"
+    )
     parser.add_argument("--retry", action="store_true", help="do parts again that have no result, or found a fault")
     parser.add_argument("--commit", help="what the page says of the checkout (default: git is asked)")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on any device: does it run?")

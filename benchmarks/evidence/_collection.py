@@ -13,7 +13,7 @@ from benchmarks._machine import Machine
 from benchmarks._processes import Deadline
 from benchmarks.evidence._page import page
 from benchmarks.evidence._parts import Part
-from benchmarks.evidence._printed import last_lines
+from benchmarks.evidence._printed import crashed, last_lines
 from benchmarks.evidence._record import Record, append, read
 from lightning_amp._files import write_atomically
 from lightning_amp._text import counted
@@ -72,7 +72,7 @@ class Collection:
             if ended is None:
                 return None
             record = self._record(part)._replace(wall_s=ended.wall_s)
-            if ended.status in part.results:
+            if ended.status == 0 or (ended.status in part.results and not crashed(work)):
                 return record._replace(status="found wrong" if ended.status else "done", text=part.read(work))
             status = "took too long" if ended.status is None else "failed"
             return record._replace(status=status, reason=ended.reason, text=last_lines(work))

@@ -10,10 +10,9 @@ from benchmarks.evidence._record import Record
 TITLE = """\
 # On a GPU
 
-`make gpu-evidence` runs on a machine with a GPU all that a CPU cannot show: the tests of `tests/gpu`, how often the host
-waits for the device, the optimizer step, the first rows of the [headline table](headline.md), `compare_precisions` and
-`doctor` on a character GPT, and fp8 against bf16. The records are in `gpu.json` beside this page, which is written from
-them.
+`make gpu-evidence` runs what only a GPU can show: the tests of `tests/gpu`, how often the host waits for the device, the
+optimizer step, the first rows of the [headline table](headline.md), `compare_precisions` and `doctor` on a character
+GPT, and fp8 against bf16. It writes this page from its records, `gpu.json`.
 """
 
 REHEARSAL = """\

@@ -86,7 +86,7 @@ def parts(device_type: str, *, tiny: bool) -> list[Part]:
         Part("the doctor", ("-m", "benchmarks.evidence._doctor", *small), 30.0 if tiny else 90.0),
         Part(
             "fp8 against bf16",
-            ("-m", "tests.benchmarks.gpu_fp8", *small),
+            ("-m", "tests.benchmarks.gpu_fp8", *small, *(["--recipes", "rowwise_with_gw_hp"] if tiny else [])),
             60.0 if tiny else 300.0,
             missing="" if installed("torchao") else "torchao is not installed",
         ),

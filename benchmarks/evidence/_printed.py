@@ -26,8 +26,13 @@ def in_a_block(folder: Path) -> str:
 
 def last_lines(folder: Path) -> str:
     """Return the end of what a part printed that has no result."""
-    lines = [line for name in ("printed.txt", "errors.txt") for line in _text(folder / name).splitlines()[-_LAST_LINES:]]
-    return block("\n".join(lines)) if lines else ""
+    printed, errors = (_text(folder / name).splitlines()[-_LAST_LINES:] for name in ("printed.txt", "errors.txt"))
+    return block("\n".join([*printed, *errors])) if printed or errors else ""
+
+
+def crashed(folder: Path) -> bool:
+    """Return whether Python ended a part with an exception, which has the same exit status as a fault that was found."""
+    return "Traceback (most recent call last)" in (folder / "errors.txt").read_text(encoding="utf-8", errors="replace")
 
 
 def results_of_tests(folder: Path) -> str:

@@ -35,9 +35,7 @@ class Series:
 
     """
 
-    def __init__(
-        self, machine: Machine, device_type: str, out: Path, *, run_limit_s: float, limit_s: float
-    ) -> None:
+    def __init__(self, machine: Machine, device_type: str, out: Path, *, run_limit_s: float, limit_s: float) -> None:
         self._machine, self._device_type, self._out = machine, device_type, out.resolve()
         self._run_limit_s, self._deadline = run_limit_s, Deadline(limit_s)
 
@@ -120,4 +118,3 @@ def _said(outcome: Outcome) -> str:
 def has_torchao() -> bool:
     """Return whether fp8 has what it needs."""
     return bool(installed("torchao"))
-

@@ -15,7 +15,7 @@ import importlib.metadata
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -214,10 +214,10 @@ def row(name: str, times: list[float], ratios: list[float], sizes: Sizes, errors
     return f"| {' | '.join(cells)} |"
 
 
-def measure(sizes: Sizes, **kwargs: int) -> None:
+def measure(sizes: Sizes, recipes: Sequence[str], **kwargs: int) -> None:
     times: dict[str, list[float]] = {"bf16": []}
     ratios: dict[str, list[float]] = {"bf16": [1.0]}
-    for recipe in RECIPES:
+    for recipe in recipes:
         times[recipe], theirs = compare(recipe, sizes, **kwargs)
         times["bf16"] += theirs
         ratios[recipe] = [bf16 / fp8 for bf16, fp8 in zip(theirs, times[recipe], strict=True)]
@@ -244,6 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="emulated: does it run?")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of `--tiny`; else it is cuda")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--blocks", type=int, default=Sizes().blocks)
     parser.add_argument("--batch", type=int, default=Sizes().batch)
     args = parser.parse_args()
@@ -258,9 +259,8 @@ def main() -> None:
     sizes = TINY._replace(accelerator=args.device) if args.tiny else Sizes(blocks=args.blocks, batch=args.batch)
     start("Compiled training steps: fp8 against bf16, both AmpPrecision", torch.device(sizes.accelerator))
     describe(sizes)
-    measure(
-        sizes, **({"steps": 1, "blocks": 3, "warmup": 1} if args.tiny else {"steps": 5, "blocks": 11, "warmup": 10})
-    )
+    lengths = {"steps": 1, "blocks": 3, "warmup": 1} if args.tiny else {"steps": 5, "blocks": 11, "warmup": 10}
+    measure(sizes, args.recipes, **lengths)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def test_what_a_part_printed_is_on_the_page_with_where_it_comes_from(tmp_path: P
     ]  # fmt: skip
     text = (tmp_path / "gpu.md").read_text()
     assert text == page(read(tmp_path / "gpu.json"))
-    for words in ("## a device", "With torch 2.11.0.", "### One", "commit abc", "\na figure\n", "\non the way\nno luck\n"):
+    for words in ("## a device", "With torch 2.11.0.", "### One", "\na figure\n", "\non the way\nno luck\n"):
         assert words in text
     assert re.search(r"^\d{4}-\d\d-\d\d, commit abc: `python -c ", text, re.MULTILINE)
     assert "rehearsal" not in text.lower()
@@ -85,6 +85,14 @@ def test_what_is_on_record_is_not_done_again(tmp_path: Path, started: list[str])
     started.clear()
     collect(tmp_path, wanted[:4], retry=True)
     assert started == ["differs", "breaks", "hangs"]
+
+
+def test_an_exception_is_no_result(tmp_path: Path) -> None:
+    crash, finding = "raise ValueError('no luck')", "import sys; print('2 differ'); sys.exit(1)"
+    records = collect(tmp_path, [part("crash", crash, results=(0, 1)), part("finding", finding, results=(0, 1))])
+    assert (records["crash"].status, records["finding"].status) == ("failed", "found wrong")
+    assert "ValueError: no luck" in records["crash"].text
+    assert "2 differ" in records["finding"].text
 
 
 def test_another_machine_and_a_rehearsal_have_records_of_their_own(tmp_path: Path, started: list[str]) -> None:
