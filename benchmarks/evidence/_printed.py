@@ -31,7 +31,7 @@ def last_lines(folder: Path) -> str:
 
 
 def crashed(folder: Path) -> bool:
-    """Return whether Python ended a part with an exception, which has the same exit status as a fault that was found."""
+    """Return whether an exception ended a part, with the exit status of those that found something wrong."""
     return "Traceback (most recent call last)" in (folder / "errors.txt").read_text(encoding="utf-8", errors="replace")
 
 

@@ -137,13 +137,13 @@ def report(name: str, ours: list[float], theirs: list[float], target: str = "") 
     return median
 
 
-def start(title: str, device: torch.device = torch.device("cpu")) -> None:
-    """Say what machine this is, and keep Lightning quiet."""
+def start(title: str, device: torch.device | None = None) -> None:
+    """Say what machine this is, by default the CPU, and keep Lightning quiet."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     print(
-        f"\n{title}\n{device_name(device)}, Python {sys.version.split()[0]}, torch"
+        f"\n{title}\n{device_name(device or torch.device('cpu'))}, Python {sys.version.split()[0]}, torch"
         f" {torch.__version__}, lightning {L.__version__}; times are per step, x is how many times as fast, with the"
         " middle half of the pairs",
         flush=True,
