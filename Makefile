@@ -1,4 +1,4 @@
-# make demo, make compare, make test, make test-all, make test-versions, make lint, make docs, make build, make bench, make gpu-evidence, make faults, make projects, make clean.
+# make demo, make compare, make test, make test-all, make test-device, make test-versions, make lint, make docs, make build, make bench, make gpu-evidence, make faults, make projects, make clean.
 # Everything lives in .venv; nothing is installed twice.
 
 PYTHON ?= python3
@@ -24,7 +24,7 @@ export OMP_WAIT_POLICY ?= passive
 # Who is told not to keep what is compiled compiles the tests anew in each worker, and the package in each process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo compare test test-all test-versions lint docs linkcheck build bench gpu-evidence faults projects clean
+.PHONY: demo compare test test-all test-device test-versions lint docs linkcheck build bench gpu-evidence faults projects clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -39,6 +39,16 @@ test: $(VENV)/.test
 # With the tests that take long and rarely fail: the examples, pages that measure, other people's projects.
 test-all: $(VENV)/.test
 	@$(BIN)/python -m pytest -n $(WORKERS) $(TEST_ARGS)
+
+# What runs on a GPU or on any other accelerator, on devices that are only pretended; a C++ compiler builds them once.
+DEVICE_TESTS := tests/gpu tests/unit tests/promises
+test-device: $(VENV)/.test
+	@$(BIN)/python tests/pretended/build.py
+	@set -e; ran=$$(mktemp -d); trap 'rm -rf "$$ran"' EXIT; $(BIN)/python tests/pretended/lines.py start "$$ran"; \
+	for kind in cuda pretended; do echo "--- $$kind"; \
+	PYTHONPATH=tests/pretended/site COVERAGE_PROCESS_START="$$ran/settings" LIGHTNING_AMP_PRETEND=$$kind \
+	    $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" -p no:cacheprovider $(TEST_ARGS) $(DEVICE_TESTS); done; \
+	$(BIN)/python tests/pretended/lines.py report "$$ran"
 
 # make test-versions VERSIONS="python==3.12,torch==2.11.0,lightning==2.6.1 lowest,python==3.10"; without VERSIONS all of the table.
 test-versions: $(VENV)/.versions

@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,10 @@ DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 ACCELERATOR = DEVICE.partition(":")[0]
 if ACCELERATOR not in {"cpu", "cuda", pretended.KIND}:
     raise ValueError(f"`LIGHTNING_AMP_TEST_DEVICE` must be 'cpu' or 'cuda'; got {DEVICE!r}.")
+_ON_DEVICE = {"device", "accelerator", "DEVICE", "fit", "quiet_trainer", "promise"}
+"""Fixtures, and functions of `support`, that put tensors on the device."""
+_MOST_CASES = {"cuda": 12, "pretended": 4}
+"""How many of the parameters of one test run on a pretended device; `LIGHTNING_AMP_PRETEND_ALL=1` runs all tests."""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -58,18 +63,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On a pretended device, run the tests that use a device and need nothing that only a real one has."""
+    """Leave out what is about CPUs on any other device, and what needs a real device on a pretended one."""
     for item in items:
-        unknown = set(_needs(item)) - set(pretended.MISSING)
-        if unknown:
+        if unknown := set(_needs(item)) - set(pretended.MISSING):
             raise pytest.UsageError(f"{item.nodeid} needs {unknown.pop()!r}; legal are {', '.join(pretended.MISSING)}")
-    if not pretended.KIND:
+    if ACCELERATOR == "cpu":
         return
-    on_device = [item for item in items if os.environ.get("ALLTESTS") or _uses_a_device(item)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in on_device])
-    items[:] = on_device
-    reason = pretended.why_not()
-    for item in items:
+    wanted = [item for item in items if item.get_closest_marker("cpu") is None]
+    if pretended.KIND and not os.environ.get("LIGHTNING_AMP_PRETEND_ALL"):
+        wanted = list(_some_of_each([item for item in wanted if _uses_a_device(item)]))
+    kept = set(wanted)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = wanted
+    reason = pretended.why_not() if pretended.KIND else ""
+    for item in items if pretended.KIND else ():
         if reason:
             item.add_marker(pytest.mark.skip(reason=f"no pretended device: {reason}"))
         elif needs := _needs(item):
@@ -81,8 +88,19 @@ def _needs(item: pytest.Item) -> list[str]:
 
 
 def _uses_a_device(item: pytest.Item) -> bool:
+    """Return whether a test runs on the device: by a fixture, or by what its module imports from `support`."""
     fixtures: tuple[str, ...] = getattr(item, "fixturenames", ())
-    return "device" in fixtures or "accelerator" in fixtures or "gpu" in item.path.parts
+    names: dict[str, Any] = vars(getattr(item, "module", None) or object)
+    return (
+        not _ON_DEVICE.isdisjoint(fixtures) or not _ON_DEVICE.isdisjoint(names) or "gpu" in item.path.parts
+    )  # fmt: skip
+
+
+def _some_of_each(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield each test, of one with many parameters some that lie evenly: all of them take minutes on two devices."""
+    for _, cases in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        every = list(cases)
+        yield from every[:: -(-len(every) // _MOST_CASES[ACCELERATOR])]
 
 
 def pytest_collection_finish() -> None:

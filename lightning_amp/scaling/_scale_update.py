@@ -86,11 +86,11 @@ class BatchAttempts:
         counted, handled = self._counted, self._handled
         self.clear()
         moving = [a for a in counted if a.had_gradients]
-        if moving or not handled or not isinstance(scaler, DynamicLossScaler):
+        if moving or not handled or _has_an_update_of_its_own(scaler):
             move_scale(scaler, moving)
         else:  # a clean batch, unless all of them overflowed
             device = _torch.scale_tensor(scaler).device
-            scaler.advance(constant(0.0, device), torch.stack([a.overflow.flag(device) for a in handled]).amin())
+            _advance(scaler, constant(0.0, device), torch.stack([a.overflow.flag(device) for a in handled]).amin())
         return bool(counted)
 
     def clear(self) -> None:
@@ -126,12 +126,12 @@ def move_scale(scaler: torch.amp.GradScaler, attempts: Sequence[Attempt]) -> Non
 def lower_scale(scaler: torch.amp.GradScaler, attempts: Iterable[Attempt]) -> bool:
     """Lower the scale in the middle of a batch, if gradients of one of these steps overflowed; leave it otherwise.
 
-    Somebody else's scaler has no way to do this without waiting for the device, and is asked only where nobody waits:
-    `False` elsewhere, so that these steps are still to be counted at the end of the batch.
+    A scaler with an `update` of its own cannot do this without waiting for the device, and is asked only where nobody
+    waits: `False` elsewhere, so that these steps are still to be counted at the end of the batch.
     """
     found_inf = _any_overflow(attempts, _torch.scale_tensor(scaler).device)
-    if isinstance(scaler, DynamicLossScaler):
-        scaler.advance(found_inf, 1 - found_inf)
+    if not _has_an_update_of_its_own(scaler):
+        _advance(scaler, found_inf, 1 - found_inf)
         return True
     overflow = Skip.on_device(found_inf).known
     if overflow:
@@ -142,6 +142,23 @@ def lower_scale(scaler: torch.amp.GradScaler, attempts: Iterable[Attempt]) -> bo
 def _any_overflow(attempts: Iterable[Attempt], device: torch.device) -> Tensor:
     flags = [a.gradient_overflow(device) for a in attempts]
     return torch.stack(flags).amax() if flags else constant(0.0, device)
+
+
+def _has_an_update_of_its_own(scaler: torch.amp.GradScaler) -> bool:
+    return not isinstance(scaler, DynamicLossScaler) and type(scaler).update is not torch.amp.GradScaler.update
+
+
+def _advance(scaler: torch.amp.GradScaler, found_inf: Tensor, held: Tensor) -> None:
+    """Do what the scaler's `update` does, without waiting for the device, and nothing where `held` [] is not 0."""
+    if isinstance(scaler, DynamicLossScaler):
+        scaler.advance(found_inf, held)
+        return
+    scale, tracker = _torch.scale_tensor(scaler), _torch.growth_tracker(scaler)
+    new_scale, new_tracker = scale.clone(), tracker.clone()
+    growth, backoff = scaler.get_growth_factor(), scaler.get_backoff_factor()
+    _torch.amp_update_scale(new_scale, new_tracker, found_inf, growth, backoff, scaler.get_growth_interval())
+    stays = held > 0
+    _torch.set_scale_tensor(scaler, torch.where(stays, scale, new_scale), torch.where(stays, tracker, new_tracker))
 
 
 def _update_foreign(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tell torch, and Lightning, of the pretended device. `site/sitecustomize.py` runs this right after torch is imported."""
+"""Tell torch, and Lightning, of the pretended device; `site/sitecustomize.py` runs this once torch is imported."""
 
 from __future__ import annotations
 
@@ -106,6 +106,7 @@ def _functions_of_cuda(core: Any) -> dict[str, Any]:
         "_cuda_unlock_mutex": lambda: None,
         "_cuda_hasPrimaryContext": lambda d: True,
         "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_CUDAAllocator_AllocatorState": type("_cuda_CUDAAllocator_AllocatorState", (), {}),
         "_has_cuda": True,
     }
 
@@ -148,9 +149,7 @@ class EventOfCuda:
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:
-        self.own = torch.Event(
-            device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
-        )
+        self.own = torch.Event(device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
     def record(self, stream: Any = None) -> None:
         self.own.record(torch.cuda.current_stream() if stream is None else stream)
@@ -296,7 +295,7 @@ def as_other(name: str) -> Any:
         "is_autocast_available": True,
         "default_generators": generators,
         "manual_seed_all": lambda seed: [g.manual_seed(seed) for g in generators],
-        "manual_seed": lambda seed: generators[index()].manual_seed(seed),
+        "manual_seed": lambda seed: generators[index(None)].manual_seed(seed),  # noqa: PLW0108 # of the device of then
         "get_rng_state": lambda device=name: generators[index(device)].get_state(),
         "set_rng_state": lambda state, device=name: generators[index(device)].set_state(state),
         "get_device_name": lambda d=None: "Pretended",

@@ -52,8 +52,8 @@ def build(kind: str) -> str:
     libraries = Path(torch.__file__).parent / "lib"
     paths = [*include_paths(), sysconfig.get_path("include")]
     command = [
-        compiler, "-shared", "-fPIC", "-O0", "-std=c++20", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-DTORCH_EXTENSION_NAME=pretended_{kind}", *(["-DPRETEND_CUDA"] if kind == "cuda" else []),
+        compiler, "-shared", "-fPIC", "-O0", "-std=c++20", "-w",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-DTORCH_EXTENSION_NAME=pretended_{kind}", *(["-DPRETEND_CUDA"] if kind == "cuda" else []),
         *(f"-isystem{path}" for path in paths), str(SOURCE), f"-L{libraries}",
         "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python",
     ]  # fmt: skip

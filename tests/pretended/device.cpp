@@ -373,24 +373,29 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     g_count["kernels"]++;
     g_count["op:" + full]++;
   }
-  // what only CUDA's kernels can: softmax of halves in fp32, and back
-  std::optional<ScalarType> cast_result;
-  if ((name == "aten::_softmax" || name == "aten::_log_softmax") && n >= 3 && args[2].toBool()) {
-    (*stack)[begin] = (*stack)[begin].toTensor().to(kFloat);
-    (*stack)[begin + 2] = false;
-  } else if ((name == "aten::_softmax_backward_data" || name == "aten::_log_softmax_backward_data") && schema.overload_name().empty()) {
-    auto wanted = static_cast<ScalarType>(args[3].toInt()), has = (*stack)[begin].toTensor().scalar_type();
-    if (wanted != has) { cast_result = wanted; (*stack)[begin + 3] = static_cast<int64_t>(has); }
-  }
-  // these resize `out` twice, which is worth a warning where it is not empty: take an empty one
-  if (schema.overload_name() == "out" && (name == "aten::mse_loss" || name == "aten::smooth_l1_loss" || name == "aten::huber_loss")) {
-    auto fresh = at::empty({0}, (*stack)[begin + n - 1].toTensor().options());
+  auto into_fresh = [&](ScalarType dtype) {  // the kernel writes into an empty tensor, which is copied into `out` then
+    auto fresh = at::empty({0}, (*stack)[begin + n - 1].toTensor().options().dtype(dtype));
     auto dev = args[n - 1].toTensor();
     all.erase(std::remove_if(all.begin(), all.end(), [&](auto& p) { return p.second.is_same(dev); }), all.end());
     by_impl[fresh.unsafeGetTensorImpl()] = dev;
     all.emplace_back(fresh, dev);
     (*stack)[begin + n - 1] = fresh;
+  };
+  // what only CUDA's kernels can: softmax of halves in fp32, and back
+  std::optional<ScalarType> cast_result;
+  if ((name == "aten::_softmax" || name == "aten::_log_softmax") && n >= 3 && args[2].toBool()) {
+    (*stack)[begin] = (*stack)[begin].toTensor().to(kFloat);
+    (*stack)[begin + 2] = false;
+  } else if (name == "aten::_softmax_backward_data" || name == "aten::_log_softmax_backward_data") {
+    auto wanted = static_cast<ScalarType>(args[3].toInt()), has = (*stack)[begin].toTensor().scalar_type();
+    if (wanted != has) {
+      (*stack)[begin + 3] = static_cast<int64_t>(has);
+      if (schema.overload_name() == "out") into_fresh(has); else cast_result = wanted;
+    }
   }
+  // these resize `out` twice, which is worth a warning where it is not empty: take an empty one
+  if (schema.overload_name() == "out" && (name == "aten::mse_loss" || name == "aten::smooth_l1_loss" || name == "aten::huber_loss"))
+    into_fresh((*stack)[begin + n - 1].toTensor().scalar_type());
   bool random = false;
   for (auto tag : op.getTags()) random |= tag == at::Tag::nondeterministic_seeded;
   {

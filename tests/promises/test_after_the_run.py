@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from support import Poison, Toy, assert_same, batches, fit, quiet_trainer, scaled_fp32
+from support import DEVICE, Poison, Toy, assert_same, batches, fit, quiet_trainer, scaled_fp32
 from support.promises import OPTIMIZERS, plain_sgd
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class Manual(Toy):
 
     def run_in(self, hook: str) -> None:
         if self.hook == hook:
-            self.train_batch(next(iter(batches(seed=1))))
+            self.train_batch(next(iter(batches(seed=1))).to(self.device))
 
     def on_fit_end(self) -> None:
         self.run_in("on_fit_end")
@@ -75,7 +76,13 @@ def trained(hook: str, plugin: Any, optimizer: Any = plain_sgd, **kwargs: Any) -
 @pytest.mark.parametrize("hook", ["on_fit_end", "teardown", "after fit", "after validate", "validation_step"])
 def test_it_is_the_step_of_fp32(hook: str, plugin: str, optimizer: str) -> None:
     make = OPTIMIZERS[optimizer]
-    assert_same(trained(hook, PLUGINS[plugin](), make), trained(hook, None, make))
+    try:
+        expected = trained(hook, None, make)
+    except RuntimeError as error:  # on a GPU: Lightning moves the module back to the CPU, and not all of a fused state
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            trained(hook, PLUGINS[plugin](), make)
+    else:
+        assert_same(trained(hook, PLUGINS[plugin](), make), expected)
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -116,7 +123,7 @@ class BackwardInHook(Manual):
     """Adds the gradient of another loss right before the step."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.manual_backward(self.loss(torch.ones(4, 8)))
+        self.manual_backward(self.loss(torch.ones(4, 8, device=self.device)))
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -182,4 +189,4 @@ def test_a_state_that_changes_the_precision_inside_of_a_training_step() -> None:
     again = falling()
     fit(Loads, again)
     assert again.precision == "32-true"
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)

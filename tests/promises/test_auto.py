@@ -19,7 +19,7 @@ from lightning_amp.casting import Choice, _cpu_speed
 PICKED = {"bf16-fast": "bf16", "bf16-slow": "fp32", "fp16-native": "bf16", "none": "fp32"}
 OnMachine = Callable[[str], None]
 
-pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but")
+pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore:You defined a `validation_step` but")]
 
 
 class Seen(Toy):

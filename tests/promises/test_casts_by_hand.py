@@ -76,7 +76,7 @@ CASTS: dict[str, tuple[Features, Features]] = {
     "to": (lambda m, x: m.body(x.to(BF16)), lambda m, x: m.body(x)),
     "dtype of a weight": (lambda m, x: m.body(x.to(m.body[0].weight.dtype)), lambda m, x: m.body(x)),
     "functional": (lambda m, x: nn.functional.linear(x.half(), m.matrix), lambda m, x: x @ m.matrix.T),
-    "plain tensor": (lambda m, x: x.half() @ m.plain[0], lambda m, x: x @ m.plain[0]),
+    "plain tensor": (lambda m, x: x.half() @ m.plain[0].to(x.device), lambda m, x: x @ m.plain[0].to(x.device)),
     "embedding": (
         lambda m, x: m.table((x > 0).long()[:, 0]) * x.half(),
         lambda m, x: m.table((x > 0).long()[:, 0]) * x,

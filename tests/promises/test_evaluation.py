@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import FEATURES, Toy, attributes, batches, fit, quiet_trainer
+from support import DEVICE, FEATURES, Toy, attributes, batches, fit, quiet_trainer
 from support.promises import Plugins, promise
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
@@ -48,7 +48,7 @@ class Outputs(Toy):
 
     def at_the_end(self, name: str) -> None:
         features = self.features["train" if name == "train" else "evaluate"]
-        self.seen[name] = self.head(torch.cat(features)), torch.is_autocast_enabled("cpu")
+        self.seen[name] = self.head(torch.cat(features)), torch.is_autocast_enabled(DEVICE)
         features.clear()
 
     def on_train_epoch_end(self) -> None:
@@ -137,7 +137,7 @@ def test_each_training_epoch_ends_in_the_context_of_its_steps() -> None:
         def on_train_epoch_end(self) -> None:
             self.r2.reset()
             self.r2.update(torch.arange(99.0, 103.0), torch.arange(100.0, 104.0).bfloat16())
-            self.seen.append((torch.is_autocast_enabled("cpu"), float(self.r2.compute())))
+            self.seen.append((torch.is_autocast_enabled(DEVICE), float(self.r2.compute())))
 
     assert fit(Ends, AmpPrecision("bf16"), max_epochs=3).lightning_module.seen == [(True, pytest.approx(0.2))] * 3
 
@@ -195,7 +195,7 @@ def test_nothing_stays_after_an_exception(run: str) -> None:
         getattr(trainer, run)(module, batches(2), **({"val_dataloaders": batches(2)} if run == "fit" else {}))
     assert attributes(module) == found
     assert vars(module.mse)["update"] is update
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import FEATURES, Toy, assert_same, attributes, batches, fit, quiet_trainer, weights
+from support import DEVICE, FEATURES, Toy, assert_same, attributes, batches, fit, quiet_trainer, weights
 from support.averages import EMAWeightAveraging
 from support.promises import DIFFERS, Plugins, promise
 from torch import Tensor, nn
@@ -119,7 +119,7 @@ def test_bce_in_fp32_is_not_reported() -> None:
 class Evaluated(Toy):
     def evaluate(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.log("loss", self.loss(batch))
-        self.enabled = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        self.enabled = torch.is_autocast_enabled(DEVICE), torch.get_autocast_dtype(DEVICE)
         return self.net(batch)
 
     validation_step = test_step = evaluate
@@ -128,7 +128,7 @@ class Evaluated(Toy):
         return self.net(batch)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.trained = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        self.trained = torch.is_autocast_enabled(DEVICE), torch.get_autocast_dtype(DEVICE)
         return self.loss(batch)
 
 

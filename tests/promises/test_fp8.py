@@ -75,7 +75,7 @@ def test_validation_in_the_middle_of_a_fit_is_that_of_bf16() -> None:
         def on_validation_batch_end(
             self, trainer: L.Trainer, module: Any, outputs: Any, batch: Tensor, *_: Any
         ) -> None:
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            with torch.autocast(batch.device.type, torch.bfloat16, cache_enabled=False):
                 plain = nn.Sequential(*module.net)
                 for layer in plain:
                     batch = type(layer).forward(layer, batch)

@@ -15,7 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import FEATURES, Poison, Toy, WithoutAutocast, assert_same, fit, weights
+from support import DEVICE, FEATURES, Poison, Toy, WithoutAutocast, assert_same, fit, weights
 from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, plain_adamw, plain_sgd, promise
 from torch import Tensor, nn
 
@@ -376,7 +376,7 @@ class Modes(Toy):
         self.modes: dict[str, bool] = {}
 
     def note(self, name: str) -> None:
-        self.modes[name] = torch.is_autocast_enabled("cpu")
+        self.modes[name] = torch.is_autocast_enabled(DEVICE)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.note("forward")

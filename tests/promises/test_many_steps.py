@@ -64,10 +64,11 @@ def test_the_scale_falls_for_the_steps_that_follow() -> None:
     assert_same(ours, fit(lambda: ManySteps(5, [0, 1, 7], leave_out=True), None, batches(4)))
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("theirs", [False, True])
 def test_a_scale_that_is_too_large_costs_a_few_steps_and_not_the_run(theirs: bool) -> None:
     """From the default scale; targets in the hundreds makes gradients that overflow fp16 at first."""
-    scaler = torch.amp.GradScaler("cpu") if theirs else None
+    scaler = torch.amp.GradScaler(DEVICE) if theirs else None
     plugin = AmpPrecision("fp16", scaler=scaler)
     fit(lambda: ManySteps(80, size=300.0), plugin, batches(2))
     assert 3 < plugin.num_skipped < 20

@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from support import (
+    DEVICE,
     FEATURES,
     Poison,
     Toy,
@@ -316,7 +317,7 @@ class Odd(Toy):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-@pytest.mark.parametrize("kind", ["complex", "sparse", "float64"])
+@pytest.mark.parametrize("kind", ["complex", pytest.param("sparse", marks=pytest.mark.needs("sparse")), "float64"])
 @promise(14, stock="ComplexFloat|never", raises=(RuntimeError, NotImplementedError))
 def test_odd_parameters(plugins: Plugins, kind: str) -> None:
     if not plugins.ours and kind != "complex":
@@ -337,7 +338,7 @@ class OneNumberForAll(Toy):
     def on_after_backward(self) -> None:
         value = torch.nan if self.trainer.fit_loop.batch_idx == self.bad else 0.5
         for parameter in self.parameters():
-            parameter.grad = torch.full((1,), value).expand_as(parameter)
+            parameter.grad = torch.full((1,), value, device=parameter.device).expand_as(parameter)
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -453,7 +454,7 @@ def test_the_gradients_of_all_uses_are_summed_in_fp32(plugins: Plugins) -> None:
     """Lightning 2.6 casts the weight for each use; its next release adds up in half precision what the uses send."""
     L.seed_everything(0, verbose=False)
     module, data = ManyUses(), batches(1)
-    reference = module.gradient_with_a_cast_per_use(next(iter(data)))
+    reference = module.to(DEVICE).gradient_with_a_cast_per_use(next(iter(data)).to(DEVICE))
     fit(lambda: module, plugins.bf16(), data)
     torch.testing.assert_close(module.gradient, reference, rtol=0, atol=1e-3 * float(reference.abs().max()))
 
@@ -469,7 +470,7 @@ class Island(nn.Module):
         self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES))
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             return torch.tanh(x.float() @ self.weight)
 
 

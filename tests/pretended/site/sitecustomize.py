@@ -32,5 +32,9 @@ class _WithTorch(importlib.abc.MetaPathFinder):
         return spec
 
 
+if os.environ.get("COVERAGE_PROCESS_START"):  # lines.py looks at what runs
+    import coverage
+
+    coverage.process_startup()
 if os.environ.get("LIGHTNING_AMP_PRETEND"):
     sys.meta_path.insert(0, _WithTorch())

@@ -66,16 +66,26 @@ def test_in_the_middle_of_a_batch_it_only_falls(scaler: str) -> None:
     assert moved(attempt(0, bad_loss=True), scaler=scaler, by=lower_scale) == 1024.0
 
 
-def test_somebody_elses_scaler_is_asked_only_where_nobody_waits() -> None:
-    assert moved(attempt(0, overflow=True), by=lower_scale) == 512.0
-    assert moved(attempt(0, overflow=True), scaler="torch's", by=lower_scale) == 512.0
+class OwnUpdate(torch.amp.GradScaler):
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        super().update(new_scale)
+
+
+def test_an_update_of_ones_own_is_called_only_where_nobody_waits() -> None:
+    def own() -> OwnUpdate:
+        return OwnUpdate("cpu", init_scale=1024.0)
+
+    for make in (SCALERS["ours"], SCALERS["torch's"], own):
+        scaler = make()
+        assert lower_scale(scaler, [attempt(0, overflow=True)])
+        assert scaler.get_scale() == 512.0
     with flags_on_a_device():
-        theirs, ours = SCALERS["torch's"](), SCALERS["ours"]()
+        scalers = [SCALERS["ours"](), SCALERS["torch's"](), own()]
         with CountReads() as reads:
-            assert lower_scale(ours, [attempt(0, overflow=True)])
-            assert not lower_scale(theirs, [attempt(0, overflow=True)])
+            lowered = [lower_scale(scaler, [attempt(0, overflow=True)]) for scaler in scalers]
         assert reads.count == 0
-    assert (ours.get_scale(), theirs.get_scale()) == (512.0, 1024.0)
+    assert lowered == [True, True, False]
+    assert [scaler.get_scale() for scaler in scalers] == [512.0, 512.0, 1024.0]
 
 
 def test_a_round_is_over_when_all_have_stepped() -> None:

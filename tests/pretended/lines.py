@@ -1,0 +1,94 @@
+"""Which lines of the package name a device type, and which of them ran on the pretended devices.
+
+`make test-device` calls it twice: `lines.py start FOLDER` writes the settings that let each process of the tests note
+what it runs; `lines.py report FOLDER` prints the lines that never ran, each with the reason of `REASONS`, and fails if
+one has no reason, or if the line of a reason ran or is gone.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "lightning_amp"
+TYPES = {"cpu", "cuda", "gpu", "mps", "xpu", "hpu", "npu", "xla", "tpu"}
+MODULES = {"cuda", "mps", "xpu", "accelerator"}
+
+REASONS: dict[str, str] = {}
+"""Of lines that do not run on a pretended device: the line, as it stands there, and why."""
+
+
+def device_lines(source: str) -> Iterator[int]:
+    """Yield the numbers of the lines in which a statement begins that names a device type."""
+    tree = ast.parse(source)
+    for statement in (node for node in ast.walk(tree) if isinstance(node, ast.stmt)):
+        if any(_names_a_device(node) for node in _own_nodes(statement)):
+            yield statement.lineno
+
+
+def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the expressions of a statement; not those of statements inside of it, and no docstring or annotation."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return
+    stack: list[ast.AST] = [
+        node
+        for name, value in ast.iter_fields(statement)
+        if name != "annotation"
+        for node in (value if isinstance(value, list) else [value])
+        if isinstance(node, ast.AST) and not isinstance(node, (ast.stmt, ast.excepthandler, ast.match_case))
+    ]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt))
+
+
+def _names_a_device(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and node.value.partition(":")[0] in TYPES
+    if isinstance(node, ast.Attribute):
+        is_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+        return node.attr in {"get_device_module", "is_cuda"} or (is_torch and node.attr in MODULES)
+    return False
+
+
+def start(folder: Path) -> None:
+    """Write the settings of coverage: only files that name a device are looked at, which costs little."""
+    named = [path for path in PACKAGE.rglob("*.py") if any(device_lines(path.read_text(encoding="utf-8")))]
+    settings = ["[run]", "parallel = true", f"data_file = {folder / 'ran'}", "include =", *(f"    {p}" for p in named)]
+    (folder / "settings").write_text("\n".join(settings) + "\n", encoding="utf-8")
+
+
+def report(folder: Path) -> int:
+    """Print what never ran; returns how many lines have no reason, or a reason that is not true."""
+    import coverage
+
+    measured = coverage.Coverage(config_file=str(folder / "settings"))
+    measured.combine([str(folder)], keep=True)
+    data = measured.get_data()
+    reasons, ran, wrong = dict(REASONS), 0, 0
+    for path in sorted(PACKAGE.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        text = source.splitlines()
+        executed = set(data.lines(str(path)) or ())
+        for number in sorted(set(device_lines(source))):
+            if number in executed:
+                ran += 1
+                continue
+            line = text[number - 1].strip()
+            reason = reasons.pop(line, "")
+            wrong += not reason
+            where = f"{path.relative_to(PACKAGE.parent)}:{number}"
+            print(f"{'left out' if reason else 'NEVER RAN'}: {where}: {line}" + (f"  ({reason})" if reason else ""))
+    for line in reasons:
+        print(f"STALE REASON, it ran or is gone: {line}")
+    print(f"{ran} lines of the package that name a device type ran on the pretended devices.")
+    return wrong + len(reasons)
+
+
+if __name__ == "__main__":
+    {"start": start, "report": lambda folder: sys.exit(bool(report(folder)))}[sys.argv[1]](Path(sys.argv[2]).resolve())
