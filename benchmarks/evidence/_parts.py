@@ -70,7 +70,7 @@ def parts(device_type: str, *, tiny: bool) -> list[Part]:
         *_tests(tiny),
         Part(
             "waits per step",
-            ("-m", "tests.benchmarks.waits", *(["SGD"] if tiny else [])),
+            ("-m", "tests.benchmarks.waits", *(["NAdam"] if tiny else [])),
             20.0 if tiny else 240.0,
             results=(0, 1),
             missing="" if _exists("tests.benchmarks.waits") else "this checkout has no `tests.benchmarks.waits`",

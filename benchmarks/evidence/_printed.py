@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from benchmarks._machine import ROOT
 from lightning_amp._text import counted
 
-_MOST_LINES = 300
+_MOST_LINES = 1000
 _LAST_LINES = 15
 
 
