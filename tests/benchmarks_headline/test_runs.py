@@ -105,6 +105,14 @@ def test_a_run_is_measured(toy: Any, arm: str) -> None:
     json.dumps(outcome.as_dict(), allow_nan=False)
 
 
+@pytest.mark.parametrize("arm", ["tf32", "lightning_fp16", "fp16"])
+def test_on_a_gpu_memory_is_the_allocators_and_waits_are_counted(toy: Any, device: torch.device, arm: str) -> None:
+    on_cuda = device.type == "cuda"
+    outcome = measure(toy()(arm), "cuda" if on_cuda else "cpu", tiny=True)
+    assert (outcome.status, outcome.memory_of) == ("measured", "device" if on_cuda else "tensors")
+    assert outcome.waits == (0 if on_cuda else None)  # fused optimizers never wait
+
+
 @pytest.mark.filterwarnings("ignore:lightning_amp. fp8 is emulated")
 def test_fp8_is_emulated_on_the_cpu(toy: Any) -> None:
     pytest.importorskip("torchao")
