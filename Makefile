@@ -1,4 +1,4 @@
-# make demo, make compare, make test, make test-all, make test-device, make test-versions, make lint, make docs, make build, make bench, make faults, make projects, make clean.
+# make demo, make compare, make test, make test-all, make test-device, make test-versions, make lint, make docs, make build, make bench, make gpu-evidence, make faults, make projects, make clean.
 # Everything lives in .venv; nothing is installed twice.
 
 PYTHON ?= python3
@@ -8,6 +8,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 WORKERS ?= 2
 FAULTS_ARGS ?=
+GPU_ARGS ?=
 VERSIONS ?=
 VERSIONS_ARGS ?=
 PROJECTS_ARGS ?= --out docs/results/projects.md
@@ -23,7 +24,7 @@ export OMP_WAIT_POLICY ?= passive
 # Who is told not to keep what is compiled compiles the tests anew in each worker, and the package in each process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo compare test test-all test-device test-versions lint docs linkcheck build bench faults projects clean
+.PHONY: demo compare test test-all test-device test-versions lint docs linkcheck build bench gpu-evidence faults projects clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -80,6 +81,10 @@ bench: $(VENV)/.test
 	if [ -z "$$files" ]; then echo "There are no benchmarks yet (tests/benchmarks is empty)."; fi; \
 	for file in $$files; do $(BIN)/python -m $$(echo "$${file%.py}" | tr / .); done
 
+# On a machine with a GPU, with the Python that is there: nothing is installed. GPU_ARGS=--tiny rehearses it on any machine.
+gpu-evidence:
+	@$(PYTHON) -m benchmarks.evidence $(GPU_ARGS)
+
 faults: $(VENV)/.test
 	@PYTHONPATH=tests $(BIN)/python tests/faults/kill.py $(FAULTS_ARGS)
 
@@ -87,7 +92,7 @@ projects: $(VENV)/.projects
 	@PYTHONPATH=tests $(BIN)/python -m projects $(PROJECTS_ARGS)
 
 clean:
-	rm -rf $(VENV) .versions demo_results comparison_results headline_tiny docs/_build build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf $(VENV) .versions demo_results comparison_results headline_tiny evidence_tiny docs/_build build dist .pytest_cache .ruff_cache .hypothesis lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

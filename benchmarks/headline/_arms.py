@@ -27,8 +27,8 @@ class Arm(NamedTuple):
     format: str
     stock: str = ""
 
-    def trainer_kwargs(self, device_type: str) -> dict[str, Any]:
-        """Return what makes a Trainer train so; on a CPU, fp8 is emulated."""
+    def trainer_kwargs(self, device_type: str, *, tiny: bool) -> dict[str, Any]:
+        """Return what makes a Trainer train so; at toy sizes fp8 is emulated."""
         if self.name in ("fp32", "tf32"):
             return {"precision": "32-true"}
         if self.name == "lightning_fp16" and device_type == "cpu":  # there `precision="16-mixed"` becomes bf16
@@ -37,7 +37,7 @@ class Arm(NamedTuple):
             return {"precision": {"bf16": "bf16-mixed", "fp16": "16-mixed"}[self.format]}
         from lightning_amp import AmpPrecision
 
-        if self.name == "fp8" and device_type == "cpu":
+        if self.name == "fp8" and tiny:
             from torchao.float8 import Float8LinearConfig
 
             recipe = replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=True)

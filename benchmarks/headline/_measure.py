@@ -62,7 +62,8 @@ class Measure(L.Callback):
         memory: Bytes by part, and the peak; the peak is missing where it could not be measured.
         memory_of: `"device"` or `"tensors"`: what the peak counts.
         waits: How often the host waited per step; `None` where that is not known.
-        num_skipped: Timed and watched steps that were skipped.
+        num_timed: Timed steps; the first of them begins the clock, so that `step_s` has one less.
+        num_skipped: Of these, how many were skipped.
         loss: Of the last step.
 
     """
@@ -73,7 +74,6 @@ class Measure(L.Callback):
         self._stopwatch = Stopwatch(device)
         self._phase = "warm-up"
         self._count = self._quiet = 0
-        self._num_timed = 0
         self._began_s = 0.0
         self._seen = _Skips()
         self._warnings: warnings.catch_warnings[list[warnings.WarningMessage]] | None = None
@@ -84,6 +84,7 @@ class Measure(L.Callback):
         self.memory: dict[str, int] = {}
         self.memory_of = ""
         self.waits: float | None = None
+        self.num_timed = 0
         self.num_skipped = 0
         self.loss = math.nan
 
@@ -111,11 +112,10 @@ class Measure(L.Callback):
             self._warm_up(trainer, pl_module)
         elif self._phase == "timed":
             self._stopwatch.lap(self._batch_size)
-            if self._count == self._num_timed:
-                self._end_timing()
+            if self._count == self.num_timed:
+                self._end_timing(trainer)
         elif self._count == self._lengths.watched:
             self._end_watching()
-            self.num_skipped = self._seen.since(trainer)
             self.loss = float(outputs["loss"])
             trainer.should_stop = True
 
@@ -139,16 +139,18 @@ class Measure(L.Callback):
         else:
             self._peak_bytes = self._peak.close()  # it is measured by a profiler, which takes time
         steps = int(self._lengths.timed_s / max(took_s, 1e-6))
-        self._begin("timed", num_timed=max(self._lengths.least, min(self._lengths.timed, steps)))
+        self.num_timed = max(self._lengths.least, min(self._lengths.timed, steps))
+        self._begin("timed")
         self._stopwatch.resume()
 
-    def _begin(self, phase: str, num_timed: int = 0) -> None:
-        self._phase, self._count, self._num_timed = phase, 0, num_timed
+    def _begin(self, phase: str) -> None:
+        self._phase, self._count = phase, 0
 
-    def _end_timing(self) -> None:
+    def _end_timing(self, trainer: L.Trainer) -> None:
         assert self._peak is not None
         self._stopwatch.pause()
         self.step_s = self._stopwatch.step_s()
+        self.num_skipped = self._seen.since(trainer)
         if self._on_cuda:
             self._peak_bytes = self._peak.close()
         if self._peak_bytes is not None:

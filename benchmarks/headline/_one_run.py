@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import statistics
 import sys
@@ -60,10 +61,10 @@ class Trained(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-5, fused=True)
 
 
-def measure(run: Run, *, tiny: bool) -> Outcome:
+def measure(run: Run, device_type: str, *, tiny: bool) -> Outcome:
     """Train, and return what was measured; not enough memory, or what torch cannot do, is a result."""
     try:
-        return _measured(run, tiny)
+        return _measured(run, device_type, tiny)
     except Exception as error:
         if is_out_of_memory(error):
             return Outcome("does not fit", in_one_line(error))
@@ -72,9 +73,9 @@ def measure(run: Run, *, tiny: bool) -> Outcome:
         raise
 
 
-def _measured(run: Run, tiny: bool) -> Outcome:
+def _measured(run: Run, device_type: str, tiny: bool) -> Outcome:
     arm, model = ARMS[run.arm], MODELS[run.model]
-    device = torch.device("cpu") if tiny else torch.device("cuda", 0)
+    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", 0)
     arm.set_fp32()
     torch.manual_seed(0)
     with device:
@@ -94,7 +95,7 @@ def _measured(run: Run, tiny: bool) -> Outcome:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[watch],
-        **arm.trainer_kwargs(device.type),
+        **arm.trainer_kwargs(device.type, tiny=tiny),
     )
     loader: Any = DataLoader([workload.batch] * _MOST_STEPS, batch_size=None)  # type: ignore[arg-type]
     trainer.fit(Trained(workload, model.optimizer), loader)
@@ -102,6 +103,10 @@ def _measured(run: Run, tiny: bool) -> Outcome:
 
 
 def _outcome(run: Run, watch: Measure, workload: Workload, flops: int, peak: float | None) -> Outcome:
+    if watch.num_skipped:
+        return Outcome("not measured", f"{watch.num_skipped} of {watch.num_timed} timed steps were skipped")
+    if not math.isfinite(watch.loss):
+        return Outcome("not measured", "the loss is not finite")
     speeds = sorted(run.batch / seconds for seconds in watch.step_s)
     quarter = len(speeds) // 4
     median = statistics.median(speeds)
@@ -114,8 +119,7 @@ def _outcome(run: Run, watch: Measure, workload: Workload, flops: int, peak: flo
         flops=flops,
         mfu=None if peak is None else flops * median / run.batch / peak,
         waits=watch.waits,
-        num_skipped=watch.num_skipped,
-        loss=watch.loss if abs(watch.loss) < float("inf") else None,
+        loss=watch.loss,
         num_parameters=sum(parameter.numel() for parameter in workload.net.parameters()),
         source=f"{workload.source}, torchao {version('torchao')}" if run.arm == "fp8" else workload.source,
     )
@@ -136,13 +140,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run")
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(arguments)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    outcome = measure(Run(**json.loads(args.run)), tiny=args.tiny)
+    outcome = measure(Run(**json.loads(args.run)), args.device, tiny=args.tiny)
     args.out.write_text(json.dumps(outcome.as_dict()), encoding="utf-8")
 
 

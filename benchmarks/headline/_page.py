@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from benchmarks._machine import Machine
 from benchmarks.headline import _words
 from benchmarks.headline._arms import ARMS
 from benchmarks.headline._plan import Run, plan
-from benchmarks.headline._records import Machine, Outcome, Record
+from benchmarks.headline._records import Outcome, Record
 from benchmarks.headline.models import MODELS, Model
 from lightning_amp._text import rounded
 
@@ -142,7 +143,7 @@ def _cells(run: Run, outcomes: _Outcomes) -> list[str]:
     outcome = outcomes.get(run)
     title = ARMS[run.arm].title
     if outcome is None or outcome.samples_per_s is None:
-        return [title, NOT_YET if outcome is None else outcome.status, *["-"] * 8]
+        return [title, NOT_YET if outcome is None else _status(outcome), *["-"] * 8]
     median, low, high = outcome.samples_per_s
     ratios = [ratio(run, baseline, outcomes) if baseline else "" for baseline in ("fp32", "tf32", ARMS[run.arm].stock)]
     parts = [outcome.memory.get(part) for part in ("weights", "gradients", "states")]
@@ -158,16 +159,18 @@ def _cells(run: Run, outcomes: _Outcomes) -> list[str]:
     ]
 
 
+def _status(outcome: Outcome) -> str:
+    """Say what came of a run that was not measured, with the reason if that is a matter of training."""
+    return f"{outcome.status}: {outcome.reason}" if outcome.status == "not measured" else outcome.status
+
+
 def _note(outcome: Outcome | None) -> str:
     """Say why something was not measured, or what was odd in a run that was."""
-    if outcome is None:
+    if outcome is None or outcome.status == "not measured":
         return ""
     if outcome.samples_per_s is None:
         return f"{outcome.status}: {_escaped(outcome.reason)}" if outcome.reason else ""
-    odd = [f"{outcome.num_skipped} of the timed steps were skipped"] if outcome.num_skipped else []
-    odd += ["the loss is not finite"] if outcome.loss is None else []
-    odd += [f"the medians are over {outcome.num_steps} steps only"] if outcome.num_steps < 10 else []
-    return ", ".join(odd)
+    return f"the medians are over {outcome.num_steps} steps only" if outcome.num_steps < 10 else ""
 
 
 def ratio(run: Run, baseline: str, outcomes: _Outcomes) -> str:

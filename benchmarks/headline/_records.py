@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from typing_extensions import final
 
+from benchmarks._machine import Machine
+from benchmarks._records import read_lines, write_lines
 from benchmarks.headline._plan import Run
-from lightning_amp._files import write_atomically
 
-STATUSES = ("measured", "does not fit", "cannot", "took too long", "failed")
+STATUSES = ("measured", "not measured", "does not fit", "cannot", "took too long", "failed")
 FINAL = ("measured", "does not fit", "cannot")
 """What a second try would not change."""
 
@@ -23,7 +24,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         status: One of :data:`STATUSES`.
-        reason: Why it was not measured.
+        reason: Why it was not measured. A run with skipped steps, or with a loss that is not finite, is "not measured":
+            its time is not that of training.
         samples_per_s: The median over the timed steps, and their middle half, from and to.
         num_steps: That were timed.
         memory: Bytes: `weights`, `gradients`, `states` and `peak`.
@@ -31,8 +33,7 @@ class Outcome(NamedTuple):
         flops: Of the products of a step.
         mfu: The share of the device's best FLOPs that is used; `None` where that is not known.
         waits: How often the host waited for the device, per step; `None` where that is not known.
-        num_skipped: Timed steps that were skipped.
-        loss: Of the last step; `None` if it is not finite.
+        loss: Of the last step.
         num_parameters: Of the model.
         source: The library that has the model.
         wall_s: Seconds of the process.
@@ -48,7 +49,6 @@ class Outcome(NamedTuple):
     flops: int = 0
     mfu: float | None = None
     waits: float | None = None
-    num_skipped: int = 0
     loss: float | None = None
     num_parameters: int = 0
     source: str = ""
@@ -80,22 +80,6 @@ class Outcome(NamedTuple):
         if fields.get("samples_per_s") is not None:
             fields["samples_per_s"] = tuple(fields["samples_per_s"])
         return cls(**fields)
-
-
-@final
-class Machine(NamedTuple):
-    """Where and with what records were made; those of different ones are never compared.
-
-    Attributes:
-        device: What a person calls it.
-        versions: Of what matters, as `torch 2.11.0`.
-        tiny: Whether it is `--tiny`, whose figures mean nothing.
-
-    """
-
-    device: str
-    versions: tuple[str, ...]
-    tiny: bool = False
 
 
 @final
@@ -144,35 +128,13 @@ class Record(NamedTuple):
 
 
 def read(path: Path) -> list[Record]:
-    """Return the records of a file, none if there is no file; a last line that is torn is left out.
-
-    Raises:
-        ValueError: If another line is no record: names the line.
-
-    """
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    numbered = [(number, line.strip().rstrip(",")) for number, line in enumerate(lines, 1)]
-    numbered = [(number, line) for number, line in numbered if line not in ("", "[", "]")]
-    records: list[Record] = []
-    for number, line in numbered:
-        try:
-            records.append(Record.from_line(line))
-        except ValueError as error:
-            if number == numbered[-1][0] and not lines[-1].startswith("]"):
-                break
-            raise ValueError(
-                f"Line {number} of {path} must be a record of the headline benchmark, got {line[:80]!r} ({error})."
-                " Remove the line; its run is then done again."
-            ) from error
-    return records
+    """Return the records of a file; see :func:`read_lines`."""
+    return read_lines(path, Record.from_line)
 
 
 def write(path: Path, records: Sequence[Record]) -> None:
     """Write a file of records, in one move."""
-    text = "[\n" + ",\n".join(record.as_line() for record in records) + "\n]\n"
-    write_atomically(path, lambda file: file.write(text))
+    write_lines(path, [record.as_line() for record in records])
 
 
 def append(path: Path, record: Record) -> None:

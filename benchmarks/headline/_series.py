@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
-import os
-import platform
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from typing_extensions import final
 
-import lightning_amp
+from benchmarks._machine import Machine, installed
+from benchmarks._processes import Deadline
 from benchmarks.headline._arms import ARMS
 from benchmarks.headline._plan import Run
-from benchmarks.headline._records import FINAL, Machine, Outcome, Record, append, read
+from benchmarks.headline._records import FINAL, Outcome, Record, append, read
 from benchmarks.headline.models import MODELS
 from lightning_amp._text import counted
-from lightning_amp.profiling._machine import device_name, support_of
-
-ROOT = Path(__file__).parents[2]
-_TOLERANCE_S = 30.0
-"""How far beyond the limit of the whole series a run that has begun may go."""
+from lightning_amp.profiling._machine import support_of
 
 
 @final
@@ -38,15 +28,16 @@ class Series:
 
     Args:
         machine: What the records say of where they were made.
+        device_type: `"cuda"` or `"cpu"`.
         out: The file of records.
         run_limit_s: Seconds after which a run is ended, and counts as one that took too long.
         limit_s: Seconds for all of them.
 
     """
 
-    def __init__(self, machine: Machine, out: Path, *, run_limit_s: float, limit_s: float) -> None:
-        self._machine, self._out = machine, out.resolve()
-        self._run_limit_s, self._end_s = run_limit_s, time.monotonic() + limit_s
+    def __init__(self, machine: Machine, device_type: str, out: Path, *, run_limit_s: float, limit_s: float) -> None:
+        self._machine, self._device_type, self._out = machine, device_type, out.resolve()
+        self._run_limit_s, self._deadline = run_limit_s, Deadline(limit_s)
 
     def go(self, runs: Sequence[Run], *, retry: bool = False) -> None:
         """Do them in their order, and say so.
@@ -64,7 +55,7 @@ class Series:
                 continue
             outcome = self._known(run)
             if outcome is None:
-                if time.monotonic() + self._estimated_s(run) > self._end_s:
+                if not self._deadline.allows(self._estimated_s(run)):
                     left = counted(len(waiting) - number, "run")
                     print(f"Time is up, with {left} left. The same command goes on.", flush=True)
                     return
@@ -105,48 +96,16 @@ class Series:
 
     def _run(self, run: Run) -> Outcome | None:
         """Return what came of a process; `None` if the time of the series was up before that of the run."""
-        left_s = self._end_s + _TOLERANCE_S - time.monotonic()
-        limit_s = min(self._run_limit_s, left_s)
-        began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            result, printed = Path(folder, "outcome.json"), Path(folder, "printed.txt")
+            result = Path(folder, "outcome.json")
             command = [sys.executable, "-m", "benchmarks.headline._one_run", json.dumps(run._asdict())]
-            command += ["--out", str(result), *(["--tiny"] if self._machine.tiny else [])]
-            with printed.open("wb") as file:
-                status = _wait(command, file.fileno(), limit_s)
-            if status is None:
-                limit = f"it was ended after {limit_s:.0f} s"
-                return Outcome("took too long", limit, wall_s=limit_s) if limit_s == self._run_limit_s else None
-            wall_s = round(time.monotonic() - began, 1)
-            if status == 0:
-                return Outcome.from_dict(json.loads(result.read_text(encoding="utf-8")))._replace(wall_s=wall_s)
-            return Outcome("failed", _reason(status, printed), wall_s=wall_s)
-
-
-def _wait(command: Sequence[str], output: int, limit_s: float) -> int | None:
-    """Run a command; `None` if it had to be ended. It has a session of its own, since torch's compiler has children."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _reason(status: int, printed: Path) -> str:
-    if status < 0:
-        return f"its process was killed by signal {-status}"
-    lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f"its process ended with status {status}: {last[:300]}"
+            command += ["--out", str(result), "--device", self._device_type]
+            ended = self._deadline.run(command + ["--tiny"] * self._machine.tiny, Path(folder), self._run_limit_s)
+            if ended is None:
+                return None
+            if ended.status == 0:
+                return Outcome.from_dict(json.loads(result.read_text(encoding="utf-8")))._replace(wall_s=ended.wall_s)
+            return Outcome("took too long" if ended.status is None else "failed", ended.reason, wall_s=ended.wall_s)
 
 
 def _said(outcome: Outcome) -> str:
@@ -158,20 +117,4 @@ def _said(outcome: Outcome) -> str:
 
 def has_torchao() -> bool:
     """Return whether fp8 has what it needs."""
-    return bool(_installed("torchao"))
-
-
-def machine_here(device: torch.device, *, tiny: bool) -> Machine:
-    """Return what records of this machine say of it: its device, and the versions that a speed depends on."""
-    versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
-    versions += [
-        f"{name} {found}" for name in ("lightning", "transformers", "torchvision") if (found := _installed(name))
-    ]
-    return Machine(device_name(device), (*versions, f"lightning_amp {lightning_amp.__version__}"), tiny)
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
+    return bool(installed("torchao"))

@@ -16,8 +16,8 @@ The first table of a device compares the usual batch of each model, eager; the t
 """
 
 TINY = """\
-**No figure of this section means anything.** It was made by `--tiny`: toy models on a CPU, a few steps each. It shows
-that the benchmark runs, and nothing else."""
+**A rehearsal: no figure of this section means anything.** It was made by `--tiny`: toy models, a few steps each. It
+shows that the benchmark runs, and nothing else."""
 
 WHY = """\
 ## Why what is measured should differ from the claims
@@ -41,7 +41,8 @@ HOW = """\
 ## How it is measured
 
 - Each run has a process of its own: some steps of warm-up, until the loss scale has settled, then about 30 timed
-  steps, or as many as take 5 s. The speed is the median over these steps, with the middle half behind it. A ratio
+  steps, or as many as take 5 s. A run of which a timed step was skipped, or whose last loss is not finite, has no
+  figures. The speed is the median over these steps, with the middle half behind it. A ratio
   compares one process of each arm, run one after the other, so it has no interval: two processes of the same arm can
   differ by some percent, and by more on a busy machine. `compare_precisions` with several seeds gives the interval.
 - "Strict fp32" is `torch.set_float32_matmul_precision("highest")` and `torch.backends.cudnn.allow_tf32 = False`. All

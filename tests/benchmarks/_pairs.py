@@ -7,7 +7,6 @@ block of steps there. What is reported is the ratio pair by pair.
 from __future__ import annotations
 
 import logging
-import platform
 import statistics
 import sys
 import threading
@@ -18,6 +17,8 @@ from typing import Any
 
 import lightning as L
 import torch
+
+from lightning_amp.profiling._machine import device_name
 
 
 class Turns(L.Callback):
@@ -116,10 +117,10 @@ def time_pairs(
     for i in range(pairs + 2):
         for side, function in ((0, a), (1, b)) if i % 2 else ((1, b), (0, a)):
             before()
-            started = time.perf_counter()
+            started = now()
             function()
             if i >= 2:
-                times[side].append(time.perf_counter() - started)
+                times[side].append(now() - started)
     return times
 
 
@@ -136,19 +137,13 @@ def report(name: str, ours: list[float], theirs: list[float], target: str = "") 
     return median
 
 
-def start(title: str) -> None:
-    """Say what machine this is, and keep Lightning quiet."""
+def start(title: str, device: torch.device | None = None) -> None:
+    """Say what machine this is, by default the CPU, and keep Lightning quiet."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    model = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as file:
-            model = next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     print(
-        f"\n{title}\n{model}, {torch.get_num_threads()} threads, Python {sys.version.split()[0]}, torch"
+        f"\n{title}\n{device_name(device or torch.device('cpu'))}, Python {sys.version.split()[0]}, torch"
         f" {torch.__version__}, lightning {L.__version__}; times are per step, x is how many times as fast, with the"
         " middle half of the pairs",
         flush=True,

@@ -2,18 +2,20 @@
 
 Blocks as Llama 3 8B has them (without rotary embeddings, which are no matrix product), between an embedding and a small
 head. For each recipe: bf16 and fp8 interleaved in one process; then, from the same weights and tokens, peak memory and
-the error of the gradient. `--tiny` runs all of it on a CPU, emulated, and proves only that the script works.
+the error of the gradient. `--tiny` runs all of it emulated, on a CPU or on `--device cuda`, and proves only that the
+script works.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.metadata
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -39,13 +41,14 @@ class Sizes(NamedTuple):
     sequence: int = 4096
     accelerator: str = "cuda"
     backend: str = "inductor"
+    emulated: bool = False
 
     @property
     def tokens(self) -> int:
         return self.batch * self.sequence
 
 
-TINY = Sizes(64, 128, 4, 2, 2, 64, 2, 32, "cpu", "aot_eager")
+TINY = Sizes(64, 128, 4, 2, 2, 64, 2, 32, "cpu", "aot_eager", True)
 
 
 class Block(nn.Module):
@@ -122,7 +125,7 @@ def plugin(recipe: str, sizes: Sizes) -> AmpPrecision:
     """`recipe` may also be "bf16" or "fp32"."""
     if recipe not in RECIPES:
         return AmpPrecision(recipe)
-    if sizes.accelerator == "cuda":
+    if not sizes.emulated:
         return AmpPrecision("fp8", fp8_recipe=recipe)
     from torchao.float8 import Float8LinearConfig
 
@@ -130,7 +133,8 @@ def plugin(recipe: str, sizes: Sizes) -> AmpPrecision:
 
 
 def clean() -> None:
-    torch.compiler.reset()
+    with contextlib.suppress(ImportError):  # its last act is to reset CUDA graphs, which not every torch was built with
+        torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -186,12 +190,12 @@ def compare(recipe: str, sizes: Sizes, **kwargs: int) -> tuple[list[float], list
 
 def describe(sizes: Sizes) -> None:
     versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("torchao", "lightning"))
-    if sizes.accelerator == "cuda":
+    if not sizes.emulated:
         device = torch.cuda.get_device_properties(0)
         what = f"{device.name} (sm_{device.major}{device.minor}, {device.total_memory / 2**30:.0f} GiB), CUDA"
         what += f" {torch.version.cuda}, {versions}"
     else:
-        what = f"no GPU: fp8 is emulated and the sizes are tiny, so no figure below means anything; {versions}"
+        what = f"fp8 is emulated and the sizes are tiny, so no figure below means anything; {versions}"
     print(
         f"{what}\n{sizes.blocks} blocks, dim {sizes.dim}, ffn {sizes.ffn}, {sizes.heads} heads ({sizes.kv_heads} for"
         f" keys and values), {sizes.batch} x {sizes.sequence} tokens, AdamW (fused), backend {sizes.backend!r}\n"
@@ -210,10 +214,10 @@ def row(name: str, times: list[float], ratios: list[float], sizes: Sizes, errors
     return f"| {' | '.join(cells)} |"
 
 
-def measure(sizes: Sizes, **kwargs: int) -> None:
+def measure(sizes: Sizes, recipes: Sequence[str], **kwargs: int) -> None:
     times: dict[str, list[float]] = {"bf16": []}
     ratios: dict[str, list[float]] = {"bf16": [1.0]}
-    for recipe in RECIPES:
+    for recipe in recipes:
         times[recipe], theirs = compare(recipe, sizes, **kwargs)
         times["bf16"] += theirs
         ratios[recipe] = [bf16 / fp8 for bf16, fp8 in zip(theirs, times[recipe], strict=True)]
@@ -238,7 +242,9 @@ def measure(sizes: Sizes, **kwargs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="on a CPU, emulated: does it run?")
+    parser.add_argument("--tiny", action="store_true", help="emulated: does it run?")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of `--tiny`; else it is cuda")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--blocks", type=int, default=Sizes().blocks)
     parser.add_argument("--batch", type=int, default=Sizes().batch)
     args = parser.parse_args()
@@ -250,12 +256,11 @@ def main() -> None:
     if not args.tiny and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)):
         print("fp8 against bf16: there is no GPU with fp8 here (sm_89 or later), nothing was measured.")
         return
-    sizes = TINY if args.tiny else Sizes(blocks=args.blocks, batch=args.batch)
-    start("Compiled training steps: fp8 against bf16, both AmpPrecision")
+    sizes = TINY._replace(accelerator=args.device) if args.tiny else Sizes(blocks=args.blocks, batch=args.batch)
+    start("Compiled training steps: fp8 against bf16, both AmpPrecision", torch.device(sizes.accelerator))
     describe(sizes)
-    measure(
-        sizes, **({"steps": 1, "blocks": 3, "warmup": 1} if args.tiny else {"steps": 5, "blocks": 11, "warmup": 10})
-    )
+    lengths = {"steps": 1, "blocks": 3, "warmup": 1} if args.tiny else {"steps": 5, "blocks": 11, "warmup": 10}
+    measure(sizes, args.recipes, **lengths)
 
 
 if __name__ == "__main__":

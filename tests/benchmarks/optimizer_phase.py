@@ -1,6 +1,11 @@
-"""Unscale, check, clip by norm, fused AdamW on 85 M parameters: `python -m tests.benchmarks.optimizer_phase`."""
+"""Unscale, check, clip by norm, fused AdamW on 85 M parameters: `python -m tests.benchmarks.optimizer_phase`.
+
+On a GPU, if there is one; `--tiny` takes toy sizes, and proves only that the script works.
+"""
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 from torch import nn
@@ -11,11 +16,12 @@ from tests.benchmarks._pairs import report, start, time_pairs
 
 
 class Side:
-    """85 M parameters in 148 tensors, the shapes of a 12-layer GPT of width 768, and scaled gradients."""
+    """The parameters of a 12-layer GPT in 96 tensors, 85 M at width 768, and scaled gradients."""
 
-    def __init__(self, fused: bool) -> None:
-        shapes = [(768, 2304), (2304,), (768, 768), (768,), (768, 3072), (3072,), (3072, 768), (768,)] * 12
-        self.params = [nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
+    def __init__(self, width: int, device: torch.device, fused: bool) -> None:
+        w = width
+        shapes = [(w, 3 * w), (3 * w,), (w, w), (w,), (w, 4 * w), (4 * w,), (4 * w, w), (w,)] * 12
+        self.params = [nn.Parameter(torch.randn(shape, device=device) * 0.02) for shape in shapes]
         self.grads = [torch.randn_like(p) for p in self.params]
         self.optimizer = torch.optim.AdamW(self.params, lr=1e-4, fused=fused)
 
@@ -26,21 +32,29 @@ class Side:
 
 
 def main() -> None:
-    start("Optimizer phase: unscale, check, clip by norm, AdamW step; 85 M float32 parameters")
-    a, b, c = Side(True), Side(True), Side(False)
-    steps = OptimizerSteps(DynamicLossScaler(1024.0), True, RecordLog(), [a.optimizer])
-    steps.scale_loss(torch.ones(()))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.ones(()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="toy sizes: does it run?")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    sides = [Side(16 if args.tiny else 768, device, fused) for fused in (True, True, False)]
+    number = sum(p.numel() for p in sides[0].params)
+    start(f"Optimizer phase: unscale, check, clip by norm, AdamW step; {number / 1e6:.3g} M float32 parameters", device)
+    a, b, c = sides
+    steps = OptimizerSteps(DynamicLossScaler(1024.0, device=device.type), True, RecordLog(), [a.optimizer])
+    one = torch.ones((), device=device)
+    steps.scale_loss(one)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+    scaler.scale(one)
 
     def before() -> None:
         # what a backward leaves: scaled gradients, which no optimizer has seen
-        for side in (a, b, c):
+        for side in sides:
             side.fresh_gradients()
         grads = [p.grad for p in a.params]
         for p in a.params:
             p.grad = None
-        steps.scale_loss(torch.ones(()))
+        steps.scale_loss(one)
         for p, g in zip(a.params, grads, strict=True):
             p.grad = g
 

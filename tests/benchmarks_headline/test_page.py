@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks._machine import Machine
 from benchmarks.headline._page import page, ratio
 from benchmarks.headline._plan import Run
-from benchmarks.headline._records import Machine, Outcome, Record, read
+from benchmarks.headline._records import Outcome, Record, read
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -124,9 +125,18 @@ def test_a_claim_says_why_there_is_nothing_to_compare_with() -> None:
     ]
 
 
+def test_a_run_that_did_not_train_has_no_figure_and_its_row_says_why() -> None:
+    skipped = Outcome("not measured", "3 of 36 timed steps were skipped")
+    text = page([record(resnet("fp16"), skipped), record(resnet("tf32"), measured(100))])
+    table = section(text, "ResNet-50")
+    assert row(table, "our fp16")[1:] == ["not measured: 3 of 36 timed steps were skipped", *["-"] * 8]
+    assert "- our fp16" not in table
+    assert row(section(text, H200.device), "ResNet-50")[2:] == ["our fp16 not measured"] * 2
+
+
 def test_what_was_odd_in_a_run_is_said() -> None:
-    text = page([record(resnet("fp16"), measured(100, num_skipped=2, loss=None))])
-    assert "- our fp16: 2 of the timed steps were skipped, the loss is not finite" in text
+    text = page([record(resnet("fp16"), measured(100, num_steps=6))])
+    assert "- our fp16: the medians are over 6 steps only" in text
 
 
 def test_machines_and_versions_are_never_mixed() -> None:
@@ -143,5 +153,5 @@ def test_the_page_of_a_tiny_run_says_that_it_means_nothing() -> None:
     tiny = Machine("a CPU", ("torch 2.13.0",), tiny=True)
     text = page([record(Run("resnet50", "bf16", 2, 32), measured(1), tiny), record(resnet("bf16"), measured(2000))])
     assert text.index("## NVIDIA H200") < text.index("## a CPU")
-    assert "No figure of this section means anything" in text[text.index("## a CPU") :]
-    assert "No figure" not in text[: text.index("## a CPU")]
+    assert "A rehearsal: no figure of this section means anything" in text[text.index("## a CPU") :]
+    assert "A rehearsal" not in text[: text.index("## a CPU")]

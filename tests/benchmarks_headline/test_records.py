@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._machine import Machine
 from benchmarks.headline._plan import Run
-from benchmarks.headline._records import Machine, Outcome, Record, append, read, write
+from benchmarks.headline._records import Outcome, Record, append, read, write
 
 MACHINE = Machine("a device", ("torch 2.11.0",))
 MEMORY = {"weights": 1, "gradients": 2, "states": 4, "peak": 10}
-FULL = Outcome(
-    "measured", "", (3.0, 2.0, 4.0), 29, MEMORY, "device", 10**15, 0.5, 1.0, 1, 2.5, 7, "transformers 5", 9.5
-)
+FULL = Outcome("measured", "", (3.0, 2.0, 4.0), 29, MEMORY, "device", 10**15, 0.5, 1.0, 2.5, 7, "transformers 5", 9.5)
 RECORDS = [
     Record(MACHINE, Run("gpt2", "fp32", 12, 1024), FULL, "2026-11-22"),
     Record(MACHINE, Run("gpt2", "bf16", 12, 1024, True), Outcome("does not fit", "out of memory"), "2026-11-22"),

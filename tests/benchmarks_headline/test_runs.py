@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +15,13 @@ import torch
 from support import CountReads
 from torch import nn
 
-from benchmarks.headline import _series
+from benchmarks import _processes
+from benchmarks._machine import RESULTS, Machine
 from benchmarks.headline.__main__ import main
 from benchmarks.headline._arms import ARMS
 from benchmarks.headline._one_run import forward_flops, measure
 from benchmarks.headline._plan import Run
-from benchmarks.headline._records import Machine, Outcome, Record, append, read
+from benchmarks.headline._records import Outcome, Record, append, read
 from benchmarks.headline._series import Series
 from benchmarks.headline.models import MODELS, Batch, Model, Size, Workload
 
@@ -83,7 +85,7 @@ def restore_switches() -> Iterator[None]:
 
 @pytest.mark.parametrize("arm", [name for name in ARMS if name != "fp8"])
 def test_a_run_is_measured(toy: Any, arm: str) -> None:
-    outcome = measure(toy()(arm), tiny=True)
+    outcome = measure(toy()(arm), "cpu", tiny=True)
     num = 32 * 64 + 64 * 64 + 64 * 32 + 64 + 64 + 32
     assert outcome.status == "measured"
     assert outcome.samples_per_s is not None
@@ -98,15 +100,23 @@ def test_a_run_is_measured(toy: Any, arm: str) -> None:
     assert outcome.activations is not None
     assert outcome.activations > 0
     assert outcome.flops == 3 * 2 * 16 * (32 * 64 + 64 * 64 + 64 * 32)
-    assert (outcome.mfu, outcome.waits, outcome.num_skipped) == (None, None, 0)
+    assert (outcome.mfu, outcome.waits) == (None, None)
     assert outcome.loss is not None
     json.dumps(outcome.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("arm", ["tf32", "lightning_fp16", "fp16"])
+def test_on_a_gpu_memory_is_the_allocators_and_waits_are_counted(toy: Any, device: torch.device, arm: str) -> None:
+    on_cuda = device.type == "cuda"
+    outcome = measure(toy()(arm), "cuda" if on_cuda else "cpu", tiny=True)
+    assert (outcome.status, outcome.memory_of) == ("measured", "device" if on_cuda else "tensors")
+    assert outcome.waits == (0 if on_cuda else None)  # fused optimizers never wait
 
 
 @pytest.mark.filterwarnings("ignore:lightning_amp. fp8 is emulated")
 def test_fp8_is_emulated_on_the_cpu(toy: Any) -> None:
     pytest.importorskip("torchao")
-    outcome = measure(toy()("fp8"), tiny=True)
+    outcome = measure(toy()("fp8"), "cpu", tiny=True)
     assert outcome.status == "measured"
     assert ", torchao " in outcome.source
 
@@ -114,9 +124,9 @@ def test_fp8_is_emulated_on_the_cpu(toy: Any) -> None:
 def test_blocks_are_compiled_only_where_that_is_asked_for(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backends: list[str] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, backend: backends.append(backend))
-    measure(toy()("bf16"), tiny=True)
+    measure(toy()("bf16"), "cpu", tiny=True)
     assert backends == []
-    measure(toy()("bf16", compiled=True), tiny=True)
+    measure(toy()("bf16", compiled=True), "cpu", tiny=True)
     assert backends == ["aot_eager"]
 
 
@@ -140,25 +150,26 @@ def test_not_enough_memory_is_a_result_and_another_error_is_none(toy: Any) -> No
         return lambda size, tiny: make_toy(size, tiny)._replace(loss=fails(error))
 
     outcome = measure(
-        toy(make(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")))("fp32"), tiny=True
+        toy(make(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")))("fp32"), "cpu", tiny=True
     )
     assert outcome.status == "does not fit"
     assert "Tried to allocate" in outcome.reason
-    outcome = measure(toy(make(RuntimeError("\"conv\" not implemented for 'Half'")))("fp16"), tiny=True)
+    outcome = measure(toy(make(RuntimeError("\"conv\" not implemented for 'Half'")))("fp16"), "cpu", tiny=True)
     assert outcome.status == "cannot"
     with pytest.raises(ZeroDivisionError):
-        measure(toy(make(ZeroDivisionError()))("fp32"), tiny=True)
+        measure(toy(make(ZeroDivisionError()))("fp32"), "cpu", tiny=True)
 
 
-def test_a_loss_that_is_not_finite_and_skipped_steps_are_told(toy: Any) -> None:
+def test_a_run_with_skipped_steps_or_without_a_finite_loss_is_not_measured(toy: Any) -> None:
     def overflows(net: nn.Module, batch: Batch) -> torch.Tensor:
         return toy_loss(net, batch) * torch.inf
 
+    found = {arm: measure(toy(lambda s, t: make_toy(s, t)._replace(loss=overflows))(arm), "cpu", tiny=True)
+             for arm in ("tf32", "bf16", "lightning_fp16")}  # fmt: skip
+    assert found["tf32"] == Outcome("not measured", "the loss is not finite")
     for arm in ("bf16", "lightning_fp16"):
-        outcome = measure(toy(lambda s, t: make_toy(s, t)._replace(loss=overflows))(arm), tiny=True)
-        assert outcome.loss is None
-        assert outcome.num_skipped > 0
-        json.dumps(outcome.as_dict(), allow_nan=False)
+        assert found[arm].status == "not measured"
+        assert re.fullmatch(r"(\d+) of \1 timed steps were skipped", found[arm].reason)
 
 
 def test_flops_of_convolutions_with_groups_are_not_counted_once_per_group() -> None:
@@ -177,7 +188,7 @@ def test_timed_steps_do_not_wait_for_the_device(toy: Any, monkeypatch: pytest.Mo
         return toy_loss(net, batch)
 
     with CountReads() as counter:
-        measure(toy(lambda s, t: make_toy(s, t)._replace(loss=counted))("fp32"), tiny=True)
+        measure(toy(lambda s, t: make_toy(s, t)._replace(loss=counted))("fp32"), "cpu", tiny=True)
     assert reads[-1] == reads[2]
     assert counter.count > reads[-1]  # the loss, at the end
 
@@ -186,7 +197,7 @@ def test_timed_steps_do_not_wait_for_the_device(toy: Any, monkeypatch: pytest.Mo
 
 
 def series(path: Path, **limits: float) -> Series:
-    return Series(MACHINE, path, **{"run_limit_s": 60.0, "limit_s": 600.0, **limits})
+    return Series(MACHINE, "cpu", path, **{"run_limit_s": 60.0, "limit_s": 600.0, **limits})
 
 
 @pytest.fixture
@@ -194,7 +205,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """The runs for which a process would be started; what it writes is made up."""
     started: list[Run] = []
 
-    def write_result(command: list[str], output: int, limit_s: float) -> int:
+    def write_result(command: list[str], output: int, errors: int, limit_s: float) -> int:
         run = Run(**json.loads(command[3]))
         started.append(run)
         fits = run.batch < 512 and run.arm != "fp32"
@@ -202,7 +213,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         Path(command[command.index("--out") + 1]).write_text(json.dumps(outcome.as_dict()))
         return 0
 
-    monkeypatch.setattr(_series, "_wait", write_result)
+    monkeypatch.setattr(_processes, "wait", write_result)
     return started
 
 
@@ -248,16 +259,16 @@ def test_no_run_is_started_that_would_not_end_in_time(
 def test_a_run_that_takes_too_long_is_recorded_unless_it_was_the_series_that_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, float], status: str | None
 ) -> None:
-    monkeypatch.setattr(_series, "_wait", lambda command, output, limit_s: None)
+    monkeypatch.setattr(_processes, "wait", lambda *args: None)
     path = tmp_path / "records.json"
     series(path, **limits).go(RUNS[:1])
     assert [record.outcome.status for record in read(path)] == ([status] if status else [])
 
 
 def test_a_process_that_dies_is_recorded_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = _series._wait
+    wait = _processes.wait
     codes = iter(["raise SystemExit('no luck')", "import os; os.kill(os.getpid(), 9)"])
-    monkeypatch.setattr(_series, "_wait", lambda command, *rest: wait([sys.executable, "-c", next(codes)], *rest))
+    monkeypatch.setattr(_processes, "wait", lambda command, *rest: wait([sys.executable, "-c", next(codes)], *rest))
     path = tmp_path / "records.json"
     series(path).go(RUNS[:2])
     assert [(record.outcome.status, record.outcome.reason) for record in read(path)] == [
@@ -272,7 +283,7 @@ def test_a_process_that_is_ended_takes_its_children_along(tmp_path: Path) -> Non
     child = f"import time, pathlib; time.sleep(1.2); pathlib.Path({str(alive)!r}).touch()"
     code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
     with (tmp_path / "printed").open("wb") as file:
-        assert _series._wait([sys.executable, "-c", code], file.fileno(), 0.6) is None
+        assert _processes.wait([sys.executable, "-c", code], file.fileno(), file.fileno(), 0.6) is None
     time.sleep(1.4)
     assert not alive.exists()
 
@@ -300,10 +311,10 @@ def test_the_command_runs_resumes_and_writes_the_page(
     assert records[0].machine.tiny
     assert records[0].outcome.wall_s > 0
     text = out.with_suffix(".md").read_text()
-    assert "No figure of this section means anything" in text
+    assert "A rehearsal: no figure of this section means anything" in text
 
     before = out.read_bytes()
-    monkeypatch.setattr(_series, "_wait", lambda *args: pytest.fail("a process was started"))
+    monkeypatch.setattr(_processes, "wait", lambda *args: pytest.fail("a process was started"))
     assert main([*command, "fp32,lightning_fp16,fp8"]) == 0
     assert out.read_bytes() == before
     out.with_suffix(".md").unlink()
@@ -313,7 +324,7 @@ def test_the_command_runs_resumes_and_writes_the_page(
 
 def test_a_model_of_transformers_runs(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    outcome = measure(Run("llama_7b", "bf16", *MODELS["llama_7b"].tiny), tiny=True)
+    outcome = measure(Run("llama_7b", "bf16", *MODELS["llama_7b"].tiny), "cpu", tiny=True)
     assert outcome.status == "measured"
     assert outcome.source.startswith("transformers ")
 
@@ -330,6 +341,12 @@ def test_wrong_use_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         main(["--only", "resnet51"])
     assert "must be some of resnet50, bert_large" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--device", "cuda"])
+    assert "--device is for --tiny" in capsys.readouterr().err
+    assert main(["--tiny", "--out", str(RESULTS / "tiny" / "headline.json")]) == 2
+    assert "is a rehearsal" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main([]) == 2
-    assert "`--tiny`" in capsys.readouterr().err
+    for command in ([], ["--tiny", "--device", "cuda"]):
+        assert main(command) == 2
+        assert "`--tiny`" in capsys.readouterr().err

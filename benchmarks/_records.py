@@ -1,0 +1,47 @@
+"""Files of records: JSON, one record a line, so that what was measured is there to be read, and to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from lightning_amp._files import write_atomically
+
+T = TypeVar("T")
+
+
+def read_lines(path: Path, from_line: Callable[[str], T]) -> list[T]:
+    """Read a file of records; a torn last line is left out, and no file has none.
+
+    Args:
+        path: The file.
+        from_line: Reads one record; raises `ValueError` if it is none.
+
+    Raises:
+        ValueError: If another line is no record; it says which.
+
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    numbered = [(number, line.strip().rstrip(",")) for number, line in enumerate(lines, 1)]
+    numbered = [(number, line) for number, line in numbered if line not in ("", "[", "]")]
+    records: list[T] = []
+    for number, line in numbered:
+        try:
+            records.append(from_line(line))
+        except ValueError as error:
+            if number == numbered[-1][0] and not lines[-1].startswith("]"):
+                break
+            raise ValueError(
+                f"Line {number} of {path} must be a record of this benchmark, got {line[:80]!r} ({error})."
+                " Remove the line; its run is then done again."
+            ) from error
+    return records
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write a file of records, in one move."""
+    text = "[\n" + ",\n".join(lines) + "\n]\n"
+    write_atomically(path, lambda file: file.write(text))

@@ -1,0 +1,1 @@
+"""Everything that only a GPU can show, collected by one command. See `__main__.py`."""

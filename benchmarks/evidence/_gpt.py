@@ -1,0 +1,35 @@
+"""What is compared and examined: the character GPT of `examples/gpt.py`, in a size for a GPU, and as a toy."""
+
+from __future__ import annotations
+
+import argparse
+
+from examples.gpt import GPT, Documentation
+
+
+def model() -> GPT:
+    """Make 19 million parameters."""
+    return GPT(width=512, depth=6, heads=8, context=128, lr=1e-3, sample=0, compiled=False)
+
+
+def data() -> Documentation:
+    """Make 200 batches of 64 times 128 characters."""
+    return Documentation(context=128, batch_size=64, steps=200)
+
+
+def tiny_model() -> GPT:
+    """Make a toy."""
+    return GPT(width=32, depth=2, heads=2, context=32, lr=4e-3, sample=0, compiled=False)
+
+
+def tiny_data() -> Documentation:
+    """Make batches for a toy."""
+    return Documentation(context=32, batch_size=8, steps=8)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return what reads `--tiny` and `--device`."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--tiny", action="store_true", help="a rehearsal with a toy")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    return made

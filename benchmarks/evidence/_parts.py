@@ -1,0 +1,117 @@
+"""What is collected, in its order: each part is a command."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from typing_extensions import final
+
+from benchmarks._machine import RESULTS, ROOT, installed
+from benchmarks.evidence._printed import as_it_is, in_a_block, results_of_tests
+
+OUT, WORK = "{out}", "{work}"
+"""In a command: the folder of the results, and one that is gone when the part has ended."""
+_MOST_S = 500.0
+HEADLINE_MINUTES = 5
+
+
+@final
+class Part(NamedTuple):
+    """One part.
+
+    Attributes:
+        name: In the file of records, and on the page.
+        arguments: Of Python.
+        estimated_s: Seconds that it takes on an H200, about.
+        results: Exit statuses with which it has a result: some commands end with 1 if they found something wrong.
+        read: Reads what is put on the page, Markdown, from the folder with what it printed.
+        missing: Why it cannot be done here; empty if it can.
+
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    estimated_s: float
+    results: tuple[int, ...] = (0,)
+    read: Callable[[Path], str] = in_a_block
+    missing: str = ""
+
+    @property
+    def limit_s(self) -> float:
+        """Return the seconds after which it is ended."""
+        return max(self.estimated_s, min(3 * self.estimated_s, _MOST_S))
+
+    def command(self, out: Path, work: Path) -> list[str]:
+        """Return what is run."""
+        filled = [text.replace(OUT, str(out)).replace(WORK, str(work)) for text in self.arguments]
+        return [sys.executable, *filled]
+
+    def shown(self) -> str:
+        """Return the command as a person types it."""
+        folder = str(RESULTS.relative_to(ROOT))
+        return shlex.join(["python", *(text.replace(OUT, folder) for text in self.arguments if WORK not in text)])
+
+
+def parts(device_type: str, *, tiny: bool) -> list[Part]:
+    """Return all parts.
+
+    Args:
+        device_type: `"cuda"`, or `"cpu"` in a rehearsal.
+        tiny: A rehearsal: the smallest of everything. Of the tests one file, since they have no sizes.
+
+    """
+    small = ("--tiny", "--device", device_type) if tiny else ()
+    return [
+        *_tests(tiny),
+        Part(
+            "waits per step",
+            ("-m", "tests.benchmarks.waits", *(["NAdam"] if tiny else [])),
+            20.0 if tiny else 240.0,
+            results=(0, 1),
+            missing="" if _exists("tests.benchmarks.waits") else "this checkout has no `tests.benchmarks.waits`",
+        ),
+        Part("the optimizer step", ("-m", "tests.benchmarks.optimizer_phase", *small), 20.0),
+        Part("the headline's first rows", _headline(small), 60.0 if tiny else 60.0 * HEADLINE_MINUTES + 30),
+        Part(
+            "precisions compared",
+            ("-m", "benchmarks.evidence._comparison", *small, "--html", f"{OUT}/{comparison_page(tiny=tiny)}"),
+            60.0 if tiny else 240.0,
+            read=as_it_is,
+        ),
+        Part("the doctor", ("-m", "benchmarks.evidence._doctor", *small), 30.0 if tiny else 90.0),
+        Part(
+            "fp8 against bf16",
+            ("-m", "tests.benchmarks.gpu_fp8", *small, *(["--recipes", "rowwise_with_gw_hp"] if tiny else [])),
+            60.0 if tiny else 300.0,
+            missing="" if installed("torchao") else "torchao is not installed",
+        ),
+    ]
+
+
+def comparison_page(*, tiny: bool) -> str:
+    """Return the name of the page that :class:`PrecisionReport` writes."""
+    return "rehearsal_comparison.html" if tiny else "gpu_comparison.html"
+
+
+def _tests(tiny: bool) -> Iterator[Part]:
+    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    slow = {"test_cuda_comparison": 60.0, "test_cuda_doctor": 90.0, "test_cuda_fp8": 150.0, "test_cuda_fsdp": 90.0}
+    for file in files[:1] if tiny else files:
+        options = ("-v", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={WORK}/results.xml")
+        command = ("-m", "pytest", str(file.relative_to(ROOT)), *options)
+        yield Part(f"tests: {file.name}", command, slow.get(file.stem, 30.0), results=(0, 1), read=results_of_tests)
+
+
+def _headline(small: tuple[str, ...]) -> tuple[str, ...]:
+    """Return as much of it as fits into some minutes; in a rehearsal three runs."""
+    command = ("-m", "benchmarks.headline", "--limit-minutes", str(HEADLINE_MINUTES), "--out", f"{OUT}/headline.json")
+    return (*command, *small, "--only", "resnet50", "--arms", "bf16,lightning_fp16") if small else command
+
+
+def _exists(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
