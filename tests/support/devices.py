@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
+import pretended
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +36,14 @@ class CountReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def set_sync_mode(mode: Literal["default", "warn", "error"]) -> None:
+    """Say what a wait for the device leads to, on a GPU or on a pretended device of any type."""
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode(mode)
+    else:
+        pretended.core().set_sync_mode(("default", "warn", "error").index(mode))
+
+
 class ForbidSync(L.Callback):
     """Raises if anything waits for the device between the start and the end of a batch, from the `first` one on."""
 
@@ -43,10 +52,13 @@ class ForbidSync(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx >= self.first:
-            torch.cuda.set_sync_debug_mode("error")
+            set_sync_mode("error")
 
     def on_train_batch_end(self, *args: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
+        set_sync_mode("default")
+
+    def on_exception(self, *args: Any) -> None:
+        set_sync_mode("default")
 
 
 def run_scenarios(scenarios: dict[str, Callable[[], Any]], wanted: Sequence[str]) -> dict[str, Any]:
