@@ -234,6 +234,8 @@ class OptimizerSteps:
     def _scale_may_be_below_one(self) -> bool:
         if not isinstance(self.scaler, DynamicLossScaler):
             return True
+        if _torch.is_capturing():  # nobody knows yet what it will be when the graph is replayed
+            return self.scaler.min_scale < 1
         # as far as the host knows: exact where it reads the flag of each step, else at most one read-back old
         scale = self._first_scale  # a record from before a resume may be of another precision
         if self._log.last is not None:
