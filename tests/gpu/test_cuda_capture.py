@@ -123,7 +123,8 @@ def test_what_cannot_be_captured_is_seen(error: str, monkeypatch: pytest.MonkeyP
 # ---- replays ---------------------------------------------------------------------------------------------------------
 
 PLAN = "eeeegggggggegee"
-"""In a graph or not. Steps 6 and 7 overflow in fp16, the loss of step 9 is infinite, two clean steps raise the scale."""
+"""In a graph or not. Steps 6 and 7 overflow in fp16, the loss of step 9 is infinite; two clean steps raise the scale.
+"""
 
 
 def torchs_scaler(precision: str, **scaler: Any) -> AmpPrecision:

@@ -209,6 +209,9 @@ class PretendedWaits:
 
     KINDS = ("sync", "event_synchronize", "stream_synchronize", "device_synchronize")
 
+    def __init__(self) -> None:
+        self._before = 0
+
     def start(self) -> None:
         self._before = self._count()
 
@@ -232,5 +235,7 @@ def per_batch(callbacks: list[L.Callback], counter: Any = None) -> PerBatch:
     counter = counter or (PretendedWaits() if pretended.KIND else SyncWarnings())
     waits: list[int] = []
     first = LambdaCallback(on_train_batch_start=lambda *args: counter.start())
-    last = LambdaCallback(on_train_batch_end=lambda *args: waits.append(counter.stop()))
+    last = LambdaCallback(
+        on_train_batch_end=lambda *args: waits.append(counter.stop()), on_exception=lambda *args: counter.stop()
+    )
     return PerBatch([first, *callbacks, last], waits)
