@@ -266,8 +266,9 @@ class RecordLog:
         return self.num_steps + len(records) - skipped, self.num_skipped + skipped, records[-1]
 
     def _records(self, steps: list[tuple[_Open, Tensor | None]], skips: list[float]) -> list[StepRecord]:
-        scales = read_scalars([scale for step, next_scale in steps for scale in (step.scale, next_scale)])
-        probes = read_scalars([step.loss_probe if skip else None for (step, _), skip in zip(steps, skips, strict=True)])
+        probes = [step.loss_probe if skip else None for (step, _), skip in zip(steps, skips, strict=True)]
+        values = read_scalars([*(s for step, following in steps for s in (step.scale, following)), *probes])
+        scales, probes = values[: 2 * len(steps)], values[2 * len(steps) :]
         reasons: list[Reason] = [
             "none" if not skip else "gradient" if math.isfinite(probe) else "loss"
             for skip, probe in zip(skips, probes, strict=True)

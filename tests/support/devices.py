@@ -25,15 +25,19 @@ def flags_on_a_device() -> Generator[None, None, None]:
 
 
 class CountReads(TorchDispatchMode):
-    """How often the host has read a scalar with `.item()`, which on a GPU is to wait for the device."""
+    """How often the host has read a scalar with `.item()`, or copied a tensor from or to a device: it waits for each on
+    a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
         self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.count += args[0].device.type != out.device.type
+        return out
 
 
 def set_sync_mode(mode: Literal["default", "warn", "error"]) -> None:

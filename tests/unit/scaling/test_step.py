@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_amp._compat import _torch
 from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, Skip, StepPlan, StepResult
-from lightning_amp.scaling._skip import constant
 from lightning_amp.scaling._step import snapshot
 
 INF, NAN = float("inf"), float("nan")
@@ -300,7 +299,7 @@ def test_a_loss_that_somebody_asks_for_is_read_with_the_gradients() -> None:
         with CountReads() as reads:
             result = loop.step((1.0, 1.0), plan=StepPlan(asks_for_loss=True))
         assert reads.count == 1
-    assert result.loss_probe is constant(0.0, torch.device("cpu"))  # in host memory, where it is known at once
+    assert result.bad_loss is Skip.NO  # the host knows it now
 
 
 # -- who looks ---------------------------------------------------------------------------------------------------------
