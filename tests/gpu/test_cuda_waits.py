@@ -8,11 +8,14 @@ from typing import Any
 import pretended
 import pytest
 import torch
-from support import ForbidSync, Toy, batches, fit, set_sync_mode
+from lightning.pytorch.callbacks import LearningRateMonitor
+from support import ForbidSync, Poison, Recorder, Toy, batches, fit, set_sync_mode
 from support.promises import fused_adamw
-from support.waits import ACCELERATOR, CALLBACKS, VARIANTS, Case, square
+from support.waits import ACCELERATOR, CALLBACKS, VARIANTS, Case, per_batch, square
+from torch.optim.lr_scheduler import ExponentialLR
 
 from benchmarks.headline._waits import SyncWarnings
+from lightning_amp import AmpPrecision
 from lightning_amp.scaling import OptimizerSteps
 
 pytestmark = pytest.mark.skipif(
@@ -41,6 +44,17 @@ def test_a_fused_step_never_waits_and_another_once(variant: tuple[str, bool]) ->
 @pytest.mark.parametrize("callback", [name for name in CALLBACKS if name != "none"])
 def test_callbacks_wait_no_more_than_they_say(callback: str, fused: bool) -> None:
     assert different(square(("AdamW", fused), callback)) == []
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_schedule_per_step_reads_the_flag_of_a_fused_step_once(watched: bool) -> None:
+    module = Toy(fused_adamw, None, lambda optimizer: ExponentialLR(optimizer, 0.9))
+    counter = per_batch([LearningRateMonitor()] if watched else [])
+    fit(
+        module, AmpPrecision("bf16"), batches(6), accelerator=ACCELERATOR, logger=Recorder(), log_every_n_steps=1000,
+        callbacks=[Poison(gradient=[4]), *counter.callbacks],
+    )  # fmt: skip
+    assert counter.waits[1:] == [1] * 5
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
