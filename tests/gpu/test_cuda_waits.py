@@ -46,6 +46,14 @@ def test_callbacks_wait_no_more_than_they_say(callback: str, fused: bool) -> Non
     assert different(square(("AdamW", fused), callback)) == []
 
 
+def test_without_skips_no_step_waits() -> None:
+    case = Case("AdamW", False, "automatic", "norm", "bf16")
+    counter = per_batch([])
+    plugin = AmpPrecision("bf16", skip_nonfinite=False)
+    fit(case.module(), plugin, batches(6), accelerator=ACCELERATOR, callbacks=counter.callbacks, limit_val_batches=0)
+    assert counter.waits[1:] == [0] * 5
+
+
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_schedule_per_step_reads_the_flag_of_a_fused_step_once(watched: bool) -> None:
     module = Toy(fused_adamw, None, lambda optimizer: ExponentialLR(optimizer, 0.9))
