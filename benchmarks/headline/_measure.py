@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import final, override
 
+from benchmarks.headline._waits import SyncWarnings
 from lightning_amp._containers import tensors_in
 from lightning_amp.comparison._peak_memory import PeakMemory
 from lightning_amp.comparison._stopwatch import Stopwatch
@@ -76,8 +76,7 @@ class Measure(L.Callback):
         self._count = self._quiet = 0
         self._began_s = 0.0
         self._seen = _Skips()
-        self._warnings: warnings.catch_warnings[list[warnings.WarningMessage]] | None = None
-        self._caught: Sequence[warnings.WarningMessage] | None = None
+        self._sync_warnings = SyncWarnings()
         self._peak: PeakMemory | None = None
         self._peak_bytes: int | None = None
         self.step_s: list[float] = []
@@ -156,20 +155,13 @@ class Measure(L.Callback):
         if self._peak_bytes is not None:
             self.memory["peak"] = self._peak_bytes
         if self._on_cuda:
-            self._warnings = warnings.catch_warnings(record=True)
-            self._caught = self._warnings.__enter__()
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
+            self._sync_warnings.start()
         self._begin("watched")
 
     def _end_watching(self) -> None:
-        if self._warnings is None:
-            return
-        torch.cuda.set_sync_debug_mode("default")
-        self._warnings.__exit__(None, None, None)
-        self._warnings = None
-        waits = [warning for warning in self._caught or () if "synchronizing CUDA operation" in str(warning.message)]
-        self.waits = len(waits) / self._lengths.watched
+        waits = self._sync_warnings.stop()
+        if waits is not None:
+            self.waits = waits / self._lengths.watched
 
     def _wait(self) -> None:
         if self._on_cuda:

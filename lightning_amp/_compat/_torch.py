@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -50,15 +51,29 @@ def sparse_values(grad: Tensor) -> Tensor:
 # nor to be told a found_inf flag from outside.
 
 
+_in_graphs: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
+"""Scalers that a CUDA graph has captured: it goes on to read and write the very tensors that they had then."""
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured: the host may not wait, and replays repeat what it decides now.
+
+    Can go when `torch.cuda.is_current_stream_capturing` does not raise in a torch without CUDA.
+    """
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 # Can go when `GradScaler` has a getter that does not wait.
 def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = None) -> Tensor:
-    """Return the scale, shape [], made on `device` if the scaler has not been used yet."""
+    """Return the scale, shape [], made on `device` if the scaler is unused yet. No later update changes this tensor."""
     scale = scaler._scale
     if scale is None:
         scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
         scale = scaler._scale
     assert scale is not None
-    return scale
+    if is_capturing():
+        _in_graphs.add(scaler)
+    return scale.clone() if scaler in _in_graphs else scale
 
 
 def growth_tracker(scaler: torch.amp.GradScaler) -> Tensor:
@@ -73,7 +88,16 @@ GROWTH_TRACKER = "_growth_tracker"
 
 
 def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor | None = None) -> None:
-    """Put new tensors in place of the scale (and the growth tracker). Can go when `GradScaler` has a setter."""
+    """Replace the scale (and the growth tracker), in memory that stays once a graph has captured the scaler.
+
+    Can go when `GradScaler` has a setter.
+    """
+    if scaler in _in_graphs:
+        assert scaler._scale is not None
+        scaler._scale.copy_(scale)
+        if tracker is not None:
+            growth_tracker(scaler).copy_(tracker)
+        return
     scaler._scale = scale
     if tracker is not None:
         scaler._growth_tracker = tracker
@@ -81,6 +105,7 @@ def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tenso
 
 def reset_scale(scaler: torch.amp.GradScaler, scale: float, tracker: int = 0) -> None:
     """Go back to the state before first use, with this scale. Can go when `GradScaler` can be reset."""
+    _in_graphs.discard(scaler)
     scaler._init_scale, scaler._init_growth_tracker = scale, tracker
     scaler._scale = scaler._growth_tracker = None
     scaler._per_optimizer_states = _no_optimizer_states()

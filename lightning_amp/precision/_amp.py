@@ -79,8 +79,9 @@ class AmpPrecision(FallsBack):
         ImportError: When the Trainer attaches, if fp8 lacks a torchao of 0.18 or later.
         FloatingPointError: During training, after so many skipped steps in a row that the run is stuck.
 
-    Cost: no synchronisation is added. An optimizer that is not fused costs one read of the flag per step, as in torch.
-    Reading :attr:`last_step`, :attr:`num_steps` or :attr:`num_skipped` waits for the device.
+    Cost: a fused optimizer does not wait for the device. One that is not reads the flag once per step: in fp16 as in
+    torch, in bf16 and fp32 unless `skip_nonfinite=False`. Reading :attr:`last_step`, :attr:`num_steps` or
+    :attr:`num_skipped` waits for the device.
 
     """
 

@@ -78,7 +78,8 @@ class GradientState:
         form: The same, kept up to date.
         loss_probe: Finite, [], as long as every loss since the last step was; `None` before the first.
         has_gradients: On any rank; known once they were looked at.
-        bad_loss: What `loss_probe` tells, where the host has read it with the flag of the gradients; else `None`.
+        bad_loss: What `loss_probe` tells, where the host has read it with the flag of the gradients; else `None`. The
+            probe itself stays on its device: to bring it back there later would be another wait.
 
     """
 
@@ -128,7 +129,7 @@ class GradientState:
         probe = self.loss_probe
         if probe is not None and (self._had_gradients or not may_have_none) and not has_gradients(self.optimizer):
             probe = None  # they were dropped: earlier losses say nothing about the step to come
-        self.loss_probe = merge_losses(probe, loss)
+        self.loss_probe, self.bad_loss = merge_losses(probe, loss), None
         if not self._kept.is_empty:  # dropped or zeroed gradients are not in the step to come
             self._kept.begin_backward(Gradients(self.optimizer).largest())
         if isinstance(self.form, Unscaled):
@@ -298,7 +299,6 @@ class GradientState:
             return Skip(found_inf).wait()
         skip, bad_loss = Skip.wait_together(found_inf, nonfinite_flag(probe).to(found_inf))
         self.bad_loss = bad_loss
-        self.loss_probe = constant(torch.nan if bad_loss.known else 0.0, torch.device("cpu"))
         return skip.wait()
 
     def keep_spare(self, flag: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
 
+from lightning_amp._compat import _torch
 from lightning_amp.scaling import _stuck
 from lightning_amp.scaling._skip import Skip, read_scalars
 from lightning_amp.scaling._step_record import Listener, Reason, StepPrecision, StepRecord, Subscription
@@ -173,16 +174,15 @@ class RecordLog:
         self.complete(next_scale)
         if not self._in_batch:
             return
+        at_once = any(s.at_once for s in self.subscriptions)
+        if _torch.is_capturing() and not at_once:  # a later batch reads; who cannot wait for it gets CUDA's error
+            return
         self._in_batch = False
         stuck = self.max_consecutive_skips is not None and self._known_streak >= self.max_consecutive_skips
         # by the number of steps, not of those to be read: some ranks may have been asked in between
         blocks, before = self.num_attempted // self._block, self._blocks
         self._blocks = blocks
-        if (
-            stuck
-            or blocks > before
-            or (self.subscriptions and any(s.at_once for s in self.subscriptions) and self._has_news())
-        ):
+        if stuck or blocks > before or (at_once and self._has_news()):
             self.flush()
             if self._is_stuck and self._rescue is not None and self.last is not None:
                 self._rescue(self._why_stuck(self.last))
@@ -266,8 +266,9 @@ class RecordLog:
         return self.num_steps + len(records) - skipped, self.num_skipped + skipped, records[-1]
 
     def _records(self, steps: list[tuple[_Open, Tensor | None]], skips: list[float]) -> list[StepRecord]:
-        scales = read_scalars([scale for step, next_scale in steps for scale in (step.scale, next_scale)])
-        probes = read_scalars([step.loss_probe if skip else None for (step, _), skip in zip(steps, skips, strict=True)])
+        probes = [step.loss_probe if skip else None for (step, _), skip in zip(steps, skips, strict=True)]
+        values = read_scalars([*(s for step, following in steps for s in (step.scale, following)), *probes])
+        scales, probes = values[: 2 * len(steps)], values[2 * len(steps) :]
         reasons: list[Reason] = [
             "none" if not skip else "gradient" if math.isfinite(probe) else "loss"
             for skip, probe in zip(skips, probes, strict=True)

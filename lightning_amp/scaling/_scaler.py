@@ -197,7 +197,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     @property
     def scale_tensor(self) -> Tensor:
-        """Return the scale on its device, shape []. It is never changed in place, an update puts a new tensor here."""
+        """Return the scale on its device, shape []. A later update does not change this tensor."""
         return _torch.scale_tensor(self)
 
     # -- the policy ----------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
             new_allowance = torch.where(grew, self.hysteresis, new_allowance)
             if held is not None:
                 new_allowance = torch.where(held.bool(), allowance, new_allowance)
-            self._allowance = new_allowance
+            self._allowance = allowance.copy_(new_allowance)  # in place, for a graph that has captured this
         new_scale.clamp_(self.min_scale, self.max_scale)
         if held is not None:
             stays = held if held.dtype == torch.bool else held > 0

@@ -45,17 +45,19 @@ class StepResult(NamedTuple):
         output: What `optimizer.step` returned; on a skip, what the closure did.
         skip: Whether it was skipped.
         loss_probe: Finite exactly if the losses of this step were, []; `None` if nobody backpropagated one.
+        known_bad_loss: The same, where the host has read it; else `None`.
 
     """
 
     output: Any
     skip: Skip
     loss_probe: Tensor | None
+    known_bad_loss: Skip | None = None
 
     @property
     def bad_loss(self) -> Skip:
         """Return whether the loss was not finite, which asks for a skip whatever its gradients were mended to."""
-        return Skip.if_nonfinite(self.loss_probe)
+        return self.known_bad_loss or Skip.if_nonfinite(self.loss_probe)
 
 
 class _SkipStep(BaseException):  # not an Exception: user code between us and the optimizer may catch those

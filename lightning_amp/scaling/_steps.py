@@ -234,6 +234,8 @@ class OptimizerSteps:
     def _scale_may_be_below_one(self) -> bool:
         if not isinstance(self.scaler, DynamicLossScaler):
             return True
+        if _torch.is_capturing():  # nobody knows yet what it will be when the graph is replayed
+            return self.scaler.min_scale < 1
         # as far as the host knows: exact where it reads the flag of each step, else at most one read-back old
         scale = self._first_scale  # a record from before a resume may be of another precision
         if self._log.last is not None:
@@ -316,13 +318,13 @@ class OptimizerSteps:
             state.agree(self._all_reduce_max, self._reduces_on)
 
     def _record(self, state: GradientState, output: Any, skip: Skip) -> StepResult:
-        result = StepResult(output, skip, state.loss_probe)
+        result = StepResult(output, skip, state.loss_probe, state.bad_loss)
         scale = None
         if self.scaler is not None:
             scale, before = state.used_scale, state.overflow
             overflow = skip if before is None else skip | before
             self._attempts.add(Attempt(state.index, overflow, result.loss_probe, state.has_gradients))
-        bad_loss = state.bad_loss or result.bad_loss if self.asks_for_loss else Skip.NO
+        bad_loss = result.bad_loss if self.asks_for_loss else Skip.NO
         self._log.append(state.index, scale, skip, None if skip is Skip.NO else result.loss_probe, bad_loss)
         state.finish()
         return result

@@ -1,6 +1,6 @@
 """What the tests share: a quiet Trainer, small models, injected overflow, and comparisons with fp32."""
 
-from support.devices import DEVICE, CountReads, ForbidSync, flags_on_a_device, run_scenarios
+from support.devices import DEVICE, CountReads, ForbidSync, flags_on_a_device, run_scenarios, set_sync_mode
 from support.models import FEATURES, Toy, assert_same, attributes, batches, weights
 from support.plugins import STOCK_CACHES_CASTS, StockWithoutAutocast, WithoutAutocast, scaled_fp32, stock, stock_fp32
 from support.poison import Poison, Recorder
@@ -25,6 +25,7 @@ __all__ = [
     "quiet_trainer",
     "run_scenarios",
     "scaled_fp32",
+    "set_sync_mode",
     "stock",
     "stock_fp32",
     "weights",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
+import pretended
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,15 +25,27 @@ def flags_on_a_device() -> Generator[None, None, None]:
 
 
 class CountReads(TorchDispatchMode):
-    """How often the host has read a scalar with `.item()`, which on a GPU is to wait for the device."""
+    """How often the host has read a scalar with `.item()`, or copied a tensor from or to a device: it waits for each on
+    a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
         self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.count += args[0].device.type != out.device.type
+        return out
+
+
+def set_sync_mode(mode: Literal["default", "warn", "error"]) -> None:
+    """Say what a wait for the device leads to, on a GPU or on a pretended device of any type."""
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode(mode)
+    else:
+        pretended.core().set_sync_mode(("default", "warn", "error").index(mode))
 
 
 class ForbidSync(L.Callback):
@@ -43,10 +56,13 @@ class ForbidSync(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx >= self.first:
-            torch.cuda.set_sync_debug_mode("error")
+            set_sync_mode("error")
 
     def on_train_batch_end(self, *args: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
+        set_sync_mode("default")
+
+    def on_exception(self, *args: Any) -> None:
+        set_sync_mode("default")
 
 
 def run_scenarios(scenarios: dict[str, Callable[[], Any]], wanted: Sequence[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Poison(L.Callback):
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.batch in self.gradient:
-            next(p for p in pl_module.parameters() if p.grad is not None).grad.flatten()[0] = self.value
+            next(p for p in pl_module.parameters() if p.grad is not None).grad.flatten()[:1] = self.value
 
 
 class Recorder(L.pytorch.loggers.Logger):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import FEATURES, Poison, Toy, assert_same, batches, fit, scaled_fp32
+from support import FEATURES, CountReads, Poison, Toy, assert_same, batches, fit, scaled_fp32
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
@@ -146,3 +146,37 @@ class OwnLoss(Toy):
 def test_a_backward_that_fails_has_ended() -> None:
     """Else all gradients to come were taken for those of a scaled loss, and a step on them refused."""
     assert_same(fit(OwnLoss, scaled_fp32(init_scale=64.0), batches(2)), fit(OwnLoss, None, batches(2)))
+
+
+class TwoByHand(Toy):
+    """Clips and steps two optimizers by hand, with a BatchNorm, which a loss that is not finite must not spoil."""
+
+    def __init__(self, fused: bool, loss_is_bad: bool) -> None:
+        super().__init__(net=nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+        self.automatic_optimization = False
+        self.fused, self.loss_is_bad = fused, loss_is_bad
+        self.waits: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        reads = CountReads()
+        for optimizer in self.optimizers():
+            loss = self.loss(batch) * (torch.inf if self.loss_is_bad and batch_idx == 2 else 1.0)
+            optimizer.zero_grad()
+            with reads:
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, gradient_clip_val=0.5)
+                optimizer.step()
+        self.waits.append(reads.count)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.05, fused=self.fused) for i in (0, 2)]
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_host_waits_once_for_each_step_that_is_not_fused(device: torch.device, fused: bool, bad: bool) -> None:
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0))
+    module = TwoByHand(fused, bad)
+    fit(module, plugin, batches(5))
+    assert module.waits == [0 if fused or device.type == "cpu" else 2] * 5
+    assert plugin.num_skipped == 2 * bad

@@ -10,8 +10,8 @@ import torch
 from support import CountReads, flags_on_a_device
 from torch import Tensor, nn
 
+from lightning_amp._compat import _torch
 from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, Skip, StepPlan, StepResult
-from lightning_amp.scaling._skip import constant
 from lightning_amp.scaling._step import snapshot
 
 INF, NAN = float("inf"), float("nan")
@@ -299,7 +299,7 @@ def test_a_loss_that_somebody_asks_for_is_read_with_the_gradients() -> None:
         with CountReads() as reads:
             result = loop.step((1.0, 1.0), plan=StepPlan(asks_for_loss=True))
         assert reads.count == 1
-    assert result.loss_probe is constant(0.0, torch.device("cpu"))  # in host memory, where it is known at once
+    assert result.bad_loss is Skip.NO  # the host knows it now
 
 
 # -- who looks ---------------------------------------------------------------------------------------------------------
@@ -365,3 +365,18 @@ def test_a_snapshot_puts_back_the_state_of_an_optimizer_inside_the_optimizer() -
     restore()
     assert (param.tolist(), outer.base.state[param]["momentum_buffer"].tolist()) == (before, momentum)
     assert param not in outer.state
+
+
+def test_a_scale_that_falls_below_one_in_replays_makes_no_weight_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler, weight = DynamicLossScaler(64.0), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    steps = OptimizerSteps(scaler, True, RecordLog(), [optimizer])
+    monkeypatch.setattr(_torch, "is_capturing", lambda: True)
+    scaler.scale_tensor.fill_(0.0)  # a copy
+    assert scaler.get_scale() == 64.0
+    _torch.set_scale_tensor(scaler, torch.tensor(2.0**-10))  # as replays do, where the host sees none of it
+    steps.scale_loss((weight * 2e19 * 2e19).sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.isfinite().all()  # the true one is not
+    steps.step(optimizer, lambda: None, lambda: None, StepPlan())
+    assert weight.tolist() == [0.0, 0.0]
