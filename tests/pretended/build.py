@@ -51,12 +51,11 @@ def build(kind: str) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
     libraries = Path(torch.__file__).parent / "lib"
     paths = [*include_paths(), sysconfig.get_path("include")]
-    command = [
-        compiler, "-shared", "-fPIC", "-O0", "-std=c++20", "-w",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-DTORCH_EXTENSION_NAME=pretended_{kind}", *(["-DPRETEND_CUDA"] if kind == "cuda" else []),
-        *(f"-isystem{path}" for path in paths), str(SOURCE), f"-L{libraries}",
-        "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python",
-    ]  # fmt: skip
+    flags = ["-shared", "-fPIC", "-O0", "-std=c++20", "-w", f"-DTORCH_EXTENSION_NAME=pretended_{kind}"]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags += ["-DPRETEND_CUDA"] if kind == "cuda" else []
+    linked = [f"-L{libraries}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+    command = [compiler, *flags, *(f"-isystem{path}" for path in paths), str(SOURCE), *linked]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # moved when whole: nobody ever loads half of it
         made = Path(folder, target.name)
         done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
