@@ -259,8 +259,8 @@ def test_a_batch_that_is_kept_is_not_written_into() -> None:
         module = Keeps()
         module.make_optimizer = optimizer
         fit(module, ours(Keeps), data(4))
-        assert_same(module.kept[3], list(data(4))[3])
-        assert_same(module.queue_last, list(data(4))[2])
+        assert_same(module.kept[3].cpu(), list(data(4))[3])
+        assert_same(module.queue_last.cpu(), list(data(4))[2])
 
 
 # -- rules ---------------------------------------------------------------
@@ -310,6 +310,8 @@ def test_compiled_and_shared_names() -> None:
             super().__init__(bad=bad)
             self.a = self.b = Hidden().memory
             del self.queue, self.queue_pointer
+
+        def on_train_start(self) -> None:  # on the device
             self.queue, self.queue_pointer = self.a.queue, self.a.queue_pointer
 
         def write(self, key: Tensor) -> None:
