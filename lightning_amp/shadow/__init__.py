@@ -11,6 +11,7 @@ from lightning_amp.shadow._overflow_search import Finding, find
 from lightning_amp.shadow._paired_evaluation import PairedEvaluation
 from lightning_amp.shadow._private_fit import (
     PRIVATE_CALLBACKS,
+    device_of_trainer,
     own_data,
     own_module,
     private_trainer,
@@ -38,6 +39,7 @@ __all__ = [
     "Stage",
     "TrainingPass",
     "copy_batch",
+    "device_of_trainer",
     "find",
     "gather",
     "gather_on_zero",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Checkpoint,
@@ -27,6 +28,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
@@ -69,7 +71,7 @@ _MANY_EPOCHS, _MANY_STEPS = 1000, 1_000_000
 def unnoticed(device: torch.device) -> Generator[None]:
     """Leave the caller's process as it was found: random generators, seed of Lightning, settings of torch, loggers.
 
-    Inside, Lightning and this package say nothing, and warnings are not shown.
+    Inside, Lightning and this package say nothing, warnings are not shown, and `device` is the current one.
     """
     environment = dict(os.environ)
     precisions = [(switch, switch.fp32_precision) for switch in fp32_switches()]
@@ -82,7 +84,13 @@ def unnoticed(device: torch.device) -> Generator[None]:
     try:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
-        with warnings.catch_warnings(), paired_random(device.type), torch.inference_mode(False), torch.enable_grad():
+        with (
+            warnings.catch_warnings(),
+            paired_random(device.type),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.accelerator.device_index(None if device.type == "cpu" else device.index),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -110,6 +118,35 @@ def _matmul_precision() -> str | None:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         return None
+
+
+def device_of_trainer(trainer_kwargs: Mapping[str, Any]) -> torch.device:
+    """Return the first device that Lightning would train on.
+
+    Args:
+        trainer_kwargs: Arguments of its Trainer, of which `accelerator` and `devices` count.
+
+    Raises:
+        ValueError: If there is no such device here.
+
+    """
+    devices = trainer_kwargs.get("devices", "auto")
+    try:
+        accelerator = _accelerator_of_trainer(trainer_kwargs)
+        return _first_device(accelerator, accelerator.auto_device_count() if devices == "auto" else devices)
+    except Exception as error:
+        asked = {name: trainer_kwargs[name] for name in ("accelerator", "devices") if name in trainer_kwargs}
+        raise ValueError(f"`trainer_kwargs` asks for {asked}, which this machine has not: {error}") from error
+
+
+def _accelerator_of_trainer(trainer_kwargs: Mapping[str, Any]) -> Accelerator:
+    settings: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with unnoticed(torch.device("cpu")):
+        return Trainer(accelerator=trainer_kwargs.get("accelerator", "auto"), devices=1, **settings).accelerator
+
+
+def _first_device(accelerator: Any, devices: Any) -> torch.device:
+    return accelerator.get_parallel_devices(accelerator.parse_devices(devices))[0]
 
 
 def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
@@ -200,8 +237,12 @@ def private_trainer(
         trainer_kwargs: The user's arguments; those that say how long, how many and what is written are left out.
         limit_val_batches: Of each validation; schedules may wait for a metric of one.
 
+    Raises:
+        ValueError: If Lightning does not know this type of device.
+
     """
     kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
+    accelerator = _accelerator_for(device, trainer_kwargs)
     given = kwargs.pop("callbacks", None) or []
     given = [given] if isinstance(given, Callback) else list(given)
     kept = [callback for callback in given if not isinstance(callback, _LEFT_OUT_CALLBACKS)]
@@ -209,8 +250,9 @@ def private_trainer(
     folder = tempfile.mkdtemp(prefix=_FOLDER)
     saves = trainer_kwargs.get("enable_checkpointing") is not False
     settings: dict[str, Any] = {
-        "accelerator": device.type if device.type != "cuda" else "gpu",
-        "devices": [device.index] if device.type == "cuda" and ":" in str(device) else 1,
+        "accelerator": accelerator,
+        "devices": 1 if device.index is None or device.type == "cpu" else [device.index],
+        "strategy": SingleDeviceStrategy(device),
         "max_epochs": _MANY_EPOCHS,
         "max_steps": _MANY_STEPS,
         "limit_val_batches": limit_val_batches,
@@ -227,6 +269,18 @@ def private_trainer(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _accelerator_for(device: torch.device, trainer_kwargs: Mapping[str, Any]) -> str | Accelerator:
+    if device.type in AcceleratorRegistry:
+        return device.type
+    theirs = _accelerator_of_trainer(trainer_kwargs)
+    if _first_device(theirs, 1).type != device.type:
+        raise ValueError(
+            f"Lightning has no accelerator for {device.type!r}. Pass the one that you train with:"
+            " `trainer_kwargs={'accelerator': ...}`."
+        )
+    return theirs
 
 
 def _own_callback(callback: Callback) -> Callback:
