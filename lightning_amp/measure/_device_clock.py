@@ -23,15 +23,15 @@ class DeviceClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._where = device
         self._has_events = device.type not in _EVENTS_MAY_HANG and _has_timed_events(device)
 
     def now(self) -> Any:
         """Return a mark after all that was launched so far. Waits for a device that has no timed events."""
         if self._has_events:
-            return _event(self._device)
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+            return _event(self._where)
+        if self._where.type != "cpu":
+            torch.accelerator.synchronize(self._where)
         return time.perf_counter()
 
     @staticmethod

@@ -1,6 +1,7 @@
 """Run the user's step a second time, unseen: on a copy, with its own random numbers and loggers."""
 
 from lightning_amp.shadow._batch_window import BatchWindow
+from lightning_amp.shadow._devices import device_of_trainer
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
 from lightning_amp.shadow._gradient_sample import Sample, take_sample
@@ -11,19 +12,18 @@ from lightning_amp.shadow._overflow_search import Finding, find
 from lightning_amp.shadow._paired_evaluation import PairedEvaluation
 from lightning_amp.shadow._private_fit import (
     PRIVATE_CALLBACKS,
-    device_of_trainer,
     own_data,
     own_module,
     private_trainer,
     remove_callbacks,
     run_private_fit,
-    unnoticed,
 )
 from lightning_amp.shadow._ranks import gather, gather_on_zero
 from lightning_amp.shadow._second_look import SecondLook
 from lightning_amp.shadow._step_bundle import packed_step, unpacked_step
 from lightning_amp.shadow._step_watch import LossyDerivative
 from lightning_amp.shadow._training_pass import TrainingPass
+from lightning_amp.shadow._unnoticed import unnoticed
 
 __all__ = [
     "PRIVATE_CALLBACKS",
