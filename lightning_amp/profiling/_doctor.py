@@ -109,7 +109,7 @@ def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> tor
         raise ValueError(f"`device` must be a device such as 'cpu' or 'cuda:0', got {device!r}.") from error
     if found.type == "cpu":
         return found
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = torch.accelerator.current_accelerator(True)
     if here is None or here.type != found.type:
         name = found.type.upper()
         raise ValueError(f"`device` is {device!r}, and there is no {name} device here. Pass 'cpu', or nothing.")
