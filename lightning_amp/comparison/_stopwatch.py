@@ -22,10 +22,6 @@ class Stopwatch:
     """Takes the time from the end of one training batch to the end of the next, data loading included.
 
     No step waits for a device that has timed events; :meth:`pause` does.
-
-    Args:
-        device: Where training runs.
-
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -9,22 +9,14 @@ from typing import Any
 import torch
 from typing_extensions import final
 
-_EVENTS_MAY_HANG = {"mps"}
-"""`elapsed_time` may wait forever for an event that was waited for: https://github.com/pytorch/pytorch/issues/162872."""
-
 
 @final
 class DeviceClock:
-    """Takes the time on one device, which need not be the current one.
-
-    Args:
-        device: Any; the CPU, too.
-
-    """
+    """Takes the time on one device, which need not be the current one. The CPU is one, too."""
 
     def __init__(self, device: torch.device) -> None:
         self._where = device
-        self._has_events = device.type not in _EVENTS_MAY_HANG and _has_timed_events(device)
+        self._has_events = _has_timed_events(device)
 
     def now(self) -> Any:
         """Return a mark after all that was launched so far. Waits for a device that has no timed events."""
@@ -45,7 +37,7 @@ class DeviceClock:
 
 @functools.cache
 def _has_timed_events(device: torch.device) -> bool:
-    if device.type == "cpu":
+    if device.type in ("cpu", "mps"):  # of MPS they may hang: https://github.com/pytorch/pytorch/issues/162872
         return False
     try:
         return DeviceClock.seconds(_event(device), _event(device)) >= 0

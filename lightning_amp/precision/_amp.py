@@ -107,7 +107,7 @@ class AmpPrecision(FallsBack):
         self.restore_buffers = checked_buffer_rules(restore_buffers)
         require_bool("upcast_parameters", upcast_parameters)
         self.upcast_parameters = upcast_parameters
-        self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # until the strategy says
+        self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # for now
         self.scaler = self._settings.given_scaler
         self._choice: Choice | None = None
         if self._settings.requested != "auto":

@@ -21,10 +21,6 @@ class Clock:
     """Adds up the time of nested parts; each moment counts for the innermost.
 
     The loading of data and callbacks by the time of the host, all else by the device's.
-
-    Args:
-        device: Where training runs.
-
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -20,7 +20,6 @@ class Laps(Callback):
     """Times some steps of a fit that has settled, and ends it.
 
     Args:
-        device: Where.
         num_laps: How many steps are timed.
         num_before: How many are not, at least.
 

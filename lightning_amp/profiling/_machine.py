@@ -28,11 +28,7 @@ _PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_amp", "torchao", "
 
 
 def examine(device: torch.device, *, short: bool = False) -> Machine:
-    """Measure a machine.
-
-    Args:
-        device: Where.
-        short: Fewer sizes: some seconds.
+    """Measure a machine; if `short` in fewer sizes, which takes some seconds.
 
     Cost: at most 20 s, memory of three matrices of 8192 x 8192 on a GPU.
 

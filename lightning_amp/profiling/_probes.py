@@ -119,14 +119,7 @@ def _noted(what: str, notes: list[str], last: dict[str, Any]) -> Callable[[str, 
 
 
 def product(name: str, sizes: tuple[int, int, int], device: torch.device) -> Probe:
-    """Return a matrix product.
-
-    Args:
-        name: Of the format.
-        sizes: Rows, depth, columns.
-        device: Where.
-
-    """
+    """Return a product in a format, of matrices whose `sizes` are rows, depth and columns."""
     made: list[Callable[[], Any]] = []
 
     def run() -> None:

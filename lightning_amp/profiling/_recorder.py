@@ -42,7 +42,6 @@ class Recorder:
 
     Args:
         module: Whose submodules are named.
-        device: Where it computes.
         fp32_modules: Modules that the plugin keeps in fp32, those inside of them included.
         held: What is there before the step: optimizer states, the batch. Parameters and buffers are, too.
         part: Returns the part of the step that is running.

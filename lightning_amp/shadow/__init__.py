@@ -1,7 +1,6 @@
 """Run the user's step a second time, unseen: on a copy, with its own random numbers and loggers."""
 
 from lightning_amp.shadow._batch_window import BatchWindow
-from lightning_amp.shadow._devices import device_of_trainer
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
 from lightning_amp.shadow._gradient_sample import Sample, take_sample
@@ -22,8 +21,8 @@ from lightning_amp.shadow._ranks import gather, gather_on_zero
 from lightning_amp.shadow._second_look import SecondLook
 from lightning_amp.shadow._step_bundle import packed_step, unpacked_step
 from lightning_amp.shadow._step_watch import LossyDerivative
+from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
 from lightning_amp.shadow._training_pass import TrainingPass
-from lightning_amp.shadow._unnoticed import unnoticed
 
 __all__ = [
     "PRIVATE_CALLBACKS",

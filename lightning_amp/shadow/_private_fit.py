@@ -28,8 +28,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
-from lightning_amp.shadow._devices import accelerator_for
 from lightning_amp.shadow._rebinding import rebind_closures
+from lightning_amp.shadow._surroundings import accelerator_for
 from lightning_amp.shadow._views import NOTHING
 from lightning_amp.tracing import RandomState
 
@@ -150,9 +150,6 @@ def private_trainer(
         callbacks: What watches; after the user's own.
         trainer_kwargs: The user's arguments; those that say how long, how many and what is written are left out.
         limit_val_batches: Of each validation; schedules may wait for a metric of one.
-
-    Raises:
-        ValueError: If Lightning does not know this type of device.
 
     """
     kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}

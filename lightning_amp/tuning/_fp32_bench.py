@@ -110,9 +110,9 @@ class Bench:
         with self._training(point, upcast=True) as one:
             self._run(one, point, None, 1.0)
             again = one.gradients()
-        squares = [float((again[name] - old).cpu().double().square().sum()) for name, old in before.items() if name in again]
+        moved = [(again[name] - old).cpu().double() for name, old in before.items() if name in again]
         norm = math.sqrt(sum(float(old.cpu().double().square().sum()) for old in before.values()))
-        return math.sqrt(sum(squares)) / norm if norm else 0.0
+        return math.sqrt(sum(float(one.square().sum()) for one in moved)) / norm if norm else 0.0
 
     def _add_metrics(self) -> None:
         watch = Watch()

@@ -46,7 +46,8 @@ class MoCo(Toy):
             key = nn.functional.normalize(self.net(batch.roll(1, 1)), dim=1)
         logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone()], 1)
         self.write(key)
-        return nn.functional.cross_entropy(logits.float(), torch.zeros(len(batch), dtype=torch.long, device=batch.device))
+        labels = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
+        return nn.functional.cross_entropy(logits.float(), labels)
 
     @torch.no_grad()
     def write(self, key: Tensor) -> None:

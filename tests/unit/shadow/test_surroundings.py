@@ -1,4 +1,4 @@
-"""Which device Lightning would train on, and what the Trainer of a private fit gets."""
+"""The device that is current, the one that Lightning would train on, and what the Trainer of a private fit gets."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_gpu_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match=r"asks for {'accelerator': 'tpu', 'devices': 8}, which this machine has not: "):
+    with pytest.raises(ValueError, match=r"{'accelerator': 'tpu', 'devices': 8}, which this machine has not: "):
         device_of_trainer({"accelerator": "tpu", "devices": 8, "max_epochs": 1})
 
 
@@ -93,3 +93,13 @@ def test_devices_that_lightning_does_not_know(tmp_path: Path, monkeypatch: pytes
         trainer = private_trainer(xpu, None, [], {"accelerator": theirs})
     assert trainer.accelerator is theirs
     assert trainer.strategy.root_device == xpu
+
+
+def test_the_device_is_the_current_one_until_it_ends(device: torch.device) -> None:
+    if device.type == "cpu":
+        return
+    before = torch.accelerator.current_device_index()
+    with unnoticed(torch.device(device.type, 1)):
+        assert torch.accelerator.current_device_index() == 1
+        torch.accelerator.set_device_index(1 - before)
+    assert torch.accelerator.current_device_index() == before
