@@ -219,6 +219,12 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+# Can go when torch has a public list.
+def fused_device_types() -> list[str]:
+    """Return the types of devices for which torch has fused optimizers."""
+    return torch.utils._foreach_utils._get_fused_kernels_supported_devices()
+
+
 # Can go with `decides_on_device`.
 def unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether Lightning's own plugin leaves unscaling to this optimizer; it asks for the same attribute."""

@@ -96,7 +96,7 @@ class Fp32Region:
 
 
 def _device_types() -> list[str]:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 

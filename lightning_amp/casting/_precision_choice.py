@@ -58,7 +58,7 @@ class Choice(NamedTuple):
         here = _describe(device)
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
-            if "bf16" in names and torch.cuda.is_bf16_supported(including_emulation=False):
+            if "bf16" in names and has_bf16_units(device):
                 return cls.of("bf16"), f"{here} computes in bfloat16 natively"
             if major >= 7 and "fp16" in names:
                 return cls.of("fp16"), f"{here} has float16 but no bfloat16 matrix units (sm_{major}{minor})"
@@ -160,6 +160,11 @@ def runnable(device: torch.device) -> list[str]:
     return [*half, *(["fp8"] if "bf16" in half and has_fp8(device) else []), "fp32"]
 
 
+def has_bf16_units(device: torch.device) -> bool:
+    """Return whether a CUDA device multiplies in bfloat16 itself; torch answers for the current device alone."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] >= 8
+
+
 def cpu_has(name: str) -> list[str]:
     """Return with which instructions the CPU computes in `"bf16"` or `"fp16"`; empty if it would emulate it.
 
@@ -180,12 +185,11 @@ def _say_speed(kind: ProbeKind, speed: SpeedComparison) -> str:
 def _autocast_runs(device: torch.device, dtype: torch.dtype) -> bool:
     if not torch.amp.is_autocast_available(device.type):
         return False
-    if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
-        return False
+    index = None if device.type == "cpu" else device.index
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        try:
-            with torch.autocast(device.type, dtype=dtype):  # warns and turns itself off where it cannot
+        try:  # it warns and turns itself off, or raises, where the current device cannot
+            with torch.accelerator.device_index(index), torch.autocast(device.type, dtype=dtype):
                 return torch.is_autocast_enabled(device.type)
         except RuntimeError:
             return False

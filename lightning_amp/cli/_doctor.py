@@ -37,7 +37,7 @@ Exit status: 0, or 1 if a finding is a warning or an error."""
 _OPTIONS: dict[str, dict[str, Any]] = {
     **CLASS_OPTIONS,
     "--precision": {"metavar": "NAME", "help": "what is looked at; default: auto", "default": "auto"},
-    "--device": {"metavar": "NAME", "help": "where: cpu, cuda:0; default: CUDA if there is one"},
+    "--device": {"metavar": "NAME", "help": "where: cpu, cuda:0; default: where a Trainer would train"},
     "--json": {"metavar": "FILE", "help": "save all that was measured as JSON"},
 }
 

@@ -52,8 +52,7 @@ class PeakMemory:
             profiled: Whether the user's own torch profiler is going to watch: of two, the second one fails.
 
         """
-        counts = device.type != "cpu" and hasattr(torch.get_device_module(device.type), "max_memory_allocated")
-        return DevicePeak(device) if counts else TensorPeak(module, profiled=profiled)
+        return TensorPeak(module, profiled=profiled) if device.type == "cpu" else DevicePeak(device)
 
     @abstractmethod
     def resume(self) -> None:
@@ -70,20 +69,22 @@ class PeakMemory:
 
 @final
 class DevicePeak(PeakMemory):
-    """What the allocator of the device counts itself (`max_memory_allocated`)."""
+    """What the allocator of the device counts itself (`max_memory_allocated`). `None` if it does not, as on MPS."""
 
     memory_of = "device"
 
     def __init__(self, device: torch.device) -> None:
         self._where = device
         self._backend: Any = torch.get_device_module(device.type)
+        self._counts = hasattr(self._backend, "max_memory_allocated")
         self._peak = 0
         self._watching = False
 
     @override
     def resume(self) -> None:
-        self._backend.reset_peak_memory_stats(self._where)
-        self._watching = True
+        if self._counts:
+            self._backend.reset_peak_memory_stats(self._where)
+        self._watching = self._counts
 
     @override
     def pause(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Iterable
 from itertools import accumulate
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from typing_extensions import final
 
+from lightning_amp.measure import DeviceClock
+
 _FIRST = 10
 """Steps that are not steady: memory is allocated, kernels are chosen, code is compiled. In short runs a fifth."""
 
@@ -20,16 +21,12 @@ _FIRST = 10
 class Stopwatch:
     """Takes the time from the end of one training batch to the end of the next, data loading included.
 
-    On CUDA by events in the stream, so that no step waits for the device; :meth:`pause` does.
-
-    Args:
-        device: Where training runs.
-
+    No step waits for a device that has timed events; :meth:`pause` does.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._where = device
-        self._previous: Any = None  # a time, or an event on the stream
+        self._clock = DeviceClock(device)
+        self._previous: Any = None  # a mark
         self._open: list[tuple[Any, Any]] = []
         self._seconds = array("d")
         self._samples = array("q")
@@ -44,15 +41,13 @@ class Stopwatch:
 
     def resume(self) -> None:
         """Begin, or go on after a pause."""
-        self._previous, self._resumed = self._now(), True
+        self._previous, self._resumed = self._clock.now(), True
 
     def pause(self) -> None:
         """Stop until :meth:`resume`. Waits for the device."""
         self._previous = None
-        if self._open:
-            self._open[-1][1].synchronize()
-            self._seconds.extend(start.elapsed_time(end) / 1e3 for start, end in self._open)
-            self._open.clear()
+        self._seconds.extend(self._clock.seconds(*lap) for lap in self._open)
+        self._open.clear()
 
     def lap(self, num_samples: int | None, *, watched: bool = False) -> None:
         """End a training step.
@@ -62,12 +57,9 @@ class Stopwatch:
             watched: Whether something was measured beside it, which takes time.
 
         """
-        now, previous = self._now(), self._previous
-        assert previous is not None
-        if isinstance(now, float):
-            self._seconds.append(now - previous)
-        else:
-            self._open.append((previous, now))
+        now = self._clock.now()
+        assert self._previous is not None
+        self._open.append((self._previous, now))
         if watched:
             self._watched.add(self.num_laps)
         if self._resumed or watched:
@@ -96,10 +88,3 @@ class Stopwatch:
         usual = median(times) if times else 0.0
         laps = (min(s, usual) if lap in self._watched else s for lap, s in enumerate(self._seconds))
         return [0.0, *accumulate(laps)]
-
-    def _now(self) -> Any:
-        if self._where.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._where))
-        return event

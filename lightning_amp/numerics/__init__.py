@@ -9,7 +9,7 @@ from lightning_amp.numerics._finite import (
     nonfinite_gradients,
     stack_scalars,
 )
-from lightning_amp.numerics._limits import FORMATS, HALF_DTYPES, FormatLimits, fitting_scale, limits
+from lightning_amp.numerics._limits import FORMATS, HALF_DTYPES, FormatLimits, fitting_scale, limits, widest_dtype
 from lightning_amp.numerics._ranges import (
     ExponentHistogram,
     Underflow,
@@ -52,4 +52,5 @@ __all__ = [
     "stack_scalars",
     "underflow",
     "underflow_counts",
+    "widest_dtype",
 ]

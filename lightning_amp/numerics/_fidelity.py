@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_amp.numerics._limits import widest_dtype
+
 
 def sqnr_db(reference: Tensor, values: Tensor) -> Tensor:
     """Compute the signal-to-quantization-noise ratio in decibels, shape [].
@@ -52,7 +54,7 @@ def fidelity_sums(reference: Tensor, values: Tensor) -> Tensor:
     if reference.shape != values.shape:
         raise ValueError(f"The shapes must be the same; got {tuple(reference.shape)} and {tuple(values.shape)}.")
     # In float64 the squares of the smallest fp32 gradients do not underflow.
-    dtype = torch.float32 if reference.device.type == "mps" else torch.float64
+    dtype = widest_dtype(reference.device)
     reference, values = _at_least_fp32(reference.detach()), _at_least_fp32(values.detach())
     norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in (reference, values, values - reference)]
     return torch.stack(norms).square()
@@ -69,7 +71,7 @@ def inner_product(reference: Tensor, values: Tensor) -> Tensor:
         return fidelity_sums(a, b).sum()
     # each by its largest: the products of small gradients leave the range of fp32
     tops = [torch.where(top > 0, top, torch.ones_like(top)) for top in (a.abs().max(), b.abs().max())]
-    dtype = torch.float32 if a.device.type == "mps" else torch.float64
+    dtype = widest_dtype(a.device)
     product = torch.dot(a / tops[0], (b / tops[1]).to(a.dtype)).to(dtype)
     return product * tops[0].to(dtype) * tops[1].to(dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -60,6 +61,16 @@ def _measure(name: str, dtype: torch.dtype) -> FormatLimits:
         rounds_to_normal=info.smallest_normal - subnormal / 2,
         overflows_from=_next_float32(half_way) if tie_stays else half_way,
     )
+
+
+@functools.cache
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on a device that does not compute in float64: MPS, some XPUs and NPUs."""
+    try:
+        torch.ones((), device=device, dtype=torch.float64).reciprocal()
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64
 
 
 def _exponent(value: float) -> int:

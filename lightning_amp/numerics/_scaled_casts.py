@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import final
 
-from lightning_amp.numerics._limits import limits
+from lightning_amp.numerics._limits import limits, widest_dtype
 from lightning_amp.numerics._ranges import dense
 
 _LEAST = 1e-12
@@ -47,10 +47,10 @@ class ScaledCast(NamedTuple):
         magnitude = values.abs()
         whole = self.rowwise and values.dim() > 0
         top = magnitude.amax(-1, keepdim=True) if whole else magnitude.max()
-        scale = fits.largest / top.double().clamp(min=_LEAST)
+        scale = fits.largest / top.to(widest_dtype(top.device)).clamp(min=_LEAST)
         if self.power_of_two:
             scale = torch.exp2(torch.floor(torch.log2(scale)))
-        scaled = magnitude * scale  # float64: an infinite value makes it NaN, as in torchao
+        scaled = magnitude * scale  # in float64, too: an infinite value makes it NaN, as in torchao
         counted = values != 0
         to_zero = (counted & (scaled <= fits.rounds_to_zero)).count_nonzero()
         saturated = (~(scaled < fits.overflows_from)).count_nonzero()

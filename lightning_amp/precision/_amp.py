@@ -108,7 +108,7 @@ class AmpPrecision(FallsBack):
         self.restore_buffers = checked_buffer_rules(restore_buffers)
         require_bool("upcast_parameters", upcast_parameters)
         self.upcast_parameters = upcast_parameters
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"  # until the strategy says which
+        self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # for now
         self.scaler = self._settings.given_scaler
         self._choice: Choice | None = None
         if self._settings.requested != "auto":

@@ -36,7 +36,6 @@ class Fp8:
         module: The user's.
         forward: Says when it trains in fp8, and what computes in fp32.
         recipe: A checked one.
-        device: Where.
 
     Attributes:
         layers: Each `nn.Linear` by its name: `None`, or why it is not in fp8.

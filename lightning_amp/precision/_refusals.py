@@ -24,7 +24,7 @@ from torch import nn
 from lightning_amp import _messages
 from lightning_amp._compat import _modules
 from lightning_amp._text import named
-from lightning_amp.casting import Choice
+from lightning_amp.casting import Choice, has_bf16_units
 from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import _upcast_parameters
 
@@ -120,14 +120,9 @@ def _unsafe_losses(module: LightningModule, device: torch.device, in_fp32: Colle
 
 def _slow(choice: Choice, device: torch.device) -> list[str]:
     """Return what is said of a GPU without bfloat16 units. Of a CPU the doctor says it, which measures."""
-    if choice.name != "bf16" or device.type != "cuda":
+    if choice.name != "bf16" or device.type != "cuda" or has_bf16_units(device):
         return []
-    emulated = not torch.cuda.is_bf16_supported(including_emulation=False)
-    return (
-        ["this GPU emulates bfloat16: `doctor` measures what that costs, and precision 'auto' picks another format"]
-        if emulated
-        else []
-    )
+    return ["this GPU emulates bfloat16: `doctor` measures what that costs, and precision 'auto' picks another format"]
 
 
 def _compiled_backward(module: nn.Module) -> list[str]:

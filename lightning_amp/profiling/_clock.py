@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from typing_extensions import final
 
+from lightning_amp.measure import DeviceClock
+
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 SCALING, CALLBACKS, REST = "checks, unscaling and clipping", "callbacks", "rest"
 PARTS = (DATA, FORWARD, BACKWARD, SCALING, OPTIMIZER, CALLBACKS, REST)
@@ -18,23 +20,17 @@ PARTS = (DATA, FORWARD, BACKWARD, SCALING, OPTIMIZER, CALLBACKS, REST)
 class Clock:
     """Adds up the time of nested parts; each moment counts for the innermost.
 
-    On CUDA by events in the stream, so that no step waits for the device, but for the loading of data, which is the
-    host's.
-
-    Args:
-        device: Where training runs.
-
+    The loading of data and callbacks by the time of the host, all else by the device's.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._where = device
+        self._clock = DeviceClock(device)
         self._stack: list[tuple[str, str]] = []
         self._since: Any = None
         self._since_host = 0.0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._details: defaultdict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, str, Any, Any]] = []
+        self._laps: list[tuple[str, str, Any, Any]] = []
 
     @property
     def part(self) -> str:
@@ -56,38 +52,29 @@ class Clock:
         """Begin to count."""
         self._seconds.clear()
         self._details.clear()
-        self._events.clear()
-        self._since, self._since_host = self._now(), time.perf_counter()
+        self._laps.clear()
+        self._since, self._since_host = self._clock.now(), time.perf_counter()
 
     def stop(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the seconds by part, and by detail. Waits for the device."""
         self._close()
         self._since = None
-        if self._events:
-            torch.cuda.synchronize(self._where)
-            for part, detail, first, last in self._events:
-                self._add(part, detail, first.elapsed_time(last) / 1e3)
+        for part, detail, first, last in self._laps:
+            self._add(part, detail, self._clock.seconds(first, last))
         return dict(self._seconds), dict(self._details)
 
     def _close(self) -> None:
         if self._since is None:
             return
-        now, host = self._now(), time.perf_counter()
+        now, host = self._clock.now(), time.perf_counter()
         part, detail = self._stack[-1] if self._stack else (REST, "")
-        if part in (DATA, CALLBACKS) or not self._on_cuda:
+        if part in (DATA, CALLBACKS):
             self._add(part, detail, host - self._since_host)
         else:
-            self._events.append((part, detail, self._since, now))
+            self._laps.append((part, detail, self._since, now))
         self._since, self._since_host = now, host
 
     def _add(self, part: str, detail: str, seconds: float) -> None:
         self._seconds[part] += seconds
         if detail:
             self._details[detail] += seconds
-
-    def _now(self) -> Any:
-        if not self._on_cuda:
-            return True
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._where))
-        return event

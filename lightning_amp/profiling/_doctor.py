@@ -15,7 +15,7 @@ from lightning_amp.comparison import ArmSpec, check_trainer_names, parse_arms
 from lightning_amp.profiling._examine_step import StepExamination
 from lightning_amp.profiling._machine import examine
 from lightning_amp.profiling._progress import Progress
-from lightning_amp.shadow import unnoticed
+from lightning_amp.shadow import device_of_trainer, unnoticed
 
 
 def doctor(
@@ -53,7 +53,8 @@ def doctor(
         precision: What is looked at: a name, a plugin, or the arguments of :class:`AmpPrecision` as a mapping.
         trainer_kwargs: Arguments of the Trainer, without `precision` and `plugins`. Callbacks run as copies; loggers,
             checkpoints and what says how long to train are left out.
-        device: Where; default: CUDA if there is a device, else what `trainer_kwargs["accelerator"]` says, else the CPU.
+        device: Where; default: the first device that Lightning would train on, `trainer_kwargs["accelerator"]` and
+            `trainer_kwargs["devices"]` included.
 
     Returns:
         The findings, worst first, with all that was measured.
@@ -101,19 +102,18 @@ def _arm(precision: Any) -> ArmSpec:
 
 def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> torch.device:
     if device is None:
-        accelerator = kwargs.get("accelerator", "auto")
-        if accelerator == "cpu" or not torch.cuda.is_available():
-            return torch.device("mps" if accelerator == "mps" else "cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        return device_of_trainer(kwargs)
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"`device` must be a device such as 'cpu' or 'cuda:0', got {device!r}.") from error
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"`device` is {device!r}, and there is no CUDA device here. Pass 'cpu', or nothing.")
-        return torch.device("cuda", found.index if ":" in str(device) else torch.cuda.current_device())
-    return found
+    if found.type == "cpu":
+        return found
+    here = torch.accelerator.current_accelerator(True)
+    if here is None or here.type != found.type:
+        name = found.type.upper()
+        raise ValueError(f"`device` is {device!r}, and there is no {name} device here. Pass 'cpu', or nothing.")
+    return torch.device(found.type, torch.accelerator.current_device_index() if found.index is None else found.index)
 
 
 def _name(source: Any, device: torch.device) -> str:

@@ -72,7 +72,6 @@ class StepExamination:
         make_data: Likewise; `None` if the module has loaders of its own.
         arm: How to make the plugin.
         machine: What the machine can do.
-        device: Where.
         trainer_kwargs: The user's.
         say: Gets the progress.
 

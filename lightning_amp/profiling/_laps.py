@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from itertools import pairwise
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import final, override
 
+from lightning_amp.measure import DeviceClock
 from lightning_amp.precision import AmpPrecision
 
 MOST_SETTLING = 40
@@ -21,7 +20,6 @@ class Laps(Callback):
     """Times some steps of a fit that has settled, and ends it.
 
     Args:
-        device: Where.
         num_laps: How many steps are timed.
         num_before: How many are not, at least.
 
@@ -31,15 +29,15 @@ class Laps(Callback):
     """
 
     def __init__(self, device: torch.device, num_laps: int, num_before: int = 1) -> None:
-        self._where, self._num_laps, self._before = device, num_laps, num_before
+        self._clock, self._num_laps, self._before = DeviceClock(device), num_laps, num_before
         self._num_batches = 0
-        self._start_s = 0.0
-        self._events: list[Any] = []
+        self._start: Any = None
+        self._laps: list[tuple[Any, Any]] = []
         self.step_s: list[float] = []
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._start_s = time.perf_counter()
+        self._start = self._clock.now()
 
     @override
     def on_train_batch_end(
@@ -47,30 +45,15 @@ class Laps(Callback):
     ) -> None:
         self._num_batches += 1
         trainer.should_stop = False
-        if self._num_batches < self._before:
-            return
-        if self._num_batches == self._before:
-            if is_settling(trainer) and self._before < MOST_SETTLING:
-                self._before += 1
-            self._mark()
-            return
-        self._mark()
-        if self._where.type != "cuda":
-            self.step_s.append(time.perf_counter() - self._start_s)
-        trainer.should_stop = self._num_batches - self._before >= self._num_laps
-
-    def _mark(self) -> None:
-        if self._where.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._where))
-            self._events.append(event)
+        if self._num_batches > self._before:
+            self._laps.append((self._start, self._clock.now()))
+            trainer.should_stop = len(self._laps) >= self._num_laps
+        elif self._num_batches == self._before < MOST_SETTLING and is_settling(trainer):
+            self._before += 1
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._events:
-            torch.cuda.synchronize(self._where)
-            laps = self._events[-self._num_laps - 1 :]
-            self.step_s = [a.elapsed_time(b) / 1e3 for a, b in pairwise(laps)]
+        self.step_s = [self._clock.seconds(*lap) for lap in self._laps]
 
 
 def is_settling(trainer: Trainer) -> bool:

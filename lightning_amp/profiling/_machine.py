@@ -11,7 +11,7 @@ import torch
 
 from lightning_amp._cpu_name import cpu_name
 from lightning_amp.advice import Convolution, Format, Machine, Product, Support, judged
-from lightning_amp.casting import Choice, cpu_has, runnable
+from lightning_amp.casting import Choice, cpu_has, has_bf16_units, runnable
 from lightning_amp.profiling._probes import DTYPES, convolutions, products
 from lightning_amp.profiling._traps import known_traps
 from lightning_amp.tracing import reduces_fp32
@@ -28,11 +28,7 @@ _PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_amp", "torchao", "
 
 
 def examine(device: torch.device, *, short: bool = False) -> Machine:
-    """Measure a machine.
-
-    Args:
-        device: Where.
-        short: Fewer sizes: some seconds.
+    """Measure a machine; if `short` in fewer sizes, which takes some seconds.
 
     Cost: at most 20 s, memory of three matrices of 8192 x 8192 on a GPU.
 
@@ -139,7 +135,7 @@ def support_of(name: str, device: torch.device) -> tuple[Support, str]:
 
 def _on_cuda(name: str, device: torch.device) -> tuple[Support, str]:
     major, minor = torch.cuda.get_device_capability(device)
-    if name == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if name == "bf16" and not has_bf16_units(device):
         return "emulated", f"sm_{major}{minor} has no bf16 matrix units, although torch says that it is supported"
     if name == "fp16" and major < 7:
         return "emulated", f"sm_{major}{minor} has no fp16 matrix units"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import median
@@ -14,6 +13,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _aten
 from lightning_amp.advice import Convolution, Product, compare
+from lightning_amp.measure import DeviceClock
 from lightning_amp.shadow import is_out_of_memory
 from lightning_amp.tracing import fp32_switches, full_precision
 
@@ -78,18 +78,12 @@ def in_rounds(
 
 
 def call_s(probe: Probe, device: torch.device) -> float:
-    """Return the seconds of a call; on CUDA by its own clock."""
+    """Return the seconds of a call, by the clock of the device."""
+    clock = DeviceClock(device)
     with probe.settings():
-        if device.type != "cuda":
-            start = time.perf_counter()
-            probe.run()
-            return time.perf_counter() - start
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
+        start = clock.now()
         probe.run()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3
+        return clock.seconds(start, clock.now())
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -125,14 +119,7 @@ def _noted(what: str, notes: list[str], last: dict[str, Any]) -> Callable[[str, 
 
 
 def product(name: str, sizes: tuple[int, int, int], device: torch.device) -> Probe:
-    """Return a matrix product.
-
-    Args:
-        name: Of the format.
-        sizes: Rows, depth, columns.
-        device: Where.
-
-    """
+    """Return a product in a format, of matrices whose `sizes` are rows, depth and columns."""
     made: list[Callable[[], Any]] = []
 
     def run() -> None:

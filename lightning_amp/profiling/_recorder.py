@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from typing_extensions import final, override
 
 from lightning_amp._compat import _aten, _modules
 from lightning_amp.casting import flop_formulas, multiplied_dtype
+from lightning_amp.measure import DeviceClock
 from lightning_amp.profiling._clock import BACKWARD, FORWARD
 from lightning_amp.profiling._operations import Allocation, Loss, Operation
 from lightning_amp.tracing import Place, called_by_optimizer, running_place, user_place
@@ -42,7 +42,6 @@ class Recorder:
 
     Args:
         module: Whose submodules are named.
-        device: Where it computes.
         fp32_modules: Modules that the plugin keeps in fp32, those inside of them included.
         held: What is there before the step: optimizer states, the batch. Parameters and buffers are, too.
         part: Returns the part of the step that is running.
@@ -77,7 +76,8 @@ class Recorder:
         self._known = {p for t in (*module.parameters(), *module.buffers(), *held) if (p := _pointer(t))}
         self._stack: list[tuple[str, nn.Module, bool]] = []
         self._live: dict[int, Allocation] = {}
-        self._events: list[tuple[Operation, Any, Any]] = []
+        self._clock = DeviceClock(device)
+        self._times: list[tuple[Operation, Any, Any]] = []
         self._handles: list[Any] = []
         self._open = contextlib.ExitStack()
         self._is_open = False
@@ -109,11 +109,9 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._events:
-            torch.cuda.synchronize(self.device)
-            for operation, start, end in self._events:
-                operation.took(start.elapsed_time(end) / 1e3)
-            self._events.clear()
+        for operation, start, end in self._times:
+            operation.took(self._clock.seconds(start, end))
+        self._times.clear()
 
     # -- where ---------------------------------------------------------------------------------------------------------
 
@@ -228,19 +226,11 @@ class Recorder:
 
     def timed(self, operation: Operation, run: Callable[[], Any]) -> Any:
         """Run an operation and note its time."""
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            try:
-                return run()
-            finally:
-                operation.took(time.perf_counter() - start)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
+        start = self._clock.now()
         try:
             return run()
         finally:
-            last.record()
-            self._events.append((operation, first, last))
+            self._times.append((operation, start, self._clock.now()))
 
 
 @final

@@ -16,18 +16,17 @@ class _Known(NamedTuple):
     package: str
     versions: str
     devices: tuple[str, ...]
+    """Types; empty: all."""
     text: str
     source: str
     concerns: str = ""
 
 
-_ANY = ("cpu", "cuda", "mps", "xpu")
-
 _TABLE = (
     _Known(
         "torch",
         "<2.9",
-        _ANY,
+        (),
         "`torch.compile` runs the backward under autocast, so that gradients of regions in fp32 are rounded to half"
         " precision; torch 2.9 has a switch against it, which this package sets",
         "https://github.com/pytorch/pytorch/issues/153044",
@@ -63,7 +62,7 @@ _TABLE = (
     _Known(
         "lightning",
         "<2.6.6",
-        _ANY,
+        (),
         "`load_from_checkpoint` runs code that a checkpoint names, `weights_only=True` or not (CVE-2026-58659); load"
         " other people's checkpoints with 2.6.6",
         "docs/guide/versions.md",
@@ -71,7 +70,7 @@ _TABLE = (
     _Known(
         "torchao",
         "<0.18",
-        _ANY,
+        (),
         "this is too old for fp8, which needs torchao 0.18",
         "docs/guide/fp8.md",
         "fp8",
@@ -91,6 +90,6 @@ def known_traps(versions: Mapping[str, str], device_type: str) -> tuple[Trap, ..
         Trap(known.package, versions[known.package], known.text, known.source, known.concerns)
         for known in _TABLE
         if known.package in versions
-        and device_type in known.devices
+        and (not known.devices or device_type in known.devices)
         and SpecifierSet(known.versions, prereleases=True).contains(versions[known.package].split("+")[0])
     )

@@ -248,7 +248,7 @@ def can_fuse(optimizer: Any) -> bool:
     if any(group.get("differentiable") or group.get("foreach") for group in groups):
         return False
     parameters = [parameter for group in groups for parameter in group["params"]]
-    kinds_of_device = {"cpu", "cuda"} if type(optimizer) is not torch.optim.Adagrad else {"cpu"}
+    kinds_of_device = ["cpu"] if type(optimizer) is torch.optim.Adagrad else _torch.fused_device_types()
     return all(p.is_floating_point() and p.device.type in kinds_of_device for p in parameters)
 
 

@@ -80,7 +80,6 @@ class Watch(Callback):
     """Lets a fit settle, times some steps, records one, and ends the fit.
 
     Args:
-        device: Where.
         boundary: The file of who runs the fit.
         on_end: Is told when training has ended, while the Trainer is still there; with this callback first.
         timed: Whether steps are timed.

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import final
 
 from lightning_amp._compat import _torch
-from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite_flag
+from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite_flag, widest_dtype
 from lightning_amp.scaling._skip import constant
 
 
@@ -162,5 +162,5 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """Return 1 / scale, computed in float64 as `GradScaler.unscale_` does (MPS has none)."""
-    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+    """Return 1 / scale, computed in float64 as `GradScaler.unscale_` does, where the device has it."""
+    return scale.to(widest_dtype(scale.device)).reciprocal().float()

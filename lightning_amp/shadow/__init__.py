@@ -16,12 +16,12 @@ from lightning_amp.shadow._private_fit import (
     private_trainer,
     remove_callbacks,
     run_private_fit,
-    unnoticed,
 )
 from lightning_amp.shadow._ranks import gather, gather_on_zero
 from lightning_amp.shadow._second_look import SecondLook
 from lightning_amp.shadow._step_bundle import packed_step, unpacked_step
 from lightning_amp.shadow._step_watch import LossyDerivative
+from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
 from lightning_amp.shadow._training_pass import TrainingPass
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Stage",
     "TrainingPass",
     "copy_batch",
+    "device_of_trainer",
     "find",
     "gather",
     "gather_on_zero",

@@ -34,8 +34,7 @@ class Failure(NamedTuple):
         if not is_out_of_memory(error):
             reason = in_one_line(error)
             return cls(False, reason, f"{what} could not be run a second time ({reason})")
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        getattr(torch.get_device_module(), "empty_cache", lambda: None)()
         return cls(True, "out of memory", f"out of memory in {where}")
 
 

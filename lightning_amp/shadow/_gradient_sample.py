@@ -21,6 +21,7 @@ from lightning_amp.numerics import (
     inner_product,
     largest,
     underflow_counts,
+    widest_dtype,
 )
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import TOTAL, GradientRow
@@ -79,21 +80,22 @@ class _Group:
         self.fp8: list[Tensor] = []
 
     def add(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return what adds up over parameters and ranks, float64 [12 + bins], and the largest magnitude, float64 []."""
-        top = torch.stack([m.double() for m in self.magnitudes]).max() if self.magnitudes else _zeros(device)
+        """Return what adds up over parameters and ranks, [12 + bins], and the largest magnitude, []."""
+        wide = widest_dtype(device)
+        top = torch.stack([m.to(wide) for m in self.magnitudes]).max() if self.magnitudes else _zeros(device)
         counts, sums, fp8, histogram = (
-            torch.stack(parts).sum(0).double() if parts else _zeros(device, size)
+            torch.stack(parts).sum(0).to(wide) if parts else _zeros(device, size)
             for parts, size in ((self.counts, 3), (self.sums, 4), (self.fp8, 3), (self.histograms, _NUM_BINS))
         )
         number = torch.full_like(counts[:1], len(self.counts))
         # NaN has no place in a maximum over ranks, so it is counted.
-        return torch.cat([number, torch.isnan(top).double().reshape(1), counts, sums, fp8, histogram]), top.nan_to_num(
+        return torch.cat([number, torch.isnan(top).to(wide).reshape(1), counts, sums, fp8, histogram]), top.nan_to_num(
             0.0
         )
 
 
 def _zeros(device: torch.device, *size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.float64, device=device)
+    return torch.zeros(size, dtype=widest_dtype(device), device=device)
 
 
 def take_sample(

@@ -18,7 +18,7 @@ from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
 from lightning_amp._text import exact, literal
 from lightning_amp.casting import Fp32Modules
-from lightning_amp.numerics import fidelity, fidelity_sums
+from lightning_amp.numerics import fidelity, fidelity_sums, widest_dtype
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import TOTAL, GradientLoss, Trial
 from lightning_amp.shadow._ranks import gather
@@ -180,7 +180,7 @@ class GradientTrials:
     def _measure(self, found: GradientLoss, attempt: Callable[[], dict[str, Tensor]]) -> float:
         """Return the SQNR of what was lost, or of all where that is lower; the same on all ranks."""
         device = self._trainer.strategy.root_device
-        sums = torch.zeros((2, 3), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        sums = torch.zeros((2, 3), dtype=widest_dtype(device), device=device)
         try:
             gradients = attempt()
             for name, true in self._true.items():

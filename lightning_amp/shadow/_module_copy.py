@@ -44,8 +44,11 @@ _SHARED: tuple[type, ...] = (
     LRScheduler,
     Sampler,
     torch.optim.Optimizer,
+    torch.Event,
+    torch.Stream,
     torch.cuda.Event,
     torch.cuda.Stream,
+    torch.mps.Event,
 )
 
 _ATOMS: tuple[type, ...] = (bool, int, float, str, type(None))

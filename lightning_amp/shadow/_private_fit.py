@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import logging
-import os
 import shutil
 import signal
 import tempfile
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,12 +24,14 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
 from lightning_amp.shadow._rebinding import rebind_closures
+from lightning_amp.shadow._surroundings import accelerator_for
 from lightning_amp.shadow._views import NOTHING
-from lightning_amp.tracing import RandomState, fp32_switches, paired_random
+from lightning_amp.tracing import RandomState
 
 _LEFT_OUT = (
     "barebones",
@@ -60,56 +59,8 @@ _LEFT_OUT_CALLBACKS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateF
 """What writes, to files or to the terminal, stops, or runs fits of its own."""
 
 _FOLDER = "lightning-amp-private-"
-_LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_amp")
 _MANY_EPOCHS, _MANY_STEPS = 1000, 1_000_000
 """Of a fit that a callback ends; schedules that ask how many steps there are get a number, endless data or not."""
-
-
-@contextmanager
-def unnoticed(device: torch.device) -> Generator[None]:
-    """Leave the caller's process as it was found: random generators, seed of Lightning, settings of torch, loggers.
-
-    Inside, Lightning and this package say nothing, and warnings are not shown.
-    """
-    environment = dict(os.environ)
-    precisions = [(switch, switch.fp32_precision) for switch in fp32_switches()]
-    matmul = _matmul_precision()
-    anomaly, cudnn = torch.is_anomaly_enabled(), torch.backends.cudnn.deterministic
-    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
-    threads, dtype, benchmark = torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cudnn.benchmark
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        for name in _LOGGERS:
-            logging.getLogger(name).setLevel(logging.ERROR)
-        with warnings.catch_warnings(), paired_random(device.type), torch.inference_mode(False), torch.enable_grad():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
-        if matmul is not None and _matmul_precision() != matmul:
-            torch.set_float32_matmul_precision(matmul)
-        for switch, precision in precisions:
-            if switch.fp32_precision != precision:
-                switch.fp32_precision = precision
-        torch.autograd.set_detect_anomaly(anomaly)
-        torch.backends.cudnn.deterministic = cudnn
-        torch.set_num_threads(threads)
-        torch.set_default_dtype(dtype)
-        torch.backends.cudnn.benchmark = benchmark
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-
-
-def _matmul_precision() -> str | None:
-    """Return what `set_float32_matmul_precision` set; torch does not tell where a newer switch was used as well."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
 
 
 def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
@@ -202,6 +153,7 @@ def private_trainer(
 
     """
     kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
+    accelerator = accelerator_for(device, trainer_kwargs)
     given = kwargs.pop("callbacks", None) or []
     given = [given] if isinstance(given, Callback) else list(given)
     kept = [callback for callback in given if not isinstance(callback, _LEFT_OUT_CALLBACKS)]
@@ -209,8 +161,9 @@ def private_trainer(
     folder = tempfile.mkdtemp(prefix=_FOLDER)
     saves = trainer_kwargs.get("enable_checkpointing") is not False
     settings: dict[str, Any] = {
-        "accelerator": device.type if device.type != "cuda" else "gpu",
-        "devices": [device.index] if device.type == "cuda" and ":" in str(device) else 1,
+        "accelerator": accelerator,
+        "devices": 1 if device.index is None or device.type == "cpu" else [device.index],
+        "strategy": SingleDeviceStrategy(device),
         "max_epochs": _MANY_EPOCHS,
         "max_steps": _MANY_STEPS,
         "limit_val_batches": limit_val_batches,

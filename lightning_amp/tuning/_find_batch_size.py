@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.accelerators import CPUAccelerator
 
 from lightning_amp._arguments import is_number, require
 from lightning_amp.comparison import check_factory, check_place, check_trainer_kwargs, parse_arms, progress
+from lightning_amp.shadow import device_of_trainer
 from lightning_amp.tuning._precision_search import Found, LimitTooLowError, PrecisionSearch, RunFailedError
 from lightning_amp.tuning._result import BatchSizeResult, BatchSizes
 from lightning_amp.tuning._runs import ShortRuns
@@ -85,7 +84,7 @@ def find_batch_size(
     check_factory("make_data", make_data, LightningDataModule)
     kwargs = check_trainer_kwargs(trainer_kwargs)
     arms = parse_arms(precisions, kwargs.get("strategy", "auto"))
-    _check_limit(memory_limit_gib, kwargs.get("accelerator", "auto"))
+    _check_limit(memory_limit_gib, kwargs)
     results: dict[str, BatchSizeResult] = {}
     errors: list[Exception] = []
     found: Found | None = None
@@ -110,11 +109,10 @@ def find_batch_size(
     return BatchSizes(results)
 
 
-def _check_limit(limit_gib: object, accelerator: object) -> None:
+def _check_limit(limit_gib: object, trainer_kwargs: Mapping[str, Any]) -> None:
     fine = limit_gib is None or (is_number(limit_gib) and float(limit_gib) > 0)  # type: ignore[arg-type]
     require(fine, "memory_limit_gib", "a number above 0, in GiB, or `None` for what the device has", limit_gib)
-    on_cpu = accelerator == "cpu" or isinstance(accelerator, CPUAccelerator)
-    if limit_gib is None and (on_cpu or (accelerator == "auto" and not torch.accelerator.is_available())):
+    if limit_gib is None and device_of_trainer(trainer_kwargs).type == "cpu":
         raise ValueError(
             "`memory_limit_gib` must be given on the CPU, whose memory has no limit of its own: write"
             " `memory_limit_gib=4` for tensors of 4 GiB."

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from typing_extensions import final
 
 from lightning_amp._arguments import is_number, require
 from lightning_amp.casting import Choice, parse_precision
 from lightning_amp.comparison import check_trainer_names
 from lightning_amp.precision import AmpPrecision
+from lightning_amp.shadow import device_of_trainer
 
 _MEASURED = ("precision", "fp32_modules", "eval_precision", "upcast_parameters")
 """Arguments of `AmpPrecision` that say how a step computes."""
@@ -42,7 +42,7 @@ class Request:
         self.tolerance = float(tolerance)  # type: ignore[arg-type]
         advice = "Pass it as `precision=`: a name, or the arguments of `AmpPrecision` as a dict."
         self.trainer_kwargs = check_trainer_names(trainer_kwargs, "what is searched for", advice)
-        self.device = _device(self.trainer_kwargs)
+        self.device = device_of_trainer(self.trainer_kwargs)
         given: dict[str, Any] = dict(precision) if isinstance(precision, Mapping) else {"precision": precision}
         try:
             plugin = AmpPrecision(**given)
@@ -63,15 +63,3 @@ class Request:
                 " the casts to 8 bits lose per layer is in the table of `GradientMonitor`."
             )
         Choice.of(self.name).require(self.device)
-
-
-def _device(trainer_kwargs: Mapping[str, Any]) -> torch.device:
-    accelerator = trainer_kwargs.get("accelerator", "auto")
-    kind = accelerator if isinstance(accelerator, str) else getattr(accelerator, "name", lambda: "auto")()
-    if kind in ("cuda", "gpu") and not torch.cuda.is_available():
-        raise ValueError(f"`trainer_kwargs['accelerator']` is {kind!r}, and there is no CUDA device here. Use 'cpu'.")
-    if kind in ("cuda", "gpu") or (kind == "auto" and torch.cuda.is_available()):
-        devices = trainer_kwargs.get("devices")
-        first = devices[0] if isinstance(devices, (list, tuple)) and devices and isinstance(devices[0], int) else 0
-        return torch.device("cuda", first)
-    return torch.device("cpu" if kind == "auto" else kind)

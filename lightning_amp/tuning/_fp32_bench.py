@@ -17,6 +17,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules
 from lightning_amp.casting import Fp32Modules
+from lightning_amp.measure import DeviceClock
 from lightning_amp.numerics import all_finite, fidelity_sums, fitting_scale, largest
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import EvaluationPass, TrainingPass, in_one_line, is_out_of_memory
@@ -70,6 +71,7 @@ class Bench:
         self._trainer, self._module, self._plugin = trainer, module, plugin
         self.points, self.batches = points, batches
         self._place = trainer.strategy.root_device
+        self._clock = DeviceClock(self._place)
         self._gradients: list[dict[str, Tensor]] = []
         self._scales: list[float] = []
         self._watch, self._called = Watch(), list[str]()
@@ -108,9 +110,9 @@ class Bench:
         with self._training(point, upcast=True) as one:
             self._run(one, point, None, 1.0)
             again = one.gradients()
-        squares = [float((again[name] - old).double().square().sum()) for name, old in before.items() if name in again]
-        norm = math.sqrt(sum(float(old.double().square().sum()) for old in before.values()))
-        return math.sqrt(sum(squares)) / norm if norm else 0.0
+        moved = [(again[name] - old).cpu().double() for name, old in before.items() if name in again]
+        norm = math.sqrt(sum(float(old.cpu().double().square().sum()) for old in before.values()))
+        return math.sqrt(sum(float(one.square().sum()) for one in moved)) / norm if norm else 0.0
 
     def _add_metrics(self) -> None:
         watch = Watch()
@@ -242,15 +244,9 @@ class Bench:
 
     def _timed(self, one: TrainingPass, point: Point, scale: float) -> float:
         one.forget_gradients()
-        self._wait()
-        start = time.perf_counter()
+        start = self._clock.now()
         self._run(one, point, one.forward_context(), scale, fp32_draws=False)
-        self._wait()
-        return time.perf_counter() - start
-
-    def _wait(self) -> None:
-        if self._place.type != "cpu":
-            torch.get_device_module(self._place.type).synchronize()
+        return self._clock.seconds(start, self._clock.now())
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def find_fp32_modules(
         tolerance: Largest relative error: of the gradient, the norm of the difference over the norm; of each metric
             that is logged in validation, the difference over the value (the difference itself where that is 0). The
             gradients of healthy networks are off by 0.003 to 0.02 in bf16 and by 0.0005 to 0.001 in fp16: 0.05 is fair.
-        trainer_kwargs: For the Trainer; its accelerator says where. Without: CUDA if there is one, else the CPU.
+        trainer_kwargs: For the Trainer; it runs on the first device that this one would train on.
 
     Returns:
         Globs on module names, for `fp32_modules=`; empty if nothing is needed. No rule can be left out, unless

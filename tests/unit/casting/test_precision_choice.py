@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_amp.casting import Choice, _precision_choice
+from lightning_amp.casting import Choice, _precision_choice, has_bf16_units
 from lightning_amp.measure import SpeedComparison
 
 CPU = torch.device("cpu")
@@ -165,3 +165,8 @@ def test_the_real_machine_answers_too(on_machine: Callable[[str], None]) -> None
     choice, why = Choice.pick(CPU, WITH_CONVOLUTION)
     assert choice.name in ("bf16", "fp32")
     assert "CPU has no bfloat16" in why or "bf16 products" in why or "bf16 convolutions" in why
+
+
+def test_the_device_that_is_given_is_asked_and_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 0 else (7, 5))
+    assert [has_bf16_units(torch.device("cuda", index)) for index in (0, 1)] == [True, False]

@@ -112,6 +112,14 @@ def test_a_device_counts_itself_and_validation_does_not_count(monkeypatch: pytes
     assert watch.close() == 150
 
 
+def test_a_device_that_does_not_count_is_not_measured() -> None:
+    """The CPU's count would leave out what is on the device."""
+    watch = PeakMemory.on(torch.device("mps"), nn.Linear(2, 2))
+    watch.resume()
+    watch.pause()
+    assert watch.close() is None
+
+
 @pytest.mark.parametrize(
     ("steps", "skipped", "batches", "expected"),
     [

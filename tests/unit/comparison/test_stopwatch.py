@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_amp.comparison import _stopwatch
 from lightning_amp.comparison._stopwatch import Stopwatch
 
 
@@ -138,46 +139,35 @@ def test_before_anything_has_run() -> None:
     assert (watch.num_laps, watch.steady(), watch.step_s(), watch.elapsed_s()) == (0, [], [], [0.0])
 
 
-class Event:
-    """An event of CUDA: the time at which the stream came by, known only once the device has been waited for."""
+class Marks:
+    """The clock of a device: a time is known only once the device was waited for."""
 
-    waits: int = 0
-    clock: Clock
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.waits = clock, 0
 
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-        self.at: float | None = None
+    def now(self) -> list[float]:
+        return [self.clock.now]
 
-    def record(self, stream: str) -> None:
-        assert stream == "stream of cuda:1"
-        self.at = self.clock.now
-
-    def synchronize(self) -> None:
-        type(self).waits += 1
-
-    def elapsed_time(self, end: Event) -> float:
-        assert self.waits > 0, "asked for a time without having waited"
-        assert self.at is not None
-        assert end.at is not None
-        return 1e3 * (end.at - self.at)
+    def seconds(self, first: list[float], last: list[float]) -> float:
+        self.waits += 1
+        return last[0] - first[0]
 
 
-def test_on_cuda_only_a_pause_waits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type("Event", (Event,), {"clock": clock, "waits": 0})
-    monkeypatch.setattr(torch.cuda, "Event", kind)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+def test_only_a_pause_waits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = Marks(clock)
+    monkeypatch.setattr(_stopwatch, "DeviceClock", lambda device: marks)
     watch = Stopwatch(torch.device("cuda", 1))
     watch.resume()
     run(watch, clock, 5.0, 1.0, 2.0)
-    assert (watch.num_laps, kind.waits) == (3, 0)
+    assert (watch.num_laps, marks.waits) == (3, 0)
     watch.pause()
-    assert kind.waits == 1
+    assert marks.waits == 3
     clock.now += 1000.0
     watch.resume()
     run(watch, clock, 9.0, 4.0)
     watch.pause()
     watch.pause()
-    assert kind.waits == 2
+    assert marks.waits == 5
     assert watch.steady() == [1, 2, 4]
     assert watch.step_s() == pytest.approx([1.0, 2.0, 4.0])
     assert watch.elapsed_s() == pytest.approx([0.0, 5.0, 6.0, 8.0, 17.0, 21.0])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_amp.numerics import FORMATS, FormatLimits, fitting_scale, limits
+from lightning_amp.numerics import FORMATS, FormatLimits, fitting_scale, limits, widest_dtype
 
 KNOWN = {
     "fp16": (65504.0, 2.0**-14, 2.0**-24),
@@ -58,3 +58,13 @@ def test_fitting_scale() -> None:
     assert fitting_scale(65505.0, 0) == 0.5
     assert fitting_scale(1.0) == 2.0**13
     assert (fitting_scale(1e-30), fitting_scale(0.0), fitting_scale(1e30)) == (2.0**24, 2.0**24, 2.0**-14)
+
+
+def test_what_a_device_computes_in_at_most(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert widest_dtype(device) == torch.float64
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise TypeError("the MPS framework doesn't support float64")
+
+    monkeypatch.setattr(torch, "ones", fail)
+    assert widest_dtype(torch.device("mps", 7)) == torch.float32

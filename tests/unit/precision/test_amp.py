@@ -108,3 +108,7 @@ def test_what_fp8_layers_gives_can_be_copied(how: Any) -> None:
     plugin = AmpPrecision("fp8")
     assert how(plugin.fp8_layers) == {}
     assert how(vars(plugin)["_fp8_layers"]) is not plugin.fp8_layers
+
+
+def test_until_the_strategy_says_the_device_is_the_accelerator(device: torch.device) -> None:
+    assert device.type == "cpu" or AmpPrecision("bf16").device == device.type

@@ -172,3 +172,26 @@ def test_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> 
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="there is no CUDA device here"):
         doctor(device="cuda")
+
+
+def test_the_last_device_is_looked_at_and_the_current_one_stays(device: torch.device) -> None:
+    where, before = device, 0
+    if device.type != "cpu":
+        where, before = torch.device(device.type, 1), torch.accelerator.current_device_index()
+    seen: list[torch.device] = []
+
+    class Sees(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(batch.device)
+            return super().training_step(batch, batch_idx)
+
+        def train_dataloader(self) -> Any:
+            return batches(4)
+
+    kwargs = {"accelerator": device.type, "devices": [1] if where != device else 1}
+    for asked in ({"device": str(where)}, {"trainer_kwargs": kwargs}):
+        report = doctor(Sees, precision="bf16", **asked)
+        assert report.step is not None
+        assert report.step.parts["forward"] > 0
+        assert set(seen) == {where}
+        assert device.type == "cpu" or torch.accelerator.current_device_index() == before

@@ -80,21 +80,20 @@ def test_support_on_a_cpu(monkeypatch: pytest.MonkeyPatch, name: str, features: 
 
 
 @pytest.mark.parametrize(
-    ("capability", "native_bf16", "name", "support"),
+    ("capability", "name", "support"),
     [
-        ((7, 5), False, "bf16", "emulated"),  # a T4 says that it supports bf16
-        ((7, 5), False, "fp16", "native"),
-        ((6, 1), False, "fp16", "emulated"),
-        ((9, 0), True, "bf16", "native"),
-        ((9, 0), True, "fp8", "native"),
+        ((7, 5), "bf16", "emulated"),  # a T4 says that it supports bf16
+        ((7, 5), "fp16", "native"),
+        ((6, 1), "fp16", "emulated"),
+        ((9, 0), "bf16", "native"),
+        ((9, 0), "fp8", "native"),
     ],
 )
 def test_support_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], native_bf16: bool, name: str, support: str
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str, support: str
 ) -> None:
     monkeypatch.setattr(_machine, "runnable", lambda device: ["bf16", "fp16", "fp8", "fp32"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native_bf16)
     assert support_of(name, torch.device("cuda", 0))[0] == support
 
 

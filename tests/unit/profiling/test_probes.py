@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.planned_race import PlannedClock
 
+from lightning_amp.measure import _device_clock
 from lightning_amp.profiling import _probes
 from lightning_amp.profiling._probes import Probe, call_s, convolutions, in_rounds, product, products
 
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> PlannedClock:
     clock = PlannedClock()
-    monkeypatch.setattr(_probes, "time", clock)
+    monkeypatch.setattr(_device_clock, "time", clock)
     return clock
 
 

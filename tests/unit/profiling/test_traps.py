@@ -29,3 +29,8 @@ def test_each_has_a_source_and_says_what_to_do() -> None:
     for known in _TABLE:
         assert known.source.startswith(("https://github.com/", "docs/guide/"))
         assert len(known.text) > 30
+
+
+def test_what_concerns_all_devices_concerns_any() -> None:
+    assert [trap.package for trap in known_traps({"lightning": "2.6.0"}, "npu")] == ["lightning"]
+    assert known_traps({"torch": "2.13.0"}, "npu") == ()

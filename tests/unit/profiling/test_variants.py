@@ -221,3 +221,10 @@ def test_images_with_the_channels_last() -> None:
     assert has_convolutions(module)
     assert not has_convolutions(Toy())
     assert to_channels_last(module).net[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
+
+
+def test_optimizers_can_be_fused_wherever_torch_has_a_kernel(device: torch.device) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2, device=device))]
+    assert can_fuse(torch.optim.AdamW(parameters))
+    assert not can_fuse(torch.optim.AdamW(parameters, fused=True))
+    assert can_fuse(torch.optim.Adagrad(parameters)) == (device.type == "cpu")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.scaling import HalfGradientsError, has_gradients
-from lightning_amp.scaling._gradients import Gradients
+from lightning_amp.scaling._gradients import Gradients, inverse
 
 INF, NAN = float("inf"), float("nan")
 
@@ -146,3 +146,11 @@ def test_whether_there_are_any(device: torch.device) -> None:
     assert has_gradients(optimizer(device, a=None, b=torch.ones(1)))
     assert not has_gradients(optimizer(device, a=None))
     assert bool(Gradients(optimizer(device, a=None))) is False
+
+
+def test_the_inverse_where_there_is_no_float64(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = torch.tensor(3.0, device=device)
+    exact = inverse(scale)
+    monkeypatch.setattr("lightning_amp.scaling._gradients.widest_dtype", lambda device: torch.float32)
+    assert inverse(scale).dtype == exact.dtype == torch.float32
+    assert inverse(scale).item() == pytest.approx(exact.item())

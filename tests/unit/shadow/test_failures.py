@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,14 @@ def test_an_error_in_one_line(message: str, line: str) -> None:
 )
 def test_out_of_memory_is_said_without_its_message(error: Exception) -> None:
     assert Failure.of(error, "the step", "the replay") == (True, "out of memory", "out of memory in the replay")
+
+
+def test_the_cache_of_whatever_device_there_is_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[str] = []
+    backend = SimpleNamespace(empty_cache=lambda: emptied.append("xpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: backend)
+    Failure.of(torch.OutOfMemoryError("XPU out of memory"), "the step", "the replay")
+    assert emptied == ["xpu"]
 
 
 def test_another_error_is_named() -> None:

@@ -16,6 +16,7 @@ from support.copies import Module, Tracker, copied
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lightning_amp.shadow import _module_copy
 from lightning_amp.shadow._module_copy import copy_batch, copy_module
 from lightning_amp.shadow._not_copied import NotCopiedError
 
@@ -92,6 +93,16 @@ def test_a_weak_proxy_of_the_module_is_one_of_the_copy() -> None:
     assert copy.values == [1.0]
     assert module.values == []
     assert type(copy.profiled[0]) in weakref.ProxyTypes
+
+
+def test_events_and_streams_are_shared(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a lock is, and not as what cannot be copied, which only hooks of the module may use."""
+    monkeypatch.delattr(_module_copy, "permit_hooks")
+    module: Any = Module()
+    module.event, module.stream = torch.Event(device.type), torch.Stream(device.type)
+    copy: Any = copied(module)
+    assert copy.event is module.event
+    assert copy.stream is module.stream
 
 
 def test_imported_modules_are_shared() -> None:

@@ -257,3 +257,20 @@ def test_settings_of_the_process_are_put_back() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.is_anomaly_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_fit_runs_on_the_device_that_it_is_given_and_the_current_one_stays(device: torch.device) -> None:
+    place, before = device, 0
+    if device.type != "cpu":
+        place, before = torch.device(device.type, 1), torch.accelerator.current_device_index()
+    seen: list[torch.device] = []
+
+    class Sees(Stop):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # type: ignore[override]
+            seen.append(pl_module.device)
+            trainer.should_stop = True
+
+    with unnoticed(place):
+        run_private_fit(private_trainer(place, AmpPrecision("bf16"), [Sees(1)], {}), Net(), Data())
+    assert seen == [place]
+    assert device.type == "cpu" or torch.accelerator.current_device_index() == before

@@ -46,9 +46,8 @@ class MoCo(Toy):
             key = nn.functional.normalize(self.net(batch.roll(1, 1)), dim=1)
         logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone()], 1)
         self.write(key)
-        return nn.functional.cross_entropy(
-            logits.float(), torch.zeros(len(batch), dtype=torch.long, device=batch.device)
-        )
+        labels = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
+        return nn.functional.cross_entropy(logits.float(), labels)
 
     @torch.no_grad()
     def write(self, key: Tensor) -> None:
@@ -261,8 +260,8 @@ def test_a_batch_that_is_kept_is_not_written_into() -> None:
         module = Keeps()
         module.make_optimizer = optimizer
         fit(module, ours(Keeps), data(4))
-        assert_same(module.kept[3], list(data(4))[3])
-        assert_same(module.queue_last, list(data(4))[2])
+        assert_same(module.kept[3].cpu(), list(data(4))[3])
+        assert_same(module.queue_last.cpu(), list(data(4))[2])
 
 
 # -- rules ---------------------------------------------------------------
@@ -312,6 +311,8 @@ def test_compiled_and_shared_names() -> None:
             super().__init__(bad=bad)
             self.a = self.b = Hidden().memory
             del self.queue, self.queue_pointer
+
+        def on_train_start(self) -> None:  # on the device
             self.queue, self.queue_pointer = self.a.queue, self.a.queue_pointer
 
         def write(self, key: Tensor) -> None:

@@ -1,0 +1,51 @@
+"""The clock of a device: marks in its stream where it has timed events, else the host's time once it has waited."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import torch
+from typing_extensions import final
+
+
+@final
+class DeviceClock:
+    """Takes the time on one device, which need not be the current one. The CPU is one, too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._where = device
+        self._has_events = _has_timed_events(device)
+
+    def now(self) -> Any:
+        """Return a mark after all that was launched so far. Waits for a device that has no timed events."""
+        if self._has_events:
+            return _event(self._where)
+        if self._where.type != "cpu":
+            torch.accelerator.synchronize(self._where)
+        return time.perf_counter()
+
+    @staticmethod
+    def seconds(first: Any, last: Any) -> float:
+        """Return the seconds between two marks of one clock. Waits until the device has come to `last`."""
+        if isinstance(last, float):
+            return last - first
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+
+
+@functools.cache
+def _has_timed_events(device: torch.device) -> bool:
+    if device.type in ("cpu", "mps"):  # of MPS they may hang: https://github.com/pytorch/pytorch/issues/162872
+        return False
+    try:
+        return DeviceClock.seconds(_event(device), _event(device)) >= 0
+    except (RuntimeError, NotImplementedError, ValueError):
+        return False
+
+
+def _event(device: torch.device) -> torch.Event:
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
