@@ -16,6 +16,8 @@
 #include <torch/csrc/Generator.h>
 #include <torch/extension.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -604,6 +606,21 @@ TORCH_LIBRARY_IMPL(aten,
 }
 
 #ifndef PRETEND_CUDA
+// what a backend has to bring itself
+Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  auto bias = b.has_value() ? std::optional<Tensor>(as_cpu(*b)) : std::nullopt;
+  return to_device(at::convolution_symint(as_cpu(x), as_cpu(w), bias, stride, padding, dilation, transposed, output_padding, groups), x.device().index());
+}
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& g, const Tensor& x, const Tensor& w, c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups, std::array<bool, 3> mask) {
+  c10::SymInt channels = transposed ? w.sym_size(1) * groups : w.sym_size(0);
+  auto [gx, gw, gb] = at::convolution_backward_symint(as_cpu(g), as_cpu(x), as_cpu(w), c10::SymIntArrayRef(&channels, 1), stride, padding, dilation, transposed, output_padding, groups, mask);
+  auto back = [&](const Tensor& t) { return t.defined() ? to_device(t, x.device().index()) : t; };
+  return {back(gx), back(gw), back(gb)};
+}
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+}
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   using namespace at::autocast;
@@ -653,7 +670,20 @@ struct Hooks final : PrivateUse1HooksInterface {
   Generator getNewGenerator(DeviceIndex d) const override { return new_generator(d); }
 };
 
+// A thread of a backward that drops its last reference to Python while Python ends would end the process (of torch's own
+// making, on any device): it waits instead, and the process ends as it was about to.
+void park_at_the_end() {
+#if PY_VERSION_HEX >= 0x030D0000
+  bool ends = Py_IsFinalizing();
+#else
+  bool ends = _Py_IsFinalizing();
+#endif
+  while (ends || !Py_IsInitialized()) pause();
+  abort();
+}
+
 void install() {
+  std::set_terminate(park_at_the_end);
   static Hooks hooks;
   c10::SetAllocator(TYPE, &g_alloc, 255);
 #ifdef PRETEND_CUDA

@@ -37,4 +37,6 @@ if os.environ.get("COVERAGE_PROCESS_START"):  # lines.py looks at what runs
 
     coverage.process_startup()
 if os.environ.get("LIGHTNING_AMP_PRETEND"):
+    # At the end of a process, threads of backwards on a device that are told to end race with Python's own end.
+    os.environ.setdefault("TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT", "0")
     sys.meta_path.insert(0, _WithTorch())
