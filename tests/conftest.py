@@ -64,9 +64,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is about CPUs on any other device, and what needs a real device on a pretended one."""
+    legal = {*pretended.MISSING, *pretended.MISSING_OF_ANOTHER_TYPE}
     for item in items:
-        if unknown := set(_needs(item)) - set(pretended.MISSING):
-            raise pytest.UsageError(f"{item.nodeid} needs {unknown.pop()!r}; legal are {', '.join(pretended.MISSING)}")
+        if unknown := set(_needs(item)) - legal:
+            raise pytest.UsageError(f"{item.nodeid} needs {unknown.pop()!r}; legal are {', '.join(sorted(legal))}")
     if ACCELERATOR == "cpu":
         return
     wanted = [item for item in items if item.get_closest_marker("cpu") is None]
@@ -76,11 +77,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = wanted
     reason = pretended.why_not() if pretended.KIND else ""
+    lacks = pretended.what_it_lacks()
     for item in items if pretended.KIND else ():
         if reason:
             item.add_marker(pytest.mark.skip(reason=f"no pretended device: {reason}"))
-        elif needs := _needs(item):
-            item.add_marker(pytest.mark.skip(reason=f"a pretended device has not: {pretended.MISSING[needs[0]]}"))
+        elif needs := [lacks[need] for need in _needs(item) if need in lacks]:
+            item.add_marker(pytest.mark.skip(reason=f"the pretended device lacks {needs[0]}"))
 
 
 def _needs(item: pytest.Item) -> list[str]:

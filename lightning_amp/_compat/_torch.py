@@ -28,9 +28,9 @@ def foreach_mul_(grads: list[Tensor], factor: Tensor | float) -> None:
     torch._foreach_mul_(grads, factor)
 
 
-def foreach_norm(grads: list[Tensor], order: float) -> list[Tensor]:
+def foreach_norm(grads: list[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Compute the vector norm of each tensor, each of shape []. Can go when `torch._foreach_norm` is public."""
-    return list(torch._foreach_norm(grads, order))
+    return list(torch._foreach_norm(grads, order, dtype=dtype))
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:

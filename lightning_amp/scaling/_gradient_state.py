@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeAlias
 
@@ -245,12 +244,9 @@ class GradientState:
         if max_norm is None:
             found_inf = gradients.check(self._new_flag(device))
         else:
-            norm = gradients.norm()
-            if _skip.in_host_memory(norm) and not math.isfinite(_skip.host_value(norm)):
-                return False  # each element may still be finite; the plain order tells
-            if grad_scale is not None:
-                norm = norm / grad_scale
-            found_inf = nonfinite_flag(norm)
+            norm, found_inf = gradients.true_norm(grad_scale)
+            if found_inf is None:
+                return False
             divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # 1 / clip_coef of `clip_grad_norm_`
             grad_scale = divisor if grad_scale is None else grad_scale * divisor
         self._note_gradients(gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -11,7 +12,10 @@ from typing_extensions import final
 
 from lightning_amp._compat import _torch
 from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite_flag, widest_dtype
+from lightning_amp.scaling import _skip
 from lightning_amp.scaling._skip import constant
+
+_LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 
 
 class HalfGradientsError(ValueError):
@@ -144,10 +148,33 @@ class Gradients:
                 found = norms if found is None else torch.maximum(found, norms.to(found.device))
         return found
 
-    def norm(self) -> Tensor:
-        """Return the 2-norm over all gradients of one device, shape []; inf from values above 1.8e19 on."""
-        norms = [n for grads in self.groups.values() for n in _torch.foreach_norm(grads, 2.0)]
-        return torch.linalg.vector_norm(torch.stack([n.to(torch.float32) for n in norms]))
+    def true_norm(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the 2-norm over all gradients of one device, divided by `scale` [], and whether any is not finite.
+
+        Where the host would wait for the values, the norm is computed in float64 if the device has it, which holds the
+        squares of all float32, so that one read tells both. Returned is the norm that `clip_grad_norm_` finds, which
+        adds up squares in float32: inf from 1.8e19 on. Finite gradients become 0 then, and the step is taken.
+
+        Returns:
+            Two tensors [], float32. The flag is `None` in host memory if the norm is not finite: look at each gradient.
+
+        """
+        device, sample = next((device, grads[0]) for (device, _), grads in self.groups.items())
+        if _skip.in_host_memory(sample):
+            norm = self._norm(None, scale)
+            return norm, nonfinite_flag(norm) if math.isfinite(_skip.host_value(norm)) else None
+        wide = widest_dtype(device)
+        norm = self._norm(wide, scale)
+        if wide == torch.float32:  # as on MPS; one more read of the gradients
+            found_inf = self.check(torch.zeros((), device=device))
+        else:  # as float32 with a scale: one below 1 may take gradients out of that range
+            found_inf = nonfinite_flag(norm if scale is None else norm.float())
+        return torch.where(norm > _LARGEST_NORM, torch.inf, norm).float(), found_inf
+
+    def _norm(self, dtype: torch.dtype | None, scale: Tensor | None) -> Tensor:
+        norms = [n for grads in self.groups.values() for n in _torch.foreach_norm(grads, 2.0, dtype)]
+        norm = torch.linalg.vector_norm(torch.stack([n.to(dtype or torch.float32) for n in norms]))
+        return norm if scale is None else norm / scale
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:

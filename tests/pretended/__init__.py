@@ -39,7 +39,18 @@ MISSING = {
     "profiler": "what torch.profiler asks of a driver",
     "speed": "a speed that means anything",
 }
-"""What a real GPU has and the pretended device has not."""
+"""What a real GPU has and no pretended device has."""
+MISSING_OF_ANOTHER_TYPE = {
+    "parameters that stay": "`module.to(device)` that keeps its parameters, as for CUDA, MPS and XPU",
+    "reused casts": "casts of weights that are used again; the package does that on the CPU and on CUDA",
+    "whole autocast": "an autocast that knows all operations of CUDA's, and that torch's own modules ask about",
+}
+"""What the pretended CUDA device has, and the one of another type has not."""
+
+
+def what_it_lacks() -> dict[str, str]:
+    """Return needs of tests that the device of this process does not meet, and what they mean."""
+    return MISSING | (MISSING_OF_ANOTHER_TYPE if KIND == "pretended" else {})
 
 
 def core() -> Any:

@@ -186,7 +186,9 @@ class Everything(L.LightningModule):
         batch += 0.01 * torch.rand_like(batch) + 0.01 * random.random()
 
     def loss(self, batch: Tensor, batch_idx: int) -> Tensor:
-        batch += 0.05 * torch.rand(batch.shape, generator=self.generator) + 0.05 * float(np.random.rand())
+        batch += 0.05 * torch.rand(batch.shape, generator=self.generator).to(batch.device) + 0.05 * float(
+            np.random.rand()
+        )
         out = self.net(batch).float()
         self.mse(out.detach(), batch.sum(1, keepdim=True))
         self.by_hand.update(out.detach(), batch.sum(1, keepdim=True))
@@ -279,6 +281,7 @@ def test_only_looking_changes_nothing(manual: bool, accumulate: int) -> None:
 # -- two processes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("nccl")
 def test_a_bad_batch_on_one_of_two_ranks(tmp_path: Path) -> None:
     run_ranks(Path(__file__), 2, tmp_path)
     well, ill = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))

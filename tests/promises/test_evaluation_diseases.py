@@ -27,6 +27,7 @@ def planted(fault: Fault) -> tuple[Case, Rows]:
     return module, rows
 
 
+@pytest.mark.needs("whole autocast")
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_named_and_cured(name: str) -> None:
     fault = FAULTS[name]
@@ -85,6 +86,7 @@ def test_the_loader_is_named() -> None:
     assert "first seen: batch 1 of loader 1" in said[0]
 
 
+@pytest.mark.needs("whole autocast")
 @pytest.mark.filterwarnings("ignore:`MetricComparison`")
 @pytest.mark.parametrize("by_module", [False, True])
 @pytest.mark.parametrize("make", [Offset, *HEALTHY.values()])

@@ -103,6 +103,7 @@ def test_a_rule_that_matches_nothing(precision: str) -> None:
     assert all("forward" not in vars(m) for m in module.modules())
 
 
+@pytest.mark.needs("whole autocast")
 def test_bce_in_fp32_is_not_reported() -> None:
     class Loss(Toy):
         def __init__(self) -> None:

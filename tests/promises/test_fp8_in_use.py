@@ -239,6 +239,7 @@ def test_what_is_pruned_is_not_said_to_run_in_fp8() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are")
+@pytest.mark.needs("parameters that stay")
 def test_a_lazy_layer_that_does_not_qualify_is_not_taken() -> None:
     """Nor does it warn that it is empty, as the layer made in its likeness does."""
     own, net = plugin("fp8"), Net()

@@ -200,6 +200,7 @@ def test_gradients_that_leave_the_range_when_divided(optimizer: str, clip: float
     assert plugin.num_skipped == 3
 
 
+@pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_large_but_finite_gradients_are_finite(clip: float | None, kind: str) -> None:
@@ -422,6 +423,7 @@ class TwentyTimes(Toy):
         return x.float().pow(2).mean()
 
 
+@pytest.mark.needs("reused casts")
 @promise(18, stock=DIFFERS, next_stock=None)
 def test_one_half_copy_of_a_weight_per_step(plugins: Plugins) -> None:
     trainer = fit(TwentyTimes, plugins.bf16())

@@ -60,6 +60,7 @@ def plugin(half: bool, precision: str = "bf16") -> AmpPrecision:
 
 
 @needs_averages
+@pytest.mark.needs("parameters that stay")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_as_one_loaded_in_float32(precision: str, dtype: torch.dtype) -> None:

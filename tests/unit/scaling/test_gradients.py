@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import flags_on_a_device
 from torch import Tensor, nn
 
 from lightning_amp.scaling import HalfGradientsError, has_gradients
@@ -112,8 +113,32 @@ def test_the_largest_is_that_of_all(bad: float, device: torch.device) -> None:
 
 def test_the_norm_is_that_of_all(device: torch.device) -> None:
     of = optimizer(device, a=torch.tensor([3.0]), b=torch.tensor([4.0], dtype=torch.float64), c=None)
-    norm = Gradients(of).norm()
+    norm, found_inf = Gradients(of).true_norm(None)
     assert (norm.dtype, norm.item()) == (torch.float32, 5.0)
+    assert found_inf is not None
+    assert found_inf.item() == 0.0
+    assert Gradients(of).true_norm(torch.tensor(2.0, device=device))[0].item() == 2.5
+
+
+@pytest.mark.parametrize(
+    ("value", "scale", "expected"),
+    [
+        (1e25, None, (INF, 0.0)),  # `clip_grad_norm_` finds inf as well, and makes them 0
+        (1e25, 2.0**20, (9.5367e18, 0.0)),
+        (1e36, 2.0**-14, (INF, 1.0)),  # the true ones are out of range
+        (INF, None, (INF, 1.0)),
+        (NAN, 2.0, (NAN, 1.0)),
+    ],
+)
+def test_a_norm_that_overflows_says_nothing_about_the_gradients(
+    value: float, scale: float | None, expected: tuple[float, float], device: torch.device
+) -> None:
+    of = optimizer(device, a=torch.tensor([value, 0.0]))
+    with flags_on_a_device():
+        found = Gradients(of).true_norm(None if scale is None else torch.tensor(scale, device=device))
+    assert [x.item() for x in found if x is not None] == pytest.approx(expected, rel=1e-4, nan_ok=True)
+    if device.type == "cpu" and (scale is None or expected[1]):
+        assert Gradients(of).true_norm(None if scale is None else torch.tensor(scale))[1] is None
 
 
 def test_what_is_left_out_is_left_alone(device: torch.device) -> None:
