@@ -147,8 +147,13 @@ def gradients(root: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Ten
     return {"x": x.grad, "out": out.detach(), **{n: p.grad for n, p in root.named_parameters() if p.grad is not None}}
 
 
+def needing(kind: str, *values: Any) -> Any:
+    return pytest.param(kind, *values, marks=[pytest.mark.needs("gru")] if kind == "gru cell" else [])
+
+
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [*((k, torch.bfloat16) for k in KINDS), *((k, torch.float16) for k in FP16)]
+    ("kind", "dtype"),
+    [*(needing(k, torch.bfloat16) for k in KINDS), *(needing(k, torch.float16) for k in FP16)],
 )
 def test_same_bits_as_a_cast_per_use(kind: str, dtype: torch.dtype) -> None:
     make, run = KINDS[kind]
@@ -162,7 +167,9 @@ def test_same_bits_as_a_cast_per_use(kind: str, dtype: torch.dtype) -> None:
     assert not any("forward" in vars(m) for m in root.modules())
 
 
-@pytest.mark.parametrize("kind", ["linear", "gru cell", "lstm cell", "conv1d", "self-attention", "transformer layer"])
+@pytest.mark.parametrize(
+    "kind", map(needing, ["linear", "gru cell", "lstm cell", "conv1d", "self-attention", "transformer layer"])
+)
 def test_one_copy_per_step(kind: str) -> None:
     make, run = KINDS[kind]
     root = Root(net=make()).to(DEVICE)
