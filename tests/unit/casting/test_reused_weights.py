@@ -168,7 +168,8 @@ def test_same_bits_as_a_cast_per_use(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", map(needing, ["linear", "gru cell", "lstm cell", "conv1d", "self-attention", "transformer layer"])
+    "kind",
+    [*map(needing, ["linear", "gru cell", "lstm cell", "conv1d", "self-attention", "transformer layer"])],
 )
 def test_one_copy_per_step(kind: str) -> None:
     make, run = KINDS[kind]
