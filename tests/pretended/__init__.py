@@ -34,6 +34,7 @@ MISSING = {
     "nccl": "NCCL",
     "inductor": "code that torch.compile generates",
     "fp8": "products in fp8",
+    "profiler": "events that torch's profiler records",
     "forward AD": "derivatives in forward mode",
     "graphs": "graphs that replay",
     "speed": "a speed that means anything",

@@ -254,6 +254,8 @@ struct Gen final : CPUGeneratorImpl {
     device_ = c10::Device(TYPE, d);
     key_set_ = c10::DispatchKeySet(KEY);
   }
+  uint64_t get_offset() const override { return 0; }  // copying one asks for it
+  void set_offset(uint64_t) override {}
   // engine, not the state that `torch.get_rng_state` gives: two private members of the base, copied through its state
 };
 Generator& default_generator(c10::DeviceIndex d) {

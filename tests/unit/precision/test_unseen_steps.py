@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.optim.optimizer as torch_optimizers
-from support import FEATURES, Toy, WithoutAutocast, assert_same, batches, fit, scaled_fp32
+from support import DEVICE, FEATURES, Toy, WithoutAutocast, assert_same, batches, fit, scaled_fp32
 from support.promises import OPTIMIZERS, Plugins, plain_adamw, plain_sgd, promise
 from torch import Tensor, nn
 
@@ -175,7 +175,7 @@ class OwnLoss(Toy):
         super().__init__(plain_adamw)
         self.automatic_optimization = automatic
         self.probe = nn.Linear(FEATURES, 1)
-        self.outside = [nn.Linear(FEATURES, 1)]
+        self.outside = [nn.Linear(FEATURES, 1, device=DEVICE)]
         self.own = [torch.optim.SGD([*self.probe.parameters(), *self.outside[0].parameters()], lr=0.1)]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:

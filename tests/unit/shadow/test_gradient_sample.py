@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Toy, assert_same, batches, fit, scaled_fp32
+from support import DEVICE, Toy, assert_same, batches, fit, scaled_fp32
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
@@ -22,9 +22,9 @@ def fp16(scale: float = 64.0, **kwargs: Any) -> AmpPrecision:
 
 def drops() -> Toy:
     module = Toy(net=nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)))
-    module.generator = torch.Generator().manual_seed(3)
+    module.generator = torch.Generator(DEVICE).manual_seed(3)
     module.loss = lambda batch: (  # type: ignore[method-assign]
-        module.net(batch + torch.rand(batch.shape, generator=module.generator)).float().square().mean()
+        module.net(batch + torch.rand(batch.shape, generator=module.generator, device=DEVICE)).float().square().mean()
     )
     return module
 
