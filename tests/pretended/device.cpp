@@ -603,7 +603,9 @@ TORCH_LIBRARY_IMPL(aten,
   m.impl("set_.source_Tensor", set_source_tensor);
   m.impl("set_", set_nothing);
   m.impl("record_stream", record_stream);
-  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());  // else it asks for stubs
+  // else they ask for kernels that only a device of its own has
+  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 #ifndef PRETEND_CUDA
