@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,21 +80,23 @@ class _Group:
         self.fp8: list[Tensor] = []
 
     def add(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return what adds up over parameters and ranks, float64 [12 + bins], and the largest magnitude, float64 []."""
-        top = torch.stack([m.double() for m in self.magnitudes]).max() if self.magnitudes else _zeros(device)
+        """Return what adds up over parameters and ranks, float64 [12 + bins], and the largest magnitude, float64 [].
+
+        Parts may lie on several devices, as the parameters do; both results lie on `device`. (float32 on devices
+        without float64.)
+        """
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        zeros = partial(torch.zeros, dtype=dtype, device=device)
+        top = torch.stack([m.to(device, dtype) for m in self.magnitudes]).max() if self.magnitudes else zeros(())
         counts, sums, fp8, histogram = (
-            torch.stack(parts).sum(0).double() if parts else _zeros(device, size)
+            torch.stack([part.to(device) for part in parts]).sum(0).to(dtype) if parts else zeros(size)
             for parts, size in ((self.counts, 3), (self.sums, 4), (self.fp8, 3), (self.histograms, _NUM_BINS))
         )
         number = torch.full_like(counts[:1], len(self.counts))
         # NaN has no place in a maximum over ranks, so it is counted.
-        return torch.cat([number, torch.isnan(top).double().reshape(1), counts, sums, fp8, histogram]), top.nan_to_num(
+        return torch.cat([number, torch.isnan(top).to(dtype).reshape(1), counts, sums, fp8, histogram]), top.nan_to_num(
             0.0
         )
-
-
-def _zeros(device: torch.device, *size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.float64, device=device)
 
 
 def take_sample(

@@ -68,6 +68,23 @@ def test_in_fp32_both_sides_are_equal() -> None:
         assert {row.scale for row in monitor.table} == ({64.0} if plugin and plugin.scaler else {1.0})
 
 
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
+def test_a_module_on_two_devices() -> None:
+    class Split(Toy):
+        def configure_optimizers(self) -> Any:
+            self.net[2].to(f"{DEVICE}:1")
+            return super().configure_optimizers()
+
+        def loss(self, batch: Tensor) -> Tensor:
+            hidden = self.net[1](self.net[0](batch))
+            return self.net[2](hidden.to(f"{DEVICE}:1")).to(batch.device).float().square().mean()
+
+    monitor = GradientMonitor()
+    fit(Split, fp16(), callbacks=[monitor])
+    assert [row.name for row in monitor.table.last] == ["net.0", "net.2", "(all)"]
+    assert all(row.cosine > 0.99 for row in monitor.table.last)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_fidelity_tells_precisions_apart(precision: str) -> None:
     monitor = GradientMonitor()
