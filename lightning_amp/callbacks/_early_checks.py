@@ -185,7 +185,7 @@ class _Copy:
         self._dtype = copied.dtype
         self._state = _state(copied)
         self._before = self._trained.detach().clone()
-        self._values = copied.detach().clone()
+        self._values = copied.detach().to(self._before.device, copy=True)
         self._num_writes, self._looks_at = 0, _FEWEST_WRITES
 
     @torch.no_grad()
@@ -207,6 +207,7 @@ class _Copy:
 
     def _look(self, copied: Tensor) -> str:
         now = self._trained.detach()
+        copied = copied.to(now.device)  # some averages are kept on the host
         same = torch.stack([(copied == t.to(copied.dtype)).float().mean() for t in (now, self._before)]).max()
         moved = (now.to(copied.dtype) != self._values).float().mean()
         same_share, moved_share = torch.stack([same, moved]).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -80,22 +81,21 @@ class _Group:
         self.fp8: list[Tensor] = []
 
     def add(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return what adds up over parameters and ranks, [12 + bins], and the largest magnitude, []."""
+        """Return what adds up over parameters and ranks, [12 + bins], and the largest magnitude, [], both on `device`.
+
+        Parts may lie on several devices, as the parameters do. float64, or the widest dtype that the device has.
+        """
         wide = widest_dtype(device)
-        top = torch.stack([m.to(wide) for m in self.magnitudes]).max() if self.magnitudes else _zeros(device)
+        zeros = partial(torch.zeros, dtype=wide, device=device)
+        top = torch.stack([m.to(device, wide) for m in self.magnitudes]).max() if self.magnitudes else zeros(())
         counts, sums, fp8, histogram = (
-            torch.stack(parts).sum(0).to(wide) if parts else _zeros(device, size)
+            torch.stack([part.to(device) for part in parts]).sum(0).to(wide) if parts else zeros(size)
             for parts, size in ((self.counts, 3), (self.sums, 4), (self.fp8, 3), (self.histograms, _NUM_BINS))
         )
         number = torch.full_like(counts[:1], len(self.counts))
         # NaN has no place in a maximum over ranks, so it is counted.
-        return torch.cat([number, torch.isnan(top).to(wide).reshape(1), counts, sums, fp8, histogram]), top.nan_to_num(
-            0.0
-        )
-
-
-def _zeros(device: torch.device, *size: int) -> Tensor:
-    return torch.zeros(size, dtype=widest_dtype(device), device=device)
+        is_nan = torch.isnan(top).to(wide).reshape(1)
+        return torch.cat([number, is_nan, counts, sums, fp8, histogram]), top.nan_to_num(0.0)
 
 
 def take_sample(

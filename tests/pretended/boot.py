@@ -312,6 +312,7 @@ def as_other(name: str) -> Any:
         setattr(module, key, member)
     torch._register_device_module(name, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    module._pretended_cells = _lstm_cells("PrivateUse1")
     after_import("lightning.pytorch.trainer.connectors.accelerator_connector", lambda: _tell_lightning(name))
     return core
 

@@ -256,6 +256,8 @@ struct Gen final : CPUGeneratorImpl {
     device_ = c10::Device(TYPE, d);
     key_set_ = c10::DispatchKeySet(KEY);
   }
+  uint64_t get_offset() const override { return 0; }  // copying one asks for it
+  void set_offset(uint64_t) override {}
   // engine, not the state that `torch.get_rng_state` gives: two private members of the base, copied through its state
 };
 Generator& default_generator(c10::DeviceIndex d) {
@@ -603,24 +605,12 @@ TORCH_LIBRARY_IMPL(aten,
   m.impl("set_.source_Tensor", set_source_tensor);
   m.impl("set_", set_nothing);
   m.impl("record_stream", record_stream);
+  // else they ask for kernels that only a device of its own has
+  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 #ifndef PRETEND_CUDA
-// what a backend has to bring itself
-Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups) {
-  auto bias = b.has_value() ? std::optional<Tensor>(as_cpu(*b)) : std::nullopt;
-  return to_device(at::convolution_symint(as_cpu(x), as_cpu(w), bias, stride, padding, dilation, transposed, output_padding, groups), x.device().index());
-}
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& g, const Tensor& x, const Tensor& w, c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups, std::array<bool, 3> mask) {
-  c10::SymInt channels = transposed ? w.sym_size(1) * groups : w.sym_size(0);
-  auto [gx, gw, gb] = at::convolution_backward_symint(as_cpu(g), as_cpu(x), as_cpu(w), c10::SymIntArrayRef(&channels, 1), stride, padding, dilation, transposed, output_padding, groups, mask);
-  auto back = [&](const Tensor& t) { return t.defined() ? to_device(t, x.device().index()) : t; };
-  return {back(gx), back(gw), back(gb)};
-}
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("convolution_overrideable", convolution);
-  m.impl("convolution_backward_overrideable", convolution_backward);
-}
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   using namespace at::autocast;

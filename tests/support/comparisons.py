@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.callbacks._metric_comparison import MetricComparison
+from support.devices import DEVICE
 
 
 class Model(pl.LightningModule):
@@ -28,7 +29,7 @@ class Model(pl.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.net(batch).square().mean())
-        self.log("autocast", float(torch.is_autocast_enabled("cpu")))
+        self.log("autocast", float(torch.is_autocast_enabled(DEVICE)))
         self.log("batches", 1.0, reduce_fx="sum")
 
     def configure_optimizers(self) -> Any:
@@ -39,9 +40,10 @@ class WithTest(Model):
     """Has a `test_step` with hooks of its own."""
 
     def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        loss = self.net(batch).square().mean()
+        output = self.net(batch)
+        loss = (output * output).mean()  # on a GPU, `square` is in fp32
         self.log("test_loss", loss)
-        self.log("autocast", float(torch.is_autocast_enabled("cpu")))
+        self.log("autocast", float(torch.is_autocast_enabled(DEVICE)))
         self.log("batches", 1.0, reduce_fx="sum")
         return loss
 
@@ -86,7 +88,7 @@ def data() -> DataLoader[Any]:
 
 def make_trainer(*callbacks: Callback, **kwargs: Any) -> pl.Trainer:
     options: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": DEVICE,
         "devices": 1,
         "max_epochs": 2,
         "logger": False,
@@ -95,7 +97,7 @@ def make_trainer(*callbacks: Callback, **kwargs: Any) -> pl.Trainer:
         "enable_model_summary": False,
         "num_sanity_val_steps": 2,
         "log_every_n_steps": 1,
-        "plugins": MixedPrecision("bf16-mixed", "cpu"),
+        "plugins": MixedPrecision("bf16-mixed", DEVICE),
         "callbacks": list(callbacks),
     }
     return pl.Trainer(**(options | kwargs))

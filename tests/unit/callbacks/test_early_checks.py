@@ -100,7 +100,7 @@ class Student(Toy):
             self.write(slow, fast)
 
     def write(self, slow: nn.Parameter, fast: nn.Parameter) -> None:
-        slow.mul_(0.999).add_(fast.to(slow.dtype), alpha=0.001)
+        slow.mul_(0.999).add_(fast.to(slow), alpha=0.001)  # on a GPU, some keep it on the host
 
 
 class Lerp(Student):
@@ -155,7 +155,7 @@ def test_one_that_a_callback_keeps() -> None:
             for slow, fast in zip(
                 self.ema.module.state_dict().values(), pl_module.net.state_dict().values(), strict=True
             ):
-                slow.copy_(slow * 0.99 + 0.01 * fast)
+                slow.copy_(slow * 0.99 + 0.01 * fast.to(slow.device))
 
     (text,) = texts(lambda: Toy(lambda params: torch.optim.Adam(params, lr=0.05)), "bf16", Average())
     assert "`Average.ema.module` is a copy of `net` in bf16" in text

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import HalfPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from support import DEVICE
 from support.comparison_models import Rows
 from support.comparisons import Fails, Model, OnlyTest, WithTest, count, data, fit, make_trainer, values
 from torch import Tensor, nn
@@ -150,7 +151,7 @@ class Off(Model):
         self.amp, self.fp32 = amp, fp32
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("metric", self.amp if torch.is_autocast_enabled("cpu") else self.fp32)
+        self.log("metric", self.amp if torch.is_autocast_enabled(DEVICE) else self.fp32)
         self.log("other", 0.0)
 
 

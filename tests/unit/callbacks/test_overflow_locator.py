@@ -11,7 +11,7 @@ import fsspec
 import lightning as L
 import pytest
 import torch
-from support import Poison, Recorder, Toy, assert_same, batches, fit, flags_on_a_device, stock
+from support import DEVICE, Poison, Recorder, Toy, assert_same, batches, fit, flags_on_a_device, stock
 from support.overflows import BadRow, fp16, with_bad
 from support.stores import Bucket
 from torch import Tensor, nn
@@ -132,7 +132,7 @@ def test_bundle(tmp_path: Path) -> None:
     plugin = AmpPrecision("fp16", scaler=2.0**24)
     fit(lambda: Toy(net=net()), plugin, batches(1), callbacks=[locator])
     path = tmp_path / "overflow_step00000_rank0.pt"
-    again = replay(path, lambda: Toy(net=net()), precision="fp16")
+    again = replay(path, lambda: Toy(net=net()), precision="fp16", device=DEVICE)
     report = locator.reports[0]
     assert (again.diagnosis, again.parameters) == (report.diagnosis, report.parameters)
     fp32 = replay(path, lambda: Toy(net=net()))
@@ -187,7 +187,7 @@ def test_dataloader_iter_is_counted_only(caplog: pytest.LogCaptureFixture) -> No
     class Iterates(Toy):
         def training_step(self, dataloader_iter: Any) -> Any:
             batch, _, _ = next(dataloader_iter)
-            return self.loss(batch)
+            return self.loss(batch.to(self.device))
 
     locator = OverflowLocator()
     with caplog.at_level("INFO"):

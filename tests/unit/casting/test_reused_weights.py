@@ -21,9 +21,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_amp.casting import _reused_weights
 from lightning_amp.casting._reused_weights import ReusedWeights
 
 WIDTH = 8
+shared = pytest.mark.skipif(
+    DEVICE.partition(":")[0] not in _reused_weights._DEVICES, reason="on this device each use has a copy of its own"
+)
 
 
 class Root(LightningModule):
@@ -147,8 +151,13 @@ def gradients(root: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Ten
     return {"x": x.grad, "out": out.detach(), **{n: p.grad for n, p in root.named_parameters() if p.grad is not None}}
 
 
+def needing(kind: str, *values: Any) -> Any:
+    return pytest.param(kind, *values, marks=[pytest.mark.needs("gru")] if kind == "gru cell" else [])
+
+
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [*((k, torch.bfloat16) for k in KINDS), *((k, torch.float16) for k in FP16)]
+    ("kind", "dtype"),
+    [*(needing(k, torch.bfloat16) for k in KINDS), *(needing(k, torch.float16) for k in FP16)],
 )
 def test_same_bits_as_a_cast_per_use(kind: str, dtype: torch.dtype) -> None:
     make, run = KINDS[kind]
@@ -162,7 +171,11 @@ def test_same_bits_as_a_cast_per_use(kind: str, dtype: torch.dtype) -> None:
     assert not any("forward" in vars(m) for m in root.modules())
 
 
-@pytest.mark.parametrize("kind", ["linear", "gru cell", "lstm cell", "conv1d", "self-attention", "transformer layer"])
+@shared
+@pytest.mark.parametrize(
+    "kind",
+    [*map(needing, ["linear", "gru cell", "lstm cell", "conv1d", "self-attention", "transformer layer"])],
+)
 def test_one_copy_per_step(kind: str) -> None:
     make, run = KINDS[kind]
     root = Root(net=make()).to(DEVICE)
@@ -181,6 +194,7 @@ def test_one_copy_per_step(kind: str) -> None:
     assert min(casts.shapes.count(shape) // weights.count(shape) for shape in weights) > 2  # so that the test can fail
 
 
+@shared
 def test_one_copy_is_held_for_the_backward() -> None:
     root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
     x = torch.randn(3, WIDTH, device=DEVICE)
@@ -385,6 +399,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
         assert_same(root.net.weight.grad, other.net.weight.grad)
 
 
+@shared
 def test_a_checkpointed_module_that_is_called_once_is_not_taken_for_reused() -> None:
     """In manual optimization the backward, which calls it again, is inside of the training step."""
     root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
@@ -643,6 +658,7 @@ def test_after_an_exception_the_module_is_as_it_was() -> None:
         assert root.net.weight.dtype == torch.float32
 
 
+@shared
 def test_a_module_that_is_called_once_is_not_touched() -> None:
     root = Root(once=nn.Linear(WIDTH, WIDTH), often=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
     x = torch.randn(3, WIDTH, device=DEVICE)
@@ -655,6 +671,7 @@ def test_a_module_that_is_called_once_is_not_touched() -> None:
     assert seen == [(True, True), (True, True), (False, True), (False, True)]
 
 
+@shared
 def test_each_stage_is_watched() -> None:
     root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
     x = torch.randn(3, WIDTH, device=DEVICE)

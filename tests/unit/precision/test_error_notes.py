@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Toy, batches, fit
+from support import DEVICE, Toy, batches, fit
 from support.trainers import quiet_trainer
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from lightning_amp import AmpPrecision
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 
-OFF = torch.autocast("cpu", enabled=False)
+OFF = torch.autocast(DEVICE, enabled=False)
 
 
 class Layer(nn.Module):
@@ -72,8 +72,8 @@ class Put(Layer):
     remedy = r"are put into a float32 tensor: `\.to\(target\.dtype\)` on them"
 
     def faulty(self, x: Tensor) -> Tensor:
-        target = torch.zeros(x.shape)
-        target[torch.arange(len(x))] = x.to(target.dtype) if self.cured else x
+        target = torch.zeros_like(x, dtype=torch.float32)
+        target[torch.arange(len(x), device=x.device)] = x.to(target.dtype) if self.cured else x
         return target
 
 
@@ -81,15 +81,15 @@ class Scatter(Layer):
     remedy = r"autocast made them (fp16|bf16): `\.to\(target\.dtype\)` on them"
 
     def faulty(self, x: Tensor) -> Tensor:
-        target = torch.zeros(x.shape)
-        index = torch.zeros(x.shape, dtype=torch.long)
-        return target.scatter_add(0, index, x.to(target.dtype) if self.cured else x)
+        target = torch.zeros_like(x, dtype=torch.float32)
+        index = torch.zeros_like(x, dtype=torch.long)
+        return target.scatter_add_(0, index, x.to(target.dtype) if self.cured else x)
 
 
 class IndexAdd(Put):
     def faulty(self, x: Tensor) -> Tensor:
-        target = torch.zeros(x.shape)
-        return target.index_add(0, torch.arange(len(x)), x.to(target.dtype) if self.cured else x)
+        target = torch.zeros_like(x, dtype=torch.float32)
+        return target.index_add(0, torch.arange(len(x), device=x.device), x.to(target.dtype) if self.cured else x)
 
 
 class ToNumpy(Layer):
@@ -97,7 +97,7 @@ class ToNumpy(Layer):
     precisions = ("bf16",)
 
     def faulty(self, x: Tensor) -> Tensor:
-        self.fixed(x.detach()).numpy()
+        self.fixed(x.detach()).cpu().numpy()
         return x
 
 
@@ -116,15 +116,15 @@ class Product(torch.autograd.Function):
 
 
 class CuredProduct(Product):
-    forward = staticmethod(torch.amp.custom_fwd(Product.forward, device_type="cpu", cast_inputs=torch.float32))
-    backward = staticmethod(torch.amp.custom_bwd(Product.backward, device_type="cpu"))
+    forward = staticmethod(torch.amp.custom_fwd(Product.forward, device_type=DEVICE, cast_inputs=torch.float32))
+    backward = staticmethod(torch.amp.custom_bwd(Product.backward, device_type=DEVICE))
 
 
 class OwnFunction(Layer):
     where = "`Product.backward`, a `torch.autograd.Function`"
     remedy = (
-        r"decorate `Product\.forward` with `torch\.amp\.custom_fwd\(device_type='cpu', cast_inputs=torch\.float32\)`"
-        r" and `Product\.backward` with `torch\.amp\.custom_bwd\(device_type='cpu'\)`"
+        rf"decorate `Product\.forward` with `torch\.amp\.custom_fwd\(device_type='{DEVICE}', cast_inputs="
+        rf"torch\.float32\)` and `Product\.backward` with `torch\.amp\.custom_bwd\(device_type='{DEVICE}'\)`"
     )
 
     def faulty(self, x: Tensor) -> Tensor:
@@ -185,7 +185,8 @@ def test_in_manual_optimization_and_in_the_step_itself_it_is_said_once() -> None
 
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             x = self.net[0](batch)
-            self.manual_backward(Product.apply(x, torch.ones(16, 1, requires_grad=True)).float().sum())  # pyright: ignore
+            weight = torch.ones(16, 1, device=x.device, requires_grad=True)
+            self.manual_backward(Product.apply(x, weight).float().sum())  # pyright: ignore
 
     class Step(Toy):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -212,7 +213,7 @@ class OwnHalf(Layer):
 
 class Shapes(Layer):
     def faulty(self, x: Tensor) -> Tensor:
-        return x @ torch.ones(3, 3)
+        return x @ x.new_ones(3, 3)
 
 
 class Double(Layer):

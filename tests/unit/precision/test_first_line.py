@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Toy, assert_same, batches, fit, quiet_trainer
+from support import DEVICE, Toy, assert_same, batches, fit, quiet_trainer
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
@@ -38,7 +38,7 @@ def scaler() -> DynamicLossScaler:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp32"])
-@pytest.mark.parametrize("given", [scaler, lambda: torch.amp.GradScaler("cpu"), lambda: 128.0])
+@pytest.mark.parametrize("given", [scaler, lambda: torch.amp.GradScaler(DEVICE), lambda: 128.0])
 def test_auto_leaves_a_scaler_unused(
     name: str, given: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -128,29 +128,29 @@ class Heads(Toy):
     [
         (
             lambda: AmpPrecision("fp16"),
-            "fp16 autocast on cpu, loss scale 2**16 (dynamic); non-finite steps are skipped",
+            f"fp16 autocast on {DEVICE}, loss scale 2**16 (dynamic); non-finite steps are skipped",
         ),
         (
             lambda: AmpPrecision("fp16", scaler=1024.0, fp32_modules=[nn.Linear]),
-            "fp16 autocast on cpu, loss scale 1024 (static), 2 modules in fp32; non-finite steps are skipped",
+            f"fp16 autocast on {DEVICE}, loss scale 1024 (static), 2 modules in fp32; non-finite steps are skipped",
         ),
         (
             lambda: AmpPrecision(
-                "fp16", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**11), fp32_modules=["net.0"]
+                "fp16", scaler=torch.amp.GradScaler(DEVICE, init_scale=2.0**11), fp32_modules=["net.0"]
             ),
-            "fp16 autocast on cpu, loss scale 2**11 (GradScaler), 1 module in fp32; non-finite steps are skipped",
+            f"fp16 autocast on {DEVICE}, loss scale 2**11 (GradScaler), 1 module in fp32; non-finite steps are skipped",
         ),
         (
-            lambda: AmpPrecision("fp16", scaler=torch.amp.GradScaler("cpu", enabled=False), skip_nonfinite=False),
-            "fp16 autocast on cpu, no loss scale (GradScaler, disabled); non-finite steps are taken",
+            lambda: AmpPrecision("fp16", scaler=torch.amp.GradScaler(DEVICE, enabled=False), skip_nonfinite=False),
+            f"fp16 autocast on {DEVICE}, no loss scale (GradScaler, disabled); non-finite steps are taken",
         ),
         (
             lambda: AmpPrecision("bf16", eval_precision="fp32"),
-            "bf16 autocast on cpu, evaluation in fp32; non-finite steps are skipped",
+            f"bf16 autocast on {DEVICE}, evaluation in fp32; non-finite steps are skipped",
         ),
         (
             lambda: AmpPrecision("fp32", skip_nonfinite=False),
-            "fp32 on cpu, no autocast; non-finite steps are taken",
+            f"fp32 on {DEVICE}, no autocast; non-finite steps are taken",
         ),
     ],
 )
@@ -173,7 +173,7 @@ def test_auto_says_so_in_evaluation_too(monkeypatch: pytest.MonkeyPatch, caplog:
     machine(monkeypatch, "bf16")
     quiet_trainer(plugins=[AmpPrecision("auto", scaler=64.0)]).validate(Heads(), batches(1), verbose=False)
     assert said(caplog) == [
-        "lightning_amp: precision 'auto' is 'bf16' here (the machine likes bf16): bf16 autocast on cpu."
+        f"lightning_amp: precision 'auto' is 'bf16' here (the machine likes bf16): bf16 autocast on {DEVICE}."
     ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import FEATURES, CountReads, Poison, Toy, assert_same, batches, fit, scaled_fp32
+from support import DEVICE, FEATURES, CountReads, Poison, Toy, assert_same, batches, fit, scaled_fp32
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
@@ -111,7 +111,7 @@ class Closure(Toy):
         optimizer.step(closure=closure)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self.seen.append(torch.is_autocast_enabled("cpu"))
+        self.seen.append(torch.is_autocast_enabled(DEVICE))
         super().backward(loss, *args, **kwargs)
 
 

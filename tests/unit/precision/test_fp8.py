@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
-from support import Toy, attributes, batches, fit, quiet_trainer
+from support import DEVICE, Toy, attributes, batches, fit, quiet_trainer
 from support.fp8 import Deep, emulated, float8, needs_torchao
 from torch import nn
 
@@ -39,7 +39,7 @@ def test_the_first_line_says_how_many_layers(caplog: pytest.LogCaptureFixture) -
         fit(net(), plugin(), batches(1))
     assert (
         "lightning_amp: fp8 products in 4 of 6 linear layers (about 93.4 % of their FLOPs, own recipe, emulated), bf16"
-        " autocast on cpu, evaluation in bf16; non-finite steps are skipped." in caplog.messages
+        f" autocast on {DEVICE}, evaluation in bf16; non-finite steps are skipped." in caplog.messages
     )
 
 
@@ -94,6 +94,7 @@ def test_where_nothing_is_trained_nothing_is_needed(verb: str, monkeypatch: pyte
     getattr(quiet_trainer(plugins=[AmpPrecision("fp8")]), verb)(Whole(net()), batches(1))
 
 
+@pytest.mark.cpu
 def test_a_device_without_fp8_is_refused_before_anything_runs() -> None:
     module = net()
     module.training_step = lambda *args: pytest.fail("reached the first batch")
@@ -107,7 +108,7 @@ def test_no_layer_qualifies() -> None:
         fit(net(width=8), plugin())
 
 
-@pytest.mark.filterwarnings(EMULATED)
+@pytest.mark.filterwarnings(EMULATED, "ignore:torch.get_autocast_gpu_dtype")  # by torchao
 def test_layers_that_the_user_converted_count(caplog: pytest.LogCaptureFixture) -> None:
     convert_to_float8_training = float8().convert_to_float8_training
     module = net()
@@ -134,6 +135,7 @@ def real(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_precision_choice, "has_fp8", lambda device: True)
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("real")
 def test_a_recipe_of_ones_own_may_need_whole_tiles() -> None:
     Float8LinearConfig = float8().Float8LinearConfig
@@ -141,6 +143,7 @@ def test_a_recipe_of_ones_own_may_need_whole_tiles() -> None:
         fit(net(), AmpPrecision("fp8", fp8_recipe=Float8LinearConfig()), batches(1, size=16))
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("real")
 def test_names_take_a_batch_of_any_size(caplog: pytest.LogCaptureFixture) -> None:
     """By the one kernel that torch 2.11 has for the CPU."""

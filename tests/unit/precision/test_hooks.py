@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Toy, assert_same, batches, fit, quiet_trainer, scaled_fp32
+from support import DEVICE, Toy, assert_same, batches, fit, quiet_trainer, scaled_fp32
 from torch import Tensor
 
 from lightning_amp import AmpPrecision
@@ -17,14 +17,15 @@ STEPS = ["train_step_context", "val_step_context", "test_step_context", "predict
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", None)])
 def test_without_a_run_a_step_is_in_plain_autocast(precision: str, dtype: torch.dtype | None, step: str) -> None:
-    context = getattr(AmpPrecision(precision, eval_precision="fp32"), step)()
+    plugin = AmpPrecision(precision, eval_precision="fp32")
+    context = getattr(plugin, step)()
     assert type(context) is torch.autocast
     with context:
-        assert torch.is_autocast_enabled("cpu") == (dtype is not None)
+        assert torch.is_autocast_enabled(plugin.device) == (dtype is not None)
         if dtype is not None:
-            assert torch.get_autocast_dtype("cpu") == dtype
+            assert torch.get_autocast_dtype(plugin.device) == dtype
             assert not torch.is_autocast_cache_enabled()
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(plugin.device)
 
 
 def test_without_a_run_nothing_is_converted_unscaled_or_written() -> None:
@@ -59,7 +60,7 @@ class Differentiates(Toy):
     test_step = validation_step
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self.autocast.append(torch.is_autocast_enabled("cpu"))
+        self.autocast.append(torch.is_autocast_enabled(DEVICE))
         super().backward(loss, *args, **kwargs)
 
 

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.optim.optimizer as torch_optimizers
-from support import FEATURES, Toy, WithoutAutocast, assert_same, batches, fit, scaled_fp32
+from support import DEVICE, FEATURES, Toy, WithoutAutocast, assert_same, batches, fit, scaled_fp32
 from support.promises import OPTIMIZERS, Plugins, plain_adamw, plain_sgd, promise
 from torch import Tensor, nn
 
@@ -26,6 +26,7 @@ class Manual(Toy):
         super().__init__(optimizer)
         self.automatic_optimization = False
         self.step = step
+        self.to(DEVICE)  # on some devices that makes new parameters
         self.own = [optimizer(self.net.parameters())]  # a list, as any plain attribute: Lightning does not see it
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -175,7 +176,8 @@ class OwnLoss(Toy):
         super().__init__(plain_adamw)
         self.automatic_optimization = automatic
         self.probe = nn.Linear(FEATURES, 1)
-        self.outside = [nn.Linear(FEATURES, 1)]
+        self.to(DEVICE)
+        self.outside = [nn.Linear(FEATURES, 1, device=DEVICE)]
         self.own = [torch.optim.SGD([*self.probe.parameters(), *self.outside[0].parameters()], lr=0.1)]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:

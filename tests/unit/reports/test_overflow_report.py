@@ -29,6 +29,7 @@ def test_the_scale_that_would_fit() -> None:
     assert plugin.num_skipped == 1
 
 
+@pytest.mark.needs("gru")
 def test_a_scale_that_fits_already_is_not_advised() -> None:
     """A huge input meets saturated gates: its weight gradient is 0 times infinity in fp16, and small in fp32."""
 

@@ -48,11 +48,17 @@ def every_kind(bad: float = 1.0) -> dict[str, Tensor]:
     }
 
 
+def kinds(*without: str) -> list[Any]:
+    """The parameters of a test of each kind."""
+    sparse_ones = pytest.param("sparse", marks=pytest.mark.needs("sparse"))
+    return [sparse_ones if kind == "sparse" else kind for kind in every_kind() if kind not in without]
+
+
 def flag(device: torch.device, value: float = 0.0) -> Tensor:
     return torch.tensor(value, device=device)
 
 
-@pytest.mark.parametrize("kind", every_kind())
+@pytest.mark.parametrize("kind", kinds())
 def test_multiplying_the_views_multiplies_the_gradients(kind: str, device: torch.device) -> None:
     of = optimizer(device, grad=every_kind()[kind])
     expected = every_kind()[kind].to_dense() * 0.5
@@ -62,7 +68,7 @@ def test_multiplying_the_views_multiplies_the_gradients(kind: str, device: torch
 
 
 @pytest.mark.parametrize("value", [INF, -INF, NAN, 1.0])
-@pytest.mark.parametrize("kind", [kind for kind in every_kind() if kind != "empty"])
+@pytest.mark.parametrize("kind", kinds("empty"))
 def test_a_value_that_is_not_finite_is_found(kind: str, value: float, device: torch.device) -> None:
     of = optimizer(device, first=torch.ones(2), bad=every_kind(value)[kind], last=None)
     expected = 0.0 if value == 1.0 else 1.0
@@ -92,17 +98,20 @@ def test_a_gradient_that_cannot_be_written_into_is_checked(device: torch.device)
         assert Gradients(of).check(flag(device)).item() == expected
 
 
+@pytest.mark.needs("sparse")
 def test_float16_duplicates_are_added_before_they_are_checked(device: torch.device) -> None:
     """Each is finite, what the optimizer applies is not."""
     of = optimizer(device, embedding=sparse(torch.float16, (6e4, 6e4)))
     assert Gradients(of).check(flag(device)).item() == 1.0
 
 
+@pytest.mark.needs("sparse")
 def test_plain_says_whether_a_fused_kernel_could_take_them(device: torch.device) -> None:
     kinds = {name: Gradients(optimizer(device, grad=grad)).plain for name, grad in every_kind().items()}
     assert {name for name, plain in kinds.items() if not plain} == {"complex", "conjugate", "sparse"}
 
 
+@pytest.mark.needs("sparse")
 @pytest.mark.parametrize("bad", [2.0, INF, NAN])
 def test_the_largest_is_that_of_all(bad: float, device: torch.device) -> None:
     found = Gradients(optimizer(device, **every_kind(-bad))).largest()

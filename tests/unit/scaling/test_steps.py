@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import DEVICE
 from torch import Tensor, nn
 
 from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, StepPlan
@@ -24,7 +25,7 @@ SCALERS: dict[str, Callable[[], torch.amp.GradScaler | None]] = {
     "dynamic": lambda: DynamicLossScaler(2.0**10, growth_interval=2),
     "hysteresis": lambda: DynamicLossScaler(2.0, growth_interval=1, hysteresis=2, min_scale=0.25),
     "static": lambda: DynamicLossScaler.static(256.0),
-    "torch's": lambda: torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2),
+    "torch's": lambda: torch.amp.GradScaler(DEVICE, init_scale=4.0, growth_interval=2),
 }
 
 
@@ -38,7 +39,8 @@ class Loop:
     def __init__(self, kinds: tuple[str, str], shared: bool, scaler: Any = False) -> None:
         generator = torch.Generator().manual_seed(0)
         dtypes = (torch.float32, torch.float32, torch.float32, torch.float64)
-        self.params = [nn.Parameter(torch.randn(3, dtype=dtype, generator=generator)) for dtype in dtypes]
+        values = [torch.randn(3, dtype=dtype, generator=generator) for dtype in dtypes]
+        self.params = [nn.Parameter(value.to(DEVICE)) for value in values]
         a, b = self.params[:2], self.params[1 if shared else 2 :]
         self.optimizers = [OPTIMIZERS[kind](params) for kind, params in zip(kinds, (a, b), strict=True)]
         self.log = RecordLog(None)
@@ -52,7 +54,7 @@ class Loop:
     def backward(self, of: str) -> None:
         self.batch += 1
         self.found = [found and any(map(torch.any, self.gradients(i))) for i, found in enumerate(self.found)]
-        x = torch.linspace(-1, 1, 3) * self.batch
+        x = torch.linspace(-1, 1, 3, device=DEVICE) * self.batch
         a, shared, b, b64 = self.params
         losses = {"A": ((a * x + shared).tanh() ** 2).sum(), "B": (b * b64.float() + shared * x).sin().sum()}
         loss = losses["A"] + losses["B"] if of == "both" else losses[of]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import DEVICE
 from support.evaluation_cases import BATCH_SIZE, Case, Offset, Temperatures, rows_for, validate
 
 from lightning_amp.shadow import _first_batches
@@ -54,7 +55,7 @@ def test_a_second_run_that_fails_is_no_error() -> None:
 def test_a_finite_metric_without_a_reason_is_left_alone() -> None:
     class Autocast(Case):
         def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("autocast", 0.3 + float(torch.is_autocast_enabled("cpu")))
+            self.log("autocast", 0.3 + float(torch.is_autocast_enabled(DEVICE)))
 
     module = Autocast()
     comparison, said = validate(module, rows_for(module), "bf16")

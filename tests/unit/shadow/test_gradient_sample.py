@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Toy, assert_same, batches, fit, scaled_fp32
+from support import DEVICE, Toy, assert_same, batches, fit, scaled_fp32
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
@@ -22,9 +22,9 @@ def fp16(scale: float = 64.0, **kwargs: Any) -> AmpPrecision:
 
 def drops() -> Toy:
     module = Toy(net=nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)))
-    module.generator = torch.Generator().manual_seed(3)
+    module.generator = torch.Generator(DEVICE).manual_seed(3)
     module.loss = lambda batch: (  # type: ignore[method-assign]
-        module.net(batch + torch.rand(batch.shape, generator=module.generator)).float().square().mean()
+        module.net(batch + torch.rand(batch.shape, generator=module.generator, device=DEVICE)).float().square().mean()
     )
     return module
 
@@ -66,6 +66,23 @@ def test_in_fp32_both_sides_are_equal() -> None:
         assert {row.sqnr_db for row in monitor.table} == {math.inf}
         assert {round(row.cosine, 6) for row in monitor.table} == {1.0}
         assert {row.scale for row in monitor.table} == ({64.0} if plugin and plugin.scaler else {1.0})
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
+def test_a_module_on_two_devices() -> None:
+    class Split(Toy):
+        def configure_optimizers(self) -> Any:
+            self.net[2].to(f"{DEVICE}:1")
+            return super().configure_optimizers()
+
+        def loss(self, batch: Tensor) -> Tensor:
+            hidden = self.net[1](self.net[0](batch))
+            return self.net[2](hidden.to(f"{DEVICE}:1")).to(batch.device).float().square().mean()
+
+    monitor = GradientMonitor()
+    fit(Split, fp16(), callbacks=[monitor])
+    assert [row.name for row in monitor.table.last] == ["net.0", "net.2", "(all)"]
+    assert all(row.cosine > 0.99 for row in monitor.table.last)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -119,6 +119,10 @@ SCRIPTED = ["torch.jit.script(child)", "torch.jit.trace(child)", "torch.jit.scri
 FUNCTIONAL = ["functional_call", "vmap", "grad of inputs", "jacrev", "jvp", "inner step"]
 
 
+def case(kind: str, *marks: Any) -> Any:
+    return pytest.param(kind, marks=[*marks, *([pytest.mark.needs("forward AD")] if kind == "jvp" else [])])
+
+
 def run(kind: str, precision: str, *callbacks: L.Callback, scale: float | None = None) -> L.Trainer:
     torch.manual_seed(0)
     module = make(kind)
@@ -135,7 +139,7 @@ def gradients_of_a_plain_module() -> GradientTable:
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", *COMPILED, *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*SCRIPTED, *FUNCTIONAL])]
+    "kind", ["plain", *COMPILED, *(case(kind, pytest.mark.slow) for kind in [*SCRIPTED, *FUNCTIONAL])]
 )
 def test_they_see_what_they_see_of_a_plain_module(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At the default scale; and at one that is too high, where steps are skipped, and found."""
@@ -167,7 +171,7 @@ def test_they_see_what_they_see_of_a_plain_module(kind: str, tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("kind", [*COMPILED, "torch.jit.trace(child)", *FUNCTIONAL])
+@pytest.mark.parametrize("kind", [*COMPILED, "torch.jit.trace(child)", *map(case, FUNCTIONAL)])
 def test_training_is_the_same_bits(kind: str, precision: str) -> None:
     torch._dynamo.reset()
     alone = weights(run(kind, precision))

@@ -75,6 +75,7 @@ def test_hooks_that_draw_from_a_generator_share_it() -> None:
     assert next(noise)[0] == 1.0
 
 
+@pytest.mark.needs("profiler")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The PyTorch ?Profiler")
 def test_the_pytorch_profiler_switches_no_callback_off() -> None:
     comparison, monitor, locator = MetricComparison(), GradientMonitor(1), OverflowLocator()

@@ -69,7 +69,7 @@ def test_memory_of_the_shadow_is_free_after_each_validation(fails: bool) -> None
             warnings.simplefilter("ignore")
             fit(MetricComparison(limit_batches=1), module)
         assert len(buffers) == (5 if fails else 7)  # the sanity check's, and of each validation AMP, fp32 and its copy
-        assert {id(buffer()) for buffer in buffers} == {id(None), id(module.net[0].running_mean)}
+        assert {id(buffer()) for buffer in buffers} <= {id(None), id(module.net[0].running_mean)}
     finally:
         gc.enable()
 

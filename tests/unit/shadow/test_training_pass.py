@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Toy, assert_same, fit, weights
+from support import DEVICE, Toy, assert_same, fit, weights
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
@@ -100,7 +100,7 @@ def test_backward_runs_outside_of_autocast() -> None:
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            seen.append(torch.is_autocast_enabled("cpu"))
+            seen.append(torch.is_autocast_enabled(DEVICE))
             return gradient
 
     class Manual(Toy):
@@ -196,9 +196,9 @@ def test_a_pass_in_fp32_has_a_backward_in_fp32() -> None:
 
     class Looks(Toy):
         def loss(self, batch: Tensor) -> Tensor:
-            reduced["step"].append(reduces_fp32("cpu"))
+            reduced["step"].append(reduces_fp32(DEVICE))
             loss = super().loss(batch)
-            loss.register_hook(lambda _: reduced["backward"].append(reduces_fp32("cpu")))
+            loss.register_hook(lambda _: reduced["backward"].append(reduces_fp32(DEVICE)))
             return loss
 
     class Probe(L.Callback):
