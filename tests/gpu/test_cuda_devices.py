@@ -37,6 +37,7 @@ def assert_traceless(ranks: list[dict[str, Any]], other: str) -> None:
                 assert_same(result["with"][key], result[other][key], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.needs("nccl")
 @needs_two
 def test_ddp(tmp_path: Path) -> None:
     ranks = launch(ROOT / "tests" / "distributed" / "ddp_scenarios.py", 2, tmp_path)
@@ -51,6 +52,7 @@ def test_ddp(tmp_path: Path) -> None:
     assert len(list((tmp_path / "overflows").iterdir())) == 6
 
 
+@pytest.mark.needs("nccl")
 @needs_two
 def test_sharded_over_two(tmp_path: Path) -> None:
     ranks = launch(ROOT / "tests" / "distributed" / "sharded_scenarios.py", 2, tmp_path)
@@ -58,6 +60,7 @@ def test_sharded_over_two(tmp_path: Path) -> None:
     assert ranks[0]["fsdp_fused_norm"]["with"]["reasons"] == ONE_PER_BATCH
 
 
+@pytest.mark.needs("nccl")
 @needs_four
 def test_sharded_over_four(tmp_path: Path) -> None:
     ranks = launch(ROOT / "tests" / "distributed" / "sharded_scenarios.py", 4, tmp_path)

@@ -19,6 +19,7 @@ def codes(*args: Any, **kwargs: Any) -> dict[str, str]:
     return {finding.code: finding.severity for finding in doctor(*args, precision="bf16", **kwargs).findings}
 
 
+@pytest.mark.needs("speed")
 def test_the_machine() -> None:
     found = examine(torch.device("cuda", 0))
     major = torch.cuda.get_device_capability()[0]
@@ -35,6 +36,7 @@ def test_the_machine() -> None:
     assert found.tf32
 
 
+@pytest.mark.needs("speed")
 def test_fp32_products_are_measured_without_tf32() -> None:
     torch.set_float32_matmul_precision("high")
     try:
@@ -64,6 +66,7 @@ def test_the_clock_never_waits() -> None:
     assert parts[BACKWARD] > 0
 
 
+@pytest.mark.needs("speed")
 def test_reading_a_loss_is_a_wait() -> None:
     report = doctor(lambda: Waiting("item"), rows(256, 512), precision="bf16")
     (finding,) = (f for f in report.findings if f.code == "host-waits")
@@ -72,6 +75,7 @@ def test_reading_a_loss_is_a_wait() -> None:
     assert codes(lambda: Waiting("mask"), rows(256, 512))["host-waits"] == "warning"
 
 
+@pytest.mark.needs("speed")
 def test_memory_is_near_that_of_the_device() -> None:
     report = doctor(lambda: Language(32_000), tokens(16, 256, 32_000), precision="bf16")
     assert report.step is not None
@@ -83,6 +87,7 @@ def test_memory_is_near_that_of_the_device() -> None:
     assert report.step.memory.peak < 1.1 * torch.cuda.max_memory_allocated()
 
 
+@pytest.mark.needs("speed")
 def test_parts_of_a_step_add_up() -> None:
     report = doctor(lambda: Project(mlp(4096, 6)), rows(4096, 512), precision="bf16")
     assert report.step is not None
@@ -95,6 +100,7 @@ def test_parts_of_a_step_add_up() -> None:
     assert report.step.product_s > 0
 
 
+@pytest.mark.needs("speed")
 @pytest.mark.parametrize("name", ["a perceptron", "a transformer", "an LSTM", "convolutions, channels last"])
 def test_a_step_of_anything_is_recorded(name: str) -> None:
     case = HEALTHY[name]
@@ -103,10 +109,12 @@ def test_a_step_of_anything_is_recorded(name: str) -> None:
     assert report.step.flops["float16"] > 0
 
 
+@pytest.mark.needs("speed")
 def test_channels_first_is_seen() -> None:
     assert "channels-last" in codes(lambda: Project(depthwise()), rows(64, 3, 64, 64))
 
 
+@pytest.mark.needs("speed")
 def test_the_device_is_left_empty() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

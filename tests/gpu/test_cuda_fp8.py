@@ -38,6 +38,7 @@ ROWS = 64
 NO_FP8 = not EMULATED and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
 
 pytestmark = [
+    *([] if EMULATED else [pytest.mark.needs("fp8")]),
     pytest.mark.skipif(NO_FP8, reason="needs a CUDA device with fp8 (sm_89 or later)"),
     pytest.mark.filterwarnings("ignore"),  # torch's compilers have a lot to say; what is ours is asked for below
 ]
