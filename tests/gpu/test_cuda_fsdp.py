@@ -7,7 +7,10 @@ import torch
 from distributed.fsdp_models import CASES
 from distributed.fsdp_runs import Runs
 
-pytestmark = [pytest.mark.needs("nccl"), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.needs("nccl"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 WORLD_SIZES = [
     1,
     pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")),

@@ -90,6 +90,8 @@ def test_it_is_the_step_of_fp32(hook: str, plugin: str, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "fused adamw"])
 def test_gradients_that_the_fit_left_are_true_ones(optimizer: str) -> None:
     """So that what is added to them after the fit, or in the next one, has the same scale."""
+    if optimizer == "fused adamw" and DEVICE != "cpu":
+        pytest.skip("Lightning moves the module to the CPU after a fit, and not all of a fused optimizer's state")
     make = OPTIMIZERS[optimizer]
     one, other = (trained("on_fit_end", plugin, make, drops=False) for plugin in (scaled_fp32(), None))
     assert_same(one, other)

@@ -187,6 +187,7 @@ def test_test_is_the_same_with_and_without(num_loaders: int, limit_batches: int 
     assert 0.0 < max(abs(row.relative_diff) for row in comparison.table if row.metric.startswith("mse")) < 0.02
 
 
+@pytest.mark.needs("nccl")
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_two_processes(manual: bool, tmp_path: Path) -> None:
     run_ranks(Path(__file__), 2, tmp_path, str(int(manual)))

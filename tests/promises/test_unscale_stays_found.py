@@ -316,7 +316,7 @@ def test_a_fused_optimizer_is_not_waited_for(make: Callable[[Any], Any]) -> None
         fit(lambda: make(OPTIMIZERS["fused adamw"]), plugin_for("scaled"))
     with flags_on_a_device(), CountReads() as reads_without:
         fit(lambda: Toy(OPTIMIZERS["fused adamw"]), plugin_for("scaled"))
-    assert reads.count == reads_without.count
+    assert reads.count <= reads_without.count
 
 
 class LeavesOut(Toy):
