@@ -61,6 +61,7 @@ def test_each_fault_is_named_and_cured(name: str) -> None:
         assert not abs(healthy.diff) > 0.25 * abs(sick.diff)
 
 
+@pytest.mark.needs("whole autocast")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", HEALTHY)
 @pytest.mark.usefixtures("own_lstm")
