@@ -17,7 +17,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -92,7 +92,7 @@ def _needs(item: pytest.Item) -> list[str]:
 def _uses_a_device(item: pytest.Item) -> bool:
     """Return whether a test runs on the device: by a fixture, or by what its module imports from `support`."""
     fixtures: tuple[str, ...] = getattr(item, "fixturenames", ())
-    names: dict[str, Any] = vars(getattr(item, "module", None) or object)
+    names: Mapping[str, Any] = vars(getattr(item, "module", None) or object)
     return (
         not _ON_DEVICE.isdisjoint(fixtures) or not _ON_DEVICE.isdisjoint(names) or "gpu" in item.path.parts
     )  # fmt: skip

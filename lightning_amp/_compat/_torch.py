@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.optim.optimizer as _optimizer_module
 from torch import Tensor
+from torch.utils import _foreach_utils
 from typing_extensions import final
 
 # --- torch: foreach and amp kernels ----------------------------------------------------------------------------------
@@ -87,11 +88,9 @@ GROWTH_TRACKER = "_growth_tracker"
 """Where a `GradScaler.state_dict` keeps the clean steps in a row. Can go when the key has a public name."""
 
 
+# Can go when `GradScaler` has a setter.
 def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor | None = None) -> None:
-    """Replace the scale (and the growth tracker), in memory that stays once a graph has captured the scaler.
-
-    Can go when `GradScaler` has a setter.
-    """
+    """Replace the scale (and the growth tracker), in memory that stays once a graph has captured the scaler."""
     if scaler in _in_graphs:
         assert scaler._scale is not None
         scaler._scale.copy_(scale)
@@ -222,7 +221,7 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
 # Can go when torch has a public list.
 def fused_device_types() -> list[str]:
     """Return the types of devices for which torch has fused optimizers."""
-    return torch.utils._foreach_utils._get_fused_kernels_supported_devices()
+    return _foreach_utils._get_fused_kernels_supported_devices()
 
 
 # Can go with `decides_on_device`.

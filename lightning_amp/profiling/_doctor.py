@@ -113,7 +113,7 @@ def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> tor
     if here is None or here.type != found.type:
         name = found.type.upper()
         raise ValueError(f"`device` is {device!r}, and there is no {name} device here. Pass 'cpu', or nothing.")
-    return torch.device(found.type, torch.accelerator.current_device_index() if found.index is None else found.index)
+    return found if ":" in str(found) else torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def _name(source: Any, device: torch.device) -> str:

@@ -162,7 +162,7 @@ def private_trainer(
     saves = trainer_kwargs.get("enable_checkpointing") is not False
     settings: dict[str, Any] = {
         "accelerator": accelerator,
-        "devices": 1 if device.index is None or device.type == "cpu" else [device.index],
+        "devices": [device.index] if ":" in str(device) and device.type != "cpu" else 1,
         "strategy": SingleDeviceStrategy(device),
         "max_epochs": _MANY_EPOCHS,
         "max_steps": _MANY_STEPS,

@@ -19,6 +19,7 @@ numbers or speed on a GPU, only about devices, waits and the names of functions.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -70,7 +71,7 @@ def why_not() -> str:
     """Return in one line why this process has no pretended device; empty if it has one."""
     if not KIND:
         return "LIGHTNING_AMP_PRETEND is not set"
-    import torch  # noqa: F401 # the device comes with it
+    importlib.import_module("torch")  # the device comes with it
 
     boot = sys.modules.get("pretended_boot")
     if boot is None:

@@ -16,7 +16,12 @@ PACKAGE = Path(__file__).parents[2] / "lightning_amp"
 TYPES = {"cpu", "cuda", "gpu", "mps", "xpu", "hpu", "npu", "xla", "tpu"}
 MODULES = {"cuda", "mps", "xpu", "accelerator"}
 
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    'if machine.device_type == "cuda":': "a rule over facts; tests/unit/advice gives it facts of each device",
+    'with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):': "the speed of a CPU",
+    'return torch.arange(count, dtype=torch.float32, device="cpu").sin_().reshape(shape)': "the speed of a CPU",
+    'return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95"))': "ROCm",
+}
 """Of lines that do not run on a pretended device: the line, as it stands there, and why."""
 
 
