@@ -32,8 +32,9 @@ from lightning_amp import (
 from projects.registry import Project, Setup
 from projects.structure import Facts, structure
 
+DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 DEFAULTS: dict[str, Any] = {
-    "accelerator": "cpu",
+    "accelerator": DEVICE,
     "devices": 1,
     "max_epochs": 1,
     "logger": False,
@@ -64,8 +65,8 @@ class Arm:
         if self.whose == "ours":
             return AmpPrecision(self.precision, scaler=DynamicLossScaler(**scale) if scale else None)
         if self.precision == "bf16":
-            return MixedPrecision("bf16-mixed", "cpu")
-        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **scale))
+            return MixedPrecision("bf16-mixed", DEVICE)
+        return MixedPrecision("16-mixed", DEVICE, torch.amp.GradScaler(DEVICE, **scale))
 
 
 def arms(precisions: tuple[str, ...], callbacks: bool = True) -> Iterator[Arm]:
@@ -263,7 +264,7 @@ def inside(folder: str) -> Generator[None, None, None]:
 def leave_manual_modes() -> None:
     """What an exception in the middle of a run leaves behind must not reach the next arm."""
     torch.set_grad_enabled(True)
-    torch.set_autocast_enabled("cpu", False)
+    torch.set_autocast_enabled(DEVICE, False)
     torch.clear_autocast_cache()
     torch.set_default_dtype(torch.float32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning as L
@@ -47,7 +48,7 @@ def describe(thing: Any) -> set[str]:
 def describe_globals() -> set[str]:
     hooks = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
     state = {
-        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast": torch.is_autocast_enabled(os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")),
         "autocast's cache": torch.is_autocast_cache_enabled(),
         "grad mode": torch.is_grad_enabled(),
         "default dtype": torch.get_default_dtype(),
