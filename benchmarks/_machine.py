@@ -1,4 +1,4 @@
-"""Where and with what figures were made, and where those of a rehearsal may not go."""
+"""The machine and the versions that figures belong to; a rehearsal may not write into `docs/results`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULTS = ROOT / "docs" / "results"
 
 @final
 class Machine(NamedTuple):
-    """Where and with what records were made; those of different ones are never compared.
+    """The device and the versions that records were made with. Records of different machines are never compared.
 
     Attributes:
         device: What a person calls it.

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning_amp._files import write_atomically
 
 T = TypeVar("T")
 
 
-def read_lines(path: Path, from_line: Callable[[str], T]) -> list[T]:
+def read_lines(path: Path, from_dict: Callable[[dict[str, Any]], T]) -> list[T]:
     """Read a file of records; a torn last line is left out, and no file has none.
 
     Args:
         path: The file.
-        from_line: Reads one record; raises `ValueError` if it is none.
+        from_dict: Makes a record of its fields.
 
     Raises:
         ValueError: If another line is no record; it says which.
@@ -30,18 +31,18 @@ def read_lines(path: Path, from_line: Callable[[str], T]) -> list[T]:
     records: list[T] = []
     for number, line in numbered:
         try:
-            records.append(from_line(line))
-        except ValueError as error:
+            records.append(from_dict(json.loads(line)))
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
             if number == numbered[-1][0] and not lines[-1].startswith("]"):
                 break
             raise ValueError(
-                f"Line {number} of {path} must be a record of this benchmark, got {line[:80]!r} ({error})."
+                f"Line {number} of {path} must be a record of this benchmark, got {line[:80]!r} ({error!r})."
                 " Remove the line; its run is then done again."
             ) from error
     return records
 
 
-def write_lines(path: Path, lines: Iterable[str]) -> None:
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write a file of records, in one move."""
-    text = "[\n" + ",\n".join(lines) + "\n]\n"
+    text = "[\n" + ",\n".join(json.dumps(record, allow_nan=False) for record in records) + "\n]\n"
     write_atomically(path, lambda file: file.write(text))

@@ -1,9 +1,8 @@
 """Everything that only a GPU can show: `make gpu-evidence`, or `python -m benchmarks.evidence`.
 
 It runs the tests for GPUs and all benchmarks that need one, each in a process of its own, and writes what it finds as a
-page. What ended is on record, so that a second call goes on where the first one stopped. It needs a checkout, torch,
-lightning, torchmetrics and pytest; for some parts transformers, scipy and torchao, which it does without where they are
-missing.
+page. A second call goes on where the first one stopped. It needs a checkout, torch, lightning, torchmetrics and pytest.
+Some parts also use transformers, scipy or torchao; without them they measure less, and say so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is compared and examined: the character GPT of `examples/gpt.py`, in a size for a GPU, and as a toy."""
+"""The model of the comparison and of the doctor: the character GPT of `examples/gpt.py`, in two sizes."""
 
 from __future__ import annotations
 

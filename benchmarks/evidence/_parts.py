@@ -1,4 +1,4 @@
-"""What is collected, in its order: each part is a command."""
+"""The parts of the evidence, in the order in which they run. Each is a command."""
 
 from __future__ import annotations
 

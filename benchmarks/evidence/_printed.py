@@ -1,4 +1,4 @@
-"""What a part printed, as Markdown."""
+"""Turns the output of a part into Markdown."""
 
 from __future__ import annotations
 

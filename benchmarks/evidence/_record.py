@@ -1,10 +1,9 @@
-"""What is on record of one part."""
+"""The record of one part: its result, and how it was made."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from typing_extensions import final
 
@@ -42,32 +41,23 @@ class Record(NamedTuple):
     date: str
     wall_s: float = 0.0
 
-    def as_line(self) -> str:
-        """Return it as JSON."""
-        return json.dumps({**self._asdict(), "machine": self.machine._asdict()}, allow_nan=False)
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {**self._asdict(), "machine": self.machine._asdict()}
 
     @classmethod
-    def from_line(cls, line: str) -> Record:
-        """Read it from JSON.
-
-        Raises:
-            ValueError: If it is none.
-
-        """
-        data = json.loads(line)
-        try:
-            machine = Machine(**data.pop("machine"))
-            return cls(machine._replace(versions=tuple(machine.versions)), **data)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"this is no record: {error!r}") from error
+    def from_dict(cls, data: dict[str, Any]) -> Record:
+        """Read what :meth:`as_dict` returned."""
+        machine = Machine(**data.pop("machine"))
+        return cls(machine._replace(versions=tuple(machine.versions)), **data)
 
 
 def read(path: Path) -> list[Record]:
     """Return the records of a file; see :func:`read_lines`."""
-    return read_lines(path, Record.from_line)
+    return read_lines(path, Record.from_dict)
 
 
 def append(path: Path, record: Record) -> None:
     """Add a record to a file; one of the same part on the same machine is replaced."""
     records = [r for r in read(path) if (r.machine, r.part) != (record.machine, record.part)]
-    write_lines(path, [r.as_line() for r in [*records, record]])
+    write_lines(path, [r.as_dict() for r in [*records, record]])

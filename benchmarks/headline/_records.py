@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,42 +98,27 @@ class Record(NamedTuple):
     outcome: Outcome
     date: str
 
-    def as_line(self) -> str:
-        """Return it as JSON."""
-        data = {
-            "date": self.date,
-            **self.machine._asdict(),
-            **self.run._asdict(),
-            **self.outcome.as_dict(),
-        }
-        return json.dumps(data, allow_nan=False)
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {"date": self.date, **self.machine._asdict(), **self.run._asdict(), **self.outcome.as_dict()}
 
     @classmethod
-    def from_line(cls, line: str) -> Record:
-        """Read it from JSON.
-
-        Raises:
-            ValueError: If it is none.
-
-        """
-        data = json.loads(line)
-        try:
-            machine = Machine(data.pop("device"), tuple(data.pop("versions")), data.pop("tiny"))
-            run = Run(**{name: data.pop(name) for name in Run._fields})
-            date = data.pop("date")
-            return cls(machine, run, Outcome.from_dict(data), date)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"this is no record: {error!r}") from error
+    def from_dict(cls, data: dict[str, Any]) -> Record:
+        """Read what :meth:`as_dict` returned."""
+        machine = Machine(data.pop("device"), tuple(data.pop("versions")), data.pop("tiny"))
+        run = Run(**{name: data.pop(name) for name in Run._fields})
+        date = data.pop("date")
+        return cls(machine, run, Outcome.from_dict(data), date)
 
 
 def read(path: Path) -> list[Record]:
     """Return the records of a file; see :func:`read_lines`."""
-    return read_lines(path, Record.from_line)
+    return read_lines(path, Record.from_dict)
 
 
 def write(path: Path, records: Sequence[Record]) -> None:
     """Write a file of records, in one move."""
-    write_lines(path, [record.as_line() for record in records])
+    write_lines(path, [record.as_dict() for record in records])
 
 
 def append(path: Path, record: Record) -> None:

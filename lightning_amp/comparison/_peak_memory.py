@@ -69,7 +69,7 @@ class PeakMemory:
 
 @final
 class DevicePeak(PeakMemory):
-    """What the allocator of the device counts itself (`max_memory_allocated`). `None` if it does not, as on MPS."""
+    """The peak that the device's allocator counts (`max_memory_allocated`); `None` where it does not, as on MPS."""
 
     memory_of = "device"
 

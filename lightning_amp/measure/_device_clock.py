@@ -1,4 +1,4 @@
-"""The clock of a device: marks in its stream where it has timed events, else the host's time once it has waited."""
+"""Measures time on a device: by timed events in its stream, or by the host's clock after waiting for the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing_extensions import final
 
 @final
 class DeviceClock:
-    """Takes the time on one device, which need not be the current one. The CPU is one, too."""
+    """Measures time on one device, which need not be the current one, or on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._where = device

@@ -20,7 +20,7 @@ PARTS = (DATA, FORWARD, BACKWARD, SCALING, OPTIMIZER, CALLBACKS, REST)
 class Clock:
     """Adds up the time of nested parts; each moment counts for the innermost.
 
-    The loading of data and callbacks by the time of the host, all else by the device's.
+    The loading of data and callbacks are measured by the clock of the host, all else by that of the device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What surrounds a private fit: a process that does not notice it, and the device that Lightning would choose."""
+"""Leaves the process as it was before a private fit, and finds the device that Lightning would train on."""
 
 from __future__ import annotations
 

@@ -40,13 +40,13 @@ MISSING = {
     "profiler": "what torch.profiler asks of a driver",
     "speed": "a speed that means anything",
 }
-"""What a real GPU has and no pretended device has."""
+"""Features of a real GPU that no pretended device has."""
 MISSING_OF_ANOTHER_TYPE = {
     "parameters that stay": "`module.to(device)` that keeps its parameters, as for CUDA, MPS and XPU",
     "reused casts": "casts of weights that are used again; the package does that on the CPU and on CUDA",
     "whole autocast": "an autocast that knows all operations of CUDA's, and that torch's own modules ask about",
 }
-"""What the pretended CUDA device has, and the one of another type has not."""
+"""Features of the pretended CUDA device that the pretended device of another type lacks."""
 
 
 def what_it_lacks() -> dict[str, str]:

@@ -70,7 +70,7 @@ def _index(core: Any, device: int | None) -> int:
 
 
 def _functions_of_cuda(core: Any) -> dict[str, Any]:
-    """What a torch without CUDA has not in `torch._C`."""
+    """Return the functions of `torch._C` that a torch without CUDA lacks."""
 
     def index(device: int = -1) -> int:
         return _index(core, device)
