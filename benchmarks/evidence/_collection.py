@@ -25,8 +25,8 @@ class Collection:
 
     Args:
         machine: What the records say of where they were made.
-        out: The folder of the results. Five files are written: `gpu.json`, `gpu.md`, `headline.json`, `headline.md`, and the
-            page of the comparison.
+        out: The folder of the results. Five files are written: `gpu.json`, `gpu.md`, `headline.json`, `headline.md`,
+            and the page of the comparison.
         commit: Of the checkout.
         limit_s: Seconds for all parts.
 
