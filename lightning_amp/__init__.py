@@ -6,9 +6,10 @@ import typing as _typing
 if _typing.TYPE_CHECKING:
     from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
     from lightning_amp.comparison import compare_precisions
+    from lightning_amp.findings import StepRecord
     from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
     from lightning_amp.profiling import doctor
-    from lightning_amp.scaling import DynamicLossScaler, StepRecord
+    from lightning_amp.scaling import DynamicLossScaler
     from lightning_amp.tuning import find_batch_size, find_fp32_modules
     from lightning_amp.verdicts import PrecisionReport
 
@@ -34,9 +35,10 @@ __all__ = [
 _PUBLIC = {
     "callbacks": ("GradientMonitor", "MetricComparison", "OverflowLocator", "ScaleMonitor"),
     "comparison": ("compare_precisions",),
+    "findings": ("StepRecord",),
     "precision": ("AmpPrecision", "FSDPAmpPrecision"),
     "profiling": ("doctor",),
-    "scaling": ("DynamicLossScaler", "StepRecord"),
+    "scaling": ("DynamicLossScaler",),
     "tuning": ("find_batch_size", "find_fp32_modules"),
     "verdicts": ("PrecisionReport",),
 }

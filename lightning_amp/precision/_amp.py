@@ -20,13 +20,14 @@ from typing_extensions import override
 from lightning_amp._arguments import require_bool
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
+from lightning_amp.findings import StepRecord
 from lightning_amp.precision import _first_line, _refusals, _upcast_parameters
 from lightning_amp.precision._fallback import Fallback, FallsBack
 from lightning_amp.precision._fold_plan import is_default
 from lightning_amp.precision._ledger import STOCK_KEY, Ledger, find_entry
 from lightning_amp.precision._run import Run
 from lightning_amp.precision._settings import Settings
-from lightning_amp.scaling import RecordLog, Saved, StepRecord
+from lightning_amp.scaling import RecordLog, Saved
 from lightning_amp.skipped_steps import checked_buffer_rules
 
 
@@ -297,7 +298,7 @@ class AmpPrecision(FallsBack):
         self._resume_precision(Saved(state_dict, name))
         self._ledger.load(state_dict, self.scaler, name)
         if self._fit is not None:
-            self._fit.steps.restart_scale()
+            self._fit.steps.gradients.note_scale()
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -313,7 +314,7 @@ class AmpPrecision(FallsBack):
         self._settings.reset(self.scaler)
         self._ledger.clear()
         if self._fit is not None:
-            self._fit.steps.restart_scale()
+            self._fit.steps.gradients.note_scale()
         if type(self).__qualname__ not in checkpoint:  # else Lightning itself calls `load_state_dict`
             key = find_entry(checkpoint)
             if key is not None:

@@ -13,10 +13,11 @@ from lightning_amp._arguments import require
 from lightning_amp._compat import _torch
 from lightning_amp._text import listed
 from lightning_amp.casting import Choice, Precision, parse_precision
+from lightning_amp.findings import StepPrecision
 from lightning_amp.precision._hooks import RunHooks
 from lightning_amp.precision._ledger import Ledger
 from lightning_amp.precision._settings import Settings
-from lightning_amp.scaling import DynamicLossScaler, Saved, StepPrecision
+from lightning_amp.scaling import DynamicLossScaler, Saved
 
 _PRECISION, _BEGAN_IN = "precision", "began_in"  # in a checkpoint
 
@@ -199,8 +200,8 @@ class FallsBack(RunHooks):
             _torch.set_scaler_device(self.scaler, self.device)
 
     def _begin_records(self) -> None:
-        rescue = self._note_stuck if self._fallback.left else None
-        self._ledger.log.go_on_in(cast(StepPrecision, self._settled().name), self._skip_limit, rescue)
+        on_stuck = self._note_stuck if self._fallback.left else None
+        self._ledger.log.go_on_in(cast(StepPrecision, self._settled().name), self._skip_limit, on_stuck)
 
     def _go_on_in(self, choice: Choice) -> None:
         """Change the precision between two batches."""

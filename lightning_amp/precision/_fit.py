@@ -164,7 +164,7 @@ class Fit:
 
         """
         anomaly, self._anomaly = self._anomaly, None
-        self.steps.begin_backward()
+        self.steps.gradients.begin_backward()
         try:
             if anomaly is None:
                 run(**kwargs)
@@ -173,7 +173,7 @@ class Fit:
                     run(**{**kwargs, "retain_graph": True})
                 anomaly.check(self._module)
         finally:
-            self.steps.end_backward()
+            self.steps.gradients.end_backward()
 
     @property
     def somebody_sees_backward(self) -> bool:
@@ -195,7 +195,7 @@ class Fit:
 
         """
         try:
-            result = self.steps.step(
+            output, result = self.steps.step(
                 optimizer,
                 partial(self._compute, closure, None if self._automatic else context, optimizer),
                 partial(self._before_update, optimizer),
@@ -212,7 +212,7 @@ class Fit:
             _refusals.warn_of_half_in_a_step(self._module)
         if self._automatic:
             self._finish_batch()
-        return result.output
+        return output
 
     def _plan(self, optimizer: Optimizer) -> StepPlan:
         fold, max_norm = self._fold_plan.current().fold()
@@ -238,7 +238,7 @@ class Fit:
             _lightning.run_hook(self._module, "on_before_optimizer_step", optimizer)
             self.steps.check_again(optimizer)
         if plan.own_clipping:
-            self.steps.state(optimizer).keep_found(infinities_only=True)
+            self.steps.gradients.state(optimizer).keep_found(infinities_only=True)
         _lightning.run_clipping(self._plugin, self._module, optimizer)
         if plan.own_clipping:
             self.steps.check_again(optimizer)
@@ -260,7 +260,7 @@ class Fit:
             self._compiling.stop()
 
     def _let_go(self) -> None:
-        self.steps.forget_found()
+        self.steps.gradients.forget_found()
         if self._by_hand is not None:
             self._by_hand.detach()
         if self._unseen_steps is not None:

@@ -195,7 +195,8 @@ class RunHooks(MixedPrecision):
             self.clip_grad_by_value(optimizer, clip_val)
             return
         if self._fit is not None:  # a norm that is not finite makes gradients NaN: the step finds it
-            self._fit.steps.unscale(self._fit.steps.state(optimizer))
+            gradients = self._fit.steps.gradients
+            gradients.unscale(gradients.state(optimizer))
         if clip_val > 0:
             self.clip_grad_by_norm(optimizer, clip_val)
 

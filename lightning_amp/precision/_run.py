@@ -125,7 +125,7 @@ class Run:
     def finish(self) -> None:
         """Make gradients that are left true ones, and say which settings have done nothing."""
         if self.fit is not None:
-            self.fit.steps.release()
+            self.fit.steps.gradients.release()
         self.forward.finish()
         if self.fp8 is not None:
             self.fp8.finish()

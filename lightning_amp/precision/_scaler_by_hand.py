@@ -86,12 +86,12 @@ class ScalerByHand:
                 "The loss was multiplied by the loss scale before the run went on in another precision, which has none."
                 " Compute the loss anew before its backward."
             )
-        self._steps.begin_backward_by_hand(loss, scale)
+        self._steps.gradients.begin_backward_by_hand(loss, scale)
         self._on_backward()
 
     def _unscale(self, optimizer: Any) -> None:
         optimizer = _lightning.unwrap_optimizer(optimizer)
-        self._steps.adopt(optimizer)
+        self._steps.assume_scaled(optimizer)
         self._steps.unscale_(optimizer)
 
     def _step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class ScalerByHand:
                 f"`scaler.step(optimizer)` was called inside of a step of `{type(optimizer).__name__}`, which it would"
                 " begin anew. In a plugin with an `optimizer_step` of its own, call `super().optimizer_step(...)`."
             )
-        self._steps.adopt(optimizer)
+        self._steps.assume_scaled(optimizer)
         self._stepping.add(id(optimizer))
         try:
             return self._way_to_step(optimizer)(*args, **kwargs)

@@ -45,9 +45,9 @@ class UnseenSteps:
         steps = self._steps
         if steps.stepping:
             return
-        state = steps.known_state(optimizer)
+        state = steps.gradients.known_state(optimizer)
         if state is None:
-            scale, unscaled = steps.scale_of_unknown(optimizer), False
+            scale, unscaled = steps.gradients.scale_of_unknown(optimizer), False
         else:
             form = state.form
             unscaled = isinstance(form, Unscaled) and form.found_inf is not None

@@ -10,7 +10,8 @@ from support.source import PACKAGE, ROOT, TOP, Finding, Guard, Package, Source, 
 LAYERS = [
     ["_compat"],
     [""],  # the helpers at the top: `_files.py`, `_text.py`, ...
-    ["numerics", "measure"],
+    ["numerics"],
+    ["findings", "measure"],
     ["scaling", "casting", "tracing"],
     ["reports", "verdicts", "advice", "skipped_steps"],
     ["precision"],
@@ -27,7 +28,7 @@ LAYERS = [
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
-_PLAIN = ("numerics", "measure", "scaling", "tracing", "reports", "verdicts", "advice")
+_PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports", "verdicts", "advice")
 WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in _PLAIN} | {
     "casting": LIGHTNING,
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},
@@ -116,7 +117,7 @@ def test_a_wrong_direction_is_found(path: str, text: str) -> None:
     ("path", "text"),
     [
         ("scaling/_good.py", "from lightning_amp._compat import _torch\nfrom lightning_amp._files import LEFTOVER"),
-        ("scaling/_good.py", "from lightning_amp.scaling._step_record import StepRecord"),
+        ("scaling/_good.py", "from lightning_amp.scaling._steps import OptimizerSteps"),
         ("cli/_good.py", "from lightning_amp import AmpPrecision"),
         ("__main__.py", "from lightning_amp.cli import main"),
     ],

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),

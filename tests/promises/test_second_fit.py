@@ -25,7 +25,7 @@ from lightning_amp import (
     OverflowLocator,
     ScaleMonitor,
 )  # fmt: skip
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
 from lightning_amp.callbacks import _gradient_monitor
 from lightning_amp.precision import scaled_grad, unscale_
-from lightning_amp.scaling import OptimizerSteps
+from lightning_amp.scaling import CommonScale
 from lightning_amp.shadow import _gradient_sample
 
 KEYS = {_gradient_monitor.UNDERFLOW_FRACTION, _gradient_monitor.HEADROOM_BITS, _gradient_monitor.GRADIENT_SQNR_DB}
@@ -98,13 +98,13 @@ def test_between_its_steps_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(_gradient_monitor, "take_sample", take)
     folds: list[bool] = []
-    step = OptimizerSteps.fold
+    step = CommonScale.fold
 
-    def fold(self: OptimizerSteps, *args: Any) -> bool:
+    def fold(self: CommonScale, *args: Any) -> bool:
         folds.append(step(self, *args))
         return folds[-1]
 
-    monkeypatch.setattr(OptimizerSteps, "fold", fold)
+    monkeypatch.setattr(CommonScale, "fold", fold)
     make = lambda params: torch.optim.AdamW(params, fused=True)  # noqa: E731
     fit(lambda: Toy(make), fp16(), callbacks=[GradientMonitor(3)])
     assert calls == [1, 3, 6]

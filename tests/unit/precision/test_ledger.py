@@ -10,8 +10,8 @@ import torch
 from support import quiet_trainer
 
 from lightning_amp import DynamicLossScaler
+from lightning_amp.findings import StepRecord
 from lightning_amp.precision._ledger import Ledger, find_entry
-from lightning_amp.scaling import StepRecord
 
 LAST = StepRecord(6, 0, 64.0, 32.0, True, "gradient")
 

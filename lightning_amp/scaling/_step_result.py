@@ -1,16 +1,21 @@
-"""Whether a step was skipped: one value for what the host knows and for what only the device knows."""
+"""What became of one optimizer step, as far as the device knows it; `StepRecord` is what the host reads from that.
+
+The flag of a step (:class:`Skip`), the witness of its losses, and the one record that carries both.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import final
 
+from lightning_amp.findings import StepPrecision, StepReason, StepRecord
 from lightning_amp.numerics import nonfinite
 
 
@@ -72,6 +77,82 @@ class Skip:
 
 
 Skip.NO, Skip.YES = Skip(False), Skip(True)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class StepResult:
+    """What became of one step, before the host has read it. It becomes a :class:`StepRecord`.
+
+    Attributes:
+        skip: Whether it was skipped.
+        loss_probe: Finite exactly if the losses of this step were, []; `None` if nobody backpropagated one.
+        optimizer_idx: Which optimizer.
+        scale: Loss scale used, []; `None` without scaling.
+        overflow: Whether the scale was too large. A step whose overflow the user mended was taken all the same.
+        had_gradients: On any rank. A step without gradients says nothing about the scale.
+        known_bad_loss: Whether the loss was not finite, where the host has read it with `skip`.
+        reported_bad_loss: The same, where somebody listens for steps that were taken with such a loss.
+        next_scale: Loss scale that follows, []; set once, when it is known.
+
+    """
+
+    skip: Skip
+    loss_probe: Tensor | None = None
+    optimizer_idx: int = 0
+    scale: Tensor | None = None
+    overflow: Skip = Skip.NO
+    had_gradients: bool = True
+    known_bad_loss: Skip | None = None
+    reported_bad_loss: Skip = Skip.NO
+    next_scale: Tensor | None = None
+
+    @property
+    def bad_loss(self) -> Skip:
+        """Return whether the loss was not finite, which asks for a skip whatever its gradients were mended to."""
+        return self.known_bad_loss or Skip.if_nonfinite(self.loss_probe)
+
+    def gradient_overflow(self, device: torch.device) -> Tensor:
+        """Return 1.0 if gradients overflowed under a finite loss, else 0.0, [], on `device`."""
+        flag = self.overflow.flag(device)
+        if self.loss_probe is None:
+            return flag
+        return flag * (1 - held_by(self.loss_probe, flag).to(torch.float32))
+
+
+def merge_losses(probe: Tensor | None, loss: Tensor) -> Tensor:
+    """Return a probe [] that is finite exactly if `probe` [] and all of `loss` are; the first loss costs nothing."""
+    loss = loss.detach()
+    if loss.dim() != 0:
+        loss = (loss.float() * 0).sum()
+    if probe is None:
+        return loss
+    return probe.float() * 0 + loss.to(probe.device).float() * 0
+
+
+def held_by(probe: Tensor, found_inf: Tensor) -> Tensor:
+    """Return whether an overflow, `found_inf` [], is that of the loss, so that the scale stays; bool, [], beside it."""
+    return nonfinite(probe).to(found_inf.device).logical_and(found_inf)
+
+
+def read_records(
+    steps: Sequence[StepResult], skips: Sequence[float], first_index: int, precision: StepPrecision
+) -> list[StepRecord]:
+    """Read the scales of steps, and the losses of those that were skipped, with one transfer per device."""
+    probes = [step.loss_probe if skip else None for step, skip in zip(steps, skips, strict=True)]
+    values = read_scalars([*(scale for step in steps for scale in (step.scale, step.next_scale)), *probes])
+    used, following, losses = values[: 2 * len(steps) : 2], values[1 : 2 * len(steps) : 2], values[2 * len(steps) :]
+    reasons: list[StepReason] = [
+        "none" if not skip else "gradient" if math.isfinite(loss) else "loss"
+        for skip, loss in zip(skips, losses, strict=True)
+    ]
+    return [
+        StepRecord(first_index + i, step.optimizer_idx, used[i], following[i], bool(skips[i]), reasons[i], precision)
+        for i, step in enumerate(steps)
+    ]
+
+
+# -- scalars on the device ---------------------------------------------------------------------------------------------
 
 
 def in_host_memory(scalar: Tensor) -> bool:
