@@ -1,37 +1,49 @@
 """`AmpPrecision`: mixed precision in which only rounding, speed and memory differ from fp32.
 
-`_events.py` lists what happens in a step, in order; here each hook of Lightning is translated, one line each.
+One optimizer step, for every precision, in automatic and manual optimization (`_events.py` is the list that the
+documentation shows and a test compares):
+
+    scale the loss -> backward (autocast off) -> unscale once -> check finite -> on_before_optimizer_step hooks
+      -> clip -> step or skip -> record -> [end of batch] update the scale once, for all optimizers
+
+Here each hook of Lightning is translated, and handed over to what the plugin holds: `_settings.py` (which precision and
+scaler), `_fit.py` (backward, step, batch end), `_forward.py` (what steps run in), `_fallback.py` (another precision for
+a run that is stuck), `_ledger.py` (what outlives a fit). Without a run there is autocast, and nothing else.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp._arguments import require_bool
-from lightning_amp._compat import _lightning, _torch
+from lightning_amp._compat import _lightning
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
 from lightning_amp.findings import StepRecord
-from lightning_amp.precision import _first_line, _refusals, _upcast_parameters
-from lightning_amp.precision._fallback import Fallback, FallsBack
-from lightning_amp.precision._fold_plan import is_default
+from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
+from lightning_amp.precision._fallback import Fallback
+from lightning_amp.precision._first_line import say_first_line
+from lightning_amp.precision._fit import REPLACEABLE, Fit, Run
 from lightning_amp.precision._ledger import STOCK_KEY, Ledger, find_entry
-from lightning_amp.precision._run import Run
-from lightning_amp.precision._settings import Settings
+from lightning_amp.precision._settings import Settings, enabled, pick_on_all_ranks
 from lightning_amp.scaling import RecordLog, Saved
 from lightning_amp.skipped_steps import checked_buffer_rules
 
+_NOTHING = contextlib.nullcontext()
 
-class AmpPrecision(FallsBack):
+
+class AmpPrecision(MixedPrecision):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
@@ -86,6 +98,9 @@ class AmpPrecision(FallsBack):
 
     """
 
+    _offers_fallback = True
+    _run: Run | None = None
+
     def __init__(
         self,
         precision: str | int | torch.dtype = "auto",
@@ -110,18 +125,14 @@ class AmpPrecision(FallsBack):
         require_bool("upcast_parameters", upcast_parameters)
         self.upcast_parameters = upcast_parameters
         self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # for now
-        self.scaler = self._settings.given_scaler
-        self._choice: Choice | None = None
-        if self._settings.requested != "auto":
-            self._choice = Choice.of(self._settings.requested)
-            self.scaler = self._settings.scaler(self._choice.name)
-        self._forget()
+        self._choice, self.scaler = self._settings.first()
+        self._ledger = self._new_ledger()
 
-    def _forget(self) -> None:
-        """Have the settings alone, as before the first fit."""
-        self._ledger = Ledger(self._skip_limit, self._describe_skips, offers_fallback=self._offers_fallback)
-        self._run: Run | None = None
-        self._why_stuck = ""
+    def _new_ledger(self) -> Ledger:
+        return Ledger(self.scaler, self._describe_skips, offers_fallback=self._offers_fallback)
+
+    def _describe_skips(self) -> str:
+        return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
 
     # -- what the outside reads ----------------------------------------------------------------------------------------
 
@@ -130,11 +141,6 @@ class AmpPrecision(FallsBack):
 
     def __str__(self) -> str:
         return _refusals.as_text(repr(self))
-
-    def __format__(self, spec: str) -> str:
-        """Add which plugin a strategy takes instead, where a strategy refuses this one in its message."""
-        frame = inspect.currentframe()
-        return format(f"{self!s}{_refusals.hint(self, None if frame is None else frame.f_back)}", spec)
 
     @property
     @override
@@ -147,7 +153,6 @@ class AmpPrecision(FallsBack):
         """Return what autocast computes in: `torch.bfloat16` for `"fp8"` too, `torch.float32` for `"fp32"`."""
         return self._settled().dtype
 
-    @override
     def _settled(self) -> Choice:
         # "auto" before a Trainer attached: by the instructions of the device that Lightning chooses by default. Nothing
         # is measured before a process is the one that trains: the threads of a measurement do not survive a fork.
@@ -161,35 +166,141 @@ class AmpPrecision(FallsBack):
     @property
     def last_step(self) -> StepRecord | None:
         """Return the last attempted optimizer step. Waits for the device."""
-        return self._so_far()[2]
+        return self._ledger.so_far(self.scaler)[2]
 
     @property
     def num_steps(self) -> int:
         """Count optimizer steps that were applied in this run: in all fits of one Trainer. Waits for the device."""
-        return self._so_far()[0]
+        return self._ledger.so_far(self.scaler)[0]
 
     @property
     def num_skipped(self) -> int:
         """Count optimizer steps that were skipped in this run: in all fits of one Trainer. Waits for the device."""
-        return self._so_far()[1]
-
-    def _so_far(self) -> tuple[int, int, StepRecord | None]:
-        scaler = self._active_scaler
-        return self._ledger.log.so_far(None if scaler is None else _torch.scale_tensor(scaler))
+        return self._ledger.so_far(self.scaler)[1]
 
     @property
     def records(self) -> RecordLog:
         """Return the log that callbacks subscribe to."""
         return self._ledger.log
 
-    @override
     def flush(self) -> None:
         """Close what was stepped since the last batch, and hand all records to who subscribed. Waits for the device."""
         if self._fit is not None:
             self._fit.steps.finish_batch()
         self._ledger.log.flush()
 
-    # -- gradients inside of the loss ----------------------------------------------------------------------------------
+    @property
+    def _fit(self) -> Fit | None:
+        return None if self._run is None else self._run.fit
+
+    # -- a run begins --------------------------------------------------------------------------------------------------
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        _refusals.require_trainer(self, module)
+        assert isinstance(module, LightningModule)
+        trainer = module.trainer
+        _refusals.require_strategy(self, trainer.strategy)
+        self._detach_run()
+        device = trainer.strategy.root_device
+        self.device = device.type
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        start, why = self._settings.choose(device, partial(pick_on_all_ranks, module, device), fitting=fitting)
+        # a checkpoint is restored later
+        goes_on = self._ledger.begin(trainer, self.scaler) if fitting else self._ledger.knows(trainer)
+        choice = self._fallback.begin(start, device, goes_on=goes_on, fitting=fitting)
+        self._use(choice, records=fitting)
+        if fitting:
+            if not goes_on:
+                self._settings.reset(self.scaler)
+            if self.upcast_parameters:  # before `fp32_modules`, which refuses
+                _upcast_parameters.upcast(module)
+        replaced = [name for name in REPLACEABLE if not _clipping.is_default(self, name, AmpPrecision)]
+        evaluation = self._settings.evaluation(choice, device)
+        self._run = run = Run(self, module, choice, evaluation, self.fp32_modules, replaced)
+        run.check(self.restore_buffers, self.fp8_recipe)
+        if run.fp8 is not None:
+            self._fp8_layers = run.fp8.layers
+        skips = enabled(self.scaler) is not None or self.skip_nonfinite
+        say_first_line(run, self.scaler, why, self._settings.given_scaler, self._fallback.said, skips=skips)
+        return module
+
+    @override
+    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+        if self._run is not None:
+            mine = [_lightning.unwrap_optimizer(o) for o in optimizers]
+            self._run.connect(mine, self.scaler, self.skip_nonfinite, self._ledger.log, self._fall_back_if_stuck)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device, enabled=False) if torch.is_autocast_enabled(self.device) else _NOTHING
+
+    @override
+    def autocast_context_manager(self) -> torch.autocast:
+        choice = self._settled() if self._run is None else self._run.forward.choice
+        dtype = choice.dtype if choice.mixed else torch.get_autocast_dtype(self.device)
+        # no cache: it sums the gradients of all uses of a weight in half precision; see `casting/_reused_weights.py`
+        return torch.autocast(self.device, dtype=dtype, enabled=choice.mixed, cache_enabled=False)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data if self._run is None else self._run.forward.convert_input(data)
+
+    @override
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:  # type: ignore[override]
+        return self.autocast_context_manager()
+
+    def forward_context_of(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+        """Return what a training step ran in, by our name of its precision, to run it again; empty: as of now."""
+        run = self._run
+        if run is None or precision in ("", run.forward.training.name):
+            return self.forward_context()
+        with run.forward.pretending(Choice.of(precision)):
+            return self.forward_context()
+
+    @override
+    def train_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        run = self._run
+        return self.forward_context() if run is None else run.forward.training_step(run.fit)
+
+    @override
+    def val_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return self._own_evaluation("validation_step")
+
+    @override
+    def test_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return self._own_evaluation("test_step")
+
+    @override
+    def predict_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return self._own_evaluation("predict_step")
+
+    def _own_evaluation(self, step: str) -> contextlib.AbstractContextManager[None]:
+        return self.evaluation_context(None if self._run is None else self._run.module, step)
+
+    def evaluation_context(
+        self, module: nn.Module | None, step: str | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return what an evaluation step runs in: autocast in the evaluation precision; metrics and outputs in fp32.
+
+        Args:
+            module: The attached module, or a shadow of it whose metrics and step are to be treated alike.
+            step: Name of the step whose outputs become fp32; `None` where a hook runs instead.
+
+        """
+        return self.forward_context() if self._run is None else self._run.evaluation_step(module, step)
+
+    def fp8_on(self, module: nn.Module, precision: str = "") -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a copy of the attached module multiplies in fp8, as its training steps do.
+
+        `precision` is that of the step, by our name; empty: as of now.
+        """
+        run = self._run
+        if run is None or run.fp8 is None or (precision or run.forward.training.name) != "fp8":
+            return _NOTHING
+        return run.fp8.on(module)
 
     def scaled_grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Differentiate as `torch.autograd.grad`, but so that small gradients do not become zero in fp16.
@@ -210,74 +321,107 @@ class AmpPrecision(FallsBack):
 
         """
         with self._autocast_off():
-            return self._ledger.derivatives.grad(self._active_scaler, outputs, inputs, **kwargs)
+            return self._ledger.derivatives.grad(enabled(self.scaler), outputs, inputs, **kwargs)
 
-    @property
-    def _active_scaler(self) -> torch.amp.GradScaler | None:
-        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
-
-    # -- a fit begins and ends -----------------------------------------------------------------------------------------
+    # -- backward ------------------------------------------------------------------------------------------------------
 
     @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        _refusals.require_trainer(self, module)
-        assert isinstance(module, LightningModule)
-        self._attach(module)
-        return module
-
-    def _attach(self, module: LightningModule) -> None:
-        trainer = module.trainer
-        _refusals.require_strategy(self, trainer.strategy)
-        self._detach_run()
-        device = trainer.strategy.root_device
-        self.device = device.type
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        start, why = self._settings.choose(device, partial(_pick, module, device), fitting=fitting)
-        # a checkpoint is restored later
-        goes_on = self._ledger.begin(trainer, self._skip_limit) if fitting else self._ledger.knows(trainer)
-        choice = self._fallback.begin(start, device, goes_on=goes_on, fitting=fitting)
-        self._set_precision(choice)
-        if fitting:
-            self._why_stuck = ""
-            self._begin_records()
-            if not goes_on:
-                self._settings.reset(self.scaler)
-            if self.upcast_parameters:  # before `fp32_modules`, which refuses
-                _upcast_parameters.upcast(module)
-        evaluation = self._settings.evaluation(choice, device)
-        stays = all(is_default(self, name, AmpPrecision) for name in ("forward_context", "autocast_context_manager"))
-        self._run = run = Run(self, module, choice, evaluation, self.fp32_modules, autocast_stays=stays)
-        run.check(self.restore_buffers, self.fp8_recipe)
-        if run.fp8 is not None:
-            self._fp8_layers = run.fp8.layers
-        _first_line.say(
-            run.forward,
-            self.scaler,
-            why,
-            fitting=run.fitting,
-            resumed=trainer.ckpt_path is not None,
-            scaler_unused=self._settings.given_scaler is not None and self.scaler is None,
-            num_restored_buffers=len(run.named_buffers),
-            fallback=self._fallback.said,
-            skips=self._active_scaler is not None or self.skip_nonfinite,
-            fp8=run.fp8.summary if run.fp8 is not None and run.forward.in_fp8 else "",
-        )
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        fit = self._fit
+        if fit is None:  # in an evaluation, or after the run, nobody divides by the scale
+            _refusals.require_trainer(self, module)
+            return Precision.pre_backward(self, tensor, module)
+        with self._autocast_off():
+            return fit.scale(tensor)
 
     @override
-    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        backward = partial(super().backward, tensor, model, optimizer, *args, **kwargs)
+        with self._autocast_off():
+            return backward() if self._run is None else self._run.backward(backward)
+
+    @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self._fit is None or self._fit.somebody_sees_backward:
+            with self._autocast_off():
+                super().post_backward(tensor, module)
         if self._run is not None:
-            self._run.connect(
-                [_lightning.unwrap_optimizer(o) for o in optimizers],
-                scaler=self.scaler,
-                skip_nonfinite=self.skip_nonfinite,
-                log=self.records,
-                own_norm=not is_default(self, "clip_grad_by_norm", AmpPrecision),
-                after_batch=self._fall_back_if_stuck,
-            )
-        return super().connect(model, optimizers, lr_schedulers)
+            self._run.forward.weights_changed()
+        return tensor.detach()
 
-    def _describe_skips(self) -> str:
-        return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
+    # -- step ----------------------------------------------------------------------------------------------------------
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Make the gradients of `optimizer` true ones, for a manual training loop that wants to look or to clip itself.
+
+        Idempotent within a step; without loss scaling it only looks at them. If they are not finite, their next step is
+        skipped, whatever they are mended to afterwards; mend them before. A backward that follows carries the
+        gradients back to the scale, so accumulating after looking is fine.
+
+        Args:
+            optimizer: From `self.optimizers()`, or the user's own.
+
+        """
+        if self._fit is not None:
+            self._fit.steps.unscale_(_lightning.unwrap_optimizer(optimizer))
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        fit = self._fit
+        with self._autocast_off():
+            if fit is None:  # in an evaluation, or after the run: gradients are true, and nobody counts
+                output = Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
+            else:
+                output = fit.step(_lightning.unwrap_optimizer(optimizer), closure, self.forward_context, kwargs)
+        if self._run is not None:
+            self._run.forward.weights_changed()
+        return output
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        optimizer = _lightning.unwrap_optimizer(optimizer)
+        if self._fit is not None:
+            by_value = clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+            self._fit.unscale_to_clip(optimizer, by_value=by_value)
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        _clipping.clip_by_norm(self.main_params(optimizer), clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        _clipping.clip_by_value(self.main_params(optimizer), clip_val)
+
+    # -- another precision, between two batches ------------------------------------------------------------------------
+
+    def _use(self, choice: Choice, *, records: bool = True) -> None:
+        """Settle the precision, and with it the scaler and what the records say."""
+        self._choice, self.scaler = choice, self._settings.next_scaler(choice, self.scaler, self.device)
+        if records:
+            on_stuck = self._fallback.note_stuck if self._fallback.left else None
+            self._ledger.go_on_in(choice, self.scaler, on_stuck)
+
+    def _go_on_in(self, choice: Choice) -> None:
+        self._use(choice)
+        run = self._run
+        if run is not None:
+            run.go_on_in(choice, self._settings.evaluation(choice, run.device), self.scaler)
+
+    def _fall_back_if_stuck(self) -> None:
+        """Go on in the next precision if the batch that ended was one skip too many. All ranks do so together."""
+        if self._fallback.why_stuck:
+            self._ledger.log.flush()  # what there is was taken in the old one
+            self._fallback.go_on(self._settled(), self._go_on_in)
 
     # -- checkpoints and copies ----------------------------------------------------------------------------------------
 
@@ -293,9 +437,12 @@ class AmpPrecision(FallsBack):
         self._load(state_dict, type(self).__qualname__)
 
     def _load(self, state_dict: dict[str, Any], name: str) -> None:
-        path = None if self._run is None else self._run.module.trainer.ckpt_path
-        name = name if path is None else f"{path}: {name}"
-        self._resume_precision(Saved(state_dict, name))
+        run = self._run
+        if run is not None:
+            name = name if run.module.trainer.ckpt_path is None else f"{run.module.trainer.ckpt_path}: {name}"
+            choice = self._fallback.resume(Saved(state_dict, name), run.device)
+            if choice is not None:
+                self._go_on_in(choice)
         self._ledger.load(state_dict, self.scaler, name)
         if self._fit is not None:
             self._fit.steps.gradients.note_scale()
@@ -310,7 +457,9 @@ class AmpPrecision(FallsBack):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # what it does not know starts afresh, also where an earlier fit left something
-        self._restart_precision()
+        start = self._fallback.restart()
+        if start is not None and start != self._choice and self._run is not None:
+            self._go_on_in(start)
         self._settings.reset(self.scaler)
         self._ledger.clear()
         if self._fit is not None:
@@ -326,16 +475,26 @@ class AmpPrecision(FallsBack):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self._fallback.reached is not None or self._fallback.resumed is not None:
-            self._fallback.forget()
-            start = self._settings.requested
-            self._choice = None if start == "auto" else Choice.of(start)
-            self.scaler = self._settings.scaler("fp16") if start == "fp16" else self._settings.given_scaler
-        self._forget()
+        if self._fallback.moved:
+            self._choice, self.scaler = self._settings.first()
+        self._fallback.forget()
+        self._ledger = self._new_ledger()
 
+    # -- the end -------------------------------------------------------------------------------------------------------
 
-def _pick(module: LightningModule, device: torch.device) -> tuple[Choice, str]:
-    """Return what `"auto"` is, and why. Rank 0 decides for all, since two measurements may differ."""
-    strategy = module.trainer.strategy
-    picked = Choice.pick(device, module) if strategy.is_global_zero else None
-    return strategy.broadcast(picked) or Choice.pick(device, module)
+    @override
+    def teardown(self) -> None:
+        try:
+            if self._run is None:
+                self.flush()
+            else:
+                self._run.finish(self.flush)
+        finally:
+            self._detach_run()
+            super().teardown()
+
+    def _detach_run(self) -> None:
+        """End the run, and leave the user's objects as they were."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.detach()

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from lightning_amp.scaling._step_result import constant
 from support import CountReads, flags_on_a_device
 from torch import Tensor
 
 from lightning_amp.scaling import Skip
+from lightning_amp.scaling._step_result import constant
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")

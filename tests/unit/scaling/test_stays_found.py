@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lightning_amp.scaling._gradient_state import _StaysFound as StaysFound
 from torch import nn
+
+from lightning_amp.scaling._gradient_state import _StaysFound as StaysFound
 
 BAD, FINE = torch.tensor(1.0), torch.tensor(0.0)
 
