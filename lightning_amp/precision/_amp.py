@@ -389,10 +389,15 @@ class AmpPrecision(MixedPrecision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         optimizer = _lightning.unwrap_optimizer(optimizer)
-        if self._fit is not None:
-            by_value = clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE
-            self._fit.unscale_to_clip(optimizer, by_value=by_value)
-        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+        if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self.unscale_(optimizer)
+            self.clip_grad_by_value(optimizer, clip_val)
+            return
+        if self._fit is not None:  # a norm that is not finite makes gradients NaN: the step finds it
+            gradients = self._fit.steps.gradients
+            gradients.unscale(gradients.state(optimizer))
+        if clip_val > 0:
+            self.clip_grad_by_norm(optimizer, clip_val)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

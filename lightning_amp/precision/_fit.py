@@ -346,13 +346,6 @@ class Fit:
             self._protection.before_step(optimizer)
         return output
 
-    def unscale_to_clip(self, optimizer: Optimizer, *, by_value: bool) -> None:
-        """Have true gradients before clipping; a norm that is not finite makes them NaN, which the step finds."""
-        if by_value:
-            self.steps.unscale_(optimizer)
-        else:
-            self.steps.gradients.unscale(self.steps.gradients.state(optimizer))
-
     def _before_update(self, optimizer: Optimizer) -> None:
         """Let everybody see the true gradients, and clip."""
         plan = self._fold_plan.current()
