@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_amp._user_line import Place, is_users, owner_of
 
-
 _ROOMS = str(Path(__file__).parent.parent)
 _WATCHERS = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "profiling"))
 _OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)

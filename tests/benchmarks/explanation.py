@@ -107,8 +107,8 @@ def main() -> None:
         for precision in ("fp16", "bf16"):
             step, report, locator = explanation(blocks, fault, precision)
             tried = len(locator.reports[0].remedies) if locator.reports else 0
-            print(f"{blocks} blocks, {fault}, {precision}: a step {step * 1e3:.0f} ms, a report {report:.2f} s, that is"
-                  f" {report / step:.0f} steps ({tried} remedies tried); at most {WANTED} wanted", flush=True)  # fmt: skip
+            cost = f"a step {step * 1e3:.0f} ms, a report {report:.2f} s, that is {report / step:.0f} steps"
+            print(f"{blocks} blocks, {fault}, {precision}: {cost} ({tried} remedies tried); at most {WANTED} wanted")
 
 
 if __name__ == "__main__":
