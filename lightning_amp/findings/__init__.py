@@ -1,5 +1,6 @@
-"""Plain records of what was seen and tried."""
+"""Plain records of what was seen in a run, and of what was tried on it; who prints them is `reports`."""
 
+from lightning_amp.findings._remedy import Remedy, RemedyKind
 from lightning_amp.findings._step import (
     StepPrecision,
     StepReason,
@@ -10,6 +11,8 @@ from lightning_amp.findings._step import (
 )
 
 __all__ = [
+    "Remedy",
+    "RemedyKind",
     "StepPrecision",
     "StepReason",
     "StepRecord",

@@ -16,6 +16,7 @@ LAYERS = [
     ["reports", "verdicts", "advice", "skipped_steps"],
     ["precision"],
     ["shadow"],
+    ["causes"],
     ["callbacks"],
     ["comparison"],
     ["profiling", "tuning"],
