@@ -43,7 +43,19 @@ _PUBLIC = {
     "verdicts": ("PrecisionReport",),
 }
 _ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
-_ROOMS = ("advice", "casting", "cli", "measure", "numerics", "reports", "shadow", "skipped_steps", "tracing", *_PUBLIC)
+_ROOMS = (
+    "advice",
+    "casting",
+    "causes",
+    "cli",
+    "measure",
+    "numerics",
+    "reports",
+    "shadow",
+    "skipped_steps",
+    "tracing",
+    *_PUBLIC,
+)
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -13,8 +13,8 @@ a run that is stuck), `_ledger.py` (what outlives a fit). Without a run there is
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,12 +35,11 @@ from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
 from lightning_amp.precision._fallback import Fallback
 from lightning_amp.precision._first_line import say_first_line
 from lightning_amp.precision._fit import REPLACEABLE, Fit, Run
+from lightning_amp.precision._forward import autocast_off
 from lightning_amp.precision._ledger import STOCK_KEY, Ledger, find_entry
 from lightning_amp.precision._settings import Settings, enabled, pick_on_all_ranks
 from lightning_amp.scaling import RecordLog, Saved
 from lightning_amp.skipped_steps import checked_buffer_rules
-
-_NOTHING = contextlib.nullcontext()
 
 
 class AmpPrecision(MixedPrecision):
@@ -50,9 +49,8 @@ class AmpPrecision(MixedPrecision):
 
         trainer = L.Trainer(plugins=[AmpPrecision("fp16")])
 
-    It is a `lightning.pytorch.plugins.MixedPrecision` that owns the whole optimizer step; the order of events is
-    `EVENTS` of `lightning_amp/precision/_events.py`. A skipped step did not happen: neither for the parameters
-    and the optimizer, nor for the scale's growth, and :attr:`num_steps` does not count it.
+    It is a `lightning.pytorch.plugins.MixedPrecision` that owns the whole optimizer step. A skipped step did not
+    happen: not for parameters and optimizer, not for the scale's growth, and :attr:`num_steps` does not count it.
 
     Args:
         precision: `"auto"`, `"bf16"`, `"fp16"`, `"fp8"` or `"fp32"`, or what you have in your hands: `"bf16-mixed"`,
@@ -134,8 +132,6 @@ class AmpPrecision(MixedPrecision):
     def _describe_skips(self) -> str:
         return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
 
-    # -- what the outside reads ----------------------------------------------------------------------------------------
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.requested!r})"
 
@@ -193,8 +189,6 @@ class AmpPrecision(MixedPrecision):
     def _fit(self) -> Fit | None:
         return None if self._run is None else self._run.fit
 
-    # -- a run begins --------------------------------------------------------------------------------------------------
-
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         _refusals.require_trainer(self, module)
@@ -209,20 +203,18 @@ class AmpPrecision(MixedPrecision):
         # a checkpoint is restored later
         goes_on = self._ledger.begin(trainer, self.scaler) if fitting else self._ledger.knows(trainer)
         choice = self._fallback.begin(start, device, goes_on=goes_on, fitting=fitting)
-        self._use(choice, records=fitting)
+        self._go_on_in(choice, training=fitting)
         if fitting:
             if not goes_on:
                 self._settings.reset(self.scaler)
             if self.upcast_parameters:  # before `fp32_modules`, which refuses
                 _upcast_parameters.upcast(module)
-        replaced = [name for name in REPLACEABLE if not _clipping.is_default(self, name, AmpPrecision)]
-        evaluation = self._settings.evaluation(choice, device)
-        self._run = run = Run(self, module, choice, evaluation, self.fp32_modules, replaced)
+        own = [name for name in REPLACEABLE if not _clipping.is_default(self, name, AmpPrecision)]
+        self._run = run = Run(self, module, choice, self._settings.evaluation(choice, device), self.fp32_modules, own)
         run.check(self.restore_buffers, self.fp8_recipe)
         if run.fp8 is not None:
             self._fp8_layers = run.fp8.layers
-        skips = enabled(self.scaler) is not None or self.skip_nonfinite
-        say_first_line(run, self.scaler, why, self._settings.given_scaler, self._fallback.said, skips=skips)
+        say_first_line(run, self.scaler, why, self._settings.given_scaler, self._fallback.said, self.skip_nonfinite)
         return module
 
     @override
@@ -231,11 +223,6 @@ class AmpPrecision(MixedPrecision):
             mine = [_lightning.unwrap_optimizer(o) for o in optimizers]
             self._run.connect(mine, self.scaler, self.skip_nonfinite, self._ledger.log, self._fall_back_if_stuck)
         return super().connect(model, optimizers, lr_schedulers)
-
-    # -- forward -------------------------------------------------------------------------------------------------------
-
-    def _autocast_off(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device, enabled=False) if torch.is_autocast_enabled(self.device) else _NOTHING
 
     @override
     def autocast_context_manager(self) -> torch.autocast:
@@ -249,58 +236,40 @@ class AmpPrecision(MixedPrecision):
         return data if self._run is None else self._run.forward.convert_input(data)
 
     @override
-    def forward_context(self) -> contextlib.AbstractContextManager[Any]:  # type: ignore[override]
+    def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         return self.autocast_context_manager()
 
-    def forward_context_of(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+    def forward_context_of(self, precision: str) -> AbstractContextManager[Any]:
         """Return what a training step ran in, by our name of its precision, to run it again; empty: as of now."""
-        run = self._run
-        if run is None or precision in ("", run.forward.training.name):
-            return self.forward_context()
-        with run.forward.pretending(Choice.of(precision)):
-            return self.forward_context()
+        return self.forward_context() if self._run is None else self._run.forward_context_of(precision)
 
     @override
-    def train_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         run = self._run
         return self.forward_context() if run is None else run.forward.training_step(run.fit)
 
     @override
-    def val_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return self._own_evaluation("validation_step")
+    def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.evaluation_context(None, "validation_step")
 
     @override
-    def test_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return self._own_evaluation("test_step")
+    def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.evaluation_context(None, "test_step")
 
     @override
-    def predict_step_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return self._own_evaluation("predict_step")
+    def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.evaluation_context(None, "predict_step")
 
-    def _own_evaluation(self, step: str) -> contextlib.AbstractContextManager[None]:
-        return self.evaluation_context(None if self._run is None else self._run.module, step)
-
-    def evaluation_context(
-        self, module: nn.Module | None, step: str | None = None
-    ) -> contextlib.AbstractContextManager[None]:
+    def evaluation_context(self, module: nn.Module | None, step: str | None = None) -> AbstractContextManager[None]:
         """Return what an evaluation step runs in: autocast in the evaluation precision; metrics and outputs in fp32.
 
-        Args:
-            module: The attached module, or a shadow of it whose metrics and step are to be treated alike.
-            step: Name of the step whose outputs become fp32; `None` where a hook runs instead.
-
+        It is the step of that name (`None`: a hook) of the attached module, or of a shadow that is to be treated alike.
         """
         return self.forward_context() if self._run is None else self._run.evaluation_step(module, step)
 
-    def fp8_on(self, module: nn.Module, precision: str = "") -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a copy of the attached module multiplies in fp8, as its training steps do.
-
-        `precision` is that of the step, by our name; empty: as of now.
-        """
-        run = self._run
-        if run is None or run.fp8 is None or (precision or run.forward.training.name) != "fp8":
-            return _NOTHING
-        return run.fp8.on(module)
+    def fp8_on(self, module: nn.Module, precision: str = "") -> AbstractContextManager[None]:
+        """Return a context in which a copy of the module multiplies in fp8, as a training step of this precision."""
+        return nullcontext() if self._run is None else self._run.fp8_on(module, precision)
 
     def scaled_grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Differentiate as `torch.autograd.grad`, but so that small gradients do not become zero in fp16.
@@ -309,21 +278,13 @@ class AmpPrecision(MixedPrecision):
         gradients, in float32 where they would be half precision. The scale is not that of the loss, and adapts by
         itself (:class:`~lightning_amp.scaling.DerivativeScale`): if it was too large the loss is infinite, the step is
         skipped, and the next one has a quarter of it. Without loss scaling this is `torch.autograd.grad`.
-        :func:`lightning_amp.precision.scaled_grad`, with the same arguments, does not depend on this plugin.
-
-        Args:
-            outputs: Tensor of any shape, or a sequence of them.
-            inputs: What to differentiate by.
-            kwargs: Go to `torch.autograd.grad`. With `learn=False`, for a step that runs again, the scale stays.
-
-        Returns:
-            One gradient per input, of its shape; `None` where `allow_unused`.
-
+        :func:`lightning_amp.precision.scaled_grad` has the same arguments and result, and does not depend on this
+        plugin. With `learn=False`, for a step that runs again, the scale stays.
         """
-        with self._autocast_off():
+        with autocast_off(self.device):
             return self._ledger.derivatives.grad(enabled(self.scaler), outputs, inputs, **kwargs)
 
-    # -- backward ------------------------------------------------------------------------------------------------------
+    # -- backward and step ---------------------------------------------------------------------------------------------
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
@@ -331,7 +292,7 @@ class AmpPrecision(MixedPrecision):
         if fit is None:  # in an evaluation, or after the run, nobody divides by the scale
             _refusals.require_trainer(self, module)
             return Precision.pre_backward(self, tensor, module)
-        with self._autocast_off():
+        with autocast_off(self.device):
             return fit.scale(tensor)
 
     @override
@@ -339,19 +300,17 @@ class AmpPrecision(MixedPrecision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         backward = partial(super().backward, tensor, model, optimizer, *args, **kwargs)
-        with self._autocast_off():
+        with autocast_off(self.device):
             return backward() if self._run is None else self._run.backward(backward)
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         if self._fit is None or self._fit.somebody_sees_backward:
-            with self._autocast_off():
+            with autocast_off(self.device):
                 super().post_backward(tensor, module)
         if self._run is not None:
             self._run.forward.weights_changed()
         return tensor.detach()
-
-    # -- step ----------------------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Any) -> None:
         """Make the gradients of `optimizer` true ones, for a manual training loop that wants to look or to clip itself.
@@ -372,7 +331,7 @@ class AmpPrecision(MixedPrecision):
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         fit = self._fit
-        with self._autocast_off():
+        with autocast_off(self.device):
             if fit is None:  # in an evaluation, or after the run: gradients are true, and nobody counts
                 output = Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
             else:
@@ -407,28 +366,21 @@ class AmpPrecision(MixedPrecision):
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         _clipping.clip_by_value(self.main_params(optimizer), clip_val)
 
-    # -- another precision, between two batches ------------------------------------------------------------------------
+    # -- another precision, checkpoints, copies, the end ---------------------------------------------------------------
 
-    def _use(self, choice: Choice, *, records: bool = True) -> None:
-        """Settle the precision, and with it the scaler and what the records say."""
+    def _go_on_in(self, choice: Choice, *, training: bool = True) -> None:
+        """Settle the precision, and with it the scaler, what steps run in, and what the records say."""
         self._choice, self.scaler = choice, self._settings.next_scaler(choice, self.scaler, self.device)
-        if records:
-            on_stuck = self._fallback.note_stuck if self._fallback.left else None
-            self._ledger.go_on_in(choice, self.scaler, on_stuck)
-
-    def _go_on_in(self, choice: Choice) -> None:
-        self._use(choice)
-        run = self._run
-        if run is not None:
-            run.go_on_in(choice, self._settings.evaluation(choice, run.device), self.scaler)
+        if self._run is not None:
+            self._run.go_on_in(choice, self._settings.evaluation(choice, self._run.device), self.scaler)
+        if training:
+            self._ledger.go_on_in(choice, self.scaler, self._fallback.note_stuck if self._fallback.left else None)
 
     def _fall_back_if_stuck(self) -> None:
         """Go on in the next precision if the batch that ended was one skip too many. All ranks do so together."""
         if self._fallback.why_stuck:
             self._ledger.log.flush()  # what there is was taken in the old one
             self._fallback.go_on(self._settled(), self._go_on_in)
-
-    # -- checkpoints and copies ----------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -445,8 +397,7 @@ class AmpPrecision(MixedPrecision):
         run = self._run
         if run is not None:
             name = name if run.module.trainer.ckpt_path is None else f"{run.module.trainer.ckpt_path}: {name}"
-            choice = self._fallback.resume(Saved(state_dict, name), run.device)
-            if choice is not None:
+            if (choice := self._fallback.resume(Saved(state_dict, name), run.device)) is not None:
                 self._go_on_in(choice)
         self._ledger.load(state_dict, self.scaler, name)
         if self._fit is not None:
@@ -469,10 +420,8 @@ class AmpPrecision(MixedPrecision):
         self._ledger.clear()
         if self._fit is not None:
             self._fit.steps.gradients.note_scale()
-        if type(self).__qualname__ not in checkpoint:  # else Lightning itself calls `load_state_dict`
-            key = find_entry(checkpoint)
-            if key is not None:
-                self._load(checkpoint[key], key)
+        if type(self).__qualname__ not in checkpoint and (key := find_entry(checkpoint)) is not None:
+            self._load(checkpoint[key], key)  # else Lightning itself calls `load_state_dict`
 
     def __getstate__(self) -> dict[str, Any]:
         """Take the settings and the scaler along in a pickle or a deep copy, not the run."""
@@ -485,14 +434,10 @@ class AmpPrecision(MixedPrecision):
         self._fallback.forget()
         self._ledger = self._new_ledger()
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     @override
     def teardown(self) -> None:
         try:
-            if self._run is None:
-                self.flush()
-            else:
+            if self._run is not None:
                 self._run.finish(self.flush)
         finally:
             self._detach_run()

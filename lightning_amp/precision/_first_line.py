@@ -8,6 +8,7 @@ from lightning_amp import _messages
 from lightning_amp._text import counted, exact
 from lightning_amp.casting import Choice
 from lightning_amp.precision._fit import Run
+from lightning_amp.precision._settings import enabled
 from lightning_amp.scaling import DynamicLossScaler
 
 
@@ -17,8 +18,7 @@ def say_first_line(
     why: str,
     given_scaler: torch.amp.GradScaler | None,
     fallback: str,
-    *,
-    skips: bool,
+    skip_nonfinite: bool,
 ) -> None:
     """Say precision, device, scaler, and what is protected, for somebody who glances at a terminal.
 
@@ -30,10 +30,10 @@ def say_first_line(
         why: The reason of `"auto"`; empty for a precision that was asked for.
         given_scaler: That was passed.
         fallback: What is said of the precisions to go on in; empty if there are none.
-        skips: Whether a step that is not finite is skipped.
+        skip_nonfinite: Whether a step that is not finite is skipped without a scaler too.
 
     """
-    forward = run.forward
+    forward, skips = run.forward, enabled(scaler) is not None or skip_nonfinite
     resumed = run.module.trainer.ckpt_path is not None  # a checkpoint is about to say what the scale is
     parts = [_precision_on(forward.training, forward.device_type, why, resumed)]
     if run.fp8 is not None and forward.in_fp8:

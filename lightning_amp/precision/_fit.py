@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import final
 
@@ -140,11 +140,24 @@ class Run:
                 self.forward.annotate(error, "the backward")
                 raise
 
-    def evaluation_step(self, module: Any, step: str | None) -> contextlib.AbstractContextManager[None]:
+    def evaluation_step(self, module: nn.Module | None, step: str | None) -> contextlib.AbstractContextManager[None]:
         """Return what an evaluation step, or a hook around it, runs in; see `AmpPrecision.evaluation_context`."""
         if self.fit is not None:
             self.fit.settle()
-        return self.forward.evaluation_step(module, step)
+        return self.forward.evaluation_step(self.module if module is None else module, step)
+
+    def forward_context_of(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+        """Return what a training step of this precision ran in; empty: as of now."""
+        if precision in ("", self.forward.training.name):
+            return self._plugin.forward_context()
+        with self.forward.pretending(Choice.of(precision)):
+            return self._plugin.forward_context()
+
+    def fp8_on(self, module: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
+        """Return what a training step of this precision (empty: of now) runs in, for a copy of the module."""
+        if self.fp8 is None or (precision or self.forward.training.name) != "fp8":
+            return contextlib.nullcontext()
+        return self.fp8.on(module)
 
     def finish(self, flush: Callable[[], None]) -> None:
         """Read the last records, make gradients that are left true ones, and say which settings have done nothing.

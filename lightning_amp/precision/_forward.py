@@ -241,7 +241,7 @@ class ForwardContexts:
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def evaluation_step(self, module: nn.Module | None, step: str | None = None) -> Generator[None, None, None]:
+    def evaluation_step(self, module: nn.Module, step: str | None = None) -> Generator[None, None, None]:
         """Run an evaluation step in its precision, with metrics and outputs in fp32.
 
         Args:
@@ -263,11 +263,8 @@ class ForwardContexts:
             self.evaluating = before
 
     @contextlib.contextmanager
-    def _around_evaluation(self, module: nn.Module | None, step: str | None) -> Generator[None, None, None]:
+    def _around_evaluation(self, module: nn.Module, step: str | None) -> Generator[None, None, None]:
         metrics = self._fp32_metrics
-        if module is None:
-            yield
-            return
         if module is not self._module:
             metrics = self._shadows.get(module)
             if metrics is None:
@@ -343,6 +340,11 @@ class _TrainingStep:
             self._contexts.explain(exc[1])
         elif self._fit is not None:
             self._fit.end_training_step()
+
+
+def autocast_off(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context without autocast."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
 
 
 # -- float64 batches: NumPy's default, which autocast does not take ----------------------------------------------------

@@ -1,4 +1,4 @@
-"""Loss scaling in plain torch: the scaler and its policy, one optimizer step, and the record of every step."""
+"""Loss scaling in plain torch: one optimizer step and its record, the scaler and its policy. Read `_steps.py` first."""
 
 from lightning_amp.scaling._backward_watch import BackwardWatch
 from lightning_amp.scaling._common_scale import CommonScale

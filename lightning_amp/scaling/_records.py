@@ -13,7 +13,7 @@ from typing_extensions import final
 from lightning_amp._compat import _torch
 from lightning_amp.findings import StepPrecision, StepReason, StepRecord
 from lightning_amp.scaling import _stuck
-from lightning_amp.scaling._step_result import Skip, StepResult, read_records, read_scalars
+from lightning_amp.scaling._step_result import StepResult, read_records, read_scalars
 
 Listener: TypeAlias = Callable[[list[StepRecord]], None]
 
@@ -188,7 +188,7 @@ class RecordLog:
         if self._open:
             self._in_batch = True
             for step in self._open:
-                step.next_scale = next_scale
+                step.complete(next_scale)
             self._pending += self._open
             self._open.clear()
 
@@ -225,8 +225,7 @@ class RecordLog:
         unread = [s for s in self._pending if None in (s.skip.known, s.reported_bad_loss.known)]
         values = read_scalars([flag.value for step in unread for flag in (step.skip, step.reported_bad_loss)])
         for step, skip, bad_loss in zip(unread, values[::2], values[1::2], strict=True):
-            step.skip = Skip.YES if skip else Skip.NO
-            step.reported_bad_loss = Skip.YES if bad_loss else Skip.NO
+            step.note(skip > 0, bad_loss > 0)
         return any(step.skip.known or step.reported_bad_loss.known for step in self._pending)
 
     def flush(self) -> None:

@@ -112,6 +112,19 @@ class StepResult:
         """Return whether the loss was not finite, which asks for a skip whatever its gradients were mended to."""
         return self.known_bad_loss or Skip.if_nonfinite(self.loss_probe)
 
+    def report_loss(self) -> None:
+        """Have it read, with the skip, whether the loss was not finite."""
+        self.reported_bad_loss = self.bad_loss
+
+    def note(self, skip: bool, bad_loss: bool) -> None:
+        """Note what the host has read of both."""
+        self.skip = Skip.YES if skip else Skip.NO
+        self.reported_bad_loss = Skip.YES if bad_loss else Skip.NO
+
+    def complete(self, next_scale: Tensor | None) -> None:
+        """Note the scale that follows, []."""
+        self.next_scale = next_scale
+
     def gradient_overflow(self, device: torch.device) -> Tensor:
         """Return 1.0 if gradients overflowed under a finite loss, else 0.0, [], on `device`."""
         flag = self.overflow.flag(device)

@@ -179,14 +179,17 @@ class OptimizerSteps:
 
     def _record(self, state: GradientState, skip: Skip) -> StepResult:
         """Make the one record of a step; the batch completes it with the scale that follows."""
-        result = StepResult(skip, state.loss_probe, state.index, known_bad_loss=state.bad_loss)
+        scale, overflow = None, skip
         if self.scaler is not None:
-            result.scale, before = state.used_scale, state.overflow_before_edits
-            result.overflow = skip if before is None else skip | before
-            result.had_gradients = state.has_gradients
+            scale = state.used_scale
+            overflow = skip if state.overflow_before_edits is None else skip | state.overflow_before_edits
+        result = StepResult(
+            skip, state.loss_probe, state.index, scale, overflow, state.has_gradients, known_bad_loss=state.bad_loss
+        )
+        if self.scaler is not None:
             self._batch.add(result)
         if self.asks_for_loss:
-            result.reported_bad_loss = result.bad_loss
+            result.report_loss()
         self._log.append(result)
         state.finish()
         return result
