@@ -3,7 +3,7 @@
 from zoo.toy import FEATURES, Manual, Toy, assert_finite, assert_same, attributes, batches, weights, with_batch_norm
 
 from support.callbacks import Poison, Recorder, Records, all_of_ours
-from support.devices import DEVICE, CountReads, ForbidSync, flags_on_a_device, run_scenarios, set_sync_mode
+from support.devices import DEVICE, CountReads, ForbidSync, flags_on_a_device, set_sync_mode
 from support.plugins import STOCK_CACHES_CASTS, StockWithoutAutocast, WithoutAutocast, scaled_fp32, stock, stock_fp32
 from support.trainers import assert_as_fp32, evaluate, fit, quiet_trainer
 
@@ -30,7 +30,6 @@ __all__ = [
     "fit",
     "flags_on_a_device",
     "quiet_trainer",
-    "run_scenarios",
     "scaled_fp32",
     "set_sync_mode",
     "stock",

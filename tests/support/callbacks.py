@@ -46,10 +46,12 @@ class Records(L.Callback):
         return [record.reason for record in self.all]
 
 
-def all_of_ours(folder: Path | None = None, *, every_n_steps: int = 3, **locator: Any) -> list[L.Callback]:
+def all_of_ours(
+    folder: Path | None = None, *, every_n_steps: int = 3, log_every_n_steps: int | None = None, **locator: Any
+) -> list[L.Callback]:
     """All callbacks of this package; with a folder they write files."""
     return [
-        ScaleMonitor(log_every_n_steps=7, dirpath=folder),
+        ScaleMonitor(log_every_n_steps, dirpath=folder),
         OverflowLocator(dirpath=folder, **locator),
         GradientMonitor(every_n_steps),
         MetricComparison(),
