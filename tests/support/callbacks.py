@@ -59,21 +59,26 @@ def all_of_ours(
 
 
 class Recorder(L.pytorch.loggers.Logger):
-    """A logger that keeps what it is given."""
+    """A logger that keeps what it is given, as steps and metrics."""
 
     name = version = "recorder"  # type: ignore[assignment]
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: list[dict[str, float]] = []
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+        self.calls: list[str] = []
+
+    @property
+    def experiment(self) -> Any:
+        return self.calls
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append({"step": step, **metrics})
+        self.rows.append((step, dict(metrics)))
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
     @property
-    def users_rows(self) -> list[dict[str, float]]:
+    def users_rows(self) -> list[tuple[int | None, dict[str, float]]]:
         """Without what this package has logged."""
-        rows = [{k: v for k, v in row.items() if not k.startswith("amp/")} for row in self.rows]
-        return [row for row in rows if row.keys() - {"step", "epoch"}]
+        rows = [(step, {k: v for k, v in row.items() if not k.startswith("amp/")}) for step, row in self.rows]
+        return [(step, row) for step, row in rows if row.keys() - {"epoch"}]

@@ -17,18 +17,20 @@ from support.devices import DEVICE
 registry.entry_points = functools.cache(registry.entry_points)
 
 
+QUIET: dict[str, Any] = {
+    "accelerator": DEVICE,
+    "devices": 1,
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
+
+
 def quiet_trainer(**kwargs: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": DEVICE,
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-    }
-    return L.Trainer(**(defaults | kwargs))
+    return L.Trainer(**(QUIET | kwargs))
 
 
 def fit(
