@@ -21,6 +21,7 @@ from support import (
     assert_same,
     batches,
     fit,
+    promises,
     scaled_fp32,
     stock,
     weights,
@@ -30,11 +31,7 @@ from torch import nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 
-OPTIMIZERS = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
-    "fused adamw": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
-}
+OPTIMIZERS = {name: promises.OPTIMIZERS[name] for name in ("sgd", "adamw", "fused adamw")}
 POLICY: dict[str, Any] = {"init_scale": 2.0**24, "growth_interval": 5}
 
 
