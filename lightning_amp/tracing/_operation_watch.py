@@ -108,7 +108,7 @@ class OperationWatch(TorchFunctionMode):
         self._by_storage: dict[int, OperationCall] = {}
         self._nodes: dict[Any, OperationCall] = {}
         self._handles: list[Any] = []
-        self._itself = weakref.ref(self)
+        self._itself: weakref.ref[OperationWatch] = weakref.ref(self)
 
     @override
     def __enter__(self) -> Self:
