@@ -8,6 +8,7 @@ from lightning_amp.tracing._operation import InFp32, Operation, blamed_in_fp32, 
 from lightning_amp.tracing._operation_calls import BackwardCall, Key, OperationCall
 from lightning_amp.tracing._operation_watch import Edit, OperationWatch
 from lightning_amp.tracing._operations import (
+    CASTS,
     COMPARISONS_WITH_TARGETS,
     EXPONENTIALS,
     NORMS,
@@ -21,6 +22,7 @@ from lightning_amp.tracing._replay import replay
 from lightning_amp.tracing._trace import GradientPlace, Trace, magnitudes
 
 __all__ = [
+    "CASTS",
     "COMPARISONS_WITH_TARGETS",
     "EXPONENTIALS",
     "NORMS",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections import Counter
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
-from typing_extensions import Self, final, override
+from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
 from lightning_amp._containers import replace, tensors_in
@@ -111,20 +110,9 @@ class OperationWatch(TorchFunctionMode):
         self._itself: weakref.ref[OperationWatch] = weakref.ref(self)
 
     @override
-    def __enter__(self) -> Self:
-        super().__enter__()
-        # Each operation leaves some small objects behind. Collections in between would walk all objects of the process
-        # again and again, and double the time of a step.
-        self._collects = gc.isenabled()
-        gc.disable()
-        return self
-
-    @override
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._collects:
-            gc.enable()
         super().__exit__(kind, error, traceback)
         for handle in self._handles:
             handle.remove()
