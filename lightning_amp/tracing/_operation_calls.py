@@ -91,6 +91,10 @@ class Beside:
     sums: Tensor | None = None
     reference: OperationCall | None = None
 
+    def keep(self, output: Tensor) -> None:
+        """Keep a copy of the result, in the reference."""
+        self.output = output.detach().clone()
+
     def compare(self, reference: OperationCall | None, output: Tensor) -> None:
         """Compare the result with that of the same operation in fp32."""
         self.reference = reference
@@ -152,6 +156,19 @@ class OperationCall:
     def name(self) -> str:
         """Return its plain name: `"div"`."""
         return self.key.name
+
+    def takes(self, makers: list[OperationCall], pole: Tensor | None) -> None:
+        """Note which operations made what goes in, and how near to its end that is."""
+        self.makers = makers
+        self.smallest = None if pole is None else smallest_magnitude(self.known_as, pole)
+
+    def gives(self, dtype: torch.dtype) -> None:
+        """Note the dtype of the result, without waiting for it."""
+        self.dtype = dtype
+
+    def is_compared(self, makers: list[OperationCall], module: str | None, beside: Beside) -> None:
+        """Note what belongs to a comparison."""
+        self.makers, self.module, self.beside = makers, module, beside
 
     @torch.no_grad()
     def measure(self, inputs: list[Tensor], outputs: list[Tensor], args: Any, kwargs: Any) -> None:

@@ -28,7 +28,6 @@ from lightning_amp.tracing._operation_calls import (
     Key,
     OperationCall,
     largest_of,
-    smallest_magnitude,
 )
 from lightning_amp.tracing._operations import POLES, Known, known_operation, plain, pole_of
 from lightning_amp.tracing._places import running_code
@@ -191,8 +190,7 @@ class OperationWatch(TorchFunctionMode):
         inputs = floating(args, kwargs)
         self._claim_inputs(inputs, call.key.place)
         pole = pole_of(call.known_as, args, kwargs)
-        call.smallest = None if pole is None else smallest_magnitude(call.known_as, pole)
-        call.makers = self._made_by(inputs if pole is None else [pole])
+        call.takes(self._made_by(inputs if pole is None else [pole]), pole)
         if not known.is_in_place or not args:
             return inputs
         written = floating(args[0])
@@ -202,7 +200,7 @@ class OperationWatch(TorchFunctionMode):
         outputs = floating(changed)
         if not outputs:
             return
-        call.dtype = outputs[0].dtype
+        call.gives(outputs[0].dtype)
         for tensor in outputs:
             self._made[id(tensor)] = weakref.ref(tensor), call
         if call.key in self._wanted or not all(map(is_finite, outputs)):
@@ -248,7 +246,7 @@ class OperationWatch(TorchFunctionMode):
         made = next(_dense(result), None)
         if made is None or call.key.place is None:  # in the hooks of Lightning
             return result
-        call.makers, call.module = sources, next((name for name in reversed(self._running) if name), None)
+        module = next((name for name in reversed(self._running) if name), None)
         exact = any(t.numel() > 1 and not self._made_by([t]) and not isinstance(t, nn.Parameter) for t in taken)
         beside = Beside(
             known.written,
@@ -257,14 +255,14 @@ class OperationWatch(TorchFunctionMode):
             _is_bad(made, poles=plain(call.name) in POLES),
             takes_bad,
         )
+        call.is_compared(sources, module, beside)
         if self._reference is None:
             self._num_bytes += made.numel() * 4
             if self._num_bytes <= _MAX_BYTES:
-                beside.output = made.detach().clone()
+                beside.keep(made)
             self._known[call.key] = call
         else:
             beside.compare(self._reference._known.get(call.key), made)
-        call.beside = beside
         self.calls.append(call)
         for tensor in _dense(result):
             self._made[id(tensor)] = weakref.ref(tensor), call

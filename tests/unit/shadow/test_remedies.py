@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_amp.tracing._operation_calls import Facts, facts_of
 from torch import Tensor
 
 from lightning_amp.reports import Remedy
@@ -20,6 +19,7 @@ from lightning_amp.shadow._remedies import (
     trials_of_scale,
 )
 from lightning_amp.tracing import Key, Operation, OperationCall, Place
+from lightning_amp.tracing._operation_calls import Facts, facts_of
 
 PLACE = Place("losses.py", 7)
 
