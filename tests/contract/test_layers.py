@@ -10,11 +10,13 @@ from support.source import PACKAGE, ROOT, TOP, Finding, Guard, Package, Source, 
 LAYERS = [
     ["_compat"],
     [""],  # the helpers at the top: `_files.py`, `_text.py`, ...
-    ["numerics", "measure"],
+    ["numerics"],
+    ["findings", "measure"],
     ["scaling", "casting", "tracing"],
     ["reports", "verdicts", "advice", "skipped_steps"],
     ["precision"],
     ["shadow"],
+    ["causes"],
     ["callbacks"],
     ["comparison"],
     ["profiling", "tune"],
@@ -27,7 +29,7 @@ LAYERS = [
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
-_PLAIN = ("numerics", "measure", "scaling", "tracing", "reports", "verdicts", "advice")
+_PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports", "verdicts", "advice")
 WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in _PLAIN} | {
     "casting": LIGHTNING,
     **{

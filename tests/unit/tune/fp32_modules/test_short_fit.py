@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from lightning import Callback
-from support import fp32_cases as cases
 from torch import Tensor
 from torch.utils.data import DataLoader
+from zoo import fp32_cases as cases
 
 from lightning_amp.tune.fp32_modules._bench import Bench
 from lightning_amp.tune.fp32_modules._request import Request
