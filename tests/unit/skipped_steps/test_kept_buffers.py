@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_amp.scaling import Skip, StepResult
 from lightning_amp.skipped_steps import matching_places
-from lightning_amp.skipped_steps._norm_statistics import StatisticsRollback
+from lightning_amp.skipped_steps._kept_buffers import KeptBuffers
+from lightning_amp.skipped_steps._named_buffers import norm_places
 
 NAN = float("nan")
 
@@ -24,13 +25,30 @@ class Loop:
     def __init__(self) -> None:
         self.module = nn.Sequential(nn.BatchNorm1d(2, momentum=0.5))
         self.module.register_buffer("queue", torch.zeros(2))
-        self.statistics = StatisticsRollback(self.module, matching_places(self.module, ["queue"]))
+        named = matching_places(self.module, ["queue"])
+        self.kinds = [KeptBuffers(norm_places(self.module), counted=True), KeptBuffers(named, counted=False)]
 
     def batch(self, value: float, *, backward: bool = True) -> None:
-        self.statistics.enter_step()
+        for kept in self.kinds:
+            kept.enter_step()
         self.forward(value)
         if backward:
-            self.statistics.note_backward()
+            self.backward()
+
+    def backward(self) -> None:
+        for kept in self.kinds:
+            kept.note_backward()
+
+    def settle(self) -> None:
+        for kept in self.kinds:
+            kept.settle()
+
+    def mended(self) -> dict[str, Tensor]:
+        """A checkpoint."""
+        state = dict(self.module.state_dict())
+        for kept in self.kinds:
+            kept.mend(state)
+        return state
 
     def forward(self, value: float) -> None:
         self.module(torch.full((4, 2), value))
@@ -38,7 +56,8 @@ class Loop:
 
     def step(self, skip: Skip | bool = False, loss: float = 1.0, inside_step: bool = False) -> None:
         skip = skip if isinstance(skip, Skip) else Skip.YES if skip else Skip.NO
-        self.statistics.observe(StepResult(None, skip, torch.tensor(loss)), inside_step)
+        for kept in self.kinds:
+            kept.observe(StepResult(None, skip, torch.tensor(loss)), inside_step)
 
     @property
     def seen(self) -> list[float]:
@@ -93,7 +112,7 @@ def test_a_forward_between_two_steps_belongs_to_the_second(loop: Loop) -> None:
     loop.step(inside_step=True)
     before = loop.seen
     loop.forward(8.0)
-    loop.statistics.note_backward()
+    loop.backward()
     loop.step(skip=True, inside_step=True)
     assert loop.seen == before == [2.0, 4.0, 1.0]
 
@@ -104,7 +123,7 @@ def test_a_step_without_a_backward_is_kept_if_it_is_finite(loop: Loop, value: fl
     loop.batch(4.0)
     loop.step()
     loop.batch(value, backward=False)
-    loop.statistics.settle()
+    loop.settle()
     assert (loop.seen == [2.0, 4.0, 1.0]) is not stays
     kept = loop.seen
     loop.batch(NAN)
@@ -128,11 +147,10 @@ def test_a_checkpoint_in_the_middle_of_an_accumulation_has_no_nan(loop: Loop) ->
     loop.step()
     loop.batch(8.0)
     finite = {name: value.clone() for name, value in loop.module.state_dict().items()}
-    loop.statistics.mend(state := dict(loop.module.state_dict()))
-    torch.testing.assert_close(state, finite, rtol=0, atol=0)
+    torch.testing.assert_close(loop.mended(), finite, rtol=0, atol=0)
     loop.batch(NAN)
     before = loop.module[0].running_mean.clone()
-    loop.statistics.mend(state := dict(loop.module.state_dict()))
+    state = loop.mended()
     assert (state["0.running_mean"][0].item(), state["queue"][0].item()) == (2.0, 4.0)
     torch.testing.assert_close(loop.module[0].running_mean, before, equal_nan=True)  # only the entries are mended
     assert loop.module[0].running_mean.isnan().all()
@@ -141,14 +159,23 @@ def test_a_checkpoint_in_the_middle_of_an_accumulation_has_no_nan(loop: Loop) ->
 def test_after_a_step_there_is_nothing_to_mend(loop: Loop) -> None:
     loop.batch(NAN)
     loop.step()
-    loop.statistics.mend(state := dict(loop.module.state_dict()))
+    state = loop.mended()
     assert state["0.running_mean"].isnan().all()
 
 
 def test_without_buffers_there_is_nothing_to_do() -> None:
-    assert not StatisticsRollback(nn.Linear(2, 2))
-    assert not StatisticsRollback(nn.BatchNorm1d(2, track_running_stats=False))
-    assert StatisticsRollback(nn.BatchNorm1d(2))
+    for module in (nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)):
+        assert not KeptBuffers(norm_places(module), counted=True)
+    assert KeptBuffers(norm_places(nn.BatchNorm1d(2)), counted=True)
+
+
+def test_what_a_step_without_a_backward_replaced_is_not_what_the_next_one_goes_back_to(loop: Loop) -> None:
+    loop.batch(4.0)
+    loop.step()
+    loop.batch(NAN, backward=False)
+    loop.batch(NAN)
+    loop.step(skip=True)
+    assert loop.seen == [2.0, 4.0, 1.0]
 
 
 # -- in a Trainer ------------------------------------------------------------------------------------------------------
