@@ -35,8 +35,12 @@ WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in _PLAIN} | {
     **{
         f"tune/{file}.py": LIGHTNING
         for file in (
-            "__init__", "batch_size/_learning_rate", "batch_size/_next_size", "batch_size/_result",
-            "fp32_modules/_result", "fp32_modules/_search",
+            "__init__",
+            "batch_size/_learning_rate",
+            "batch_size/_next_size",
+            "batch_size/_result",
+            "fp32_modules/_result",
+            "fp32_modules/_search",
         )
     },
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},
