@@ -35,9 +35,8 @@ def bare(strategy: type[Strategy]) -> Strategy:
 
 
 def test_fsdp_names_ours() -> None:
-    for arguments in ({"strategy": OnTheCPU(), "plugins": [AmpPrecision("fp16")]},):
-        with pytest.raises(TypeError, match=r"FSDP strategy.*for FSDP use `lightning_amp.FSDPAmpPrecision\('fp16'\)`"):
-            quiet_trainer(devices=2, **arguments)
+    with pytest.raises(TypeError, match=r"FSDP strategy.*for FSDP use `lightning_amp.FSDPAmpPrecision\('fp16'\)`"):
+        quiet_trainer(devices=2, strategy=OnTheCPU(), plugins=[AmpPrecision("fp16")])
     with pytest.raises(TypeError, match=r"for FSDP use `lightning_amp.FSDPAmpPrecision\('bf16'\)`"):
         OnTheCPU(precision_plugin=AmpPrecision("bf16"))
 

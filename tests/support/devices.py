@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from typing import Any, Literal
 
 import lightning as L
@@ -63,14 +63,3 @@ class ForbidSync(L.Callback):
 
     def on_exception(self, *args: Any) -> None:
         set_sync_mode("default")
-
-
-def run_scenarios(scenarios: dict[str, Callable[[], Any]], wanted: Sequence[str]) -> dict[str, Any]:
-    """For scripts with many of them: the results by name; none wanted means all. Fused ones take a GPU's path."""
-    results: dict[str, Any] = {}
-    for name, run in scenarios.items():
-        if not wanted or name in wanted:
-            on_a_device = "fused" in name and "unfused" not in name
-            with flags_on_a_device() if on_a_device else contextlib.nullcontext():
-                results[name] = run()
-    return results
