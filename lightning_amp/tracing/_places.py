@@ -20,7 +20,7 @@ def _folder(package: str) -> str:
 
 
 _OWN = str(Path(__file__).parent.parent)
-_WATCHERS = tuple(f"{_OWN}/{room}/" for room in ("tracing", "profiling"))
+_WATCHERS = tuple(f"{_OWN}/{room}/" for room in ("tracing", "advice"))
 _LIGHTNING = (*map(_folder, ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")), _OWN)
 _TORCH = _folder("torch")
 _LIBRARIES = (_TORCH, *_LIGHTNING)
