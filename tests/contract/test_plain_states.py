@@ -26,9 +26,10 @@ from lightning_amp import (
     OverflowLocator,
     ScaleMonitor,
 )
+from lightning_amp.findings import RemedyKind
 from lightning_amp.precision import scaled_grad
 from lightning_amp.reports import Remedy
-from lightning_amp.reports._overflow_report import Cause, RemedyKind
+from lightning_amp.reports._overflow_report import Cause
 
 RECIPES = Path(__file__).parents[2] / "docs" / "guide" / "recipes.md"
 PLAIN = (dict, list, str, int, float, bool, type(None), Tensor)
