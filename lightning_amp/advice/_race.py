@@ -84,7 +84,7 @@ class Track:
 
     device: torch.device
     trainer_kwargs: Mapping[str, Any]
-    data: LightningDataModule | None = None
+    data_module: LightningDataModule | None = None
 
 
 @final
@@ -147,7 +147,7 @@ class Contestant:
         trainer = private_trainer(track.device, plugin, [callback], track.trainer_kwargs, limit_val_batches=0)
         if isinstance(callback, Watch):
             trainer.profiler = callback.profiler()  # type: ignore[attr-defined]
-        with giving(track.data, self._batches) as source:
+        with giving(track.data_module, self._batches) as source:
             run_private_fit(trainer, module, **source)
 
     def result(self) -> Variant:

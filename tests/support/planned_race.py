@@ -38,7 +38,7 @@ def planned_race(step_ms: Callable[[Any], Mapping[str, float]]) -> Callable[...,
             contestant.round(track, 1)
         ran = [contestant.result() for contestant in contestants]
         assert [variant.error for variant in ran if variant.error or len(variant.step_s) != 1] == []
-        planned = step_ms(track.data)
+        planned = step_ms(track.data_module)
         return tuple(
             Variant(v.label, tuple(planned[v.label] * share / 1e3 for share in _rounds(v.label)))
             for v in ran

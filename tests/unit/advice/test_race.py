@@ -97,7 +97,7 @@ def test_where_steps_are_long_there_are_three_rounds_of_fewer(
 def test_more_rounds_are_run_while_a_claim_is_open(noise: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def turn(self: Contestant, *arguments: Any) -> None:
         number = len(self.step_s)
-        self.step_s.append(1.0 if self.label == "a" else 1.2 * (1 + noise * (-1) ** number))
+        self.step_s.append(1.0 if str(self.label) == "a" else 1.2 * (1 + noise * (-1) ** number))
 
     monkeypatch.setattr(Contestant, "round", turn)
     monkeypatch.setattr(_race.time, "perf_counter", lambda: 0.0)
