@@ -1,4 +1,4 @@
-"""What follows from a record: findings, each with its number and the next thing to do. One file each.
+"""What follows from a record: findings, each with its number and the next thing to do. Read `_finding.py` first.
 
 To add a finding about a step: write one file here, with the fact that it derives from the record
 (:class:`~lightning_amp.advice._record.Step`), its rule and its words, and name it in `OF_A_STEP`. A finding about the
