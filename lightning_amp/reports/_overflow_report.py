@@ -15,7 +15,13 @@ from lightning_amp.reports._overflow_words import in_one_line, overflow_words
 from lightning_amp.scaling import StepRecord
 from lightning_amp.tracing import Diagnosis, Operation
 
+ScaleIs = Literal["", "dynamic", "static", "lowest"]
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "not reproduced"]
+
+
+def cause_of(found: Diagnosis) -> Cause:
+    """Return the cause as a report has it."""
+    return "not reproduced" if found.cause == "none" else found.cause
 
 
 @final
@@ -68,7 +74,7 @@ class OverflowReport:
     remedies: tuple[Remedy, ...] = ()
     is_repeated: bool = False
     largest_weights: tuple[float, float] | None = None
-    scale_is: Literal["", "dynamic", "static", "lowest"] = ""
+    scale_is: ScaleIs = ""
 
     @property
     def working_scale(self) -> float | None:
