@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
@@ -132,7 +133,8 @@ class Rerun:
     """Runs a failed step again, with something that may help.
 
     Attributes:
-        trainer: The trainer.
+        plugin: The precision plugin of the run.
+        device_type: Of the run.
         replay: What to run it in.
         step: Which.
         scale: What the loss is multiplied with; where the scale is no remedy, one at which it overflows least.
@@ -141,7 +143,8 @@ class Rerun:
 
     """
 
-    trainer: Trainer
+    plugin: Precision
+    device_type: str
     replay: TrainingPass
     step: KeptBatch
     scale: float
@@ -166,12 +169,11 @@ class Rerun:
         """
         replay, active = self.replay, None
         try:
-            plugin = self.trainer.precision_plugin
             context = replay.forward_context()
-            if precision and isinstance(plugin, AmpPrecision):
-                context = plugin.forward_context_of(precision)
+            if precision and isinstance(self.plugin, AmpPrecision):
+                context = self.plugin.forward_context_of(precision)
             if rules:
-                active = Fp32Modules(replay.module, rules, self.trainer.strategy.root_device.type, active=True)
+                active = Fp32Modules(replay.module, rules, self.device_type, active=True)
             looks = edits or self.hidden_in is not None
             watch = OperationWatch(replay.module, BOUNDARY, edits=edits) if looks else None
             with watch or nullcontext():

@@ -57,7 +57,7 @@ def explain(
         known: Keys of causes that need neither a run in fp32 nor remedies.
 
     """
-    ranks, record = Lockstep(trainer), report.record
+    ranks, record, device = Lockstep(trainer), report.record, trainer.strategy.root_device
     steps = list(window.kept)
     steps = steps[-min(gather(trainer, len(steps))) :]
     found: Explained | None = None
@@ -77,7 +77,8 @@ def explain(
                     is_new = found.key not in known
                 if ranks.any(is_new):
                     in_fp32 = ranks.run(partial(run_in_fp32, trainer, module, replay, step, run))
-                    rerun = Rerun(trainer, replay, step, 1.0 if report.scale_is == "dynamic" else record.scale)
+                    scale = 1.0 if report.scale_is == "dynamic" else record.scale
+                    rerun = Rerun(trainer.precision_plugin, device.type, replay, step, scale)
                     with ranks.until_all_are_done(rerun.is_finite):
                         if is_new and found is not None:
                             found, blamed = _beside_fp32(found, replay.module, run, in_fp32, step)
