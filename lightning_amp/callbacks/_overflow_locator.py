@@ -24,10 +24,11 @@ from lightning_amp.callbacks._early_checks import EarlyChecks
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.casting import Choice
 from lightning_amp.causes.overflow import Explained, KnownCauses, ReportFiles, explain
+from lightning_amp.findings import StepRecord
 from lightning_amp.numerics import largest_finite, nonfinite_gradients, stack_scalars
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport, ScaleIs
-from lightning_amp.scaling import Saved, StepRecord, Subscription
+from lightning_amp.scaling import Saved, Subscription
 from lightning_amp.shadow import BatchWindow, gather
 from lightning_amp.tracing import Diagnosis
 

@@ -7,11 +7,10 @@ from typing import Any
 
 from lightning_amp._text import listed, rounded
 from lightning_amp.findings import Remedy, RemedyKind
-from lightning_amp.tracing import Operation, domain
+from lightning_amp.tracing import EXPONENTIALS, NORMS, SUMMING, Operation, domain, plain
 
 EPSILONS = "an epsilon under roots, logarithms and quotients"
 _OF_SIGMOID = {"x": "log(sigmoid(x))", "-x": "log(1 - sigmoid(x))"}
-_POWERS = {"exp", "exp_", "expm1", "exp2", "cosh", "sinh"}
 
 
 def in_words(remedy: Remedy, operation: Operation | None) -> str:
@@ -55,7 +54,7 @@ def by_hand(operation: Operation | None, remedies: Sequence[Remedy]) -> str:
     """Say what to write instead, where fp32 has the result; the first that fits the operation."""
     if operation is None:
         return ""
-    if operation.name in _POWERS:
+    if plain(operation.name) in EXPONENTIALS:
         return _on_exponential(operation, remedies)
     if operation.name in ("to", "to_"):
         return "keep that tensor in float32, or a constant within `torch.finfo(x.dtype)`"
@@ -101,11 +100,7 @@ def for_any_precision(operation: Operation | None, remedies: Sequence[Remedy]) -
     if operation.kind == "function":
         return f"look at the `backward` of `{operation.name}`: what it divides by, or takes a root or logarithm of"
     if operation.in_backward and operation.kind == "zero":
-        where = (
-            "in front of it"
-            if operation.name not in ("norm", "vector_norm")
-            else "inside: `(x.square().sum() + eps).sqrt()`"
-        )
+        where = "in front of it" if operation.name not in NORMS else "inside: `(x.square().sum() + eps).sqrt()`"
         return (
             f"an epsilon {where}{tried}; a `torch.where` behind it does not help, the derivative is taken on both sides"
         )
@@ -115,7 +110,7 @@ def for_any_precision(operation: Operation | None, remedies: Sequence[Remedy]) -
     if operation.kind == "zero":
         what = "the divisor" if operation.name in ("div", "div_") else f"the argument of `{operation.name}`"
         return f"an epsilon in {what}{tried}"
-    if operation.name in _POWERS and (cured := _on_exponential(operation, remedies)):
+    if plain(operation.name) in EXPONENTIALS and (cured := _on_exponential(operation, remedies)):
         return cured
     if operation.name == "ctc_loss":
         tried = " (tried: works)" if worked(remedies, "zero_infinity") is not None else ""
@@ -130,7 +125,7 @@ def for_any_precision(operation: Operation | None, remedies: Sequence[Remedy]) -
 
 
 def _on_exponential(operation: Operation, remedies: Sequence[Remedy]) -> str:
-    if operation.followed_by in ("sum", "logsumexp", "mean", "div"):
+    if operation.followed_by in (*SUMMING, "div"):
         return "subtract the maximum before the exponential (`torch.logsumexp`, `log_softmax`)"
     largest = worked(remedies, "clamp")
     if largest is None and failed(remedies, "clamp"):

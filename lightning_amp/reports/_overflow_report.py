@@ -12,7 +12,7 @@ from typing_extensions import final, override
 
 from lightning_amp._plain_data import plain
 from lightning_amp._text import exact, listed, named, rounded
-from lightning_amp.findings import Remedy
+from lightning_amp.findings import Remedy, StepRecord
 from lightning_amp.numerics import fitting_scale
 from lightning_amp.reports._overflow_cause import cause_words, line_of
 from lightning_amp.reports._overflow_remedies import (
@@ -24,7 +24,6 @@ from lightning_amp.reports._overflow_remedies import (
     that_worked,
     worked,
 )
-from lightning_amp.scaling import StepRecord
 from lightning_amp.tracing import Diagnosis, Operation, domain
 
 _GROWN = 1e2

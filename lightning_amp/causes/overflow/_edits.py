@@ -12,7 +12,7 @@ from typing_extensions import final
 
 from lightning_amp._containers import replace, to_fp32
 from lightning_amp.numerics import HALF_DTYPES, all_finite
-from lightning_amp.tracing import argument_of
+from lightning_amp.tracing import NORMS, argument_of
 
 
 def in_fp32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,7 +71,7 @@ class Epsilon:
         if not isinstance(argument, Tensor):
             return func(*args, **kwargs)
         away = self._away(argument)
-        if self._name in ("norm", "vector_norm"):
+        if self._name in NORMS:
             away = torch.where(argument.abs() < self._epsilon, self._epsilon, argument)  # smooth at 0
         args = tuple(away if value is argument else value for value in args)
         return func(*args, **{key: away if value is argument else value for key, value in kwargs.items()})

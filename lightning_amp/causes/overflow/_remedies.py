@@ -24,11 +24,10 @@ from lightning_amp.causes.overflow._edits import (
 from lightning_amp.findings import Remedy
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.shadow import Lockstep
-from lightning_amp.tracing import Diagnosis, Edit, Operation, OperationCall, Place
+from lightning_amp.tracing import CASTS, EXPONENTIALS, Diagnosis, Edit, Operation, OperationCall, Place
 
 _EPSILONS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2)
 _LARGEST_EXPONENTS = (80.0, 20.0, 10.0, 5.0)
-_EXPONENTIALS = {"exp", "expm1", "exp2", "cosh", "sinh"}
 _LOWER = (2.0**-2, 2.0**-6, 2.0**-12)
 _MOST_MAKERS = 4
 _LOGARITHMS = {"log": "sub", "log1p": "neg"}
@@ -145,7 +144,7 @@ def _zero_infinity(case: Case) -> _Attempts:
 
 
 def _clamp(case: Case) -> _Attempts:
-    if case.call is not None and case.call.name in _EXPONENTIALS:
+    if case.call is not None and case.call.name in EXPONENTIALS:
         for largest in _LARGEST_EXPONENTS:
             yield case.attempt(Remedy("clamp", (largest,)), edits={_place(case.call): Clamp(largest)})
 
@@ -194,7 +193,7 @@ def _try_sources(ranks: Lockstep, case: Case) -> list[Remedy]:
     operation, call, tried = case.operation, case.call, list[Remedy]()
     if operation is None or call is None:
         return []
-    is_cast_back = operation.in_backward and operation.name in ("float", "to")
+    is_cast_back = operation.in_backward and operation.name in CASTS
     if operation.kind not in ("zero", "negative") and not is_cast_back:
         return []
     lost: tuple[str, str] | None = None
@@ -255,7 +254,7 @@ def _maker(call: OperationCall) -> OperationCall | None:
     """Return the one operation whose result went in, casts left out."""
     while len(call.makers) == 1:
         call = call.makers[0]
-        if call.name not in ("float", "to"):
+        if call.name not in CASTS:
             return call
     return None
 

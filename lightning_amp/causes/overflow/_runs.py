@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from typing_extensions import final
@@ -17,7 +17,7 @@ from lightning_amp.casting import Fp32Modules
 from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import BOUNDARY, Failure, KeptBatch, TrainingPass
-from lightning_amp.tracing import Diagnosis, Edit, GradientPlace, OperationWatch, Place, Trace, diagnose
+from lightning_amp.tracing import Diagnosis, Edit, GradientPlace, OperationWatch, Place, Trace, diagnose, magnitudes
 
 
 @final
@@ -118,8 +118,8 @@ def _run_in_fp32(
         found = diagnose(trace, loss, step.batch)
         if found.cause == "none" and nonfinite_gradients(_modules.plain_parameters(exact.module)):
             found = Diagnosis("backward", where="parameter")
-        arrivals = trace.gradients_in_half(as_it_was.half_places)
-        largest = float(torch.stack([a.largest for a in arrivals]).max()) if arrivals else None
+        sizes = magnitudes(trace.gradients_in_half(as_it_was.half_places))
+        largest = max(sizes, key=lambda size: (math.isnan(size), size), default=None)
         return StepInFp32(found, watch, largest)
     finally:
         exact.forget_gradients()
@@ -175,7 +175,8 @@ class Rerun:
             if rules:
                 active = Fp32Modules(replay.module, rules, self.device_type, active=True)
             looks = edits or self.hidden_in is not None
-            watch = OperationWatch(replay.module, BOUNDARY, edits=edits) if looks else None
+            only_edits = self.hidden_in is None
+            watch = OperationWatch(replay.module, BOUNDARY, edits=edits or {}, only_edits=only_edits) if looks else None
             with watch or nullcontext():
                 loss = replay.run(
                     self.step.batch,

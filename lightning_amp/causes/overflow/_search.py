@@ -15,10 +15,9 @@ from lightning_amp.casting import our_name, runnable
 from lightning_amp.causes.overflow._blame import Blame, blame, blame_alone, key_as_it_was, key_beside_fp32
 from lightning_amp.causes.overflow._remedies import Case, calls_like, modules_after, try_remedies
 from lightning_amp.causes.overflow._runs import Rerun, StepAsItWas, StepInFp32, run_as_it_was, run_in_fp32
-from lightning_amp.findings import Remedy
+from lightning_amp.findings import Remedy, StepRecord
 from lightning_amp.numerics import fitting_scale
 from lightning_amp.reports import OverflowReport, cause_of
-from lightning_amp.scaling import StepRecord
 from lightning_amp.shadow import BatchWindow, Failure, KeptBatch, Lockstep, OtherRankFailedError, TrainingPass, gather
 
 

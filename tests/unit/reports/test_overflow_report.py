@@ -11,8 +11,7 @@ from support.skips import EXP, report
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator
-from lightning_amp.findings import Remedy
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import Remedy, StepRecord
 from lightning_amp.tracing import Operation
 
 

@@ -13,7 +13,7 @@ from lightning_amp.causes.overflow._remedies import Case, calls_like, try_remedi
 from lightning_amp.findings import Remedy
 from lightning_amp.shadow import Lockstep
 from lightning_amp.tracing import Diagnosis, Key, Operation, OperationCall, OperationWatch, Place, operation
-from lightning_amp.tracing._operation_facts import Facts, facts_of
+from lightning_amp.tracing._operation_calls import Facts, facts_of
 
 PLACE = Place("losses.py", 7)
 Works = Callable[[dict[str, Any]], bool]
