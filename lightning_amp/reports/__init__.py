@@ -7,7 +7,7 @@ from lightning_amp.reports._gradient_loss import LOW_DB, GradientLoss, Trial, de
 from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import TOTAL, GradientRow, GradientTable
 from lightning_amp.reports._module_table import ModuleRow, ModuleTable
-from lightning_amp.reports._overflow_report import OverflowReport
+from lightning_amp.reports._overflow_report import OverflowReport, ScaleIs, cause_of
 from lightning_amp.reports._scale_chart import scale_chart
 from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory
 from lightning_amp.reports._scale_plot import plot_histories
@@ -33,8 +33,10 @@ __all__ = [
     "Quantity",
     "Remedy",
     "ScaleHistory",
+    "ScaleIs",
     "Trial",
     "TriedRemedy",
+    "cause_of",
     "describe_loss",
     "find_gradient_loss",
     "plot_histories",
