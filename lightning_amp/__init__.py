@@ -5,12 +5,11 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
-    from lightning_amp.comparison import compare_precisions
+    from lightning_amp.compare import PrecisionReport, compare_precisions
     from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
     from lightning_amp.profiling import doctor
     from lightning_amp.scaling import DynamicLossScaler, StepRecord
     from lightning_amp.tuning import find_batch_size, find_fp32_modules
-    from lightning_amp.verdicts import PrecisionReport
 
 __version__ = "0.1.0"
 
@@ -33,15 +32,26 @@ __all__ = [
 
 _PUBLIC = {
     "callbacks": ("GradientMonitor", "MetricComparison", "OverflowLocator", "ScaleMonitor"),
-    "comparison": ("compare_precisions",),
+    "compare": ("PrecisionReport", "compare_precisions"),
     "precision": ("AmpPrecision", "FSDPAmpPrecision"),
     "profiling": ("doctor",),
     "scaling": ("DynamicLossScaler", "StepRecord"),
     "tuning": ("find_batch_size", "find_fp32_modules"),
-    "verdicts": ("PrecisionReport",),
 }
 _ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
-_ROOMS = ("advice", "casting", "cli", "measure", "numerics", "reports", "shadow", "skipped_steps", "tracing", *_PUBLIC)
+_ROOMS = (
+    "advice",
+    "casting",
+    "cli",
+    "comparison",
+    "measure",
+    "numerics",
+    "reports",
+    "shadow",
+    "skipped_steps",
+    "tracing",
+    *_PUBLIC,
+)
 
 
 def __getattr__(name: str) -> _typing.Any:

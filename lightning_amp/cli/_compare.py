@@ -147,6 +147,6 @@ def _print(report: Any) -> None:
 
 def _something_to_do(report: Any) -> bool:
     return any(
-        bool(arm.errors) or any(report.verdict(label, metric).startswith("worse") for metric in arm.metrics)
+        bool(arm.errors) or any(report.verdict(label, metric).claim == "worse" for metric in arm.metrics)
         for label, arm in report.arms.items()
     )

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_amp._arguments import require
 from lightning_amp.advice import DoctorReport
 from lightning_amp.casting import Choice, our_name
-from lightning_amp.comparison import ArmSpec, check_trainer_names, parse_arms
+from lightning_amp.compare import ArmSpec, check_trainer_names, parse_arms
 from lightning_amp.profiling._examine_step import StepExamination
 from lightning_amp.profiling._machine import examine
 from lightning_amp.profiling._progress import Progress

@@ -28,7 +28,7 @@ from lightning_amp.advice import (
     Variant,
 )
 from lightning_amp.casting import Choice, our_name
-from lightning_amp.comparison import ArmSpec
+from lightning_amp.compare import ArmSpec
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling import _analysis, _memory
 from lightning_amp.profiling._clock import FORWARD, OPTIMIZER

@@ -14,7 +14,7 @@ from typing_extensions import final, override
 
 from lightning_amp._containers import tensors_in
 from lightning_amp.casting import MethodOverride, modules_matching
-from lightning_amp.comparison import num_rows
+from lightning_amp.compare import num_rows
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling._clock import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, Clock
 from lightning_amp.profiling._laps import MOST_SETTLING, is_settling

@@ -8,13 +8,12 @@ from typing import NamedTuple
 from typing_extensions import final
 
 from lightning_amp._text import listed, rounded
-from lightning_amp.comparison import ArmSpec, Progress
+from lightning_amp.compare import ArmRun, ArmSpec, Progress
 from lightning_amp.tuning._learning_rate import UsedRate, suggested_rate
 from lightning_amp.tuning._probe import Facts
 from lightning_amp.tuning._result import BatchSizeResult, Measurement
 from lightning_amp.tuning._runs import ShortRuns, failure, is_out_of_memory, measurement
 from lightning_amp.tuning._search import MOST_RUNS, largest_within, next_size
-from lightning_amp.verdicts import ArmRun
 
 
 class LimitTooLowError(Exception):

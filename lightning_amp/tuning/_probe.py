@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final, override
 
 from lightning_amp._text import literal
-from lightning_amp.comparison import is_settled, num_rows
+from lightning_amp.compare import num_rows
+from lightning_amp.comparison._peak_memory import is_settled
 from lightning_amp.shadow import remove_callbacks
 from lightning_amp.tuning._holders import ModuleLoaders, held_sizes, is_size
 

@@ -13,11 +13,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import final
 
-from lightning_amp.comparison import ArmSpec, Task, run_in_process
+from lightning_amp.compare import ArmRun, ArmSpec, Task, run_in_process
 from lightning_amp.tuning._holders import Sized
 from lightning_amp.tuning._probe import Facts, Probe
 from lightning_amp.tuning._result import Measurement
-from lightning_amp.verdicts import ArmRun
 
 _LEFT_OUT = (
     "barebones",

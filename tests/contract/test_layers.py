@@ -12,11 +12,12 @@ LAYERS = [
     [""],  # the helpers at the top: `_files.py`, `_text.py`, ...
     ["numerics", "measure"],
     ["scaling", "casting", "tracing"],
-    ["reports", "verdicts", "advice", "skipped_steps"],
+    ["reports", "advice", "skipped_steps"],
     ["precision"],
     ["shadow"],
     ["callbacks"],
     ["comparison"],
+    ["compare"],
     ["profiling", "tuning"],
     ["__init__"],
     ["cli"],
@@ -27,7 +28,7 @@ LAYERS = [
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
-_PLAIN = ("numerics", "measure", "scaling", "tracing", "reports", "verdicts", "advice")
+_PLAIN = ("numerics", "measure", "scaling", "tracing", "reports", "advice", "compare/__init__.py", "compare/_report.py")
 WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in _PLAIN} | {
     "casting": LIGHTNING,
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},

@@ -20,7 +20,7 @@ import pytest
 from support.compared import here
 from support.fp8 import needs_torchao
 
-from lightning_amp.comparison import _compare
+from lightning_amp.compare import _compare
 from lightning_amp.tuning import _probe, _runs
 
 ROOT = Path(__file__).parents[2]

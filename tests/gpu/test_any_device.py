@@ -17,12 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_amp import doctor, find_batch_size
-from lightning_amp.comparison import Task
+from lightning_amp.compare import ArmRun, Task
 from lightning_amp.measure import DeviceClock
 from lightning_amp.measure import _device_clock as clock_module
 from lightning_amp.profiling import _machine
 from lightning_amp.tuning import _probe, _runs
-from lightning_amp.verdicts import ArmRun
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cpu", reason="needs a device other than the CPU"),

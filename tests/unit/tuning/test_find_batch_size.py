@@ -17,9 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_amp
-from lightning_amp.comparison import ArmSpec, Task
+from lightning_amp.compare import ArmRun, ArmSpec, Task
 from lightning_amp.tuning import BatchSizes, _probe, _runs
-from lightning_amp.verdicts import ArmRun
 
 pytestmark = [
     pytest.mark.usefixtures("in_tmp_path"),

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.comparison import ArmSpec, Progress
+from lightning_amp.compare import ArmRun, ArmSpec, Progress
 from lightning_amp.tuning._precision_search import Found, LimitTooLowError, PrecisionSearch, RunFailedError
 from lightning_amp.tuning._probe import Facts
-from lightning_amp.verdicts import ArmRun
 
 FACTS = Facts(own_size=32, num_batches=9, device="cpu", rates=(("SGD", 0.1),))
 GIB = 2**30

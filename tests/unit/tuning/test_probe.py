@@ -15,11 +15,10 @@ from support.compared import Sea, Waves, here
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from lightning_amp.comparison import ArmSpec, Task
+from lightning_amp.compare import ArmRun, ArmSpec, Task
 from lightning_amp.tuning._holders import Sized
 from lightning_amp.tuning._probe import Facts, Probe
 from lightning_amp.tuning._runs import short_trainer
-from lightning_amp.verdicts import ArmRun
 
 pytestmark = [
     pytest.mark.usefixtures("in_tmp_path"),

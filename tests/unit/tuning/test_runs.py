@@ -13,11 +13,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from support.compared import Sea, Waves
 
-from lightning_amp.comparison import ArmSpec, Task
+from lightning_amp.compare import ArmRun, ArmSpec, Task
 from lightning_amp.tuning import _runs
 from lightning_amp.tuning._probe import Facts, Probe
 from lightning_amp.tuning._runs import ShortRuns, failure, is_out_of_memory, measurement, short_trainer
-from lightning_amp.verdicts import ArmRun
 
 
 def test_the_trainer_neither_validates_nor_writes() -> None:
