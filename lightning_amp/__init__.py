@@ -43,7 +43,6 @@ _ROOMS = (
     "advice",
     "casting",
     "cli",
-    "comparison",
     "measure",
     "numerics",
     "reports",

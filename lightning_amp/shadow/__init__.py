@@ -17,7 +17,7 @@ from lightning_amp.shadow._private_fit import (
     remove_callbacks,
     run_private_fit,
 )
-from lightning_amp.shadow._ranks import gather, gather_on_zero
+from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather, gather_on_zero
 from lightning_amp.shadow._second_look import SecondLook
 from lightning_amp.shadow._step_bundle import packed_step, unpacked_step
 from lightning_amp.shadow._step_watch import LossyDerivative
@@ -31,7 +31,9 @@ __all__ = [
     "Failure",
     "Finding",
     "GradientTrials",
+    "Lockstep",
     "LossyDerivative",
+    "OtherRankFailedError",
     "PairedEvaluation",
     "Sample",
     "SecondLook",

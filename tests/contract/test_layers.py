@@ -10,13 +10,14 @@ from support.source import PACKAGE, ROOT, TOP, Finding, Guard, Package, Source, 
 LAYERS = [
     ["_compat"],
     [""],  # the helpers at the top: `_files.py`, `_text.py`, ...
-    ["numerics", "measure"],
+    ["numerics"],
+    ["findings", "measure"],
     ["scaling", "casting", "tracing"],
     ["reports", "advice", "skipped_steps"],
     ["precision"],
     ["shadow"],
+    ["causes"],
     ["callbacks"],
-    ["comparison"],
     ["compare"],
     ["profiling", "tuning"],
     ["__init__"],
@@ -28,7 +29,8 @@ LAYERS = [
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
-_PLAIN = ("numerics", "measure", "scaling", "tracing", "reports", "advice", "compare/__init__.py", "compare/_report.py")
+_PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports", "advice")
+_PLAIN = (*_PLAIN, "compare/__init__.py", "compare/_report.py")
 WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in _PLAIN} | {
     "casting": LIGHTNING,
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support import Poison, Toy, batches, fit
-from support.faults import FAULTS, Net, plain_data
 from torch import Tensor
+from zoo.faults import FAULTS, Net, plain_data
 
 from lightning_amp import (
     AmpPrecision,
@@ -26,9 +26,10 @@ from lightning_amp import (
     OverflowLocator,
     ScaleMonitor,
 )
+from lightning_amp.findings import RemedyKind
 from lightning_amp.precision import scaled_grad
 from lightning_amp.reports import Remedy
-from lightning_amp.reports._overflow_report import Cause, RemedyKind
+from lightning_amp.reports._overflow_report import Cause
 
 RECIPES = Path(__file__).parents[2] / "docs" / "guide" / "recipes.md"
 PLAIN = (dict, list, str, int, float, bool, type(None), Tensor)

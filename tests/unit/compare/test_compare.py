@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.compared import TRAINER, FailsInFp16, NoisyPrecision, Sea, Waves, here
+from zoo.compared import TRAINER, FailsInFp16, NoisyPrecision, Sea, Waves, here
 
 import lightning_amp
 from lightning_amp.compare import _compare

@@ -1,1 +1,0 @@
-"""Clocks and memory readers of a training step."""

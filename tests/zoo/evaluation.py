@@ -1,0 +1,436 @@
+"""Modules whose validation is wrong in half precision, or in every precision, and healthy ones beside them.
+
+The targets are what the module itself gives in fp32, with some noise: so its loss is small in fp32, and as large as
+the error in half precision. `entries(Evaluated, "ill")` and `entries(Evaluated, "healthy")` are all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import lightning as L
+import torch
+from support.trainers import quiet_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.regression import MeanSquaredError
+
+from lightning_amp import AmpPrecision, MetricComparison
+from zoo.registry import Entry, add
+
+BATCH_SIZE = 16
+Batch = dict[str, Tensor]
+Rows = list[Batch]
+Middle = Callable[[Any, Tensor, Batch], Tensor]
+"""Gets the module, the hidden features and the batch; returns features."""
+
+
+class Case(L.LightningModule):
+    """Regression of what it gives itself."""
+
+    def __init__(self, middle: Middle = lambda module, hidden, batch: hidden.tanh(), **parts: nn.Module) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 16)
+        self.out = nn.Linear(16, 1)
+        self.middle = middle
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.out(self.middle(self, self.inp(batch["x"]), batch))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self(batch).float(), batch["y"])
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self(batch).float(), batch["y"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Entry):
+    """A case, what is to be found, and what cures it. A healthy one has no cause."""
+
+    make: Callable[[], Case]
+    cause: str = ""
+    module: str | None = None
+    cure: dict[str, Any] = field(default_factory=dict)
+    precision: str = "bf16"
+    operation: str = ""
+    in_fp32_too: bool = False
+    batch_idx: int | None = 0
+    names: tuple[str, ...] = ()
+    spoil: Callable[[Rows], None] | None = None
+
+    def planted(self) -> tuple[Case, Rows]:
+        torch.manual_seed(0)
+        module = self.make()
+        rows = rows_for(module)
+        if self.spoil is not None:
+            self.spoil(rows)
+        return module, rows
+
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def case(name: str, *tags: str, part: str = "", middle: Middle | None = None, **expected: Any) -> Callable[[T], T]:
+    """Declare what stands below: a case, or a `part` of one that `middle` calls; without a cause it is healthy."""
+
+    def declare(found: T) -> T:
+        make = (lambda: Case(middle, **{part: found()})) if middle else found
+        kind = "ill" if "cause" in expected else "healthy"
+        add(Evaluated(name=name, tags=frozenset({kind, *tags}), make=make, **expected))
+        return found
+
+    return declare
+
+
+ill_part = partial(case, cause="module")
+
+
+def in_fp32(*modules: str) -> dict[str, Any]:
+    return {"fp32_modules": [*modules]}
+
+
+def turned(features: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    u, v = features.chunk(2, -1)
+    return torch.cat([u * cos - v * sin, u * sin + v * cos], -1)
+
+
+# -- a module is to blame ----------------------------------------------------------------------------------------------
+
+
+@ill_part(
+    "rotary angles", part="rotary", middle=lambda m, hidden, batch: m.rotary(hidden, batch["position"]),
+    module="rotary", cure=in_fp32("rotary"),
+)  # fmt: skip
+@ill_part(
+    "angles of rounded positions", part="rotary",
+    middle=lambda m, hidden, batch: m.rotary(hidden, batch["position"].to(hidden.dtype)),
+    module="rotary", cure=in_fp32("rotary", "inp"),
+)  # fmt: skip
+class Rotary(nn.Module):
+    """Angles in the precision of the features."""
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        frequencies = 10.0 ** -torch.arange(8, device=x.device)
+        angles = position[:, None].to(x.dtype) * frequencies.to(x.dtype)
+        return turned(x, angles.cos(), angles.sin())
+
+
+@ill_part(
+    "angles by a product", part="rope", middle=lambda m, hidden, batch: turned(hidden, *m.rope(batch["position"])),
+    module="rope", cure=in_fp32("rope"),
+)  # fmt: skip
+class Frequencies(nn.Module):
+    """A product of positions and frequencies, which autocast puts into half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 10.0 ** -torch.arange(8.0))
+
+    def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position.float()[:, None] @ self.frequencies[None].float()
+        return angles.cos(), angles.sin()
+
+
+@ill_part(
+    "time steps", part="time", middle=lambda m, hidden, batch: hidden + m.time(hidden, batch["position"]),
+    module="time", cure=in_fp32("time"),
+)  # fmt: skip
+class TimeEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        frequencies = torch.exp(-math.log(1e4) * torch.arange(8, device=x.device) / 8).to(x.dtype)
+        angles = t.to(x.dtype)[:, None] * frequencies
+        return self.fc(torch.cat([angles.sin(), angles.cos()], -1))
+
+
+class Positions(nn.Module):
+    """Indices above 256 that go through bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2000, 16)
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        return x + self.table(position.to(x.dtype).long())
+
+
+@ill_part("indices", module="positions.table", cure=in_fp32("positions"), operation="embedding")
+class LooksUp(Case):
+    def __init__(self) -> None:
+        super().__init__(lambda m, hidden, batch: m.positions(hidden, batch["position"]), positions=Positions())
+
+
+@ill_part("indices, torchmetrics", module="positions.table", cure=in_fp32("positions"))
+class LooksUpWithMetric(LooksUp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.error(self(batch), batch["y"])
+        self.log("val_error", self.error)
+
+
+def differences(module: Any, hidden: Tensor, batch: Batch) -> Tensor:
+    sums = module.sums(hidden.repeat(1, 20).abs() + 1)
+    return (sums[:, 1:17] - sums[:, :16]) + (sums[:, -16:] - sums[:, -17:-1])
+
+
+@ill_part("running sums", part="sums", middle=differences, module="sums", cure=in_fp32("sums"))
+class RunningSum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        total, sums = torch.zeros_like(x[:, 0]), []
+        for column in range(x.shape[1]):
+            total = total + x[:, column]
+            sums.append(total)
+        return torch.stack(sums, 1)
+
+
+class Kelvin(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 300.0
+
+
+@ill_part("a constant in a module", module="kelvin", cure=in_fp32("kelvin"), operation="add")
+class Temperatures(Case):
+    def __init__(self) -> None:
+        super().__init__(kelvin=Kelvin())
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.kelvin(super().forward(batch))
+
+
+class Loud(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else x * 3e5
+
+
+@ill_part("overflow in evaluation", module="loud", cure=in_fp32("loud", "fc"), precision="fp16", operation="mul")
+class OverflowsInEvaluation(Case):
+    def __init__(self) -> None:
+        parts = {"loud": Loud(), "norm": nn.LayerNorm(16), "fc": nn.Linear(16, 16)}
+        super().__init__(lambda m, hidden, batch: m.norm(m.fc(m.loud(hidden))), **parts)
+
+
+def attend(module: Any, hidden: Tensor, batch: Batch) -> Tensor:
+    return module.attention(hidden, batch["allowed"])
+
+
+def hide_a_row(rows: Rows) -> None:
+    rows[BATCH_SIZE * 3 + 1]["allowed"].fill_(False)
+
+
+@case("attends", part="attention", middle=attend)
+@ill_part(
+    "a masked row", part="attention", middle=attend, module="attention", operation="softmax", in_fp32_too=True,
+    batch_idx=3, spoil=hide_a_row,
+)  # fmt: skip
+class Attention(nn.Module):
+    def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
+        scores = (x @ x.T).masked_fill(~allowed[:, None].expand(-1, len(x)), float("-inf"))
+        return scores.softmax(-1) @ x
+
+
+# -- an operation of the step is ---------------------------------------------------------------------------------------
+
+
+@case("a constant in the step", cause="operation", cure=in_fp32("out"), operation="add")
+class Offset(Case):
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        prediction = self(batch) + 1000.0
+        self.log("val_loss", nn.functional.mse_loss(prediction.float() - 1000.0, batch["y"]))
+
+
+# CUDA's autocast computes the norm in fp32
+@case("overflow in the step", "cpu", cause="operation", cure=in_fp32("inp"), precision="fp16", operation="pow")
+class NormInStep(Case):
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        features = self.inp(batch["x"]) * 300
+        self.log("val_norm", features.pow(2).sum(-1).sqrt().float().mean())
+
+
+@case("time in the step", cause="operation", cure={"eval_precision": "fp32"}, operation="sin")
+class TimeInStep(Case):
+    """Angles that no module has a part in."""
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        prediction = self(batch)
+        angle = (batch["position"].to(self.inp(batch["x"]).dtype) * 1.5)[:, None]
+        self.log("val_loss", nn.functional.mse_loss((prediction + angle.sin()).float(), batch["y"] + self.exact(batch)))
+
+    def exact(self, batch: Batch) -> Tensor:
+        return (batch["position"] * 1.5)[:, None].sin()
+
+
+@case("logarithm of 0", cause="operation", operation="log", in_fp32_too=True)
+class LogOfZero(Case):
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        share = (self(batch).float() * 0).relu()
+        self.log("val_entropy", -(share * torch.log(share)).sum())
+
+
+# -- state, weights and batches are ------------------------------------------------------------------------------------
+
+
+@case("a counter", cause="state", batch_idx=None, names=("count",))
+class Counts(Case):
+    """Counts rows in bfloat16, which ends at 256."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.bfloat16))
+        self.register_buffer("total", torch.zeros(()))
+
+    def on_validation_epoch_start(self) -> None:
+        self.count.zero_()
+        self.total.zero_()
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.total += (self(batch).float() - batch["y"]).square().sum()
+        for _ in range(len(batch["y"]) * 8):
+            self.count += 1
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_mean", 1000 * self.total / self.count.float())
+
+
+@case("running statistics", cause="weights", module="norm", in_fp32_too=True, names=("norm.running_var",))
+class SpoiltStatistics(Case):
+    def __init__(self) -> None:
+        super().__init__(lambda m, hidden, batch: m.norm(hidden), norm=nn.BatchNorm1d(16))
+
+    def on_validation_start(self) -> None:
+        self.norm.running_var[3] = float("nan")
+
+
+@case("a weight", cause="weights", module="out", in_fp32_too=True, names=("out.weight",))
+class SpoiltWeight(Case):
+    def on_validation_start(self) -> None:
+        self.out.weight.data[0, 5] = float("inf")
+
+
+def spoil_a_target(rows: Rows) -> None:
+    rows[BATCH_SIZE * 2 + 1]["y"][:] = float("nan")
+
+
+def spoil_an_input(rows: Rows) -> None:
+    rows[BATCH_SIZE + 1]["x"][1:3] = float("inf")
+
+
+case("NaN targets", cause="batch", in_fp32_too=True, batch_idx=2, names=("1 in `batch['y']`",), spoil=spoil_a_target)(
+    Case
+)
+
+
+# -- healthy -----------------------------------------------------------------------------------------------------------
+
+case("small")(Case)
+
+
+@case("deep")
+@case(
+    "infinite inputs", cause="batch", module="inp", in_fp32_too=True, batch_idx=1, names=("2 in `batch['x']`",),
+    spoil=spoil_an_input,
+)  # fmt: skip
+class Deep(Case):
+    def __init__(self) -> None:
+        body = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.GELU())])
+        super().__init__(lambda m, hidden, batch: m.body(hidden), body=body)
+
+
+@case("normalized", part="body", middle=lambda m, hidden, batch: m.body(hidden))
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(), nn.LayerNorm(16))
+
+
+@case("recurrent", part="rnn", middle=lambda m, hidden, batch: m.rnn(hidden[:, None].expand(-1, 5, -1))[0][:, -1])
+def recurrent() -> nn.Module:
+    return nn.LSTM(16, 16, batch_first=True)
+
+
+@case(
+    "transformer", part="encoder", middle=lambda m, hidden, batch: m.encoder(hidden[:, None].expand(-1, 3, -1)).mean(1)
+)
+def transformer() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+
+
+@case("classifies")
+class Classifies(Deep):
+    """Accuracy over few samples, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(16, 4)
+        self.accuracy = MulticlassAccuracy(4)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch).float(), (batch["x"][:, 0] > 0).long())
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        logits, labels = self(batch), (batch["x"][:, 0] > 0).long()
+        self.accuracy(logits, labels)
+        hits = (logits.argmax(-1) == labels).float()
+        self.log_dict({"val_accuracy": self.accuracy, "val_share": hits.mean()})
+        self.log("val_hits", hits.sum(), reduce_fx="sum")
+
+
+@case("samples")
+def samples() -> Case:
+    """Draws in fp32, as a VAE should."""
+    return Case(lambda m, hidden, batch: hidden.float() + torch.randn_like(hidden, dtype=torch.float32))
+
+
+@case("well trained")
+class WellTrained(Case):
+    """Predicts so well that its error is the rounding of the prediction: `noise=0`."""
+
+
+# -- running one -------------------------------------------------------------------------------------------------------
+
+
+def rows_for(module: Case, number: int = BATCH_SIZE * 4, seed: int = 0) -> Rows:
+    """Inputs, and as targets what the module gives in fp32, with some noise."""
+    generator = torch.Generator().manual_seed(seed)
+    module = module.eval()
+    x = torch.randn(number, 4, generator=generator)
+    batch = {
+        "x": x,
+        "position": (torch.randint(300, 1900, (number,), generator=generator)).float(),
+        "allowed": torch.ones(number, dtype=torch.bool),
+    }
+    noise = 0.0 if isinstance(module, WellTrained) else 0.05
+    with torch.no_grad():
+        y = module(batch)[:, :1] + noise * torch.randn(number, 1, generator=generator)
+    module.train()
+    return [{"y": y[i].clone()} | {name: values[i].clone() for name, values in batch.items()} for i in range(number)]
+
+
+def validate(
+    module: Case, rows: Rows | Sequence[Rows], precision: str, **kwargs: Any
+) -> tuple[MetricComparison, list[str]]:
+    """Validate once, with the callback, and return what it warns of."""
+    several = bool(rows) and isinstance(rows[0], list)
+    loaders = [DataLoader(part, batch_size=BATCH_SIZE) for part in (rows if several else [rows])]
+    own = {name: kwargs.pop(name) for name in ("by_module", "limit_batches") if name in kwargs}
+    comparison = MetricComparison(**own)
+    trainer = quiet_trainer(plugins=AmpPrecision(precision, **kwargs), callbacks=[comparison])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.validate(module, loaders, verbose=False)
+    return comparison, [str(one.message) for one in caught if "MetricComparison" in str(one.message)]
