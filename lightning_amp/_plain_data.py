@@ -51,10 +51,11 @@ class Table(NamedTuple):
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    rule: Sequence[str] = ()
 
     @override
     def __str__(self) -> str:
-        return table(self.header, self.rows)
+        return table(self.header, self.rows, self.rule)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: Sequence[str] = ()) -> str:

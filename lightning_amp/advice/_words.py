@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from lightning_amp._plain_data import table
+from lightning_amp._plain_data import Table
 from lightning_amp._text import counted, memory, percent, rounded
 from lightning_amp.advice._findings import Finding
 from lightning_amp.advice._gains import (
@@ -49,11 +49,11 @@ def to_markdown(findings: Sequence[Finding], machine: Machine, step: Step | None
     if step is not None:
         blocks.append(summary(step))
     blocks.append("\n".join(_finding(finding) for finding in findings))
-    return "\n\n".join([*blocks, *details(machine, step)]) + "\n"
+    return "\n\n".join([*blocks, *map(str, details(machine, step))]) + "\n"
 
 
-def details(machine: Machine, step: Step | None) -> Iterator[str]:
-    """Yield what was measured, as blocks of Markdown."""
+def details(machine: Machine, step: Step | None) -> Iterator[str | Table]:
+    """Yield what was measured: paragraphs of Markdown, and tables before they are laid out."""
     if step is not None:
         yield from _step(step, machine)
     yield from _machine(machine)
@@ -72,15 +72,15 @@ def _finding(finding: Finding) -> str:
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-def _step(step: Step, machine: Machine) -> Iterator[str]:
+def _step(step: Step, machine: Machine) -> Iterator[str | Table]:
     yield "## A step"
     total = sum(step.parts.values())
     rows = [(part, _ms(seconds), percent(seconds / total)) for part, seconds in _largest(step.parts)]
-    yield table(("part", "time", "share"), [*rows, ("all", _ms(total), f"mean of {counted(step.num_timed, 'step')}")])
+    yield Table(("part", "time", "share"), [*rows, ("all", _ms(total), f"mean of {counted(step.num_timed, 'step')}")])
     yield from _other_time(step)
     rows = list(_variants(step))
     if rows:
-        yield table(("the same step, without its data", "time", "against as it is"), rows)
+        yield Table(("the same step, without its data", "time", "against as it is"), rows)
     products = machine.speed(step.precision)
     if products is not None and products.claim == "faster" and step.fp32_product_share:
         yield (
@@ -91,12 +91,12 @@ def _step(step: Step, machine: Machine) -> Iterator[str]:
     flops = sum(step.flops.values())
     if flops:
         rows = [(dtype, f"{count / 1e9:,.3g}", percent(count / flops)) for dtype, count in step.flops.items()]
-        yield table(("products in", "GFLOP", "share"), rows)
+        yield Table(("products in", "GFLOP", "share"), rows)
     rows = list(_modules(step))
     if rows:
-        yield table(("module (forward)", "GFLOP", "in"), rows)
+        yield Table(("module (forward)", "GFLOP", "in"), rows)
     formats = [step.precision, *(["fp32"] if step.fp32_memory is not None else [])]
-    yield table(("memory at the peak", *formats), _memory(step.memory, step.fp32_memory))
+    yield Table(("memory at the peak", *formats), _memory(step.memory, step.fp32_memory))
     if step.skipped:
         yield f"{step.skipped} steps were skipped while the loss scale settled."
     if step.notes:
@@ -167,7 +167,7 @@ def _memory(found: Memory, full: Memory | None) -> Iterator[tuple[str, ...]]:
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 
-def _machine(machine: Machine) -> Iterator[str]:
+def _machine(machine: Machine) -> Iterator[str | Table]:
     yield "## The machine"
     sizes = sorted({product.size for product in machine.products})
     speed = {(product.format, product.size): product.tflops for product in machine.products}
@@ -179,10 +179,10 @@ def _machine(machine: Machine) -> Iterator[str]:
         )
         for found in machine.formats
     ]
-    yield table(("products, TFLOP/s", *map(str, sizes), "support"), rows)
+    yield Table(("products, TFLOP/s", *map(str, sizes), "support"), rows)
     rows = list(_convolutions(machine))
     if rows:
-        yield table(("3x3 convolution", "forward", "backward"), rows)
+        yield Table(("3x3 convolution", "forward", "backward"), rows)
     if machine.tf32:
         yield f"TF32 is {machine.tf32}."
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())

@@ -17,6 +17,7 @@ import pytest
 from support.cli_classes import Net, Rows
 
 import lightning_amp
+from lightning_amp._plain_data import Table
 from lightning_amp.cli import main
 from lightning_amp.compare import Claim, Verdict
 
@@ -42,6 +43,9 @@ class Report:
     def verdict(self, label: str, metric: str) -> Verdict:
         assert metric in self.arms[label].metrics
         return Verdict("no margin") if label == "fp32" else self.said
+
+    def blocks(self) -> list[str | Table]:
+        return ["Use `fp16`.", Table(["arm", "speed"], [["fp16", "1.8x as fast"]])]
 
     def to_markdown(self) -> str:
         return MARKDOWN
@@ -209,7 +213,7 @@ def test_files_are_written_before_anybody_stops_reading(
     def closed(text: str) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("lightning_amp.cli._compare.write", closed)
+    monkeypatch.setattr("lightning_amp.cli._runner.write", closed)
     assert command(*BOTH, "--json", "x.json")[0] == 141
     assert Path("x.json").exists()
 
@@ -245,6 +249,6 @@ def test_ctrl_c(arguments: list[str], line: str, command: Any, compared: Compare
 
 def test_on_a_terminal_it_is_laid_out(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setattr("lightning_amp.cli._compare.is_terminal", lambda: True)
+    monkeypatch.setattr("lightning_amp.cli._runner.is_terminal", lambda: True)
     _, out, _ = command(*BOTH)
     assert out.splitlines() == ["Use fp16.", "", "arm   speed", "fp16  1.8x as fast"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_amp._arguments import require
-from lightning_amp.cli._user_errors import usage_error
+from lightning_amp.cli._errors import usage_error
 
 
 def caught(code: str, file: str, **names: object) -> Exception:

@@ -1,4 +1,4 @@
-"""What the user's own code raised, in one line: which exception, and where."""
+"""How a command ends: its exit statuses, and which exceptions become one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,36 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 from lightning_amp._user_line import is_own_project, owner_of
-from lightning_amp.cli._exits import UsageError
+
+FINE = 0
+TO_DO = 1
+"""There is something to do: a verdict "worse", an arm or a precision that failed."""
+WRONG_USE = 2
+CRASHED = 70
+"""An error of our own, which must not look like something to do; `EX_SOFTWARE` of sysexits.h."""
+INTERRUPTED = 130
+"""Ctrl-C, as a shell reports it: 128 and the number of the signal."""
+PIPE_CLOSED = 141
+"""Whoever reads the output has gone (`| head`), as a shell reports it."""
+
+
+class UsageError(Exception):
+    """The user asked for what cannot be done; the text says what, and what is legal. It becomes one line."""
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error
+    """Ctrl-C where there is more to say than that; the text says it."""
+
+
+@contextmanager
+def documented_errors(*kinds: type[Exception]) -> Generator[None]:
+    """Let exceptions of these kinds, which a function documents, be one line."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except kinds as error:
+        raise UsageError(str(error)) from error
 
 
 @contextmanager
