@@ -6,9 +6,10 @@ import typing as _typing
 if _typing.TYPE_CHECKING:
     from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
     from lightning_amp.compare import PrecisionReport, compare_precisions
+    from lightning_amp.findings import StepRecord
     from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
     from lightning_amp.profiling import doctor
-    from lightning_amp.scaling import DynamicLossScaler, StepRecord
+    from lightning_amp.scaling import DynamicLossScaler
     from lightning_amp.tuning import find_batch_size, find_fp32_modules
 
 __version__ = "0.1.0"
@@ -33,15 +34,17 @@ __all__ = [
 _PUBLIC = {
     "callbacks": ("GradientMonitor", "MetricComparison", "OverflowLocator", "ScaleMonitor"),
     "compare": ("PrecisionReport", "compare_precisions"),
+    "findings": ("StepRecord",),
     "precision": ("AmpPrecision", "FSDPAmpPrecision"),
     "profiling": ("doctor",),
-    "scaling": ("DynamicLossScaler", "StepRecord"),
+    "scaling": ("DynamicLossScaler",),
     "tuning": ("find_batch_size", "find_fp32_modules"),
 }
 _ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
 _ROOMS = (
     "advice",
     "casting",
+    "causes",
     "cli",
     "measure",
     "numerics",

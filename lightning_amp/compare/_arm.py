@@ -13,8 +13,8 @@ from typing_extensions import final
 from lightning_amp.compare._run import ArmRun, MemoryOf, Point
 from lightning_amp.compare._statistics import Difference, Direction, Quartiles
 from lightning_amp.compare._verdict import Verdict
+from lightning_amp.findings import before_fallback
 from lightning_amp.measure import SpeedComparison
-from lightning_amp.scaling import before_fallback
 
 
 @final

@@ -12,7 +12,7 @@ from typing_extensions import final
 from lightning_amp._plain_data import plain
 from lightning_amp.compare import _fields
 from lightning_amp.compare._statistics import Direction
-from lightning_amp.scaling import Reason, StepPrecision, StepRecord, fallbacks
+from lightning_amp.findings import Reason, StepPrecision, StepRecord, fallbacks
 
 MemoryOf = Literal["device", "tensors"]
 """Whose memory a peak is of: of the device, by its own allocator, or of tensors on the CPU."""

@@ -33,9 +33,9 @@ from lightning_amp.compare._control import LastBitMover
 from lightning_amp.compare._factories import can_be_found
 from lightning_amp.compare._observer import Observer
 from lightning_amp.compare._run import ArmRun, Point
+from lightning_amp.findings import describe_fallbacks
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import ScaleHistory
-from lightning_amp.scaling import describe_fallbacks
 from lightning_amp.tracing import fp32_switches, reduces_fp32
 
 RESULT = "result.json"

@@ -13,9 +13,8 @@ from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp.numerics import count_nonfinite, fidelity
-from lightning_amp.shadow._operation_comparison import COMPARISONS_WITH_TARGETS, OperationComparison, OperationOutput
 from lightning_amp.shadow._output_comparison import OutputComparison
-from lightning_amp.tracing import nonfinite_entries
+from lightning_amp.tracing import COMPARISONS_WITH_TARGETS, OperationCall, OperationWatch, nonfinite_entries, plain
 
 WRONG_DB = 20.0
 """Below it an output is wrong: its error is more than a tenth of it, or of what differs between the samples."""
@@ -94,7 +93,7 @@ def origin_in_fp32(outputs: OutputComparison, batch: object, module: nn.Module) 
     return Blame("weights", True, spoilt) if spoilt else Blame("operation", True)
 
 
-def blamed_operation(operations: OperationComparison, blame: Blame, *, nonfinite: bool) -> Blame:
+def blamed_operation(operations: OperationWatch, blame: Blame, *, nonfinite: bool) -> Blame:
     """Add the operation and the user's line; where no module is to blame, see whether one outside of modules is.
 
     Args:
@@ -109,26 +108,29 @@ def blamed_operation(operations: OperationComparison, blame: Blame, *, nonfinite
             continue
         if not outside and call.module != blame.module and not str(call.module).startswith(f"{blame.module}."):
             continue
-        before = min((worst_db(source.sums) for source in call.sources), default=math.inf)
-        after = worst_db(call.sums)
-        if bool(call.is_bad):
-            too = blame.in_fp32_too
-            fine_in_fp32 = call.reference is not None and not bool(call.reference.is_bad)
-            guilty = not bool(call.takes_bad) and (too or fine_in_fp32)
+        beside = call.beside
+        assert beside is not None
+        before = min((_worst_db_of(source) for source in call.makers), default=math.inf)
+        after = worst_db(beside.sums)
+        if beside.is_bad:
+            there = beside.reference
+            fine_in_fp32 = there is not None and there.beside is not None and not there.beside.is_bad
+            guilty = not beside.takes_bad and (blame.in_fp32_too or fine_in_fp32)
             after = math.nan
         else:
             guilty = (
                 not nonfinite
-                and not call.is_blameless
+                and not beside.is_blameless
                 and after < WRONG_DB
                 and before > after + _LOST_DB
-                and not (call.takes_exact and call.name in COMPARISONS_WITH_TARGETS)
+                and not (beside.takes_exact and plain(call.name) in COMPARISONS_WITH_TARGETS)
             )
         if guilty:
-            found = replace(blame, operation=_plain(call.name), place="" if call.place is None else str(call.place))
+            place = "" if call.key.place is None else str(call.key.place)
+            found = replace(blame, operation=_plain(beside.written), place=place)
             if not outside:
                 return found
-            only_varying = plain_db(call.sums) >= WRONG_DB
+            only_varying = plain_db(beside.sums) >= WRONG_DB
             return replace(
                 found,
                 cause="operation",
@@ -140,16 +142,20 @@ def blamed_operation(operations: OperationComparison, blame: Blame, *, nonfinite
     return blame
 
 
-def _source(call: OperationOutput) -> str | None:
+def _worst_db_of(call: OperationCall) -> float:
+    return worst_db(None if call.beside is None else call.beside.sums)
+
+
+def _source(call: OperationCall) -> str | None:
     """Name the module whose output reaches an operation on the shortest way."""
-    queue, seen = list(call.sources), set[int]()
+    queue, seen = list(call.makers), set[int]()
     while queue:
         one = queue.pop(0)
         if one.module is not None:
             return one.module
         if id(one) not in seen:
             seen.add(id(one))
-            queue.extend(one.sources)
+            queue.extend(one.makers)
     return None
 
 

@@ -15,9 +15,8 @@ from lightning_amp.shadow import _evaluation_pass
 from lightning_amp.shadow._evaluation_blame import half_precision_state
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage
 from lightning_amp.shadow._first_batches import FirstBatch
-from lightning_amp.shadow._operation_comparison import OperationComparison
 from lightning_amp.shadow._output_comparison import OutputComparison
-from lightning_amp.tracing import paired_random
+from lightning_amp.tracing import OperationWatch, paired_random
 
 Watch = Callable[[LightningModule], AbstractContextManager[Any]]
 
@@ -91,17 +90,17 @@ class EvaluationReplay:
         finally:
             one.close()
 
-    def operations(self, steps: Sequence[FirstBatch]) -> tuple[OperationComparison, OperationComparison]:
+    def operations(self, steps: Sequence[FirstBatch]) -> tuple[OperationWatch, OperationWatch]:
         """Run them in fp32 and in AMP, and return the operations of both. Waits for the device."""
         names, boundary = OutputComparison(), str(_evaluation_pass.__file__)
-        fp32 = OperationComparison(names, boundary)
+        fp32 = OperationWatch(None, boundary, running=names.running)
         self.in_fp32(steps, _both(names, fp32))
-        amp = OperationComparison(names, boundary, fp32)
+        amp = OperationWatch(None, boundary, running=names.running, reference=fp32)
         self.in_amp(steps, _both(names, amp))
         return fp32, amp
 
 
-def _both(names: OutputComparison, operations: OperationComparison) -> Watch:
+def _both(names: OutputComparison, operations: OperationWatch) -> Watch:
     @contextmanager
     def watch(module: LightningModule) -> Generator[None]:
         with names.naming(module), operations:

@@ -12,7 +12,7 @@ from lightning_amp.compare._judge import Judgement, judge
 from lightning_amp.compare._plan import CONTROL, Margin, Plan
 from lightning_amp.compare._report import PrecisionReport
 from lightning_amp.compare._run import ArmRun, Point
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 
 ARMS = {
     "fp32": "AmpPrecision('fp32')",

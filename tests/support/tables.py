@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_amp.findings import StepRecord
 from lightning_amp.reports._comparison_table import ComparisonRow, ComparisonTable
 from lightning_amp.reports._gradient_table import GradientRow
-from lightning_amp.scaling import StepRecord
 
 
 def comparisons() -> ComparisonTable:

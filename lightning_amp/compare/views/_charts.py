@@ -23,7 +23,7 @@ from lightning_amp.compare.views._svg import (
     line_chart,
 )
 from lightning_amp.compare.views._words import NONE, metric_names, signed
-from lightning_amp.scaling import StepRecord, before_fallback
+from lightning_amp.findings import StepRecord, before_fallback
 
 _NUM_STYLES = 7  # of arms other than the reference, in the style sheet; further ones begin again
 _NOT_FINITE = "not finite"

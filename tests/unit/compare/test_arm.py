@@ -12,7 +12,7 @@ from lightning_amp.compare._arm import Arm, ArmMetric, best, mean, time_to
 from lightning_amp.compare._run import ArmRun, Point
 from lightning_amp.compare._statistics import Difference, Quartiles
 from lightning_amp.compare._verdict import Verdict
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 
 
 def arm(*runs: ArmRun) -> Arm:

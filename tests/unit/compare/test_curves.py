@@ -9,7 +9,7 @@ import pytest
 
 from lightning_amp.compare._run import Point
 from lightning_amp.compare.views._charts import XY, Time, line_of, scale_line, thinned, unit_of_time
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 
 NAN, INF = math.nan, math.inf
 

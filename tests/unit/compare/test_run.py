@@ -10,7 +10,7 @@ from support.reports import make_report
 from support.synthetic import failed
 
 from lightning_amp.compare._run import ArmRun, Point
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 
 FULL = ArmRun(
     "fp16, head | in <fp32>",

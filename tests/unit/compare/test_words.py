@@ -18,8 +18,8 @@ from lightning_amp.compare._report import PrecisionReport
 from lightning_amp.compare.views import _words
 from lightning_amp.compare.views._words import ARM_COLUMNS, METRIC_COLUMNS, arm_row, metric_row
 from lightning_amp.compare.views._words import notes as written_notes
+from lightning_amp.findings import StepRecord
 from lightning_amp.measure import SpeedComparison
-from lightning_amp.scaling import StepRecord
 
 
 def cells(row: str) -> list[str]:
