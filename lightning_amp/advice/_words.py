@@ -96,7 +96,7 @@ def _step(step: Step, machine: Machine) -> Iterator[str | Table]:
     if rows:
         yield Table(("module (forward)", "GFLOP", "in"), rows)
     formats = [step.precision, *(["fp32"] if step.fp32_memory is not None else [])]
-    yield Table(("memory at the peak", *formats), _memory(step.memory, step.fp32_memory))
+    yield Table(("memory at the peak", *formats), list(_memory(step.memory, step.fp32_memory)))
     if step.skipped:
         yield f"{step.skipped} steps were skipped while the loss scale settled."
     if step.notes:

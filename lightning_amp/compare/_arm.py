@@ -10,11 +10,11 @@ from statistics import fmean
 
 from typing_extensions import final
 
-from lightning_amp.compare._run import ArmRun, MemoryOf, Point
+from lightning_amp.compare._run import ArmRun, Point
 from lightning_amp.compare._statistics import Difference, Direction, Quartiles
 from lightning_amp.compare._verdict import Verdict
 from lightning_amp.findings import before_fallback
-from lightning_amp.measure import SpeedComparison
+from lightning_amp.measure import MemoryOf, SpeedComparison
 
 
 @final

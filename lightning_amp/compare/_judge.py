@@ -50,7 +50,7 @@ class _Runs:
         self._of = {label: [run for run in runs if run.label == label] for label in plan.labels}
         self._reference = self._of[plan.reference]
         names = dict.fromkeys(name for run in runs for name in run.curves)
-        self._directions = {name: direction(plan, name, runs) for name in names}
+        self._directions: dict[str, Direction | None] = {name: direction(plan, name, runs) for name in names}
         self._compared = [label for label in plan.arms if label != plan.reference]
 
     def arms(self) -> dict[str, Arm]:
@@ -175,7 +175,7 @@ class _Runs:
 
 def direction(plan: Plan, name: str, runs: Iterable[ArmRun]) -> Direction | None:
     """Return which way a metric is better: what torchmetrics says, what the user says, or what its name says."""
-    known = next((run.directions[name] for run in runs if name in run.directions), None)
+    known: Direction | None = next((run.directions[name] for run in runs if name in run.directions), None)
     given = plan.margins[name].direction if name in plan.margins else None
     return known or given or direction_of(name)
 

@@ -17,7 +17,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning
-from lightning_amp.measure import PeakMemory, StepTimer, is_settled
+from lightning_amp.compare._statistics import Direction
+from lightning_amp.measure import MemoryOf, PeakMemory, StepTimer, is_settled
 from lightning_amp.shadow import matmul_flops
 
 _MOST_POINTS = 500
@@ -45,11 +46,11 @@ class Observer(Callback):
         self._over = False
         self.curves: dict[str, list[tuple[int, float]]] = {}
         self.last_validation = 0
-        self.directions: dict[str, str] = {}
+        self.directions: dict[str, Direction] = {}
         self.device = torch.device("cpu")
         self.matmul_flops: dict[str, float] = {}
         self.peak_memory_bytes: int | None = None
-        self.memory_of: str | None = None
+        self.memory_of: MemoryOf | None = None
 
     # -- training ------------------------------------------------------------------------------------------------------
 

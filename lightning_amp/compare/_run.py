@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from typing_extensions import final
 
 from lightning_amp._plain_data import plain
 from lightning_amp.compare import _fields
 from lightning_amp.compare._statistics import Direction
-from lightning_amp.findings import Reason, StepPrecision, StepRecord, fallbacks
-
-MemoryOf = Literal["device", "tensors"]
-"""Whose memory a peak is of: of the device, by its own allocator, or of tensors on the CPU."""
+from lightning_amp.findings import StepPrecision, StepReason, StepRecord, fallbacks
+from lightning_amp.measure import MemoryOf
 
 
 @final
@@ -140,7 +138,7 @@ _STEP_RECORD: dict[str, _fields.Reader[Any]] = {
     "scale": _fields.number,
     "next_scale": _fields.number,
     "skipped": _fields.boolean,
-    "reason": _fields.choice(*get_args(Reason)),
+    "reason": _fields.choice(*get_args(StepReason)),
     "precision": _fields.choice(*get_args(StepPrecision)),
 }
 _READERS: dict[str, _fields.Reader[Any]] = {

@@ -23,8 +23,6 @@ def test_modules_beyond_the_first_ones_are_one_row() -> None:
     assert "| 4 more | 4 | bfloat16, float32 |" in text
     outside = details(machine(), step(module_flops={"": {"float32": 10**9}}))
     assert "| outside of modules |" in "\n".join(map(str, outside))
-        map(str, details(machine(), step(module_flops={"": {"float32": 10**9}})))
-    )
 
 
 def test_what_the_machine_could_not_measure_is_said() -> None:
