@@ -30,8 +30,8 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 _PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports", "advice")
-_PLAIN = (*_PLAIN, "compare/__init__.py", "compare/_report.py")
-WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in _PLAIN} | {
+_PLAIN_FILES = ("compare/__init__.py", "compare/_report.py")
+WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in (*_PLAIN, *_PLAIN_FILES)} | {
     "casting": LIGHTNING,
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},
     "_compat/_modules.py": {*LIGHTNING, "torchmetrics"},
