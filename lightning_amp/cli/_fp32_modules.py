@@ -47,7 +47,7 @@ def _run(request: Request) -> Outcome:
     from lightning.pytorch import seed_everything
 
     from lightning_amp import find_fp32_modules
-    from lightning_amp.tuning import NothingHelps
+    from lightning_amp.tune import NothingHelps
 
     try:
         with users_errors(NothingHelps):

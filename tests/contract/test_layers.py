@@ -19,7 +19,7 @@ LAYERS = [
     ["causes"],
     ["callbacks"],
     ["compare"],
-    ["profiling", "tuning"],
+    ["profiling", "tune"],
     ["__init__"],
     ["cli"],
     ["__main__"],
@@ -33,6 +33,17 @@ _PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports", "a
 _PLAIN_FILES = ("compare/__init__.py", "compare/_report.py")
 WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in (*_PLAIN, *_PLAIN_FILES)} | {
     "casting": LIGHTNING,
+    **{
+        f"tune/{file}.py": LIGHTNING
+        for file in (
+            "__init__",
+            "batch_size/_learning_rate",
+            "batch_size/_next_size",
+            "batch_size/_result",
+            "fp32_modules/_result",
+            "fp32_modules/_search",
+        )
+    },
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},
     "_compat/_modules.py": {*LIGHTNING, "torchmetrics"},
 }
