@@ -6,12 +6,11 @@ import typing as _typing
 if _typing.TYPE_CHECKING:
     from lightning_amp.advice import doctor
     from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
-    from lightning_amp.comparison import compare_precisions
+    from lightning_amp.compare import PrecisionReport, compare_precisions
     from lightning_amp.findings import StepRecord
     from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
     from lightning_amp.scaling import DynamicLossScaler
     from lightning_amp.tune import find_batch_size, find_fp32_modules
-    from lightning_amp.verdicts import PrecisionReport
 
 __version__ = "0.1.0"
 
@@ -35,12 +34,11 @@ __all__ = [
 _PUBLIC = {
     "advice": ("doctor",),
     "callbacks": ("GradientMonitor", "MetricComparison", "OverflowLocator", "ScaleMonitor"),
-    "comparison": ("compare_precisions",),
+    "compare": ("PrecisionReport", "compare_precisions"),
     "findings": ("StepRecord",),
     "precision": ("AmpPrecision", "FSDPAmpPrecision"),
     "scaling": ("DynamicLossScaler",),
     "tune": ("find_batch_size", "find_fp32_modules"),
-    "verdicts": ("PrecisionReport",),
 }
 _ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
 _ROOMS = (

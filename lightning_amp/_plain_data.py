@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from typing_extensions import final, override
 
 _PIPE = re.compile(r"(\\*)(\|)")  # behind an even number of backslashes a pipe ends the cell
 _TAG = re.compile(r"(\\*)(<(?=[A-Za-z/!?]))")
@@ -35,6 +37,25 @@ def null(value: float) -> None:
 def line(text: str) -> str:
     """Write a text on one line of Markdown, in which nothing is taken for HTML."""
     return _TAG.sub(r"\1\1\\\2", " ".join(text.split()))
+
+
+def code(text: str) -> str:
+    """Write a name of the user's as code, on one line."""
+    on_one_line = " ".join(text.split()).replace("`", "'")
+    return f"`{on_one_line}`"
+
+
+@final
+class Table(NamedTuple):
+    """A table before it is laid out, as Markdown or for a terminal; a pipe in a cell does not end it."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    rule: Sequence[str] = ()
+
+    @override
+    def __str__(self) -> str:
+        return table(self.header, self.rows, self.rule)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: Sequence[str] = ()) -> str:

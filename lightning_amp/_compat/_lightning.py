@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -276,11 +276,11 @@ def optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
 
 
 # Can go with `own_results`.
-def metric_directions(trainer: Any) -> dict[str, str]:
+def metric_directions(trainer: Any) -> dict[str, Literal["min", "max"]]:
     """Return which way each torchmetrics metric of the current evaluation is better: `"min"` or `"max"`."""
     from torchmetrics import Metric
 
-    results, found = trainer._results, dict[str, str]()
+    results, found = trainer._results, dict[str, Literal["min", "max"]]()
     if results is None:
         return found
     for item in results.values():

@@ -14,7 +14,7 @@ from lightning_amp.advice._examine_step import StepExamination
 from lightning_amp.advice._progress import Progress
 from lightning_amp.advice._report import DoctorReport
 from lightning_amp.casting import Choice, our_name
-from lightning_amp.comparison import ArmSpec, check_trainer_names, parse_arms
+from lightning_amp.compare import ArmSpec, check_trainer_names, parse_arms
 from lightning_amp.shadow import device_of_trainer, unnoticed
 
 

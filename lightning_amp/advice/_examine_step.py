@@ -34,7 +34,7 @@ from lightning_amp.advice._record import (
 from lightning_amp.advice._watch import Watch, Watched
 from lightning_amp.advice.findings import unaligned
 from lightning_amp.casting import our_name
-from lightning_amp.comparison import ArmSpec
+from lightning_amp.compare import ArmSpec
 from lightning_amp.measure import DATA, FORWARD, OPTIMIZER
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import own_data, own_module, private_trainer, run_private_fit

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_amp.advice._record import Loading
-from lightning_amp.comparison import num_rows
+from lightning_amp.compare import num_rows
 
 _TRIAL_S = 2.0
 """Seconds that a trial takes at most, beyond the start of its workers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from lightning_amp._plain_data import table
+from lightning_amp._plain_data import Table
 from lightning_amp._text import counted, memory, percent, rounded
 from lightning_amp.advice._gains import best_speed_up, gain, more_rows, most_gain
 from lightning_amp.advice._machine import Format, Machine
@@ -32,11 +32,11 @@ def to_markdown(findings: Sequence[Finding], machine: Machine, step: Step | None
     if step is not None:
         blocks.append(summary(step))
     blocks.append("\n".join(_finding(finding) for finding in findings))
-    return "\n\n".join([*blocks, *details(machine, step)]) + "\n"
+    return "\n\n".join([*blocks, *map(str, details(machine, step))]) + "\n"
 
 
-def details(machine: Machine, step: Step | None) -> Iterator[str]:
-    """Yield what was measured, as blocks of Markdown."""
+def details(machine: Machine, step: Step | None) -> Iterator[str | Table]:
+    """Yield what was measured: paragraphs of Markdown, and tables before they are laid out."""
     if step is not None:
         yield from _step(step, machine)
     yield from _machine(machine)
@@ -55,17 +55,17 @@ def _finding(finding: Finding) -> str:
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-def _step(step: Step, machine: Machine) -> Iterator[str]:
+def _step(step: Step, machine: Machine) -> Iterator[str | Table]:
     yield "## A step"
     total = step.seconds
     rows = [(part, duration(seconds), percent(seconds / total)) for part, seconds in _largest(step.parts)]
-    yield table(
+    yield Table(
         ("part", "time", "share"), [*rows, ("all", duration(total), f"mean of {counted(step.num_timed, 'step')}")]
     )
     yield from _other_time(step)
     rows = list(_variants(step))
     if rows:
-        yield table(("the same step, without its data", "time", "against as it is"), rows)
+        yield Table(("the same step, without its data", "time", "against as it is"), rows)
     products = machine.speed(step.precision)
     if products is not None and products.claim == "faster" and step.fp32_product_share:
         yield (
@@ -76,12 +76,12 @@ def _step(step: Step, machine: Machine) -> Iterator[str]:
     flops = sum(step.recorded.flops.values())
     if flops:
         rows = [(dtype, f"{count / 1e9:,.3g}", percent(count / flops)) for dtype, count in step.recorded.flops.items()]
-        yield table(("products in", "GFLOP", "share"), rows)
+        yield Table(("products in", "GFLOP", "share"), rows)
     rows = list(_modules(step))
     if rows:
-        yield table(("module (forward)", "GFLOP", "in"), rows)
+        yield Table(("module (forward)", "GFLOP", "in"), rows)
     formats = [step.precision, *(["fp32"] if step.fp32_memory is not None else [])]
-    yield table(("memory at the peak", *formats), _memory(step.memory, step.fp32_memory))
+    yield Table(("memory at the peak", *formats), list(_memory(step.memory, step.fp32_memory)))
     if step.skipped:
         yield f"{step.skipped} steps were skipped while the loss scale settled."
     if step.notes:
@@ -152,7 +152,7 @@ def _memory(found: Memory, full: Memory | None) -> Iterator[tuple[str, ...]]:
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 
-def _machine(machine: Machine) -> Iterator[str]:
+def _machine(machine: Machine) -> Iterator[str | Table]:
     yield "## The machine"
     sizes = sorted({product.size for product in machine.products})
     speed = {(product.format, product.size): product.tflops for product in machine.products}
@@ -164,10 +164,10 @@ def _machine(machine: Machine) -> Iterator[str]:
         )
         for found in machine.formats
     ]
-    yield table(("products, TFLOP/s", *map(str, sizes), "support"), rows)
+    yield Table(("products, TFLOP/s", *map(str, sizes), "support"), rows)
     rows = list(_convolutions(machine))
     if rows:
-        yield table(("3x3 convolution", "forward", "backward"), rows)
+        yield Table(("3x3 convolution", "forward", "backward"), rows)
     if machine.tf32:
         yield f"TF32 is {_TF32[machine.device_type == 'cpu', machine.tf32]}."
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())

@@ -20,7 +20,7 @@ from lightning_amp.advice._memory import memory, optimizer_facts
 from lightning_amp.advice._record import Loading, Memory, OptimizerFacts, Recording, Setting
 from lightning_amp.advice._recorder import Recorder
 from lightning_amp.casting import Choice, MethodOverride, modules_matching
-from lightning_amp.comparison import num_rows
+from lightning_amp.compare import num_rows
 from lightning_amp.measure import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, PartTimer
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import PRIVATE_CALLBACKS, copy_batch

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from lightning_amp.cli._class_options import CLASS_OPTIONS, user_classes
-from lightning_amp.cli._exits import FINE, TO_DO, UsageError
-from lightning_amp.cli._markdown import markdown
-from lightning_amp.cli._output import check_output, is_terminal, save, show, write
-from lightning_amp.cli._parser import Parser
+from lightning_amp.cli._errors import documented_errors
+from lightning_amp.cli._output import laid_out
+from lightning_amp.cli._runner import CLASS_OPTIONS, Command, Outcome, Request
 
-_NAME = "lightning-amp batch-size"
 _DESCRIPTION = """\
 Find the largest batch that fits into memory, in each precision: measured at two
 sizes, each in a fresh process, and proved by a run.
@@ -45,36 +41,27 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
-    parser = Parser(_NAME, _DESCRIPTION, _EPILOG, usage=f"{_NAME} --model CLASS --data CLASS [options]")
-    for option, settings in _OPTIONS.items():
-        parser.add_argument(option, **settings)
-    options, others = parser.parse_known_args(arguments)
-    check_output("--json", options.json)
-    user, _ = user_classes(_NAME, options, others)
-    found = _find(
-        user.make_module,
-        user.make_data,
-        tuple(options.precisions),
-        memory_limit_gib=options.memory_limit_gib,
-        trainer_kwargs=user.trainer_kwargs,
-    )
-    if options.json:
-        save("--json", options.json, found.to_json)
-    if is_terminal():
-        show(markdown(found.to_markdown()))
-    else:
-        write(found.to_markdown())
-    return TO_DO if any(result.error is not None for result in found.values()) else FINE
-
-
-def _find(*args: Any, **kwargs: Any) -> Any:
+def _run(request: Request) -> Outcome:
+    user, _ = request.user_classes()
     from lightning_amp import find_batch_size
 
-    try:
-        return find_batch_size(*args, **kwargs)
-    except BrokenPipeError:
-        raise
-    except (ValueError, RuntimeError, OSError) as error:  # those that it documents
-        raise UsageError(str(error)) from error
+    with documented_errors(ValueError, RuntimeError, OSError):
+        found = find_batch_size(
+            user.make_module,
+            user.make_data,
+            tuple(request.options.precisions),
+            memory_limit_gib=request.options.memory_limit_gib,
+            trainer_kwargs=user.trainer_kwargs,
+        )
+    failed = any(result.error is not None for result in found.values())
+    return Outcome(laid_out(found.blocks()), found.to_markdown(), {"--json": found.to_json}, has_work=failed)
+
+
+COMMAND = Command(
+    "lightning-amp batch-size",
+    _DESCRIPTION,
+    _EPILOG,
+    _OPTIONS,
+    _run,
+    usage="lightning-amp batch-size --model CLASS --data CLASS [options]",
+)

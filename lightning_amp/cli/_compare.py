@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_amp.cli._class_options import CLASS_OPTIONS, user_classes
-from lightning_amp.cli._exits import FINE, TO_DO, Interrupted, UsageError
-from lightning_amp.cli._markdown import markdown
-from lightning_amp.cli._output import check_output, is_terminal, save, show, write
-from lightning_amp.cli._parser import Parser
+from lightning_amp.cli._errors import Interrupted, UsageError, documented_errors
+from lightning_amp.cli._output import laid_out
+from lightning_amp.cli._runner import CLASS_OPTIONS, Command, Outcome, Request
 
-_NAME = "lightning-amp compare"
+if TYPE_CHECKING:
+    from lightning_amp import PrecisionReport
+
 _MARGINS = "--margins."
 _DESCRIPTION = """\
 Train the same module once per precision and seed, each in a fresh process, and
@@ -53,55 +53,51 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
-    options, margins, others = _options(arguments)
-    check_output("--json", options.json)
-    check_output("--html", options.html)
-    user, seed = user_classes(_NAME, options, others, "precisions are what is compared")
-    report = _compare(
-        user.make_module,
-        user.make_data,
-        precisions=tuple(options.precisions),
-        trainer_kwargs=user.trainer_kwargs,
-        seed=options.seed if options.seed is not None else seed or 0,
-        num_seeds=options.seeds,
-        margins=margins or None,
-        control=None if options.control is None else options.control == "true",
-        dirpath=options.dirpath,
+def _run(request: Request) -> Outcome:
+    options = request.options
+    margins, others = _margins(request.others)
+    user, seed = request._replace(others=others).user_classes("precisions are what is compared")
+    from lightning_amp import compare_precisions
+
+    try:
+        with documented_errors(ValueError, RuntimeError, ImportError, OSError):
+            report = compare_precisions(
+                user.make_module,
+                user.make_data,
+                precisions=tuple(options.precisions),
+                trainer_kwargs=user.trainer_kwargs,
+                seed=options.seed if options.seed is not None else seed or 0,
+                num_seeds=options.seeds,
+                margins=margins or None,
+                control=None if options.control is None else options.control == "true",
+                dirpath=options.dirpath,
+            )
+    except KeyboardInterrupt as error:
+        goes_on = f"what finished is in `{options.dirpath}`, and the same command goes on from there"
+        without = "with `--dirpath DIR` the same command goes on where it was stopped"
+        raise Interrupted(f"interrupted; {goes_on if options.dirpath else without}") from error
+    files = {"--json": report.to_json, "--html": report.to_html}
+    return Outcome(laid_out(report.blocks()), report.to_markdown(), files, has_work=_is_something_wrong(report))
+
+
+def _is_something_wrong(report: PrecisionReport) -> bool:
+    return any(
+        arm.errors or any(report.verdict(label, metric).claim == "worse" for metric in arm.metrics)
+        for label, arm in report.arms.items()
     )
-    if options.json:
-        save("--json", options.json, report.to_json)
-    if options.html:
-        save("--html", options.html, report.to_html)
-    _print(report)
-    return TO_DO if _something_to_do(report) else FINE
-
-
-def _options(arguments: Sequence[str]) -> tuple[Any, dict[str, Any], list[str]]:
-    """Return the command's own options, the margins, and what is the user's classes'."""
-    parser = Parser(_NAME, _DESCRIPTION, _EPILOG, usage=f"{_NAME} --model CLASS --data CLASS [options]")
-    for option, settings in _OPTIONS.items():
-        parser.add_argument(option, **settings)
-    margins, rest = _margins(arguments)
-    options, others = parser.parse_known_args(rest)
-    return options, margins, others
 
 
 def _margins(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Take `--margins.METRIC VALUE` out of the arguments; `METRIC` is whatever the module logs."""
     margins: dict[str, Any] = {}
     rest: list[str] = []
-    left = list(arguments)
-    while left:
-        argument = left.pop(0)
-        if not argument.startswith(_MARGINS):
+    left = iter(arguments)
+    for argument in left:
+        if argument.startswith(_MARGINS):
+            metric, equals, value = argument.removeprefix(_MARGINS).partition("=")
+            margins[metric] = _margin(f"{_MARGINS}{metric}", value if equals else next(left, ""))
+        else:
             rest.append(argument)
-            continue
-        metric, equals, value = argument.removeprefix(_MARGINS).partition("=")
-        if not equals:
-            value = left.pop(0) if left else ""
-        margins[metric] = _margin(f"{_MARGINS}{metric}", value)
     return margins, rest
 
 
@@ -117,36 +113,12 @@ def _margin(option: str, text: str) -> Any:
         raise UsageError(f"{option} must be {rule}, got {text!r}") from error
 
 
-def _compare(*args: Any, dirpath: str | None, **kwargs: Any) -> Any:
-    from lightning_amp import compare_precisions
-
-    try:
-        return compare_precisions(*args, dirpath=dirpath, **kwargs)
-    except KeyboardInterrupt as error:
-        if dirpath is None:
-            text = "with `--dirpath DIR` the same command goes on where it was stopped"
-        else:
-            text = f"what finished is in `{dirpath}`, and the same command goes on from there"
-        raise Interrupted(f"interrupted; {text}") from error
-    except BrokenPipeError:
-        raise
-    except (ValueError, RuntimeError, ImportError, OSError) as error:  # those that it documents
-        raise UsageError(str(error)) from error
-
-
-# -- the report --------------------------------------------------------------------------------------------------------
-
-
-def _print(report: Any) -> None:
-    """Print the report: laid out on a terminal, and the Markdown itself where a program or a file gets it."""
-    if is_terminal():
-        show(markdown(report.to_markdown()))
-    else:
-        write(report.to_markdown())
-
-
-def _something_to_do(report: Any) -> bool:
-    return any(
-        bool(arm.errors) or any(report.verdict(label, metric).startswith("worse") for metric in arm.metrics)
-        for label, arm in report.arms.items()
-    )
+COMMAND = Command(
+    "lightning-amp compare",
+    _DESCRIPTION,
+    _EPILOG,
+    _OPTIONS,
+    _run,
+    outputs=("--json", "--html"),
+    usage="lightning-amp compare --model CLASS --data CLASS [options]",
+)

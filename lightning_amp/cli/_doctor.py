@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lightning_amp.cli._class_options import CLASS_OPTIONS, user_classes
-from lightning_amp.cli._exits import FINE, TO_DO
-from lightning_amp.cli._markdown import markdown
-from lightning_amp.cli._output import check_output, note, require_extra, save, show
-from lightning_amp.cli._parser import Parser
-from lightning_amp.cli._user_errors import users_errors
+from lightning_amp.cli._errors import users_errors
+from lightning_amp.cli._output import laid_out, note, require_extra
+from lightning_amp.cli._runner import CLASS_OPTIONS, Command, Outcome, Request
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_NAME = "lightning-amp doctor"
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "cyan", "ok": "green"}
 
 _DESCRIPTION = """\
@@ -42,39 +38,27 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
-    parser = Parser(_NAME, _DESCRIPTION, _EPILOG, usage=f"{_NAME} [--model CLASS --data CLASS] [options]")
-    for option, settings in _OPTIONS.items():
-        parser.add_argument(option, **settings)
-    options, others = parser.parse_known_args(arguments)
+def _run(request: Request) -> Outcome:
+    options = request.options
     require_extra("rich")
-    check_output("--json", options.json)
-    if options.model is None and options.data is None and not options.config:
-        if others:
-            parser.error(f"unrecognized arguments: {' '.join(others)}")
-        report = _doctor(options, None, None)
-    else:
-        user, seed = user_classes(_NAME, options, others)
-        note(f"{_NAME}: training some steps of {user.make_module!r}")
-        report = _doctor(options, user, seed)
-    if options.json:
-        save("--json", options.json, report.to_json)
-    show(_text(report))
-    return TO_DO if report.has_problems else FINE
-
-
-def _doctor(options: Any, user: Any, seed: int | None) -> Any:
+    user, seed = None, None
+    if options.model is not None or options.data is not None or options.config:
+        user, seed = request.user_classes()
+        note(f"{request.command}: training some steps of {user.make_module!r}")
+    elif request.others:
+        request.parser.error(f"unrecognized arguments: {' '.join(request.others)}")
     from lightning_amp import doctor
 
     where = {"precision": options.precision, "device": options.device}
     with users_errors():
         if user is None:
-            return doctor(**where)
-        from lightning.pytorch import seed_everything
+            report = doctor(**where)
+        else:
+            from lightning.pytorch import seed_everything
 
-        seed_everything(seed or 0, verbose=False)
-        return doctor(user.make_module, user.make_data, **where, trainer_kwargs=user.made_trainer_kwargs())
+            seed_everything(seed or 0, verbose=False)
+            report = doctor(user.make_module, user.make_data, **where, trainer_kwargs=user.made_trainer_kwargs())
+    return Outcome(_text(report), files={"--json": report.to_json}, has_work=report.has_problems)
 
 
 def _text(report: Any) -> Iterator[RenderableType]:
@@ -99,6 +83,15 @@ def _text(report: Any) -> Iterator[RenderableType]:
             grid.add_row("", Text(f"-> {finding.action}", style="bold"))
         yield grid
         yield ""
-    for block in details(report.machine, report.step):
-        yield from markdown(block)
-        yield ""
+    yield from laid_out(details(report.machine, report.step))
+    yield ""
+
+
+COMMAND = Command(
+    "lightning-amp doctor",
+    _DESCRIPTION,
+    _EPILOG,
+    _OPTIONS,
+    _run,
+    usage="lightning-amp doctor [--model CLASS --data CLASS] [options]",
+)

@@ -7,16 +7,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_amp.cli._class_options import CLASS_OPTIONS, user_classes
-from lightning_amp.cli._exits import FINE, TO_DO, UsageError
-from lightning_amp.cli._output import check_output, paragraph, save_json, show, table
-from lightning_amp.cli._parser import Parser
-from lightning_amp.cli._user_errors import users_errors
+from lightning_amp.cli._errors import UsageError, users_errors
+from lightning_amp.cli._output import json_writer, paragraph, table
+from lightning_amp.cli._runner import CLASS_OPTIONS, Command, Outcome, Request
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_NAME = "lightning-amp fp32-modules"
 _DESCRIPTION = """\
 Find which modules must stay in fp32, so that in fp16 or bf16 gradients and
 validation metrics are within a relative tolerance of those in fp32.
@@ -44,38 +41,35 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
-    parser = Parser(_NAME, _DESCRIPTION, _EPILOG, usage=f"{_NAME} --model CLASS --data CLASS --tolerance X ...")
-    for option, settings in _OPTIONS.items():
-        parser.add_argument(option, **settings)
-    options, others = parser.parse_known_args(arguments)
-    precision = _precision(options.precision, options.precisions)
-    check_output("--json", options.json)
-    user, seed = user_classes(_NAME, options, others)
+def _run(request: Request) -> Outcome:
+    precision, tolerance = _precision(request.options.precision, request.options.precisions), request.options.tolerance
+    user, seed = request.user_classes()
+    from lightning.pytorch import seed_everything
+
+    from lightning_amp import find_fp32_modules
     from lightning_amp.tune import NothingHelps
 
     try:
-        found = _find(user, seed, precision, options.tolerance)
+        with users_errors(NothingHelps):
+            seed_everything(seed or 0, verbose=False)
+            kwargs = user.made_trainer_kwargs()
+            found = find_fp32_modules(
+                user.make_module, user.make_data, precision, tolerance=tolerance, trainer_kwargs=kwargs
+            )
     except NothingHelps as error:
-        _save(options.json, {"precision": precision, "rules": None, "message": str(error)})
-        show([paragraph(str(error))])
-        return TO_DO
-    _save(
-        options.json,
-        {
-            "precision": precision,
-            "tolerance": options.tolerance,
-            "rules": list(found),
-            "message": found.message,
-            "cost": found.cost,
-            "tried": found.tried,
-            "gradient_errors": list(found.gradient_errors),
-            "metric_errors": {name: list(errors) for name, errors in found.metric_errors.items()},
-        },
-    )
-    show(_report(found, precision))
-    return TO_DO if found else FINE
+        data = {"precision": precision, "rules": None, "message": str(error)}
+        return Outcome([paragraph(str(error))], files={"--json": json_writer(data)}, has_work=True)
+    data = {
+        "precision": precision,
+        "tolerance": tolerance,
+        "rules": list(found),
+        "message": found.message,
+        "cost": found.cost,
+        "tried": found.tried,
+        "gradient_errors": list(found.gradient_errors),
+        "metric_errors": {name: list(errors) for name, errors in found.metric_errors.items()},
+    }
+    return Outcome(_report(found, precision), files={"--json": json_writer(data)}, has_work=bool(found))
 
 
 def _precision(one: str | None, several: Sequence[str]) -> str:
@@ -83,25 +77,6 @@ def _precision(one: str | None, several: Sequence[str]) -> str:
     if len(given) > 1:
         raise UsageError(f"--precisions must be exactly one here, got {' '.join(given)}")
     return given[0] if given else "fp16"
-
-
-def _find(user: Any, seed: int | None, precision: str, tolerance: float) -> Any:
-    from lightning.pytorch import seed_everything
-
-    from lightning_amp import find_fp32_modules
-    from lightning_amp.tune import NothingHelps
-
-    with users_errors(NothingHelps):
-        seed_everything(seed or 0, verbose=False)
-        kwargs = user.made_trainer_kwargs()
-        return find_fp32_modules(
-            user.make_module, user.make_data, precision, tolerance=tolerance, trainer_kwargs=kwargs
-        )
-
-
-def _save(path: str | None, data: dict[str, Any]) -> None:
-    if path:
-        save_json("--json", path, data)
 
 
 def _report(found: Any, precision: str) -> Iterator[RenderableType]:
@@ -117,3 +92,13 @@ def _report(found: Any, precision: str) -> Iterator[RenderableType]:
 
 def _error(value: float) -> str:
     return "not finite" if not math.isfinite(value) else f"{100 * value:.3g} %"
+
+
+COMMAND = Command(
+    "lightning-amp fp32-modules",
+    _DESCRIPTION,
+    _EPILOG,
+    _OPTIONS,
+    _run,
+    usage="lightning-amp fp32-modules --model CLASS --data CLASS --tolerance X ...",
+)

@@ -10,7 +10,7 @@ from typing_extensions import final
 
 from lightning_amp._text import named
 from lightning_amp._urls import open_to_read
-from lightning_amp.cli._exits import UsageError
+from lightning_amp.cli._errors import UsageError
 
 SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler")
 COMPARED = ("precision", "plugins")

@@ -9,9 +9,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from lightning_amp.cli._exits import CRASHED, FINE, INTERRUPTED, PIPE_CLOSED, TO_DO, WRONG_USE, Interrupted, UsageError
+from lightning_amp.cli._errors import CRASHED, FINE, INTERRUPTED, PIPE_CLOSED, TO_DO, WRONG_USE, Interrupted, UsageError
 from lightning_amp.cli._output import write
-from lightning_amp.cli._parser import HelpShown, Parser
+from lightning_amp.cli._runner import HelpShown, Parser, run
 
 NAME = "lightning-amp"
 DEBUG = "LIGHTNING_AMP_DEBUG"
@@ -23,7 +23,7 @@ COMMANDS = {
     "fp32-modules": "find the modules that must stay in fp32",
     "scale": "show saved scale histories, and replay other scale policies",
 }
-"""What each command does. It is `run` of the module in this room that is named after it, imported when it is wanted."""
+"""What each command does. It is `COMMAND` of the file that is named after it, imported when it is wanted."""
 
 _EXIT_STATUS = f"""\
 exit status: {FINE} fine; {TO_DO} something to do (a finding that is a warning, a
@@ -65,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
-        command = importlib.import_module(f"lightning_amp.cli._{arguments[0].replace('-', '_')}")
-        return command.run(arguments[1:])
+        file = importlib.import_module(f"lightning_amp.cli._{arguments[0].replace('-', '_')}")
+        return run(file.COMMAND, arguments[1:])
     listed = "\n".join(f"  {command:12} {what}" for command, what in COMMANDS.items())
     parser = Parser(
         NAME,

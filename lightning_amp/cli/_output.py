@@ -7,18 +7,17 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_amp._files import write_atomically
-from lightning_amp._plain_data import null, plain
+from lightning_amp._plain_data import Table, null, plain
 from lightning_amp._urls import is_url, location
-from lightning_amp.cli._exits import UsageError
+from lightning_amp.cli._errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.table import Table
 
 
 WIDEST = 100
@@ -112,21 +111,33 @@ def paragraph(text: str | RenderableType) -> RenderableType:
     return Constrain(Text(text) if isinstance(text, str) else text, WIDEST)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], justify: Literal["left", "right"] = "right") -> Table:
+def laid_out(blocks: Iterable[str | Table]) -> Iterator[RenderableType]:
+    """Yield paragraphs of Markdown, and tables, as a terminal shows them, with empty lines between them."""
+    from rich.markdown import Markdown
+
+    for number, block in enumerate(blocks):
+        if number:
+            yield ""
+        yield paragraph(Markdown(block)) if isinstance(block, str) else table(*block[:2], justify="left")
+
+
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], justify: Literal["left", "right"] = "right"
+) -> RenderableType:
     """Return a table without lines, whose first column is on the left.
 
     One that is too wide is turned, so that its rows are columns, if it fits then or has fewer of them; if it still does
     not fit, its cells are wrapped.
 
     """
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
     lines: Sequence[Sequence[str]] = [header, *rows]
     turned = list(zip(*lines, strict=True))
     width = output_width()
     if _width(lines) > width and (_width(turned) <= width or len(lines) < len(turned)):
         lines = turned
-    made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    made = RichTable(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for number, name in enumerate(lines[0]):
         made.add_column(name, justify=justify if number else "left", overflow="fold")
     for row in lines[1:]:
@@ -182,7 +193,7 @@ def save(option: str, path: str, write: Callable[[str], object]) -> None:
         raise UsageError(f"{option} {path} cannot be written: {error}") from error
 
 
-def save_json(option: str, path: str, data: Any) -> None:
-    """Write JSON in which NaN and infinities, which it does not have, are null."""
+def json_writer(data: Any) -> Callable[[str], object]:
+    """Return what writes JSON to a path; NaN and infinities, which it does not have, are null there."""
     text = json.dumps(plain(data, null), indent=1, allow_nan=False)
-    save(option, path, lambda place: write_atomically(place, lambda file: file.write(f"{text}\n")))
+    return lambda path: write_atomically(path, lambda file: file.write(f"{text}\n"))

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp._text import exact, literal, percent, span
 from lightning_amp._urls import child, is_url, location
-from lightning_amp.cli._exits import FINE, UsageError
-from lightning_amp.cli._output import (
-    WIDEST,
-    check_output,
-    output_width,
-    paragraph,
-    require_extra,
-    save,
-    save_json,
-    show,
-    table,
-)
-from lightning_amp.cli._parser import Parser
+from lightning_amp.cli._errors import UsageError
+from lightning_amp.cli._output import WIDEST, json_writer, output_width, paragraph, require_extra, table
+from lightning_amp.cli._runner import Command, Outcome, Request
 from lightning_amp.reports import SCALE_HISTORY_FILE, PolicyReplay, ScaleHistory, plot_histories, scale_chart
 from lightning_amp.scaling import POLICY_SETTINGS, scaler_of_policy
 
@@ -49,26 +40,24 @@ What is not given has its default there, but for init_scale: as recorded.
   lightning-amp scale logs/run1 --policy init_scale=2**12 growth_interval=500"""
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
-    parser = Parser("lightning-amp scale", _DESCRIPTION, _EPILOG)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a scale history, or the folder it is in")
-    parser.add_argument("--policy", nargs="+", default=[], metavar="NAME=VALUE", help="replay another scale policy")
-    parser.add_argument("--plot", metavar="FILE", help="save one picture of all of them: .png, .svg, .pdf")
-    parser.add_argument("--json", metavar="FILE", help="save the figures as JSON")
-    options = parser.parse_args(arguments)
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "files": {"nargs": "+", "metavar": "FILE", "help": "a scale history, or the folder it is in"},
+    "--policy": {"nargs": "+", "default": [], "metavar": "NAME=VALUE", "help": "replay another scale policy"},
+    "--plot": {"metavar": "FILE", "help": "save one picture of all of them: .png, .svg, .pdf"},
+    "--json": {"metavar": "FILE", "help": "save the figures as JSON"},
+}
+
+
+def _run(request: Request) -> Outcome:
     require_extra("rich")
-    check_output("--plot", options.plot)
-    check_output("--json", options.json)
-    policy = _policy(options.policy)
-    histories = {_label(path): _read(path) for path in options.files}
+    policy = _policy(request.options.policy)
+    histories = {_label(path): _read(path) for path in request.options.files}
     replays = {label: _replay(label, history, policy) for label, history in histories.items()} if policy else {}
-    if options.plot:
-        save("--plot", options.plot, lambda path: plot_histories(histories, path, replays=replays))
-    if options.json:
-        save_json("--json", options.json, _data(histories, replays))
-    show([*_text(histories), *_replay_text(replays)])
-    return FINE
+    files = {
+        "--plot": lambda path: plot_histories(histories, path, replays=replays),
+        "--json": json_writer(_data(histories, replays)),
+    }
+    return Outcome(chain(_text(histories), _replay_text(replays)), files=files)
 
 
 # -- what is asked for -------------------------------------------------------------------------------------------------
@@ -260,3 +249,8 @@ def _replay_data(replay: PolicyReplay) -> dict[str, Any]:
             )
         },
     }
+
+
+COMMAND = Command(
+    "lightning-amp scale", _DESCRIPTION, _EPILOG, _OPTIONS, _run, outputs=("--plot", "--json"), takes_others=False
+)

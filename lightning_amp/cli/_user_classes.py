@@ -19,7 +19,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import final
 
-from lightning_amp.cli._exits import UsageError
+from lightning_amp.cli._errors import UsageError
 from lightning_amp.cli._factories import Factory, TrainerArgument
 from lightning_amp.cli._lightning_config import COMPARED, SECTIONS
 

@@ -5,7 +5,7 @@ several runs against each other, of which `SpeedComparison` says what may be cla
 """
 
 from lightning_amp.measure._device_clock import DeviceClock
-from lightning_amp.measure._memory import PeakMemory, has_storage, is_settled, num_bytes
+from lightning_amp.measure._memory import MemoryOf, PeakMemory, has_storage, is_settled, num_bytes
 from lightning_amp.measure._part_timer import (
     BACKWARD,
     CALLBACKS,
@@ -29,6 +29,7 @@ __all__ = [
     "REST",
     "SCALING",
     "DeviceClock",
+    "MemoryOf",
     "PartTimer",
     "PeakMemory",
     "SpeedClaim",

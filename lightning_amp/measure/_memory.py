@@ -6,7 +6,7 @@ import contextlib
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import final, override
 
 from lightning_amp._compat import _torch
+
+MemoryOf = Literal["device", "tensors"]
+"""Whose memory a peak is of: of the device, by its own allocator, or of tensors on the CPU."""
 
 _SETTLED_STEPS = 3
 """Optimizer steps that are watched on the CPU: from the second on gradients and optimizer state are all there."""
@@ -56,7 +59,7 @@ def _inner(tensor: Tensor) -> Iterable[Tensor]:
 class PeakMemory(ABC):
     """Watches training, not validation, where :class:`MetricComparison` holds a copy of the module."""
 
-    memory_of: str
+    memory_of: MemoryOf
 
     @staticmethod
     def on(device: torch.device, module: nn.Module, *, profiled: bool = False) -> PeakMemory:

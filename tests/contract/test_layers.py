@@ -13,12 +13,12 @@ LAYERS = [
     ["numerics"],
     ["findings", "measure"],
     ["scaling", "casting", "tracing"],
-    ["reports", "verdicts", "skipped_steps"],
+    ["reports", "skipped_steps"],
     ["precision"],
     ["shadow"],
     ["causes"],
     ["callbacks"],
-    ["comparison"],
+    ["compare"],
     ["advice", "tune"],
     ["__init__"],
     ["cli"],
@@ -29,12 +29,11 @@ LAYERS = [
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
-_PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports", "verdicts")
+_PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports")
 _PLAIN_OF_ADVICE = ("__init__", "_decision", "_gains", "_machine", "_page", "_record", "_report", "findings")
 """Of the doctor: what was measured and what is said of it; the rest trains."""
-WITHOUT = {
-    room: {*LIGHTNING, "torchmetrics"} for room in (*_PLAIN, *(f"advice/{name}" for name in _PLAIN_OF_ADVICE))
-} | {
+_PLAIN_FILES = (*(f"advice/{name}" for name in _PLAIN_OF_ADVICE), "compare/__init__.py", "compare/_report.py")
+WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in (*_PLAIN, *_PLAIN_FILES)} | {
     "casting": LIGHTNING,
     **{
         f"tune/{file}.py": LIGHTNING

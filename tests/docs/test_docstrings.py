@@ -20,8 +20,8 @@ from zoo.compared import here
 
 import lightning_amp
 from lightning_amp import AmpPrecision
-from lightning_amp.verdicts._arm_run import ArmRun, Point
-from lightning_amp.verdicts._plan import Plan
+from lightning_amp.compare._plan import Plan
+from lightning_amp.compare._run import ArmRun, Point
 
 IN_HAND = {"fp32_region", "scaled_grad", "unscale_", "replay"} | {
     "ScaleHistory", "PolicyReplay", "ComparisonTable", "GradientTable", "OverflowReport",
@@ -129,7 +129,7 @@ def run_example(example: Example) -> dict[str, Any]:
 @pytest.fixture
 def whole_runs(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file `models`, arms in this process, and the report of a comparison."""
-    import lightning_amp.comparison._compare as compare
+    import lightning_amp.compare._compare as compare
     import lightning_amp.tune.batch_size._probe as probe
     import lightning_amp.tune.batch_size._short_runs as short_runs
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from support.browser import Browser, View
-from support.reports import REPORTS
+from support.reports import REPORTS, judged
 
-from lightning_amp.verdicts._page import render
+from lightning_amp.compare import views
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def browser() -> Browser:
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
-    return {name: render(make()) for name, make in REPORTS.items()}
+    return {name: views.page(judged(make())) for name, make in REPORTS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import pytest
 from support.fp8 import needs_torchao
 from zoo.compared import here
 
-from lightning_amp.comparison import _compare
+from lightning_amp.compare import _compare
 from lightning_amp.tune.batch_size import _probe, _short_runs
 
 ROOT = Path(__file__).parents[2]

@@ -18,11 +18,10 @@ from zoo.compared import here
 
 from lightning_amp import doctor, find_batch_size
 from lightning_amp.advice import _examine_machine
-from lightning_amp.comparison import Task
+from lightning_amp.compare import ArmRun, Task
 from lightning_amp.measure import DeviceClock
 from lightning_amp.measure import _device_clock as clock_module
 from lightning_amp.tune.batch_size import _probe, _short_runs
-from lightning_amp.verdicts import ArmRun
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cpu", reason="needs a device other than the CPU"),

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning_amp.compare._judge import Judgement, judge
+from lightning_amp.compare._plan import CONTROL, Margin, Plan
+from lightning_amp.compare._report import PrecisionReport
+from lightning_amp.compare._run import ArmRun, Point
 from lightning_amp.findings import StepRecord
-from lightning_amp.verdicts._arm_run import ArmRun, Point
-from lightning_amp.verdicts._plan import CONTROL, Margin, Plan
-from lightning_amp.verdicts._report import PrecisionReport
 
 ARMS = {
     "fp32": "AmpPrecision('fp32')",
@@ -77,6 +78,11 @@ def make_report(
     return PrecisionReport(plan, runs)
 
 
+def judged(report: PrecisionReport) -> Judgement:
+    """What the views of a report get."""
+    return judge(report.plan, [run for arm in report.arms.values() for run in arm.runs])
+
+
 def _run(plan: Plan, label: str, seed: int, metrics: Sequence[str], num_validations: int, num_losses: int) -> ArmRun:
     kind = _kind(plan, label)
     rng = random.Random(f"{label} {seed}")
@@ -109,7 +115,6 @@ def _run(plan: Plan, label: str, seed: int, metrics: Sequence[str], num_validati
         step_s=tuple(step_s * rng.uniform(0.96, 1.06) for _ in range(60)),
         samples_per_s=tuple(256 / step_s * rng.uniform(0.96, 1.02) for _ in range(60)),
         train_s=num_steps * step_s,
-        startup_s=6.1,
         total_s=num_steps * step_s + 9,
         peak_memory_bytes=int(MEMORY[kind] * 2**30),
         memory_of="device",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_amp.verdicts._arm_run import ArmRun, Point
-from lightning_amp.verdicts._plan import CONTROL, Margin, Plan
-from lightning_amp.verdicts._report import PrecisionReport
+from lightning_amp.compare._plan import CONTROL, Margin, Plan
+from lightning_amp.compare._report import PrecisionReport
+from lightning_amp.compare._run import ArmRun, Point
 
 
 def curve(*values: float) -> tuple[Point, ...]:

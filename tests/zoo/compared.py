@@ -20,9 +20,9 @@ from torchmetrics.regression import MeanAbsoluteError
 from typing_extensions import override
 
 from lightning_amp import AmpPrecision
-from lightning_amp.comparison._arm_process import Task, run_arm
-from lightning_amp.comparison._specs import ArmSpec
-from lightning_amp.verdicts._arm_run import ArmRun
+from lightning_amp.compare._arms import ArmSpec
+from lightning_amp.compare._run import ArmRun
+from lightning_amp.compare._worker import Task, run_arm
 
 TRAINER: dict[str, Any] = {
     "accelerator": "cpu",

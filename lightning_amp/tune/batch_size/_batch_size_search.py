@@ -8,13 +8,12 @@ from typing import NamedTuple
 from typing_extensions import final
 
 from lightning_amp._text import listed, rounded
-from lightning_amp.comparison import ArmSpec, Progress
+from lightning_amp.compare import ArmRun, ArmSpec, Progress
 from lightning_amp.tune.batch_size._learning_rate import suggested_rate
 from lightning_amp.tune.batch_size._next_size import MOST_RUNS, largest_within, next_size
 from lightning_amp.tune.batch_size._probe import Facts
 from lightning_amp.tune.batch_size._result import BatchSizeResult, Measurement
 from lightning_amp.tune.batch_size._short_runs import ShortRuns, failure, is_out_of_memory, measurement
-from lightning_amp.verdicts import ArmRun
 
 
 class LimitTooLowError(Exception):

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_amp._arguments import is_number, require
-from lightning_amp.comparison import check_factory, check_place, check_trainer_kwargs, parse_arms, progress
+from lightning_amp.compare import check_factory, check_place, check_trainer_kwargs, parse_arms, progress
 from lightning_amp.shadow import device_of_trainer
 from lightning_amp.tune.batch_size._batch_size_search import BatchSizeSearch, Found, LimitTooLowError
 from lightning_amp.tune.batch_size._result import BatchSizeResult, BatchSizes

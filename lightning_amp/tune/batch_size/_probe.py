@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final, override
 
 from lightning_amp._text import literal
-from lightning_amp.comparison import num_rows
+from lightning_amp.compare import num_rows
 from lightning_amp.measure import is_settled
 from lightning_amp.shadow import remove_callbacks
 from lightning_amp.tune.batch_size._batch_size_attribute import ModuleLoaders, held_sizes, is_size

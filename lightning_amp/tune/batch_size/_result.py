@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from typing_extensions import final, override
 
 from lightning_amp._files import write_atomically
-from lightning_amp._plain_data import null, plain, table
+from lightning_amp._plain_data import Table, null, plain
 from lightning_amp._text import rounded
 from lightning_amp.measure import SpeedComparison
 
@@ -83,6 +83,10 @@ class BatchSizes(Mapping[str, BatchSizeResult]):
 
     def to_markdown(self) -> str:
         """Write a table, and under it a paragraph for each precision."""
+        return "\n\n".join(map(str, self.blocks())) + "\n"
+
+    def blocks(self) -> list[str | Table]:
+        """Return the parts of :meth:`to_markdown`: a table before it is laid out, and paragraphs of Markdown."""
         rows: list[list[str]] = []
         for label, result in self._results.items():
             found = result.error is None
@@ -97,8 +101,7 @@ class BatchSizes(Mapping[str, BatchSizeResult]):
             )
         header = ["precision", "batch size", "peak memory", "samples/s", "learning rate to try"]
         messages = [f"**{label}**: {result.message}" for label, result in self._results.items()]
-        shown = table(header, rows, ["---", *["--:"] * 4])
-        return "\n\n".join([shown, *self._speeds(), *messages]) + "\n"
+        return [Table(header, rows, ["---", *["--:"] * 4]), *self._speeds(), *messages]
 
     def _speeds(self) -> list[str]:
         """Write how many times as fast each precision is per sample as the first one that ran."""

@@ -13,11 +13,10 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import final
 
 from lightning_amp._user_line import is_own_project
-from lightning_amp.comparison import ArmSpec, Task, run_in_process
+from lightning_amp.compare import ArmRun, ArmSpec, Task, run_in_process
 from lightning_amp.tune.batch_size._batch_size_attribute import FactoryWithBatchSize
 from lightning_amp.tune.batch_size._probe import Facts, Probe
 from lightning_amp.tune.batch_size._result import Measurement
-from lightning_amp.verdicts import ArmRun
 
 _LEFT_OUT = (
     "barebones",

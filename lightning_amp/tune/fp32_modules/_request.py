@@ -12,7 +12,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import is_number, require
 from lightning_amp.casting import Choice, Rule, parse_precision
-from lightning_amp.comparison import check_trainer_names
+from lightning_amp.compare import check_trainer_names
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import device_of_trainer
 

@@ -138,7 +138,7 @@ def test_errors(error: BaseException, status: int, line: str, command: Any, foun
 
 def test_on_a_terminal_it_is_laid_out(command: Any, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setattr("lightning_amp.cli._batch_size.is_terminal", lambda: True)
+    monkeypatch.setattr("lightning_amp.cli._runner.is_terminal", lambda: True)
     _, out, _ = command(*BOTH)
     assert out.splitlines() == [
         "precision  batch size  peak memory  samples/s  learning rate to try",

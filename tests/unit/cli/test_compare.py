@@ -17,7 +17,9 @@ import pytest
 from support.cli_classes import Net, Rows
 
 import lightning_amp
+from lightning_amp._plain_data import Table
 from lightning_amp.cli import main
+from lightning_amp.compare import Claim, Verdict
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jsonargparse, about how Lightning calls it
@@ -31,16 +33,19 @@ MARKDOWN = "Use `fp16`.\n\n| arm | speed |\n| --- | --- |\n| fp16 | 1.8x as fast
 class Report:
     """As much of a `PrecisionReport` as the command looks at."""
 
-    def __init__(self, verdict: str = "not worse: ...", error: str | None = None) -> None:
-        self.said, metrics = verdict, {"val_loss": None}
+    def __init__(self, claim: Claim = "not worse", error: str | None = None) -> None:
+        self.said, metrics = Verdict(claim), {"val_loss": None}
         self.arms = {
             "fp32": SimpleNamespace(errors={}, metrics=metrics),
             "fp16": SimpleNamespace(errors={} if error is None else {0: error}, metrics={} if error else metrics),
         }
 
-    def verdict(self, label: str, metric: str) -> str:
+    def verdict(self, label: str, metric: str) -> Verdict:
         assert metric in self.arms[label].metrics
-        return "no margin" if label == "fp32" else self.said
+        return Verdict("no margin") if label == "fp32" else self.said
+
+    def blocks(self) -> list[str | Table]:
+        return ["Use `fp16`.", Table(["arm", "speed"], [["fp16", "1.8x as fast"]])]
 
     def to_markdown(self) -> str:
         return MARKDOWN
@@ -184,10 +189,10 @@ def test_wrong_use_is_one_line_before_anything_runs(
 @pytest.mark.parametrize(
     ("report", "status"),
     [
-        (Report("not worse: ..."), 0),
-        (Report("undecided, about 7 seeds"), 0),
+        (Report("not worse"), 0),
+        (Report("undecided"), 0),
         (Report("no margin"), 0),
-        (Report("worse: by 0.3"), 1),
+        (Report("worse"), 1),
         (Report(error="out of memory"), 1),
     ],
 )
@@ -208,7 +213,7 @@ def test_files_are_written_before_anybody_stops_reading(
     def closed(text: str) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("lightning_amp.cli._compare.write", closed)
+    monkeypatch.setattr("lightning_amp.cli._runner.write", closed)
     assert command(*BOTH, "--json", "x.json")[0] == 141
     assert Path("x.json").exists()
 
@@ -244,6 +249,6 @@ def test_ctrl_c(arguments: list[str], line: str, command: Any, compared: Compare
 
 def test_on_a_terminal_it_is_laid_out(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setattr("lightning_amp.cli._compare.is_terminal", lambda: True)
+    monkeypatch.setattr("lightning_amp.cli._runner.is_terminal", lambda: True)
     _, out, _ = command(*BOTH)
     assert out.splitlines() == ["Use fp16.", "", "arm   speed", "fp16  1.8x as fast"]

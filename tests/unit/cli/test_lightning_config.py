@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_amp.cli._exits import UsageError
+from lightning_amp.cli._errors import UsageError
 from lightning_amp.cli._lightning_config import Config, read_config
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

@@ -13,8 +13,9 @@ import pytest
 
 import lightning_amp
 from lightning_amp.cli import main
-from lightning_amp.cli._exits import Interrupted, UsageError
+from lightning_amp.cli._errors import Interrupted, UsageError
 from lightning_amp.cli._main import COMMANDS
+from lightning_amp.cli._runner import Command, Outcome, Request
 
 
 @pytest.fixture
@@ -22,12 +23,13 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Have `scale` return something, or raise it."""
 
     def becomes(outcome: Any) -> None:
-        def run(arguments: list[str]) -> int:
+        def work(request: Request) -> Outcome:
             if isinstance(outcome, BaseException):
                 raise outcome
-            return outcome
+            return Outcome([], "", has_work=outcome == 1)
 
-        monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(run=run))
+        made = Command("lightning-amp scale", "", "", {}, work, outputs=())
+        monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(COMMAND=made))
 
     return becomes
 

@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from lightning_amp.cli._exits import UsageError
+from lightning_amp._plain_data import Table
+from lightning_amp.cli._errors import UsageError
 from lightning_amp.cli._output import (
     check_output,
+    json_writer,
+    laid_out,
     note,
     output_width,
     paragraph,
     require_extra,
     save,
-    save_json,
     show,
     table,
     write,
@@ -131,7 +133,7 @@ def test_a_missing_extra_is_named() -> None:
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
     data: Any = {"a": [1.0, math.nan, (math.inf, -math.inf)], "b": {"c": None, 3: True}}
-    save_json("--json", str(tmp_path / "new" / "x.json"), data)
+    save("--json", str(tmp_path / "new" / "x.json"), json_writer(data))
     text = (tmp_path / "new" / "x.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == {"a": [1.0, None, [None, None]], "b": {"c": None, "3": True}}
     assert text.endswith("}\n")
@@ -142,7 +144,7 @@ def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
     """What takes the place of a file in one move would take that of `/dev/stdout`."""
     os.mkfifo(tmp_path / "pipe")
     reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    save_json("--json", str(tmp_path / "pipe"), [1])
+    save("--json", str(tmp_path / "pipe"), json_writer([1]))
     assert os.read(reading, 100) == b"[\n 1\n]\n"
     os.close(reading)
     assert (tmp_path / "pipe").is_fifo()
@@ -151,7 +153,7 @@ def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("old")
     (tmp_path / "link.json").symlink_to(tmp_path / "target")
-    save_json("--json", str(tmp_path / "link.json"), 1)
+    save("--json", str(tmp_path / "link.json"), json_writer(1))
     assert (tmp_path / "link.json").is_symlink()
     assert (tmp_path / "target").read_text() == "1\n"
 
@@ -183,3 +185,46 @@ def test_an_unknown_protocol_is_refused_before_any_work() -> None:
     check_output("--json", None)
     check_output("--json", "memory://x.json")
     check_output("--json", "/dev/stdout")
+
+
+# -- blocks of a report ------------------------------------------------------------------------------------------------
+
+ARMS = [["fp32", "32-true", "-", "12.0 MiB"], ["fp16, a | b", "16-mixed", "1.8x as fast", "8.0 MiB"]]
+REPORT = [
+    "Use `fp16`: it is **fast**.",
+    Table(["arm", "ran as", "speed", "peak memory"], ARMS),
+    "Ran on a CPU.",
+]
+
+
+def shown(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    monkeypatch.setenv("COLUMNS", str(width))
+    show(laid_out(REPORT))
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_table_that_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(80, monkeypatch, capsys) == [
+        "Use fp16: it is fast.",
+        "",
+        "arm          ran as    speed         peak memory",
+        "fp32         32-true   -             12.0 MiB",
+        "fp16, a | b  16-mixed  1.8x as fast  8.0 MiB",
+        "",
+        "Ran on a CPU.",
+    ]
+
+
+def test_one_that_does_not_is_turned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(40, monkeypatch, capsys)[2:6] == [
+        "arm          fp32      fp16, a | b",
+        "ran as       32-true   16-mixed",
+        "speed        -         1.8x as fast",
+        "peak memory  12.0 MiB  8.0 MiB",
+    ]
+
+
+def test_one_that_never_fits_is_wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(25, monkeypatch, capsys)
+    assert all(len(line) <= 25 for line in lines)
+    assert "".join("".join(lines).split()).count("|") == 1

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_utilities.core.imports import RequirementCache
 from support.cli_classes import Counter, Net, Rows
 
-from lightning_amp.cli._exits import UsageError
+from lightning_amp.cli._errors import UsageError
 from lightning_amp.cli._user_classes import UserClasses, import_from_here, parse_user_classes
 
 NET = ["--model", "support.cli_classes.Net", "--model.width", "3"]

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.comparison import ArmSpec, Progress
+from lightning_amp.compare import ArmRun, ArmSpec, Progress
 from lightning_amp.tune.batch_size._batch_size_search import BatchSizeSearch, Found, LimitTooLowError, RunFailedError
 from lightning_amp.tune.batch_size._learning_rate import UsedRate
 from lightning_amp.tune.batch_size._probe import Facts
-from lightning_amp.verdicts import ArmRun
 
 FACTS = Facts(own_size=32, num_batches=9, device="cpu", rates=(UsedRate("SGD", 0.1),))
 GIB = 2**30

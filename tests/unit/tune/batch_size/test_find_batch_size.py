@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo.compared import here
 
 import lightning_amp
-from lightning_amp.comparison import ArmSpec, Task
+from lightning_amp.compare import ArmRun, ArmSpec, Task
 from lightning_amp.tune import BatchSizes
 from lightning_amp.tune.batch_size import _probe, _short_runs
-from lightning_amp.verdicts import ArmRun
 
 pytestmark = [
     pytest.mark.usefixtures("in_tmp_path"),

@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from zoo.compared import Sea, Waves, here
 
-from lightning_amp.comparison import ArmSpec, Task
+from lightning_amp.compare import ArmRun, ArmSpec, Task
 from lightning_amp.tune.batch_size._batch_size_attribute import FactoryWithBatchSize
 from lightning_amp.tune.batch_size._learning_rate import UsedRate
 from lightning_amp.tune.batch_size._probe import Facts, Probe
 from lightning_amp.tune.batch_size._short_runs import short_trainer
-from lightning_amp.verdicts import ArmRun
 
 pytestmark = [
     pytest.mark.usefixtures("in_tmp_path"),

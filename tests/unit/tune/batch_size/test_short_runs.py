@@ -13,12 +13,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from zoo.compared import Sea, Waves
 
-from lightning_amp.comparison import ArmSpec, Task
+from lightning_amp.compare import ArmRun, ArmSpec, Task
 from lightning_amp.tune.batch_size import _short_runs
 from lightning_amp.tune.batch_size._learning_rate import UsedRate
 from lightning_amp.tune.batch_size._probe import Facts, Probe
 from lightning_amp.tune.batch_size._short_runs import ShortRuns, failure, is_out_of_memory, measurement, short_trainer
-from lightning_amp.verdicts import ArmRun
 
 
 def test_the_trainer_neither_validates_nor_writes() -> None:

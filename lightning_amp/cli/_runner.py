@@ -1,0 +1,180 @@
+"""Runs a command: reads its options, writes its files, prints what it found, and returns its exit status."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from typing_extensions import final, override
+
+from lightning_amp.cli._errors import FINE, TO_DO, UsageError
+from lightning_amp.cli._output import check_output, is_terminal, note, require_extra, save, show, write
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lightning_amp.cli._user_classes import UserClasses
+
+EXTRA = ("jsonargparse", "docstring_parser", "typeshed_client", "rich")
+"""What the extra `cli` brings: jsonargparse needs the two in the middle for the arguments of classes."""
+
+CLASS_OPTIONS: dict[str, dict[str, Any]] = {
+    "--model": {"metavar": "CLASS", "help": "the LightningModule: package.module.Class"},
+    "--data": {"metavar": "CLASS", "help": "the LightningDataModule: package.module.Class"},
+    "--config": {"metavar": "FILE", "help": "the YAML of a LightningCLI", "action": "append", "default": []},
+}
+"""Of commands that take a module and its data."""
+
+
+@final
+@dataclass(frozen=True)
+class Command:
+    """One command of `lightning-amp`.
+
+    Attributes:
+        name: With that of the program: `"lightning-amp scale"`.
+        description: What it does, at the top of its `--help`.
+        epilog: Examples and exit statuses, below the options.
+        options: By option, the arguments of :meth:`argparse.ArgumentParser.add_argument`.
+        run: Does the work, and returns what came of it.
+        outputs: Options that name a file to write: checked before any work is done.
+        usage: The first line of its `--help`; `None` leaves it to argparse.
+        takes_others: Whether the user's classes have options of their own: `--model.width 64`.
+
+    """
+
+    name: str
+    description: str
+    epilog: str
+    options: Mapping[str, Mapping[str, Any]]
+    run: Callable[[Request], Outcome]
+    outputs: tuple[str, ...] = ("--json",)
+    usage: str | None = None
+    takes_others: bool = True
+
+
+@final
+class Request(NamedTuple):
+    """What was typed: the values of the command's own options, and what else stands on the command line."""
+
+    command: str
+    options: Any
+    others: Sequence[str]
+    parser: Parser
+
+    def user_classes(
+        self, instead: str = "the precision is an option of this command"
+    ) -> tuple[UserClasses, int | None]:
+        """Parse what describes the user's classes; nothing is made.
+
+        Args:
+            instead: Tells why the precision of a YAML is left out.
+
+        Returns:
+            The classes, and `seed_everything` of the last YAML that has one.
+
+        Raises:
+            UsageError: If a class cannot be imported, or does not take an argument or its value.
+
+        """
+        require_extra(*EXTRA)
+        from lightning_amp.cli._lightning_config import read_config
+        from lightning_amp.cli._user_classes import parse_user_classes
+
+        paths: list[str] = self.options.config
+        configs = [read_config(path, self.options.model, self.options.data) for path in paths]
+        for path, config in zip(paths, configs, strict=True):
+            if config.dropped:
+                note(f"{self.command}: of --config {path}, {', '.join(config.dropped)} is left out: {instead}")
+        sections = [config.sections for config in configs]
+        seeds = [config.seed for config in configs if config.seed is not None]
+        found = parse_user_classes(sections, [*self._classes(sections), *self.others])
+        return found, seeds[-1] if seeds else None
+
+    def _classes(self, sections: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Hand on `--model` and `--data`, unless they only named the class that a YAML leaves out."""
+        for key in ("model", "data"):
+            given = getattr(self.options, key)
+            if given is not None and not any(each.get(key, {}).get("class_path") == given for each in sections):
+                yield from (f"--{key}", given)
+
+
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """What a command came to.
+
+    Attributes:
+        shown: What a person reads.
+        markdown: The same for a program or a file, which get no layout; `None`: as `shown`.
+        files: By option, what writes its file.
+        has_work: Whether something is to be done: exit status 1.
+
+    """
+
+    shown: Iterable[RenderableType]
+    markdown: str | None = None
+    files: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
+    has_work: bool = False
+
+
+def run(command: Command, arguments: Sequence[str]) -> int:
+    """Run a command; returns its exit status."""
+    parser = Parser(command.name, command.description, command.epilog, command.usage)
+    for option, settings in command.options.items():
+        parser.add_argument(option, **settings)
+    options, others = parser.parse_known_args(arguments)
+    if others and not command.takes_others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    paths: dict[str, str | None] = {option: getattr(options, option[2:]) for option in command.outputs}
+    for option, path in paths.items():
+        check_output(option, path)
+    found = command.run(Request(command.name, options, others, parser))
+    for option, write_file in found.files.items():
+        if path := paths[option]:
+            save(option, path, write_file)
+    if found.markdown is None or is_terminal():
+        require_extra("rich")
+        show(found.shown)
+    else:
+        write(found.markdown)
+    return TO_DO if found.has_work else FINE
+
+
+class HelpShown(Exception):  # noqa: N818 - not an error
+    """`--help` was printed, and nothing else is to be done."""
+
+
+@final
+class Parser(argparse.ArgumentParser):
+    """A parser of one command."""
+
+    def __init__(self, prog: str, description: str, epilog: str = "", usage: str | None = None) -> None:
+        self.options: list[str] = []
+        """What is legal, in the order in which it was added."""
+        super().__init__(
+            prog=prog,
+            usage=usage,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    @override
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        action = super().add_argument(*args, **kwargs)
+        self.options += action.option_strings[-1:]
+        return action
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message += f"; the options are {', '.join(self.options)}"
+        raise UsageError(f"{message} (`{self.prog} --help` says more)")
+
+    @override
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise HelpShown

@@ -1,0 +1,72 @@
+"""Train a module in several precisions, each run in a process of its own, and judge. Read `_compare.py` first.
+
+Reports, and what they are made of, import nothing of Lightning: what trains is imported when it is asked for.
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_amp.compare._arm import Arm, ArmMetric
+from lightning_amp.compare._directions import direction_of
+from lightning_amp.compare._plan import CONTROL, Margin, Plan
+from lightning_amp.compare._report import PrecisionReport
+from lightning_amp.compare._run import ArmRun, Point
+from lightning_amp.compare._verdict import Claim, Verdict
+
+if TYPE_CHECKING:
+    from lightning_amp.compare._arms import ArmSpec, parse_arms
+    from lightning_amp.compare._checks import check_place, check_trainer_kwargs, check_trainer_names
+    from lightning_amp.compare._compare import compare_precisions
+    from lightning_amp.compare._factories import check_factory
+    from lightning_amp.compare._observer import num_rows
+    from lightning_amp.compare._process import run_in_process
+    from lightning_amp.compare._progress import Progress, progress
+    from lightning_amp.compare._worker import Task
+
+__all__ = [
+    "CONTROL",
+    "Arm",
+    "ArmMetric",
+    "ArmRun",
+    "ArmSpec",
+    "Claim",
+    "Margin",
+    "Plan",
+    "Point",
+    "PrecisionReport",
+    "Progress",
+    "Task",
+    "Verdict",
+    "check_factory",
+    "check_place",
+    "check_trainer_kwargs",
+    "check_trainer_names",
+    "compare_precisions",
+    "direction_of",
+    "num_rows",
+    "parse_arms",
+    "progress",
+    "run_in_process",
+]
+
+_NEED_LIGHTNING = {
+    "ArmSpec": "_arms",
+    "Progress": "_progress",
+    "Task": "_worker",
+    "check_factory": "_factories",
+    "check_place": "_checks",
+    "check_trainer_kwargs": "_checks",
+    "check_trainer_names": "_checks",
+    "compare_precisions": "_compare",
+    "num_rows": "_observer",
+    "parse_arms": "_arms",
+    "progress": "_progress",
+    "run_in_process": "_process",
+}
+"""The file of each name that is imported only when it is asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_LIGHTNING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_import_module(f"{__name__}.{_NEED_LIGHTNING[name]}"), name)

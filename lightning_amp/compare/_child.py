@@ -1,0 +1,22 @@
+"""The script that the process of an arm runs: `python _child.py HEADER`.
+
+It has only the standard library until the paths are set, and is run by its path: so this package need not be installed.
+"""
+
+import json
+import sys
+import time
+
+if __name__ == "__main__":
+    started = time.time()
+    with open(sys.argv[1], encoding="utf-8") as file:
+        header = json.load(file)
+    sys.path[:] = header["path"]
+    if sys.platform == "linux":  # end with who started this process, wherever it is then; elsewhere at the next batch
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+
+    from lightning_amp.compare._worker import main
+
+    main(header, started)

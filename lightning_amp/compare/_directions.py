@@ -1,0 +1,59 @@
+"""Which way a metric is better, by its name."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+from lightning_amp.compare._statistics import Direction
+
+_LOWER = {
+    "bce", "bpb", "bpc", "bpd", "brier", "ce", "cer", "cost", "crossentropy", "crps", "ece", "eer", "epe", "err",
+    "error", "errors", "fad", "fid", "fnr", "fpr", "fvd", "kid", "kl", "kld", "logloss", "loss", "losses", "lpips",
+    "mae", "mape", "mase", "mpjpe", "mse", "msle", "niqe", "nll", "nmse", "nrmse", "perplexity", "ppl", "regret",
+    "rmsd", "rmse", "rmsle", "smape", "wape", "wer", "wmape", "xent",
+}  # fmt: skip
+_HIGHER = {
+    "acc", "accuracy", "ami", "ap", "ari", "auc", "aucpr", "aucroc", "aupr", "auprc", "auroc", "bertscore", "bleu",
+    "chrf", "cider", "cindex", "dice", "dsc", "exactmatch", "f1", "f2", "fbeta", "fmeasure", "fscore", "gleu", "hota",
+    "idf1", "iou", "jaccard", "kappa", "lddt", "matthews", "mcc", "meteor", "miou", "mota", "mrr", "ndcg", "nmi",
+    "pearson", "pesq", "prauc", "precision", "psnr", "r2", "recall", "return", "reward", "rocauc", "rouge", "sacrebleu",
+    "sdr", "sensitivity", "sisdr", "spearman", "specificity", "ssim", "stoi", "successrate", "tnr", "top1", "top3",
+    "top5", "top10", "tpr", "winrate",
+}  # fmt: skip
+_MADE_A_LOSS = {"dice", "iou", "jaccard", "kappa", "psnr", "reward", "sdr", "sisdr", "ssim"}
+"""Of these there are losses, which are still called so: "dice_loss"."""
+
+_MADE_AN_ERROR = {"top1", "top3", "top5", "top10"}  # "top5_error"
+_TURNS_AROUND = {"neg", "negative", "minus", "inverse", "inv"}  # "neg_mse", "one_minus_auc"
+_ANOTHER_QUANTITY = {
+    "change", "delta", "diff", "drop", "gap", "improvement", "losscoef", "lossscale", "ratio", "std", "threshold",
+    "time", "var", "variance", "weight",
+}  # fmt: skip
+"""What is made of a metric, or has its name for another reason: "loss_scale", "f1_threshold", "acc_std"."""
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
+_MINUS = re.compile(r"^-|(?<![A-Za-z0-9.])1 ?- ?(?=[A-Za-z])")  # "-loss", "1-auc"
+
+
+def direction_of(name: str) -> Direction | None:
+    """Return which way a metric of this name is better; `None` if its words do not say, or contradict each other."""
+    name = name.partition("/dataloader_idx_")[0]
+    words = _words(name)
+    if words & (_TURNS_AROUND | _ANOTHER_QUANTITY) or _MINUS.search(name):
+        return None
+    lower, higher = words & _LOWER, words & _HIGHER
+    if "loss" in lower:
+        higher -= _MADE_A_LOSS
+    if lower & {"err", "error"}:
+        higher -= _MADE_AN_ERROR
+    if bool(lower) == bool(higher):
+        return None
+    return "min" if lower else "max"
+
+
+def _words(name: str) -> set[str]:
+    """Return the words of a name, also without a number at their end ("acc1"), and each two as one ("top_1", "IoU")."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    bare = [word.rstrip("0123456789") for word in words]
+    return {*words, *bare, *(first + second for first, second in pairwise(words))}

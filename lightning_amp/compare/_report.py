@@ -1,0 +1,160 @@
+"""`PrecisionReport`: what a comparison found, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from typing_extensions import final, override
+
+from lightning_amp._files import write_atomically
+from lightning_amp._plain_data import Table
+from lightning_amp._urls import open_to_read
+from lightning_amp.compare import _fields, views
+from lightning_amp.compare._arm import Arm
+from lightning_amp.compare._judge import Judgement, judge
+from lightning_amp.compare._plan import Plan
+from lightning_amp.compare._run import ArmRun
+from lightning_amp.compare._verdict import Verdict
+
+_FORMAT = 1
+
+
+@final
+class PrecisionReport:
+    """What :func:`compare_precisions` found: a verdict for each precision and metric, and what each precision gained.
+
+    .. code-block:: python
+
+        report = PrecisionReport.from_json("report.json")
+        print(report.recommendation)
+        print(report.verdict("fp16", "val_loss"))  # not worse: ...
+        report.to_html("report.html")
+
+    JSON is the source: it holds what each run measured, and everything else is computed from it.
+
+    Args:
+        plan: What was compared.
+        runs: What each run left, in any order.
+
+    Attributes:
+        plan: What was compared.
+
+    """
+
+    def __init__(self, plan: Plan, runs: Iterable[ArmRun]) -> None:
+        self.plan = plan
+        position = {label: index for index, label in enumerate(plan.labels)}
+        known = [run for run in runs if run.label in position and run.seed in plan.seeds]
+        self._runs = tuple(sorted(known, key=lambda run: (run.seed, position[run.label])))
+        for run, following in pairwise(self._runs):
+            if (run.label, run.seed) == (following.label, following.seed):
+                raise ValueError(
+                    f"`runs` must hold one run of each arm and seed, got two of {run.label!r}, {run.seed}."
+                )
+
+    @cached_property
+    def _judgement(self) -> Judgement:
+        return judge(self.plan, self._runs)
+
+    @property
+    def arms(self) -> Mapping[str, Arm]:
+        """Return what each arm came to, by label: the reference first, the control last."""
+        return self._judgement.arms
+
+    @property
+    def recommended(self) -> str | None:
+        """Return the label of the arm to use; `None` if the runs do not show it."""
+        return self._judgement.recommendation.label
+
+    @property
+    def recommendation(self) -> str:
+        """Return a sentence or two: which arm to use, why, and what would change that."""
+        return self._judgement.recommendation.sentence
+
+    def verdict(self, label: str, metric: str) -> Verdict:
+        """Return whether an arm is worse than the reference in a metric.
+
+        Returns:
+            Its `claim` is `"not worse"`, `"worse"`, `"undecided"` or `"no margin"`; `str` writes it as a sentence. The
+            reference, which is not compared with itself, has `"no margin"`.
+
+        Raises:
+            KeyError: If there is no such arm, or no run of it logged such a metric; one with a margin is judged anyway.
+
+        """
+        if label not in self.arms:
+            raise KeyError(f"There is no arm {label!r}; there are {list(self.arms)}.")
+        metrics = self.arms[label].metrics
+        if metric not in metrics:
+            raise KeyError(f"There is no metric {metric!r} of the arm {label!r}; there are {list(metrics)}.")
+        return metrics[metric].verdict
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.plan, self._runs)
+
+    @override
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self.arms)}, seeds {list(self.plan.seeds)})"
+
+    @override
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+    def blocks(self) -> list[str | Table]:
+        """Return what :meth:`to_markdown` writes: paragraphs of Markdown, and tables before they are laid out."""
+        return views.blocks(self._judgement)
+
+    def to_markdown(self) -> str:
+        """Write the recommendation, the verdicts and the figures as Markdown."""
+        return views.markdown(self._judgement)
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write everything that was measured, to a path or a URL. NaN and infinities are texts."""
+        data = {
+            "format": _FORMAT,
+            "recommended": self.recommended,
+            "recommendation": self.recommendation,
+            "verdicts": {
+                label: {n: str(m.verdict) for n, m in arm.metrics.items()} for label, arm in self.arms.items()
+            },
+            "speeds": {label: arm.speed.to_data() for label, arm in self.arms.items() if arm.speed is not None},
+            "plan": self.plan.to_data(),
+            "runs": [run.to_data() for run in self._runs],
+        }
+        write_atomically(path, lambda file: file.write(json.dumps(data, indent=1, allow_nan=False)))
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> PrecisionReport:
+        """Read what :meth:`to_json` wrote, from a path or a URL.
+
+        Raises:
+            ValueError: Naming the file, if it is not such a file.
+
+        """
+        try:
+            with open_to_read(path, "text") as file:
+                data: Any = json.load(file)
+            if not isinstance(data, dict) or data.get("format") != _FORMAT:
+                raise ValueError("its `format` is not 1")
+            return cls(Plan.from_data(data.get("plan")), _fields.several(ArmRun.from_data)(data.get("runs")))
+        except (ValueError, RecursionError) as error:  # `json.JSONDecodeError` is a `ValueError`
+            raise ValueError(f"`{path}` is not what `PrecisionReport.to_json` writes: {error}") from error
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one page that loads nothing from elsewhere, to a path or a URL.
+
+        Verdicts first, then the figures, the curves over steps and over time, the differences with their intervals
+        and margins, the scale, and what ran where. Light and dark, for a phone and for paper.
+
+        Raises:
+            ModuleNotFoundError: Without Jinja2, which torch brings.
+
+        """
+        text = views.page(self._judgement)
+        write_atomically(path, lambda file: file.write(text))

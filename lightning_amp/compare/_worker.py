@@ -1,0 +1,317 @@
+"""What runs in the process of an arm: one training, watched, and its numbers as a file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import pickle
+import platform
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from lightning import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning import __version__ as lightning_version
+from lightning.pytorch import Callback
+from typing_extensions import final
+
+from lightning_amp._compat import _lightning
+from lightning_amp._cpu_name import cpu_name
+from lightning_amp._files import write_atomically
+from lightning_amp.callbacks import MetricComparison, ScaleMonitor
+from lightning_amp.casting import our_name
+from lightning_amp.compare._arms import ArmSpec
+from lightning_amp.compare._control import LastBitMover
+from lightning_amp.compare._factories import can_be_found
+from lightning_amp.compare._observer import Observer
+from lightning_amp.compare._run import ArmRun, Point
+from lightning_amp.findings import describe_fallbacks
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.reports import ScaleHistory
+from lightning_amp.tracing import fp32_switches, reduces_fp32
+
+RESULT = "result.json"
+PROGRESS = "progress.json"
+CANNOT_IMPORT = "cannot import"
+"""Key of a result that says that the factories could not be had, which is the same for all arms."""
+
+
+@final
+@dataclass(frozen=True)
+class Task:
+    """What a process is to do; pickled."""
+
+    label: str
+    seed: int
+    arm: ArmSpec
+    moved: bool
+    make_module: Any
+    make_data: Any
+    trainer_kwargs: Mapping[str, Any]
+    work_folder: str
+
+
+def main(header: Mapping[str, Any], started: float) -> None:
+    """Run the task that lies beside the header; `sys.path` is set.
+
+    Args:
+        header: `folder`: for result and progress; `main`, `files`: where to find what the task was pickled from.
+        started: When the process began, as `time.time()`.
+
+    """
+    folder = Path(header["folder"])
+    apply_settings(header["settings"])
+    try:
+        task = _unpickle((folder / "task.pickle").read_bytes(), header)
+    except BaseException as error:
+        _write(folder, {CANNOT_IMPORT: f"{type(error).__name__}: {error}"})
+        raise
+    run = run_arm(task, folder, started)
+    if _lightning.is_rank_zero():
+        _write(folder, {"run": run.to_data()})
+
+
+def run_arm(task: Task, folder: Path, started: float) -> ArmRun:
+    """Train, and return what there is to say about it."""
+    observer = Observer(lambda share, text: _say(folder, share, text))
+    trainer: Trainer | None = None
+    error: str | None = None
+    try:
+        seed_everything(task.seed, verbose=False)
+        module = _made(task.make_module, "make_module", LightningModule)
+        data = _made(task.make_data, "make_data", LightningDataModule)
+        trainer = _trainer(task, observer)
+        trainer.fit(module, datamodule=data)
+        if trainer.interrupted or not trainer.state.finished:
+            error = "the run was interrupted"
+        elif observer.curves and _callback(trainer, MetricComparison) is None:
+            _compare_in_fp32(trainer, module, data)
+    except SystemExit as exit_:  # Lightning leaves by it after an interrupt
+        error = f"the run ended by `sys.exit({exit_.code!r})`"
+    except Exception as caught:
+        with contextlib.suppress(OSError):  # the disk is full
+            traceback.print_exc()
+        error = f"{type(caught).__name__}: {caught}"
+    return _summed_up(task, observer, trainer, error, started)
+
+
+def _made(factory: Any, argument: str, kind: type) -> Any:
+    made = factory()
+    if not isinstance(made, kind):
+        raise TypeError(f"`{argument}` must return a {kind.__name__}; it returned {type(made).__name__}.")
+    return made
+
+
+def _trainer(task: Task, observer: Observer) -> Trainer:
+    kwargs = dict(task.trainer_kwargs)
+    given = kwargs.pop("callbacks", None) or []
+    callbacks = [given] if isinstance(given, Callback) else list(given)
+    if not any(isinstance(callback, ScaleMonitor) for callback in callbacks):
+        callbacks.append(ScaleMonitor())
+    callbacks.append(observer)
+    if task.moved:
+        callbacks.append(LastBitMover(task.seed))
+    kwargs.setdefault("default_root_dir", task.work_folder)
+    kwargs.setdefault("enable_progress_bar", False)
+    plugin = task.arm.plugin(kwargs.get("strategy", "auto"))
+    return Trainer(**kwargs, callbacks=callbacks, plugins=[plugin])
+
+
+def _compare_in_fp32(trainer: Trainer, module: LightningModule, data: LightningDataModule) -> None:
+    """Validate the final weights once more, beside fp32.
+
+    After the fit: its values are those of a run by hand, also where user code counts validations outside of the module.
+
+    """
+    trainer.callbacks.append(MetricComparison())  # type: ignore[attr-defined]
+    try:
+        trainer.validate(module, datamodule=data, verbose=False)
+    except Exception:  # a figure less
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+
+
+def _summed_up(task: Task, observer: Observer, trainer: Trainer | None, error: str | None, started: float) -> ArmRun:
+    watch, now = observer.watch, time.time()
+    elapsed = watch.elapsed_s()
+    monitor = _callback(trainer, ScaleMonitor)
+    comparison = _callback(trainer, MetricComparison)
+    history = None if monitor is None else monitor.history
+    plugin = None if trainer is None else trainer.strategy.precision_plugin
+    scaled = isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler)
+    rows = [] if comparison is None else comparison.table.last
+    recorded = history is not None and history.last is not None
+    steps = _thinned(watch.steady())
+
+    def points(values: list[tuple[int, float]]) -> tuple[Point, ...]:
+        return tuple(Point(step, elapsed[min(step, len(elapsed) - 1)], value) for step, value in values)
+
+    return ArmRun(
+        label=task.label,
+        seed=task.seed,
+        error=error,
+        precision=_precision(plugin, history),
+        device=_device_name(observer.device, trainer),
+        tf32=reduces_fp32(observer.device.type),
+        versions={
+            "lightning_amp": sys.modules["lightning_amp"].__version__,
+            "torch": str(torch.__version__),
+            "lightning": lightning_version,
+            "Python": platform.python_version(),
+        },
+        curves={name: points(values) for name, values in observer.curves.items()},
+        last_validation=observer.last_validation,
+        directions=observer.directions,
+        loss=points(observer.losses()),
+        same_weights={row.metric: (row.amp, row.fp32) for row in rows},
+        step_s=tuple(watch.step_s(steps)),
+        timed_steps=tuple(steps),
+        samples_per_s=tuple(watch.samples_per_s(steps)),
+        train_s=elapsed[-1],
+        total_s=now - started,
+        peak_memory_bytes=observer.peak_memory_bytes,
+        memory_of=observer.memory_of if observer.peak_memory_bytes is not None else None,
+        num_steps=history.num_steps if history is not None and recorded else _global_step(trainer),
+        num_skipped=history.num_skipped if history is not None and recorded else 0,
+        scale=tuple(history) if history is not None and (scaled or history.fallbacks) else (),
+        matmul_flops=observer.matmul_flops,
+    )
+
+
+def _callback(trainer: Trainer | None, kind: Any) -> Any:
+    callbacks: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
+
+
+def _global_step(trainer: Trainer | None) -> int:
+    return 0 if trainer is None else trainer.global_step
+
+
+def _precision(plugin: Any, history: ScaleHistory | None) -> str:
+    """Return our name of it, or Lightning's for somebody else's plugin; of a run that was stuck, and when."""
+    if plugin is None:
+        return ""
+    if history is not None and history.fallbacks and history.first is not None:
+        return f"{history.first.precision}{describe_fallbacks(history)}"
+    if isinstance(plugin, AmpPrecision):
+        if history is not None and history.last is not None and history.last.precision:
+            return history.last.precision  # of fp8 Lightning's name is that of bf16
+        return our_name(plugin.precision)
+    return f"{plugin.precision} ({type(plugin).__name__})"
+
+
+def _device_name(device: torch.device, trainer: Trainer | None) -> str:
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{device.type} ({cpu_name()})" if device.type == "cpu" else device.type
+    number = 1 if trainer is None else trainer.world_size
+    return name if number == 1 else f"{number} x {name}"
+
+
+def _thinned(steps: list[int], most: int = 1000) -> list[int]:
+    """Leave out steps by their number, so that every arm keeps the same ones and they can be paired."""
+    stride = 1
+    while len(steps) > most:
+        stride *= 2
+        steps = [step for step in steps if step % stride == 0]
+    return steps
+
+
+# -- switches of torch that hold for a whole process -------------------------------------------------------------------
+
+
+def process_settings() -> dict[str, Any]:
+    """Return the number of threads, TF32 and what else changes how fast, and in which bits, torch computes.
+
+    A script sets them at its top, and a run by hand has them. Random generators are no settings.
+    """
+    return {
+        "num_threads": torch.get_num_threads(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "fp32_precision": [switch.fp32_precision for switch in fp32_switches()],
+    }
+
+
+def apply_settings(settings: Mapping[str, Any]) -> None:
+    """Set what :func:`process_settings` returned, where it is not so already."""
+    own = process_settings()
+    if own["num_threads"] != settings["num_threads"]:
+        torch.set_num_threads(settings["num_threads"])
+    if own["default_dtype"] != settings["default_dtype"]:
+        torch.set_default_dtype(getattr(torch, settings["default_dtype"]))
+    if settings["deterministic"]:
+        torch.use_deterministic_algorithms(True, warn_only=settings["deterministic_warn_only"])
+    for name in ("benchmark", "deterministic"):
+        if own[f"cudnn_{name}"] != settings[f"cudnn_{name}"]:
+            setattr(torch.backends.cudnn, name, settings[f"cudnn_{name}"])
+    for switch, mine, wanted in zip(fp32_switches(), own["fp32_precision"], settings["fp32_precision"], strict=True):
+        if mine != wanted:
+            switch.fp32_precision = wanted
+
+
+# -- getting at what was pickled ---------------------------------------------------------------------------------------
+
+
+def _unpickle(data: bytes, header: Mapping[str, Any]) -> Task:
+    """Return the task; while files are imported, `sys.argv` is that of the script, which may look at it."""
+    own, sys.argv = sys.argv, header["argv"]
+    try:
+        return _imported(data, header)
+    finally:
+        sys.argv = own  # with which ranks are started
+
+
+def _imported(data: bytes, header: Mapping[str, Any]) -> Task:
+    for name, file in header["files"].items():
+        if name not in sys.modules and not can_be_found(name, file):
+            _load(name, file)
+    if b"__main__" in data and header["main"] is not None:
+        _load_main(**header["main"])
+    return pickle.loads(data)
+
+
+def _load(name: str, file: str) -> None:
+    """Import a file under the name that it had, which `sys.path` does not lead to."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _load_main(name: str | None = None, path: str | None = None) -> None:
+    """Import the script that asked for the comparison, as `multiprocessing` does: its guard keeps it from running."""
+    under = "__mp_main__"
+    found = (
+        runpy.run_module(name, run_name=under, alter_sys=True) if name else runpy.run_path(path or "", run_name=under)
+    )
+    module = ModuleType(under)
+    vars(module).update(found, __spec__=None)  # ranks are started by `_child.py`, not by the script
+    sys.modules["__main__"] = sys.modules[under] = module
+
+
+# -- telling the other process -----------------------------------------------------------------------------------------
+
+
+def _write(folder: Path, data: Mapping[str, Any]) -> None:
+    write_atomically(folder / RESULT, lambda file: json.dump(data, file, allow_nan=False))
+
+
+def _say(folder: Path, share: float | None, text: str) -> None:
+    if _lightning.is_rank_zero():
+        with contextlib.suppress(OSError):
+            (folder / PROGRESS).write_text(json.dumps({"share": share, "text": text}), encoding="utf-8")

@@ -1,0 +1,6 @@
+"""A judgement as Markdown and as a page with charts; nothing is decided here."""
+
+from lightning_amp.compare.views._page import page
+from lightning_amp.compare.views._words import blocks, markdown
+
+__all__ = ["blocks", "markdown", "page"]

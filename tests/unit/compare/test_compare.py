@@ -1,0 +1,225 @@
+"""Comparisons as a whole; their arms run in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from zoo.compared import TRAINER, FailsInFp16, NoisyPrecision, Sea, Waves, here
+
+import lightning_amp
+from lightning_amp.compare import _compare
+from lightning_amp.compare._run import ArmRun
+from lightning_amp.compare._worker import Task
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ran, in this process."""
+    names: list[str] = []
+
+    def run(task: Task, on_progress: Any) -> ArmRun:
+        names.append(f"{task.label} {task.seed}")
+        return here(task)
+
+    monkeypatch.setattr(_compare, "run_in_process", run)
+    return names
+
+
+def compare(precisions: Any = ("fp32", "bf16"), module: Any = Waves, **kwargs: Any) -> lightning_amp.PrecisionReport:
+    return lightning_amp.compare_precisions(module, Sea, precisions, **{"trainer_kwargs": TRAINER, **kwargs})
+
+
+def test_arms_are_interleaved_and_the_control_is_last(ran: list[str]) -> None:
+    report = compare(num_seeds=2, seed=5)
+    assert ran == ["fp32 5", "bf16 5", "control 5", "control 6", "bf16 6", "fp32 6"]
+    assert list(report.arms) == ["fp32", "bf16", "control"]
+    assert report.arms["control"].is_control
+    assert report.recommended is None
+    assert str(report.verdict("bf16", "val_loss")) == "no margin"
+
+
+def test_a_control_on_request(ran: list[str]) -> None:
+    compare(control=True)
+    assert ran == ["fp32 0", "bf16 0", "control 0"]
+    ran.clear()
+    compare(num_seeds=2, control=False)
+    assert ran == ["fp32 0", "bf16 0", "bf16 1", "fp32 1"]
+
+
+def test_verdicts(ran: list[str]) -> None:
+    """Equal arms are not worse, an arm that is worse on purpose is, and one that fails decides nothing."""
+    arms = {"a": "fp32", "b": "32-true", "worse": NoisyPrecision(), "fails": {"precision": "fp16"}}
+    margins = {"val_loss": 0.01, "distance": 0.0, "thing": ("max", 10.0)}
+    report = compare(arms, FailsInFp16, num_seeds=3, margins=margins)
+    assert report.verdict("b", "val_loss").claim == "not worse"
+    assert report.verdict("b", "distance").claim == "not worse"
+    assert report.arms["b"].metrics["val_loss"].finals == report.arms["a"].metrics["val_loss"].finals
+    assert report.verdict("worse", "val_loss").claim == "worse"
+    assert report.verdict("worse", "distance").claim == "worse"
+    assert report.arms["fails"].errors == dict.fromkeys(range(3), "ArithmeticError: no fp16 here | really\nnot")
+    assert str(report.verdict("fails", "val_loss")) == "undecided: it failed with all 3 seeds"
+    assert report.recommended in {"a", None}
+    assert "worse" not in (report.recommended or "")
+    control = report.arms["control"].metrics["val_loss"]
+    assert 0 < max(map(abs, control.difference.values)) < 0.01
+    assert control.verdict.claim == "not worse"
+
+
+@pytest.mark.parametrize("num_seeds", [1, 2])
+def test_few_seeds_never_decide(num_seeds: int, ran: list[str]) -> None:
+    report = compare(
+        {"a": "fp32", "b": "fp32", "worse": NoisyPrecision()}, num_seeds=num_seeds, margins={"val_loss": 1.0}
+    )
+    assert report.verdict("b", "val_loss").claim == "undecided"
+    assert report.verdict("worse", "val_loss").claim == "undecided"
+    assert report.recommended is None
+
+
+def test_what_finished_is_not_run_again(ran: list[str], tmp_path: Path) -> None:
+    first = compare(dirpath=tmp_path / "kept")
+    assert ran == ["fp32 0", "bf16 0"]
+    ran.clear()
+    again = compare(dirpath=tmp_path / "kept", margins={"val_loss": 0.1})
+    assert ran == []
+    assert again.arms["bf16"].runs == first.arms["bf16"].runs
+    compare(dirpath=str(tmp_path / "kept"), num_seeds=2)
+    assert ran == ["control 0", "control 1", "bf16 1", "fp32 1"]
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"format": 1}', "\0\xff"])
+def test_a_torn_file_is_run_again(damage: str, ran: list[str], tmp_path: Path) -> None:
+    compare(dirpath=tmp_path)
+    (tmp_path / "bf16-seed0.json").write_text(damage, encoding="latin-1")
+    (tmp_path / "comparison.json").write_text(damage, encoding="latin-1")
+    ran.clear()
+    compare(dirpath=tmp_path)
+    assert ran == ["bf16 0"]
+    assert json.loads((tmp_path / "bf16-seed0.json").read_text())["run"]["error"] is None
+
+
+def test_what_failed_is_run_again(ran: list[str], tmp_path: Path) -> None:
+    compare(("fp32", "fp16"), FailsInFp16, dirpath=tmp_path)
+    ran.clear()
+    compare(("fp32", "fp16"), FailsInFp16, dirpath=tmp_path)
+    assert ran == ["fp16 0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({"precisions": ("fp32", "fp16")}, "precisions"),
+        ({"module": FailsInFp16}, "make_module"),
+        ({"trainer_kwargs": {**TRAINER, "max_epochs": 3}}, "trainer_kwargs"),
+    ],
+)
+def test_the_folder_of_another_comparison(changes: Any, differs: str, ran: list[str], tmp_path: Path) -> None:
+    compare(dirpath=tmp_path / "mine")
+    ran.clear()
+    with pytest.raises(ValueError, match=f"mine' has another comparison .its `{differs}`"):
+        compare(**changes, dirpath=tmp_path / "mine")
+    assert ran == []
+
+
+def make_with_a_table(table: Any) -> Waves:
+    return Waves()
+
+
+def test_settings_without_a_text_are_run_again(ran: list[str], tmp_path: Path) -> None:
+    make = partial(make_with_a_table, torch.arange(2000.0))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="a second call runs it again: the arguments hold `Tensor`, whose text"):
+            compare(("fp32",), make, dirpath=tmp_path)
+    assert ran == ["fp32 0", "fp32 0"]
+
+
+def test_an_interrupt_loses_nothing(ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _compare.run_in_process
+
+    def interrupted(task: Task, on_progress: Any) -> ArmRun:
+        if task.label == "bf16":
+            raise KeyboardInterrupt
+        return run(task, on_progress)
+
+    monkeypatch.setattr(_compare, "run_in_process", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compare(dirpath=tmp_path)
+    monkeypatch.setattr(_compare, "run_in_process", run)
+    ran.clear()
+    compare(dirpath=tmp_path)
+    assert ran == ["bf16 0"]
+
+
+@pytest.mark.parametrize(
+    ("margins", "message"),
+    [
+        ({"val_los": 0.1}, r"got 'val_los'; it logs `distance`, `val_loss`, `thing`. Did you mean 'val_loss'\?"),
+        ({"thing": 0.1}, r"which way 'thing' is better.*\(\"min\", 0.1\)"),
+    ],
+)
+def test_margins_that_nobody_can_judge(margins: Any, message: str, ran: list[str], tmp_path: Path) -> None:
+    """As soon as the first arm has finished, which is kept."""
+    with pytest.raises(ValueError, match=message):
+        compare(margins=margins, dirpath=tmp_path)
+    assert ran == ["fp32 0"]
+    compare(dirpath=tmp_path)
+    assert ran == ["fp32 0", "bf16 0"]
+
+
+def test_a_folder_at_a_url(ran: list[str], folder_url: str) -> None:
+    compare(dirpath=folder_url)
+    ran.clear()
+    compare(dirpath=folder_url)
+    assert ran == []
+    with pytest.raises(ValueError, match="has another comparison"):
+        compare(("fp32",), dirpath=folder_url)
+
+
+def test_a_folder_that_becomes_full(
+    ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    from lightning_amp.compare import _store
+
+    write = _store.write_atomically
+
+    def full(path: Any, *args: Any, **kwargs: Any) -> None:
+        if "seed0" in str(path):
+            raise OSError(28, "No space left on device")
+        write(path, *args, **kwargs)
+
+    monkeypatch.setattr(_store, "write_atomically", full)
+    with pytest.warns(UserWarning, match="could not write to .*No space left on device") as caught:
+        report = compare(dirpath=tmp_path)
+    assert len([w for w in caught if "could not write" in str(w.message)]) == 1
+    assert all(arm.finished for arm in report.arms.values())
+
+
+def test_a_folder_that_cannot_be_made(ran: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        compare(dirpath=tmp_path / "file" / "kept")
+    assert ran == []
+
+
+def test_nothing_is_left_in_the_current_folder(ran: list[str], in_tmp_path: Path) -> None:
+    compare(trainer_kwargs={"accelerator": "cpu", "max_epochs": 1, "enable_model_summary": False})
+    assert list(in_tmp_path.iterdir()) == []
+
+
+def test_one_seed_needs_no_scipy(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    report = compare(margins={"val_loss": 0.1})
+    assert str(report.verdict("bf16", "val_loss")).startswith("undecided: one seed never decides")
+    assert "one seed never decides" in str(report)
+
+
+def test_the_order_of_the_arms_is_a_part_of_the_comparison(ran: list[str], tmp_path: Path) -> None:
+    """A control that was kept is one of the first arm."""
+    compare(("fp32", "bf16"), control=True, dirpath=tmp_path)
+    with pytest.raises(ValueError, match="has another comparison"):
+        compare(("bf16", "fp32"), control=True, dirpath=tmp_path)

@@ -1,0 +1,97 @@
+"""The callback that watches; what it finds is in `test_arm_process.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+from support import assert_same, weights
+from torch.utils.data import DataLoader
+from zoo.compared import TRAINER, Sea, Waves, by_hand, task
+
+from lightning_amp import AmpPrecision
+from lightning_amp.compare import _observer
+from lightning_amp.compare._observer import Observer
+from lightning_amp.compare._worker import run_arm
+
+
+def watched(module: Any = Waves, data: Any = Sea, **changes: Any) -> tuple[Observer, L.Trainer, list[Any]]:
+    heard: list[Any] = []
+    observer = Observer(lambda *progress: heard.append(progress))
+    kwargs = {**TRAINER, "enable_progress_bar": False, **changes}
+    L.seed_everything(3, verbose=False)
+    trainer = L.Trainer(**kwargs, callbacks=[observer], plugins=[AmpPrecision("fp16")])
+    trainer.fit(module(), datamodule=data())
+    return observer, trainer, heard
+
+
+def test_it_changes_no_bit() -> None:
+    _, trainer, _ = watched()
+    assert_same(weights(trainer), weights(by_hand(AmpPrecision("fp16"))))
+
+
+class Loaders(Sea):
+    def val_dataloader(self) -> Any:
+        return [super().val_dataloader(), super().val_dataloader()]
+
+
+class Often(Waves):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), on_step=True, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("step", 17.0)
+        self.log("at_end", 1.0)
+
+
+def test_curves_know_loaders_and_the_epoch_end() -> None:
+    observer, _, _ = watched(Often, Loaders, val_check_interval=0.5)
+    names = {f"{name}/dataloader_idx_{i}" for name in ("val_loss", "val_loss_epoch") for i in (0, 1)}
+    assert set(observer.curves) == names | {"at_end"}
+    assert [step for step, _ in observer.curves["at_end"]] == [6, 12, 18, 24]
+
+
+def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=iter(range(1, 1000)).__next__, time=time.time)
+    monkeypatch.setattr(_observer, "time", clock)
+    _, _, heard = watched()
+    assert heard[0] == (1 / 24, "epoch 1/2")
+    assert heard[-1] == (1.0, "epoch 2/2")
+    _, _, heard = watched(max_epochs=-1, max_steps=6)
+    assert heard[2] == (0.5, "epoch 1")
+
+
+def test_losses_of_a_long_run_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_observer, "_MOST_POINTS", 5)
+    observer, _, _ = watched(max_epochs=4)
+    steps = [step for step, _ in observer.losses()]
+    assert len(steps) <= 5
+    assert steps == sorted(steps)
+    assert steps[-1] > 30
+
+
+def test_who_asked_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = iter([1, 1, 2])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents, 2))
+    killed: list[Any] = []
+    monkeypatch.setattr(os, "getpgid", lambda pid: os.getpid())
+    monkeypatch.setattr(os, "killpg", lambda *args: killed.append(args))
+    run = run_arm(task(tmp_path), tmp_path, 0.0)
+    assert killed == [(0, signal.SIGKILL)]
+    assert "the process that asked for this arm is gone" in str(run.error)
+
+
+class Ragged(Sea):
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=50)
+
+
+def test_the_size_of_each_batch_counts() -> None:
+    observer, _, _ = watched(data=Ragged)
+    assert list(observer.watch._samples) == [50, 50, 28] * 2

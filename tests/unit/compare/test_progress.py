@@ -1,0 +1,67 @@
+"""What a comparison says while it runs."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from lightning_amp.compare._progress import progress
+
+
+def test_a_line_for_each_run_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(3) as shown:
+        shown.start("fp32, seed 0")
+        shown.move(0.5, "epoch 1/2")
+        shown.finish("fp32, seed 0: 12 s")
+        shown.finish("bf16, seed 0: kept from before", fresh=False)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "[1/3] fp32, seed 0: 12 s",
+        "[2/3] bf16, seed 0: kept from before",
+    ]
+
+
+def test_a_number_of_runs_that_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(3) as shown:
+        shown.start("fp32, batch size 8")
+        shown.finish("fp32, batch size 8: 3 GiB")
+        shown.expect(2)
+        shown.finish("fp32, batch size 16: 5 GiB")
+        shown.finish("one that nobody expected")
+    assert capsys.readouterr().err.splitlines() == [
+        "[1/3] fp32, batch size 8: 3 GiB", "[2/2] fp32, batch size 16: 5 GiB",
+        "[3/3] one that nobody expected",
+    ]  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> str:
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress(2) as shown:
+        shown.start("fp32 [bold], seed 0")
+        shown.finish("fp32 [bold], seed 0: 12 s")
+        shown.start("bf16, seed 0")
+        shown.move(0.5, "epoch 1/2")
+    return terminal.getvalue()
+
+
+def test_a_bar_with_the_arm_its_epoch_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = on_terminal(monkeypatch)
+    assert "fp32 [bold], seed 0: 12 s" in text
+    assert "bf16, seed 0: epoch 1/2" in text
+    assert "left" in text
+
+
+def test_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert on_terminal(monkeypatch) == "[1/2] fp32 [bold], seed 0: 12 s\n"
