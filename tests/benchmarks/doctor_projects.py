@@ -16,7 +16,7 @@ sys.path.insert(0, "tests")
 
 
 def main(names: list[str]) -> None:
-    from support.slow_projects import HEALTHY, SLOW
+    from zoo.slow import HEALTHY, SLOW
 
     from lightning_amp import doctor
     from lightning_amp.profiling import _machine

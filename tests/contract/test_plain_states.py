@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support import Poison, Toy, batches, fit
-from support.faults import FAULTS, Net, plain_data
 from torch import Tensor
+from zoo.faults import FAULTS, Net, plain_data
 
 from lightning_amp import (
     AmpPrecision,

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
-from support.compared import here
 from support.source import PACKAGE, ROOT, Finding, Function, Package, Source, findings, new_findings
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from zoo.compared import here
 
 import lightning_amp
 from lightning_amp import AmpPrecision

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
-from support.compared import here
 from support.fp8 import needs_torchao
+from zoo.compared import here
 
 from lightning_amp.comparison import _compare
 from lightning_amp.tuning import _probe, _runs

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 from support import Poison, Toy, batches, fit
-from support.overflows import BadRow, fp16, with_bad
+from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import OverflowLocator, ScaleMonitor
 from lightning_amp._files import LEFTOVER, write_atomically

@@ -12,9 +12,9 @@ import lightning as L
 import pytest
 import torch
 from support import DEVICE
-from support.compared import here
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from zoo.compared import here
 
 from lightning_amp import doctor, find_batch_size
 from lightning_amp.comparison import Task

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.compared import Sea, Waves, by_hand, here, task
+from zoo.compared import Sea, Waves, by_hand, here, task
 
 from lightning_amp import AmpPrecision, compare_precisions
 from lightning_amp.comparison._stopwatch import Stopwatch

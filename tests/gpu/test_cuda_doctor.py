@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.slow_projects import HEALTHY, Language, Project, Waiting, depthwise, mlp, rows, tokens
+from zoo.slow import HEALTHY, Language, Project, Waiting, depthwise, mlp, rows, tokens
 
 from lightning_amp import doctor
 from lightning_amp.profiling._clock import BACKWARD, FORWARD, Clock

@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support.faults import FAULTS, Fault
+from zoo.faults import FAULTS, Fault
 
 from lightning_amp import OverflowLocator
 from lightning_amp.reports import OverflowReport

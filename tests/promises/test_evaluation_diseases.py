@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support import quiet_trainer
-from support.evaluation_cases import BATCH_SIZE, FAULTS, HEALTHY, Case, Fault, Offset, Rows, rows_for, validate
 from torch.utils.data import DataLoader
+from zoo.evaluation import BATCH_SIZE, FAULTS, HEALTHY, Case, Fault, Offset, Rows, rows_for, validate
 
 from lightning_amp import AmpPrecision, MetricComparison
 
@@ -46,7 +46,7 @@ def test_each_fault_is_named_and_cured(name: str) -> None:
     assert all(any(name in found for found in report.names) for name in fault.names)
     if fault.operation:
         assert report.operation == fault.operation
-        assert "evaluation_cases.py" in report.place
+        assert "evaluation.py" in report.place
     if fault.in_fp32_too:
         assert report.tried == ()
         assert "no precision can help" in said[0]

@@ -10,12 +10,12 @@ import lightning as L
 import pytest
 import torch
 from support import FEATURES, Poison, Toy, assert_same, batches, fit, quiet_trainer, weights
-from support.compared import Waves, here, task
 from support.fp8 import RECIPES, Deep, emulated, needs_torchao
 from support.promises import plain_adamw
 from support.resuming import Resumable
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from zoo.compared import Waves, here, task
 
 from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
 

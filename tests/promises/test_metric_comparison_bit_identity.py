@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
 from support.averages import EMAWeightAveraging
-from support.comparison_models import Everything, Rows, everything_of, fit, loaders
 from support.launch import run_ranks
+from zoo.watched import Everything, Rows, everything_of, fit, loaders
 
 from lightning_amp import AmpPrecision
 from lightning_amp.callbacks._metric_comparison import MetricComparison

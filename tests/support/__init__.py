@@ -1,7 +1,8 @@
 """What the tests share: a quiet Trainer, small models, injected overflow, and comparisons with fp32."""
 
+from zoo.toy import FEATURES, Toy, assert_same, attributes, batches, weights
+
 from support.devices import DEVICE, CountReads, ForbidSync, flags_on_a_device, run_scenarios, set_sync_mode
-from support.models import FEATURES, Toy, assert_same, attributes, batches, weights
 from support.plugins import STOCK_CACHES_CASTS, StockWithoutAutocast, WithoutAutocast, scaled_fp32, stock, stock_fp32
 from support.poison import Poison, Recorder
 from support.trainers import fit, quiet_trainer

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import final, override
-
-from support.models import FEATURES, Toy
+from zoo.toy import FEATURES, Toy
 
 
 @final

@@ -9,9 +9,9 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities import registry
+from zoo.toy import batches
 
 from support.devices import DEVICE
-from support.models import batches
 
 # Each Trainer reads the metadata of all that is installed, in search of callbacks: half of the time of a tiny fit.
 registry.entry_points = functools.cache(registry.entry_points)

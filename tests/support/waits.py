@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from typing_extensions import final
+from zoo.toy import FEATURES, Toy, batches
 
 from benchmarks.headline._waits import SyncWarnings
 from lightning_amp import (
@@ -22,7 +23,6 @@ from lightning_amp import (
     OverflowLocator,
     ScaleMonitor,
 )
-from support.models import FEATURES, Toy, batches
 from support.plugins import stock
 from support.poison import Poison
 from support.trainers import fit

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import pytest
-from support.comparisons import Model, OnlyTest, WithTest, data, fit, make_trainer, values
 from torch import Tensor
+from zoo.validated import Model, OnlyTest, WithTest, data, fit, make_trainer, values
 
 from lightning_amp.callbacks._metric_comparison import MetricComparison
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.comparisons import Model, make_trainer
+from zoo.validated import Model, make_trainer
 
 from lightning_amp.callbacks._comparison_tolerance import Tolerance
 from lightning_amp.reports import ComparisonRow, ComparisonTable

@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import HalfPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from support import DEVICE
-from support.comparison_models import Rows
-from support.comparisons import Fails, Model, OnlyTest, WithTest, count, data, fit, make_trainer, values
 from torch import Tensor, nn
+from zoo.validated import Fails, Model, OnlyTest, WithTest, count, data, fit, make_trainer, values
+from zoo.watched import Rows
 
 from lightning_amp.callbacks._comparison_keys import ABS_DIFF_PREFIX, DIFF_PREFIX, FP32_PREFIX
 from lightning_amp.callbacks._metric_comparison import MetricComparison

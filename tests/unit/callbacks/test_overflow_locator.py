@@ -12,10 +12,10 @@ import lightning as L
 import pytest
 import torch
 from support import DEVICE, Poison, Recorder, Toy, assert_same, batches, fit, flags_on_a_device, stock
-from support.overflows import BadRow, fp16, with_bad
 from support.stores import Bucket
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, StepRecord
 from lightning_amp.callbacks import _overflow_locator

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support import fit
-from support.overflows import BadRow, fp16, with_bad
+from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import OverflowLocator
 

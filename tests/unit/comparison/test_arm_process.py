@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins import MixedPrecision
-from support.compared import FailsInFp16, Sea, Waves, by_hand, here, not_a_module, raises, task
+from zoo.compared import FailsInFp16, Sea, Waves, by_hand, here, not_a_module, raises, task
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, MetricComparison, ScaleMonitor
 from lightning_amp.comparison._arm_process import run_arm

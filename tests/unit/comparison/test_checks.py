@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import LambdaCallback
-from support.compared import Sea, Waves
+from zoo.compared import Sea, Waves
 
 from lightning_amp import compare_precisions
 from lightning_amp.comparison import _compare

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.compared import TRAINER, FailsInFp16, NoisyPrecision, Sea, Waves, here
+from zoo.compared import TRAINER, FailsInFp16, NoisyPrecision, Sea, Waves, here
 
 import lightning_amp
 from lightning_amp.comparison import _compare

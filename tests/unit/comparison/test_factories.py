@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from support.compared import Sea, Waves
+from zoo.compared import Sea, Waves
 
 from lightning_amp.comparison._factories import can_be_found, check_factory, factory_name, main_module, source_files
 
@@ -48,7 +48,7 @@ def test_what_another_process_can_import(factory: Callable[[], Any]) -> None:
 
 
 def test_names() -> None:
-    assert factory_name(Waves) == "support.compared.Waves"
+    assert factory_name(Waves) == "zoo.compared.Waves"
     assert factory_name(partial(needs, 3)) != factory_name(partial(needs, 4))
     assert factory_name(Maker(3)) != factory_name(Maker(4))
     assert factory_name(Maker(3).make) != factory_name(Maker(4).make)
@@ -111,8 +111,8 @@ def test_modules_that_no_path_leads_to(tmp_path: Path) -> None:
         assert source_files(module.make) == {"odd_place": str(file)}
         assert source_files(SimpleNamespace(__wrapped__=module.make)) == {"odd_place": str(file)}
         assert not can_be_found("odd_place", str(file))
-        assert can_be_found("support.compared", source_files(Waves)["support.compared"])
-        assert not can_be_found("support.compared", str(file))
+        assert can_be_found("zoo.compared", source_files(Waves)["zoo.compared"])
+        assert not can_be_found("zoo.compared", str(file))
         assert not can_be_found("no.such.module", str(file))
     finally:
         del sys.modules["odd_place"]

@@ -12,8 +12,8 @@ from typing import Any
 import lightning as L
 import pytest
 from support import assert_same, weights
-from support.compared import TRAINER, Sea, Waves, by_hand, task
 from torch.utils.data import DataLoader
+from zoo.compared import TRAINER, Sea, Waves, by_hand, task
 
 from lightning_amp import AmpPrecision
 from lightning_amp.comparison import _observer

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import warm
-from support.compared import by_hand, dies, sleeps, task
+from zoo.compared import by_hand, dies, sleeps, task
 
 from lightning_amp import AmpPrecision
 from lightning_amp.comparison._process import run_in_process
@@ -62,7 +62,7 @@ def test_an_interrupt_ends_the_process(tmp_path: Path, monkeypatch: pytest.Monke
 
 SCRIPT = """
 import lightning_amp
-from support.compared import Sea, Waves, sleeps
+from zoo.compared import Sea, Waves, sleeps
 
 {functions}
 kwargs = dict(accelerator="cpu", max_epochs=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support import slow_projects
 from support.doctor_facts import machine
+from zoo import slow
 
 from lightning_amp.profiling import _doctor, _examine_step, _variants, _watch
 
@@ -15,7 +15,7 @@ from lightning_amp.profiling import _doctor, _examine_step, _variants, _watch
 def quick(monkeypatch: pytest.MonkeyPatch, on_machine: Callable[[str], None]) -> None:
     """On a machine on which bf16 pays, whatever this CPU is: what is healthy there is not healthy everywhere."""
     on_machine("bf16-fast")
-    monkeypatch.setitem(slow_projects.SIZES, "divisor", 8)
+    monkeypatch.setitem(slow.SIZES, "divisor", 8)
     monkeypatch.setattr(_doctor, "examine", lambda device, short: machine())
     monkeypatch.setattr(_watch, "_TIMED", (3, 4))
     monkeypatch.setattr(_watch, "_TIMED_S", (0.0, 5.0))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from support import Toy, batches
-from support.slow_projects import Project, mlp, rows
+from zoo.slow import Project, mlp, rows
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, doctor
 from lightning_amp.profiling import _examine_step

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import Toy, batches, slow_projects
+from support import Toy, batches
 from support.doctor_facts import machine, machine_with
 from support.planned_race import PlannedClock, planned_race
-from support.slow_projects import HEALTHY, SLOW
+from zoo import slow
+from zoo.slow import HEALTHY, SLOW
 
 from lightning_amp import doctor
 from lightning_amp.advice import AS_IT_IS, IN_FP32
@@ -49,10 +50,10 @@ def test_a_planted_reason_is_named_and_its_cure_takes_it_away(name: str, monkeyp
     elif name == "fp16 on a CPU":  # a note as long as it is not decided that it is slower
         monkeypatch.setattr(_examine_step, "race", planned_race(lambda data: {AS_IT_IS: 3.0, IN_FP32: 1.0}))
     elif name == "a data set that sleeps":  # in the cure its workers do, which have clocks of their own
-        for module in (slow_projects, _clock, _device_clock):
+        for module in (slow, _clock, _device_clock):
             monkeypatch.setattr(module, "time", clock)
     if case.memory_gib:
-        small = machine(memory_gib=case.memory_gib / slow_projects.SIZES["divisor"] ** 2)
+        small = machine(memory_gib=case.memory_gib / slow.SIZES["divisor"] ** 2)
         monkeypatch.setattr(_doctor, "examine", lambda device, short: small)
     report = doctor(**case.arguments())
     found = codes(report)

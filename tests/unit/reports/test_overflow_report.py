@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support import Toy, batches, fit
-from support.overflows import BadRow, fp16, with_bad
 from torch import Tensor, nn
+from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator
 from lightning_amp.reports._overflow_report import OverflowReport

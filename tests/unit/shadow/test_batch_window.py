@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import fit
-from support.overflows import BadRow, fp16, with_bad
+from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import OverflowLocator
 from lightning_amp.shadow import BatchWindow, _batch_window

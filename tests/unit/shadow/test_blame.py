@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support import Toy, fit
-from support.faults import Net, Table, holes, mse, plain_data, through
-from support.overflows import BadRow, fp16, with_bad
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from zoo.faults import Net, Table, holes, mse, plain_data, through
+from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import AmpPrecision, OverflowLocator
 from lightning_amp.shadow._blame import cause_key

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparisons import Model, data, fit, make_trainer, values
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from zoo.validated import Model, data, fit, make_trainer, values
 
 from lightning_amp.callbacks._metric_comparison import MetricComparison
 

@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from support import quiet_trainer
-from support.evaluation_cases import BATCH_SIZE, Case, Temperatures, rows_for
 from torch.utils.data import DataLoader
+from zoo.evaluation import BATCH_SIZE, Case, Temperatures, rows_for
 
 from lightning_amp import AmpPrecision
 from lightning_amp.shadow._evaluation_replay import EvaluationReplay

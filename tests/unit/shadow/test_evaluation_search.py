@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import DEVICE
-from support.evaluation_cases import BATCH_SIZE, Case, Offset, Temperatures, rows_for, validate
+from zoo.evaluation import BATCH_SIZE, Case, Offset, Temperatures, rows_for, validate
 
 from lightning_amp.shadow import _first_batches
 

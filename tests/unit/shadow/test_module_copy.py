@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from support.copies import Module, Tracker, copied
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from zoo.copies import Module, Tracker, copied
 
 from lightning_amp.shadow import _module_copy
 from lightning_amp.shadow._module_copy import copy_batch, copy_module

@@ -11,9 +11,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.profilers import PyTorchProfiler
-from support.copies import Module, copied
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from zoo.copies import Module, copied
 
 from lightning_amp import AmpPrecision, GradientMonitor, MetricComparison, OverflowLocator
 from lightning_amp.shadow._not_copied import NotCopied, NotCopiedError

@@ -8,8 +8,8 @@ import lightning as L
 import pytest
 import torch
 from support import Poison, Toy, assert_same, batches, fit
-from support.overflows import BadRow, HalfBody, fp16, with_bad
 from torch import Tensor, nn
+from zoo.overflows import BadRow, HalfBody, fp16, with_bad
 
 from lightning_amp import AmpPrecision, OverflowLocator
 from lightning_amp.shadow import TrainingPass

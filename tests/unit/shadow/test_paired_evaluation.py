@@ -10,9 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.comparisons import Fails, Model, count, data, fit, make_trainer, values
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from zoo.validated import Fails, Model, count, data, fit, make_trainer, values
 
 from lightning_amp.callbacks._metric_comparison import MetricComparison
 

@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 import torch
-from support.copies import Module, copied
 from torch import Tensor
+from zoo.copies import Module, copied
 
 
 def test_hooks_that_close_over_the_module_see_the_copy() -> None:

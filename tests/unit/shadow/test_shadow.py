@@ -7,9 +7,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from support.comparison_models import Rows
-from support.copies import Module
 from torch.utils.data import DataLoader
+from zoo.copies import Module
+from zoo.watched import Rows
 
 from lightning_amp.shadow._shadow import Shadow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support import fit
-from support.faults import Net, mse, plain_data
 from torch import Tensor
+from zoo.faults import Net, mse, plain_data
 
 from lightning_amp import AmpPrecision, OverflowLocator
 

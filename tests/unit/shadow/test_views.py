@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.comparison_models import Rows
+from zoo.watched import Rows
 
 from lightning_amp import AmpPrecision
 from lightning_amp.shadow._views import NOTHING, SilentLogger, SilentProgressBar, View, replaying

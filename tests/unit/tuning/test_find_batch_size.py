@@ -12,9 +12,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support.compared import here
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from zoo.compared import here
 
 import lightning_amp
 from lightning_amp.comparison import ArmSpec, Task

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import fp32_cases as cases
 from torch import Tensor, nn
+from zoo import fp32_cases as cases
 
 from lightning_amp.tuning import NothingHelps
 from lightning_amp.tuning._fp32_bench import Bench

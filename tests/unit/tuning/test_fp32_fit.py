@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from lightning import Callback
-from support import fp32_cases as cases
 from torch import Tensor
 from torch.utils.data import DataLoader
+from zoo import fp32_cases as cases
 
 from lightning_amp.tuning._fp32_bench import Bench
 from lightning_amp.tuning._fp32_fit import measure

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from lightning import LightningModule
-from support import fp32_cases as cases
 from support.trainers import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from zoo import fp32_cases as cases
 
 from lightning_amp import AmpPrecision, find_fp32_modules
 

@@ -11,9 +11,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
-from support.compared import Sea, Waves, here
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from zoo.compared import Sea, Waves, here
 
 from lightning_amp.comparison import ArmSpec, Task
 from lightning_amp.tuning._holders import Sized

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
-from support.compared import Sea, Waves
+from zoo.compared import Sea, Waves
 
 from lightning_amp.comparison import ArmSpec, Task
 from lightning_amp.tuning import _runs

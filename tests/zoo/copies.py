@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_amp.shadow._module_copy import copy_module
-from support.comparison_models import Rows
+from zoo.watched import Rows
 
 
 class Tracker:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from support.devices import DEVICE
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.callbacks._metric_comparison import MetricComparison
-from support.devices import DEVICE
 
 
 class Model(pl.LightningModule):

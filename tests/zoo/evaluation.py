@@ -14,13 +14,13 @@ from typing import Any
 
 import lightning as L
 import torch
+from support.trainers import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.regression import MeanSquaredError
 
 from lightning_amp import AmpPrecision, MetricComparison
-from support.trainers import quiet_trainer
 
 BATCH_SIZE = 16
 Rows = list[dict[str, Tensor]]

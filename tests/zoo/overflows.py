@@ -6,10 +6,10 @@ from typing import Any
 
 import lightning as L
 import torch
+from support import Toy, batches
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
-from support import Toy, batches
 
 
 def fp16(scale: float = 64.0, **kwargs: Any) -> AmpPrecision:
