@@ -1,5 +1,29 @@
 """Plain records of what was seen in a run, and of what was tried on it; who prints them is `reports`."""
 
+from lightning_amp.findings._gradient import (
+    LOW_DB,
+    TOTAL,
+    GradientFault,
+    GradientFaultKind,
+    GradientRow,
+    InaccurateDerivative,
+)
+from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, EvaluationReport, ModuleRow
 from lightning_amp.findings._remedy import Remedy, RemedyKind
+from lightning_amp.findings._tried_remedy import TriedRemedy
 
-__all__ = ["Remedy", "RemedyKind"]
+__all__ = [
+    "LOADER_SUFFIX",
+    "LOW_DB",
+    "TOTAL",
+    "ComparisonRow",
+    "EvaluationReport",
+    "GradientFault",
+    "GradientFaultKind",
+    "GradientRow",
+    "InaccurateDerivative",
+    "ModuleRow",
+    "Remedy",
+    "RemedyKind",
+    "TriedRemedy",
+]
