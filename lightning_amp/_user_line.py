@@ -1,4 +1,4 @@
-"""Which line of the user's code a frame, or a traceback, is in."""
+"""Is this the user's line? Whose code a file is, and the user's line of a frame or a traceback."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from typing_extensions import final, override
 
+Owner = Literal["ours", "torch", "Lightning", "Python", "installed", "project"]
+
 _OWN = str(Path(__file__).parent) + os.sep
+_PYTHON = ("<", sysconfig.get_paths()["stdlib"] + os.sep, str(Path(linecache.__file__).parent) + os.sep)
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 @final
@@ -41,31 +45,45 @@ class Place(NamedTuple):
 
 
 @functools.cache
-def _libraries() -> tuple[str, ...]:
-    """Return the folders of what calls user code, and of what user code calls: torch, Lightning, Python, this."""
-    specs = [
-        find_spec(name) for name in ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
-    ]
-    folders = [str(Path(spec.origin).parent) + os.sep for spec in specs if spec is not None and spec.origin]
-    standard = sysconfig.get_paths()["stdlib"] + os.sep
-    return (*folders, _OWN, os.path.join(standard, "contextlib.py"), os.path.join(standard, "functools.py"), "<")
+def _folders() -> dict[Owner, tuple[str, ...]]:
+    frameworks = ("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
+    return {"ours": (_OWN,), "torch": _of("torch"), "Lightning": tuple(f for name in frameworks for f in _of(name))}
+
+
+def _of(package: str) -> tuple[str, ...]:
+    spec = find_spec(package)
+    return (str(Path(spec.origin).parent) + os.sep,) if spec is not None and spec.origin else ()
+
+
+@functools.cache
+def owner_of(file: str) -> Owner:
+    """Return whose code a file is.
+
+    Python's own folder may hold `site-packages` (conda, pyenv and Docker keep it there): those are not Python's.
+    """
+    for owner, folders in _folders().items():
+        if file.startswith(folders):
+            return owner
+    if not _INSTALLED.isdisjoint(file.replace(os.sep, "/").split("/")):
+        return "installed"
+    return "Python" if file.startswith(_PYTHON) else "project"
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is none of torch, Lightning and this package."""
-    return not file.startswith(_libraries())
+    """Return whether a file is the user's own or of a package that they installed besides torch and Lightning."""
+    return owner_of(file) in ("project", "installed")
 
 
-def is_own(file: str) -> bool:
-    """Return whether a file is of this package."""
-    return file.startswith(_OWN)
+def is_own_project(file: str) -> bool:
+    """Return whether a file is the user's own, which they can edit."""
+    return owner_of(file) == "project"
 
 
 def calling_line(frame: FrameType | None) -> Place | None:
     """Return the innermost line of the user's code from a frame outwards; `None` where this package comes first."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_own(file):
+        if owner_of(file) == "ours":
             return None
         if is_users(file):
             return Place(file, frame.f_lineno)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-from torch import Tensor
 from typing_extensions import final, override
 
 from benchmarks.headline._waits import SyncWarnings
 from lightning_amp._containers import tensors_in
-from lightning_amp.comparison._peak_memory import PeakMemory
-from lightning_amp.comparison._stopwatch import Stopwatch
+from lightning_amp.measure import PeakMemory, StepTimer, num_bytes
 
 _MOST_SETTLING = 40
 """Steps after which a loss scale is taken as it is."""
@@ -71,10 +67,10 @@ class Measure(L.Callback):
     def __init__(self, device: torch.device, batch_size: int, lengths: Lengths) -> None:
         self._where, self._batch_size, self._lengths = device, batch_size, lengths
         self._on_cuda = device.type == "cuda"
-        self._stopwatch = Stopwatch(device)
+        self._timer = StepTimer(device)
         self._phase = "warm-up"
         self._count = self._quiet = 0
-        self._began_s = 0.0
+        self._settling = StepTimer(device)
         self._seen = _Skips()
         self._sync_warnings = SyncWarnings()
         self._peak: PeakMemory | None = None
@@ -98,8 +94,7 @@ class Measure(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._phase == "warm-up":
-            self._wait()
-            self._began_s = time.perf_counter()
+            self._settling.resume()
 
     @override
     def on_train_batch_end(
@@ -110,7 +105,7 @@ class Measure(L.Callback):
         if self._phase == "warm-up":
             self._warm_up(trainer, pl_module)
         elif self._phase == "timed":
-            self._stopwatch.lap(self._batch_size)
+            self._timer.lap(self._batch_size)
             if self._count == self.num_timed:
                 self._end_timing(trainer)
         elif self._count == self._lengths.watched:
@@ -125,8 +120,8 @@ class Measure(L.Callback):
     # -- phases --------------------------------------------------------------------------------------------------------
 
     def _warm_up(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._wait()
-        took_s = time.perf_counter() - self._began_s
+        self._settling.lap()
+        self._settling.pause()
         self._quiet = 0 if self._seen.since(trainer) else self._quiet + 1
         settled = self._count >= self._lengths.warm_up and self._quiet >= _QUIET_STEPS
         if not settled and self._count < max(_MOST_SETTLING, self._lengths.warm_up):
@@ -137,18 +132,19 @@ class Measure(L.Callback):
             self._peak.resume()  # from here on: without what the first steps need once
         else:
             self._peak_bytes = self._peak.close()  # it is measured by a profiler, which takes time
+        (took_s,) = self._settling.step_s([self._count - 1])
         steps = int(self._lengths.timed_s / max(took_s, 1e-6))
         self.num_timed = max(self._lengths.least, min(self._lengths.timed, steps))
         self._begin("timed")
-        self._stopwatch.resume()
+        self._timer.resume()
 
     def _begin(self, phase: str) -> None:
         self._phase, self._count = phase, 0
 
     def _end_timing(self, trainer: L.Trainer) -> None:
         assert self._peak is not None
-        self._stopwatch.pause()
-        self.step_s = self._stopwatch.step_s()
+        self._timer.pause()
+        self.step_s = self._timer.step_s()
         self.num_skipped = self._seen.since(trainer)
         if self._on_cuda:
             self._peak_bytes = self._peak.close()
@@ -162,10 +158,6 @@ class Measure(L.Callback):
         waits = self._sync_warnings.stop()
         if waits is not None:
             self.waits = waits / self._lengths.watched
-
-    def _wait(self) -> None:
-        if self._on_cuda:
-            torch.cuda.synchronize(self._where)
 
 
 @final
@@ -202,9 +194,3 @@ def held(trainer: L.Trainer, module: L.LightningModule) -> dict[str, int]:
         "gradients": num_bytes(p.grad for p in module.parameters() if p.grad is not None),
         "states": num_bytes(tensor for _, tensor in tensors_in(states)),
     }
-
-
-def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of tensors; one that is shared counts once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())

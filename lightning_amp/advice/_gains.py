@@ -40,8 +40,7 @@ def compare(contestant_s: Sequence[float], reference_s: Sequence[float], among: 
         among: How many comparisons lead to one sentence; all of them together err in 1 % at most.
 
     """
-    pairs = [(a, b) for a, b in zip(contestant_s, reference_s, strict=False) if a > 0 and b > 0]
-    return SpeedComparison.of([math.log(a / b) for a, b in pairs], 1 - 0.01 / among) if pairs else None
+    return SpeedComparison.of_rounds(contestant_s, reference_s, 1 - 0.01 / among)
 
 
 def measured(step: Step, label: str, base: str = AS_IT_IS) -> SpeedComparison | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Literal
 
@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from lightning_amp.measure import SpeedComparison
+from lightning_amp.measure import SpeedComparison, in_rounds
 
 ProbeKind = Literal["products", "convolutions"]
 Run = Callable[[], object]
@@ -62,29 +62,29 @@ def measure_cpu_speed(
     """
     workload = _products if kind == "products" else _convolutions
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return in_turns(workload(_DTYPES[precision]), workload(torch.float32), most_s=most_s, clock=clock)
+        return compare_runs(workload(_DTYPES[precision]), workload(torch.float32), most_s=most_s, clock=clock)
 
 
-def in_turns(contestant: Run, reference: Run, *, most_s: float, clock: Callable[[], float]) -> SpeedComparison | None:
-    """Compare two runs, round by round, each round in the other order; `None` if no round took any time.
-
-    Both run once before, since the first run chooses kernels and allocates memory.
-    """
+def compare_runs(
+    contestant: Run, reference: Run, *, most_s: float, clock: Callable[[], float]
+) -> SpeedComparison | None:
+    """Compare two runs, round by round; `None` if no round took any time."""
     began = clock()
-    contestant()
-    reference()
-    log_ratios: list[float] = []
-    for number in range(_MOST_ROUNDS):
-        if number and not clock() - began < most_s:
-            break
-        times: dict[Run, float] = {}
-        for run in (contestant, reference) if number % 2 else (reference, contestant):
+
+    def timed(run: Run) -> Callable[[], float]:
+        def seconds() -> float:
             start = clock()
             run()
-            times[run] = clock() - start
-        if min(times.values()) > 0:
-            log_ratios.append(math.log(times[contestant] / times[reference]))
-    return SpeedComparison.of(log_ratios, level=_LEVEL) if log_ratios else None
+            return clock() - start
+
+        return seconds
+
+    def takes_part(number: int) -> Iterable[str]:
+        over = number >= _MOST_ROUNDS or (number and not clock() - began < most_s)
+        return () if over else ("contestant", "reference")
+
+    seconds = in_rounds({"contestant": timed(contestant), "reference": timed(reference)}, takes_part)
+    return SpeedComparison.of_rounds(seconds["contestant"], seconds["reference"], _LEVEL)
 
 
 def _products(dtype: torch.dtype) -> Run:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import sysconfig
 import traceback
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
+from lightning_amp._user_line import is_own_project, owner_of
 from lightning_amp.cli._exits import UsageError
-
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 @contextmanager
@@ -42,14 +38,14 @@ def usage_error(error: Exception) -> UsageError | None:
     optimizer), or ours about an argument.
     """
     for raised in _chain(error):
-        own = [frame for frame in traceback.extract_tb(raised.__traceback__) if _is_users(frame.filename)]
+        own = [frame for frame in traceback.extract_tb(raised.__traceback__) if is_own_project(frame.filename)]
         if own:
             place = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}"
             return UsageError(f"{type(raised).__name__} in {place} (`{own[-1].name}`): {_text(raised)}")
     if isinstance(error, (ValueError, TypeError, ImportError)):
         return UsageError(_text(error))
     frames = traceback.extract_tb(error.__traceback__)
-    if frames and not frames[-1].filename.startswith(_OURS):
+    if frames and owner_of(frames[-1].filename) != "ours":
         return UsageError(f"{type(error).__name__}: {_text(error)}")
     return None
 
@@ -58,11 +54,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _is_users(file: str) -> bool:
-    libraries = (_OURS, _PYTHON, "<")
-    return not file.startswith(libraries) and "site-packages" not in file and "dist-packages" not in file
 
 
 def _text(error: BaseException) -> str:

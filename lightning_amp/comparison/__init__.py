@@ -5,7 +5,6 @@ from lightning_amp.comparison._checks import check_place, check_trainer_kwargs, 
 from lightning_amp.comparison._compare import compare_precisions
 from lightning_amp.comparison._factories import check_factory
 from lightning_amp.comparison._observer import num_rows
-from lightning_amp.comparison._peak_memory import is_settled
 from lightning_amp.comparison._process import run_in_process
 from lightning_amp.comparison._progress import Progress, progress
 from lightning_amp.comparison._specs import ArmSpec, parse_arms
@@ -19,7 +18,6 @@ __all__ = [
     "check_trainer_kwargs",
     "check_trainer_names",
     "compare_precisions",
-    "is_settled",
     "num_rows",
     "parse_arms",
     "progress",

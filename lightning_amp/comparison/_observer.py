@@ -17,8 +17,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning
-from lightning_amp.comparison._peak_memory import PeakMemory, is_settled
-from lightning_amp.comparison._stopwatch import Stopwatch
+from lightning_amp.measure import PeakMemory, StepTimer, is_settled
 from lightning_amp.shadow import matmul_flops
 
 _MOST_POINTS = 500
@@ -37,7 +36,7 @@ class Observer(Callback):
         self._report = report
         self._parent = os.getppid()
         self._reported_s = 0.0
-        self._watch: Stopwatch | None = None
+        self._watch: StepTimer | None = None
         self._memory: PeakMemory | None = None
         self._losses: list[tuple[int, Any]] = []
         self._stride = 1
@@ -63,7 +62,7 @@ class Observer(Callback):
         profiled = isinstance(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
         self._memory = PeakMemory.on(self.device, pl_module, profiled=profiled)
         self._memory.resume()
-        self._watch = Stopwatch(self.device)
+        self._watch = StepTimer(self.device)
         self._watch.resume()
 
     @override
@@ -82,9 +81,11 @@ class Observer(Callback):
         watching = self.memory_of is None and memory.memory_of == "tensors"
         rows = num_rows(batch)
         watch.lap(None if rows is None else rows * trainer.world_size, watched=watching)
-        if watching and is_settled(trainer, watch.num_laps, self._steps_at_start):
-            self._close_memory()
-            watch.resume()
+        if watching:
+            skipped = getattr(trainer.precision_plugin, "num_skipped", 0)
+            if is_settled(watch.num_laps, trainer.global_step - self._steps_at_start, skipped):
+                self._close_memory()
+                watch.resume()
         self._keep_loss(watch.num_laps, outputs)
         if time.monotonic() - self._reported_s > 0.2:
             self._reported_s = time.monotonic()
@@ -149,9 +150,9 @@ class Observer(Callback):
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
     @property
-    def watch(self) -> Stopwatch:
+    def watch(self) -> StepTimer:
         """Return the times of the steps."""
-        return self._watch or Stopwatch(self.device)
+        return self._watch or StepTimer(self.device)
 
     def losses(self) -> list[tuple[int, float]]:
         """Return the losses of training, at most some hundreds. Waits for the device."""

@@ -1,6 +1,43 @@
-"""How long something takes and how much memory it needs, beside something else. Read `_speed.py` first."""
+"""How long something takes and how much memory it needs, beside something else. Read `_speed.py` first.
+
+`DeviceClock` is the one clock. `StepTimer` times the steps of a fit, `PartTimer` the parts of a step, and `in_rounds`
+several runs against each other, of which `SpeedComparison` says what may be claimed.
+"""
 
 from lightning_amp.measure._device_clock import DeviceClock
+from lightning_amp.measure._memory import PeakMemory, has_storage, is_settled, num_bytes
+from lightning_amp.measure._part_timer import (
+    BACKWARD,
+    CALLBACKS,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    REST,
+    SCALING,
+    PartTimer,
+)
+from lightning_amp.measure._rounds import in_rounds
 from lightning_amp.measure._speed import SpeedClaim, SpeedComparison, paired_log_ratio, times_as_fast
+from lightning_amp.measure._step_timer import StepTimer
 
-__all__ = ["DeviceClock", "SpeedClaim", "SpeedComparison", "paired_log_ratio", "times_as_fast"]
+__all__ = [
+    "BACKWARD",
+    "CALLBACKS",
+    "DATA",
+    "FORWARD",
+    "OPTIMIZER",
+    "REST",
+    "SCALING",
+    "DeviceClock",
+    "PartTimer",
+    "PeakMemory",
+    "SpeedClaim",
+    "SpeedComparison",
+    "StepTimer",
+    "has_storage",
+    "in_rounds",
+    "is_settled",
+    "num_bytes",
+    "paired_log_ratio",
+    "times_as_fast",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ class DeviceClock:
             return last - first
         last.synchronize()
         return first.elapsed_time(last) / 1e3
+
+    def seconds_of(self, run: Callable[[], object]) -> float:
+        """Return the seconds of a call. Waits until the device is through with it."""
+        start = self.now()
+        run()
+        return self.seconds(start, self.now())
 
 
 @functools.cache

@@ -70,6 +70,14 @@ class SpeedComparison:
         reach = t_quantile(0.5 + level / 2, count - 1) * statistics.stdev(values) / math.sqrt(count)
         return cls(math.exp(-mean), _exp(-mean - reach), _exp(-mean + reach), count)
 
+    @classmethod
+    def of_rounds(
+        cls, contestant_s: Iterable[float], reference_s: Iterable[float], level: float = 0.95
+    ) -> SpeedComparison | None:
+        """Compare two series of seconds, paired by round; `None` without a round in which both took time."""
+        pairs = [(a, b) for a, b in zip(contestant_s, reference_s, strict=False) if a > 0 and b > 0]
+        return cls.of([math.log(a / b) for a, b in pairs], level) if pairs else None
+
     @property
     def claim(self) -> SpeedClaim:
         """Return what the interval allows to say."""

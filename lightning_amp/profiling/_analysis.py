@@ -9,9 +9,9 @@ from statistics import median
 import torch
 
 from lightning_amp.advice import CastSite, Reason, SlowProduct, Unaligned, Wait, compare
-from lightning_amp.profiling._clock import FORWARD
+from lightning_amp.measure import FORWARD
 from lightning_amp.profiling._operations import Operation
-from lightning_amp.profiling._probes import in_rounds, product
+from lightning_amp.profiling._probes import product, time_probes
 from lightning_amp.profiling._recorder import Recorder
 
 HALF = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
@@ -130,7 +130,7 @@ def unaligned(
             per_run = min(0.2, budget_s / 4)
             name = HALF[dtype] if HALF[dtype] != "fp8" else "bf16"
             probes = {"as it is": product(name, sizes, device), "padded": product(name, padded, device)}
-            as_it_is, with_pads = in_rounds(probes, device, per_run).values()
+            as_it_is, with_pads = time_probes(probes, device, per_run).values()
             speed = compare(with_pads, as_it_is)
             seconds, padded_seconds = median(as_it_is) * len(own), median(with_pads) * len(own)
             budget_s -= 2 * per_run

@@ -29,9 +29,9 @@ from lightning_amp.advice import (
 )
 from lightning_amp.casting import Choice, our_name
 from lightning_amp.comparison import ArmSpec
+from lightning_amp.measure import FORWARD, OPTIMIZER
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.profiling import _analysis, _memory
-from lightning_amp.profiling._clock import FORWARD, OPTIMIZER
 from lightning_amp.profiling._loading import loading_of
 from lightning_amp.profiling._operations import Operation
 from lightning_amp.profiling._recorder import Recorder

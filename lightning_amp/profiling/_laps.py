@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import final, override
 
-from lightning_amp.measure import DeviceClock
+from lightning_amp.measure import StepTimer
 from lightning_amp.precision import AmpPrecision
 
 MOST_SETTLING = 40
@@ -29,15 +29,13 @@ class Laps(Callback):
     """
 
     def __init__(self, device: torch.device, num_laps: int, num_before: int = 1) -> None:
-        self._clock, self._num_laps, self._before = DeviceClock(device), num_laps, num_before
+        self._timer, self._num_laps, self._before = StepTimer(device), num_laps, num_before
         self._num_batches = 0
-        self._start: Any = None
-        self._laps: list[tuple[Any, Any]] = []
         self.step_s: list[float] = []
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._start = self._clock.now()
+        self._timer.resume()
 
     @override
     def on_train_batch_end(
@@ -46,14 +44,15 @@ class Laps(Callback):
         self._num_batches += 1
         trainer.should_stop = False
         if self._num_batches > self._before:
-            self._laps.append((self._start, self._clock.now()))
-            trainer.should_stop = len(self._laps) >= self._num_laps
+            self._timer.lap()
+            trainer.should_stop = self._timer.num_laps >= self._num_laps
         elif self._num_batches == self._before < MOST_SETTLING and is_settling(trainer):
             self._before += 1
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.step_s = [self._clock.seconds(*lap) for lap in self._laps]
+        self._timer.pause()
+        self.step_s = self._timer.step_s(range(self._timer.num_laps))
 
 
 def is_settling(trainer: Trainer) -> bool:

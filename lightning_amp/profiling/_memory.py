@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from lightning_amp._compat import _torch
+from lightning_amp._containers import tensors_in
 from lightning_amp.advice import Memory, OptimizerFacts
-from lightning_amp.profiling._clock import OPTIMIZER
+from lightning_amp.measure import OPTIMIZER, has_storage, num_bytes
 from lightning_amp.profiling._operations import Allocation
 from lightning_amp.profiling._recorder import Recorder
 from lightning_amp.profiling._variants import can_fuse
@@ -22,7 +21,7 @@ from lightning_amp.profiling._variants import can_fuse
 
 def memory(recorder: Recorder, trainer: Trainer, module: LightningModule) -> Memory:
     """Return what tensors held at the peak of the recorded step."""
-    grads = [p.grad for p in module.parameters() if p.grad is not None and _is_plain(p.grad)]
+    grads = [p.grad for p in module.parameters() if p.grad is not None and has_storage(p.grad)]
     kept = {gradient.untyped_storage().data_ptr() for gradient in grads}
     loss_sizes = {loss.rows * loss.classes for loss in recorder.losses if loss.classes > 1}
 
@@ -38,8 +37,8 @@ def memory(recorder: Recorder, trainer: Trainer, module: LightningModule) -> Mem
     last = len(recorder.operations) + 1
     parts, top = _peak(recorder.allocations, kind, last)
     of_batch = [made for made in recorder.allocations if kind(made) not in ("gradients", "temporaries")]
-    weights = _bytes(chain(module.parameters(), module.buffers()))
-    states = sum(_bytes(_state_tensors(optimizer)) for optimizer in trainer.optimizers)
+    weights = num_bytes(chain(module.parameters(), module.buffers()))
+    states = sum(num_bytes(_state_tensors(optimizer)) for optimizer in trainer.optimizers)
     return Memory(
         weights=weights,
         gradients=parts["gradients"],
@@ -98,7 +97,7 @@ def optimizer_facts(trainer: Trainer) -> tuple[OptimizerFacts, ...]:
                 type(optimizer).__name__,
                 has_flag and _torch.is_fused(optimizer),
                 can_fuse(optimizer),
-                _bytes(_state_tensors(optimizer)) / max(1, number),
+                num_bytes(_state_tensors(optimizer)) / max(1, number),
                 number,
             )
         )
@@ -106,36 +105,4 @@ def optimizer_facts(trainer: Trainer) -> tuple[OptimizerFacts, ...]:
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (value for state in optimizer.state.values() for value in _tensors_in(state))
-
-
-def _tensors_in(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    storages: dict[int, int] = {}
-    for tensor in (inner for outer in tensors for inner in _inner(outer)):
-        if _is_plain(tensor):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _inner(tensor: Tensor) -> Iterable[Tensor]:
-    """Return the tensors that hold the values: of one that is quantized there are several."""
-    if not hasattr(type(tensor), "__tensor_flatten__"):
-        return (tensor,)
-    flat: Any = tensor
-    return [inner for name in flat.__tensor_flatten__()[0] for inner in _inner(getattr(flat, name))]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta
+    return (tensor for _, tensor in tensors_in(list(optimizer.state.values())))

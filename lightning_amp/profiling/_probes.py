@@ -13,7 +13,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _aten
 from lightning_amp.advice import Convolution, Product, compare
-from lightning_amp.measure import DeviceClock
+from lightning_amp.measure import DeviceClock, in_rounds
 from lightning_amp.shadow import is_out_of_memory
 from lightning_amp.tracing import fp32_switches, full_precision
 
@@ -41,49 +41,51 @@ class Probe(NamedTuple):
     settings: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def in_rounds(
+def time_probes(
     probes: Mapping[str, Probe],
     device: torch.device,
     most_s: float,
     failed: Callable[[str, Exception], None] | None = None,
-) -> dict[str, tuple[float, ...]]:
-    """Return the seconds of each probe by round; the order is turned round each time.
+) -> dict[str, list[float]]:
+    """Return the seconds of each probe by round.
 
     Args:
         probes: By name.
-        device: Where.
+        device: Where they run.
         most_s: Seconds that one probe may take. A probe whose first call takes longer runs in one round only.
         failed: Is told of a probe that raises; without it the exception comes out.
 
     """
-    first: dict[str, float] = {}
-    for name, probe in probes.items():  # kernels are chosen and memory is allocated
-        try:
-            first[name] = call_s(probe, device)
-        except Exception as error:
-            if failed is None:
-                raise
-            failed(name, error)
-    used, seconds = dict(first), {name: list[float]() for name in first}
-    for number in range(_ROUNDS[1]):
-        for name in list(first) if number % 2 == 0 else list(first)[::-1]:
-            calls = max(1, min(_MOST_CALLS, int(most_s / _ROUNDS[1] / max(first[name], 1e-9))))
-            least = 1 if first[name] > most_s else _ROUNDS[0]
-            if number >= least and used[name] > most_s:
-                continue
-            times = [call_s(probes[name], device) for _ in range(calls)]
-            used[name] += sum(times)
-            seconds[name].append(median(times))
-    return {name: tuple(times) for name, times in seconds.items()}
+    timed = {name: _TimedProbe(probe, device, most_s) for name, probe in probes.items()}
+    return in_rounds(timed, lambda number: [name for name, one in timed.items() if one.takes_part(number)], failed)
+
+
+@final
+class _TimedProbe:
+    """A probe that counts what it has used of its time."""
+
+    def __init__(self, probe: Probe, device: torch.device, most_s: float) -> None:
+        self._probe, self._where, self._most_s = probe, device, most_s
+        self._first_s = self._used_s = 0.0
+        self._num_calls = 1
+
+    def __call__(self) -> float:
+        times = [call_s(self._probe, self._where) for _ in range(self._num_calls)]
+        if not self._used_s:
+            self._first_s = times[0]
+            self._num_calls = max(1, min(_MOST_CALLS, int(self._most_s / _ROUNDS[1] / max(times[0], 1e-9))))
+        self._used_s += sum(times)
+        return median(times)
+
+    def takes_part(self, number: int) -> bool:
+        least = 1 if self._first_s > self._most_s else _ROUNDS[0]
+        return number < least or (number < _ROUNDS[1] and self._used_s <= self._most_s)
 
 
 def call_s(probe: Probe, device: torch.device) -> float:
     """Return the seconds of a call, by the clock of the device."""
-    clock = DeviceClock(device)
     with probe.settings():
-        start = clock.now()
-        probe.run()
-        return clock.seconds(start, clock.now())
+        return DeviceClock(device).seconds_of(probe.run)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ def products(names: Sequence[str], sizes: Sequence[int], device: torch.device, n
     last = dict.fromkeys(names, 0.0)
     for size in sizes:
         probes = {n: product(n, (size, size, size), device) for n in last if 8 * last[n] <= _PRODUCT_S}
-        found = in_rounds(probes, device, _PRODUCT_S, _noted(f"products of {size}", notes, last))
+        found = time_probes(probes, device, _PRODUCT_S, _noted(f"products of {size}", notes, last))
         for name, seconds in found.items():
             last[name] = median(seconds)
             speed = compare(seconds, found.get("fp32", ())) if name != "fp32" else None
@@ -172,7 +174,7 @@ def convolutions(
             for part in ("forward", "backward"):
                 probes = {name: Probe(f"{name} {part}", getattr(made[name], part)) for name in made if name in last}
                 failed = _noted(f"convolutions (stride {stride}, {part})", notes, last)
-                times = in_rounds(probes, device, _CONVOLUTION_S, failed)
+                times = time_probes(probes, device, _CONVOLUTION_S, failed)
                 for name, seconds in times.items():
                     last[name] = (max(median(seconds), last[name][0] if part == "backward" else 0.0), work)
                     speed = compare(seconds, times.get("fp32", ()), among=_CONVOLUTIONS)

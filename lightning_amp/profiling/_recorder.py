@@ -16,8 +16,7 @@ from typing_extensions import final, override
 
 from lightning_amp._compat import _aten, _modules
 from lightning_amp.casting import flop_formulas, multiplied_dtype
-from lightning_amp.measure import DeviceClock
-from lightning_amp.profiling._clock import BACKWARD, FORWARD
+from lightning_amp.measure import BACKWARD, FORWARD, DeviceClock
 from lightning_amp.profiling._operations import Allocation, Loss, Operation
 from lightning_amp.tracing import Place, called_by_optimizer, running_place, user_place
 

@@ -15,8 +15,8 @@ from typing_extensions import final, override
 from lightning_amp._containers import tensors_in
 from lightning_amp.casting import MethodOverride, modules_matching
 from lightning_amp.comparison import num_rows
+from lightning_amp.measure import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, PartTimer
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.profiling._clock import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, Clock
 from lightning_amp.profiling._laps import MOST_SETTLING, is_settling
 from lightning_amp.profiling._recorder import Recorder
 from lightning_amp.shadow import PRIVATE_CALLBACKS, copy_batch
@@ -45,7 +45,7 @@ class PartsProfiler(Profiler):
 
     """
 
-    def __init__(self, clock: Clock, own: tuple[str, ...]) -> None:
+    def __init__(self, clock: PartTimer, own: tuple[str, ...]) -> None:
         super().__init__()
         self._clock, self._own = clock, own
         self._open: list[tuple[str, bool]] = []
@@ -108,7 +108,7 @@ class Watch(Callback):
     ) -> None:
         self._where, self._boundary, self._on_end = device, boundary, on_end
         self._timed = timed
-        self.clock = Clock(device)
+        self.clock = PartTimer(device)
         self._phase = "settling"
         self._num_batches = 0
         self._began_s = 0.0

@@ -10,6 +10,7 @@ from torch import nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
+from lightning_amp._user_line import is_own_project
 from lightning_amp.tracing._operation_calls import BackwardCall, OperationCall
 from lightning_amp.tracing._operation_watch import OperationWatch
 
@@ -24,7 +25,7 @@ class Operation:
 
     Attributes:
         name: As torch calls it: `"exp"`, `"div"`, `"linear"`, `"cross_entropy"`.
-        file: Path of the line that ran it: the innermost one that is neither torch's nor Lightning's; empty if unknown.
+        file: Path of the line that ran it: the innermost one that :func:`is_users`; empty if unknown.
         line: Its number.
         code: Its text.
         module: Qualified name of the module whose own code that is; empty for the LightningModule itself, `None`
@@ -65,7 +66,7 @@ class Operation:
     @property
     def is_users(self) -> bool:
         """Return whether the line is one of the user's, not of an installed package."""
-        return bool(self.file) and not any(part in self.file for part in ("site-packages", "dist-packages"))
+        return bool(self.file) and is_own_project(self.file)
 
 
 def blamed_in_half(

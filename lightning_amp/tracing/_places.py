@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
 import torch
 from torch import nn
 
-from lightning_amp._user_line import Place
+from lightning_amp._user_line import Place, is_users, owner_of
 
-
-def _folder(package: str) -> str:
-    spec = find_spec(package)
-    return str(Path(spec.origin).parent) if spec is not None and spec.origin else "<none>"
-
-
-_OWN = str(Path(__file__).parent.parent)
-_WATCHERS = tuple(f"{_OWN}/{room}/" for room in ("tracing", "profiling"))
-_LIGHTNING = (*map(_folder, ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")), _OWN)
-_TORCH = _folder("torch")
-_LIBRARIES = (_TORCH, *_LIGHTNING)
+_ROOMS = str(Path(__file__).parent.parent)
+_WATCHERS = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "profiling"))
 _OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)
-_STANDARD = (_folder("linecache"), "<")
 _MODES = {"__torch_function__", "__torch_dispatch__"}
-_MEASURING = tuple(f"{_OWN}/{room}/" for room in ("tracing", "numerics"))
-_ASKING = (f"{_OWN}/tracing/_operation_watch.py", __file__)
+_MEASURING = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "numerics"))
+_ASKING = (f"{_ROOMS}/tracing/_operation_watch.py", __file__)
 _CALLING = nn.Module.__call__.__code__.co_filename
 """Where the wrappers around each forward are: no code of the module."""
 
@@ -45,7 +34,7 @@ def user_place(boundary: str) -> Place | None:
     """
     for frame in _frames(boundary):
         file = frame.f_code.co_filename
-        if not file.startswith((*_LIBRARIES, *_STANDARD)):
+        if is_users(file):
             return Place(file, frame.f_lineno)
     return None
 
@@ -59,8 +48,8 @@ def running_place(boundary: str) -> tuple[Place | None, bool]:
     """
     for frame in _frames(boundary):
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, *_WATCHERS, *_STANDARD)):
-            return Place(file, frame.f_lineno), not file.startswith(_LIGHTNING)
+        if owner_of(file) not in ("torch", "Python") and not file.startswith(_WATCHERS):
+            return Place(file, frame.f_lineno), is_users(file)
     return None, False
 
 
@@ -80,12 +69,12 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
     is_inside = True
     for frame in _frames(boundary):
         file = frame.f_code.co_filename
-        if is_inside and not file.startswith((_TORCH, *_STANDARD)) and file not in _ASKING:
+        if is_inside and owner_of(file) not in ("torch", "Python") and file not in _ASKING:
             is_inside = False
             if file.startswith(_MEASURING):
                 return None
         code = frame.f_code
-        if place is None and not file.startswith((*_LIBRARIES, *_STANDARD)) and code.co_name not in _MODES:
+        if place is None and is_users(file) and code.co_name not in _MODES:
             place = Place(file, frame.f_lineno)
         if module is None and file != _CALLING and code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])  # `self`, by whatever name

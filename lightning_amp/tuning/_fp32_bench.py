@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules
 from lightning_amp.casting import Fp32Modules
-from lightning_amp.measure import DeviceClock
+from lightning_amp.measure import DeviceClock, in_rounds
 from lightning_amp.numerics import all_finite, fidelity_sums, fitting_scale, largest
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import EvaluationPass, TrainingPass, in_one_line, is_out_of_memory
@@ -71,7 +71,6 @@ class Bench:
         self._trainer, self._module, self._plugin = trainer, module, plugin
         self.points, self.batches = points, batches
         self._place = trainer.strategy.root_device
-        self._clock = DeviceClock(self._place)
         self._gradients: list[dict[str, Tensor]] = []
         self._scales: list[float] = []
         self._watch, self._called = Watch(), list[str]()
@@ -226,27 +225,27 @@ class Bench:
 
     def _step_time_ratio(self, rules: Sequence[str], at_least_s: float, at_most_s: float) -> float:
         point, scale = self.points[0], self._scales[0]
-        ratios: list[float] = []
         with self._training(point, rules) as one, self._training(point) as other:
-            with_rules, without = (partial(self._timed, each, point, scale) for each in (one, other))
-            with_rules()
-            without()
-            start = time.perf_counter()
-            while (spent := time.perf_counter() - start) < at_least_s or len(ratios) < 15:
-                if len(ratios) % 2:  # whoever is first finds other caches
-                    ratios.append(with_rules() / without())
-                else:
-                    after = without()
-                    ratios.append(with_rules() / after)
-                if spent > at_most_s and len(ratios) >= 3:
-                    break
-        return statistics.median(ratios)
+            runs = {
+                "with the rules": partial(self._timed, one, point, scale),
+                "without": partial(self._timed, other, point, scale),
+            }
+            began: list[float] = []
+
+            def takes_part(number: int) -> Collection[str]:
+                began.append(time.perf_counter())
+                spent = began[-1] - began[0]
+                over = (spent >= at_least_s and number >= 15) or (spent > at_most_s and number >= 3)
+                return () if over else runs
+
+            seconds = in_rounds(runs, takes_part)
+        return statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
 
     def _timed(self, one: TrainingPass, point: Point, scale: float) -> float:
         one.forget_gradients()
-        start = self._clock.now()
-        self._run(one, point, one.forward_context(), scale, fp32_draws=False)
-        return self._clock.seconds(start, self._clock.now())
+        return DeviceClock(self._place).seconds_of(
+            lambda: self._run(one, point, one.forward_context(), scale, fp32_draws=False)
+        )
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 

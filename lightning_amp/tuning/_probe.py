@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import final, override
 
 from lightning_amp._text import literal
-from lightning_amp.comparison import is_settled, num_rows
+from lightning_amp.comparison import num_rows
+from lightning_amp.measure import is_settled
 from lightning_amp.shadow import remove_callbacks
 from lightning_amp.tuning._holders import ModuleLoaders, held_sizes, is_size
 
@@ -145,7 +146,8 @@ class Probe(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._facts["num_batches"] += 1
         count, now = self._facts["num_batches"], time.monotonic()
-        if self._settled_at is None and is_settled(trainer, count):
+        skipped = getattr(trainer.precision_plugin, "num_skipped", 0)
+        if self._settled_at is None and is_settled(count, trainer.global_step, skipped):
             self._settled_at = count, now
         if count >= _MOST_BATCHES or (self._settled_at is not None and self._is_enough(count, now)):
             trainer.should_stop = True

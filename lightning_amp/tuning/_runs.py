@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
@@ -13,6 +12,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import final
 
+from lightning_amp._user_line import is_own_project
 from lightning_amp.comparison import ArmSpec, Task, run_in_process
 from lightning_amp.tuning._holders import Sized
 from lightning_amp.tuning._probe import Facts, Probe
@@ -131,14 +131,8 @@ def failure(run: ArmRun) -> str:
     """Write the error that ended a run, with the line of the user's own file that it came from."""
     text = " ".join((run.error or "").split()).rstrip(".")
     frames = _FRAME.findall(run.log)
-    own = [frame for frame in frames if not _is_of_a_library(frame[0])]
+    own = [frame for frame in frames if is_own_project(frame[0])]
     if not own:
         return text
     file, line, function = own[-1]
     return f"{text} ({file}, line {line}, in {function})"
-
-
-def _is_of_a_library(file: str) -> bool:
-    parts = Path(file).parts
-    libraries = [sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])]
-    return "site-packages" in parts or file.startswith("<") or any(file.startswith(library) for library in libraries)

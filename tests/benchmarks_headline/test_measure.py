@@ -11,9 +11,9 @@ from support import Toy, batches, fit
 from support.promises import fused_adamw
 
 from benchmarks.headline import _measure
-from benchmarks.headline._measure import Lengths, Measure, num_bytes
+from benchmarks.headline._measure import Lengths, Measure
 from lightning_amp import AmpPrecision
-from lightning_amp.comparison._stopwatch import Stopwatch
+from lightning_amp.measure import StepTimer
 
 LENGTHS = Lengths(warm_up=4, timed=3, timed_s=60.0, least=2, watched=2)
 
@@ -71,7 +71,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     fake = Cuda()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.call("synchronize"))
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", fake.set_mode)
-    monkeypatch.setattr(_measure, "Stopwatch", lambda device: Stopwatch(torch.device("cpu")))
+    monkeypatch.setattr(_measure, "StepTimer", lambda device: StepTimer(torch.device("cpu")))
     monkeypatch.setattr(_measure.PeakMemory, "on", lambda *args: Peak(fake))
     return fake
 
@@ -82,7 +82,7 @@ def test_the_phases_on_a_gpu(cuda: Cuda) -> None:
     assert trainer.global_step == 4 + 3 + 2
     assert [step for name, step in cuda.calls if name == "resume"] == [0, 3]  # from the start, and after the warm-up
     assert [step for name, step in cuda.calls if name == "close"] == [6]
-    assert {step for name, step in cuda.calls if name == "synchronize"} == {0, 1, 2, 3}  # never where it is timed
+    assert "synchronize" not in {name for name, _ in cuda.calls}  # marks in the stream wait for themselves alone
     assert [(name, step) for name, step in cuda.calls if name in ("warn", "default")] == [("warn", 6), ("default", 8)]
     assert watch.waits == 2
     assert watch.memory["peak"] == 12345
@@ -97,8 +97,3 @@ def test_after_a_failure_nothing_is_left_on(cuda: Cuda, step: int) -> None:
         fit(Waits(cuda, fails_at=step), AmpPrecision("fp32"), batches(30), max_steps=-1, callbacks=[watch])
     assert cuda.mode == "default"
     assert warnings.filters == found
-
-
-def test_a_storage_that_is_shared_counts_once() -> None:
-    tensor = torch.zeros(10)
-    assert num_bytes([tensor, tensor[:5], torch.zeros(1)]) == 44

@@ -10,7 +10,7 @@ import torch
 from zoo.compared import Sea, Waves, by_hand, here, task
 
 from lightning_amp import AmpPrecision, compare_precisions
-from lightning_amp.comparison._stopwatch import Stopwatch
+from lightning_amp.measure import StepTimer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA: dict[str, Any] = {"accelerator": "cuda", "devices": 1}
@@ -42,8 +42,8 @@ def test_memory_is_the_devices_own_peak(tmp_path: Path) -> None:
     assert run.matmul_flops == {"float32": 1.0}
 
 
-def test_a_stopwatch_never_waits() -> None:
-    watch = Stopwatch(torch.device("cuda"))
+def test_a_step_timer_never_waits() -> None:
+    watch = StepTimer(torch.device("cuda"))
     watch.resume()
     previous = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

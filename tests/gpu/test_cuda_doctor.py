@@ -9,7 +9,7 @@ import torch
 from zoo.slow import HEALTHY, Language, Project, Waiting, depthwise, mlp, rows, tokens
 
 from lightning_amp import doctor
-from lightning_amp.profiling._clock import BACKWARD, FORWARD, Clock
+from lightning_amp.measure import BACKWARD, FORWARD, PartTimer
 from lightning_amp.profiling._machine import examine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -50,7 +50,7 @@ def test_fp32_products_are_measured_without_tf32() -> None:
 
 
 def test_the_clock_never_waits() -> None:
-    clock = Clock(torch.device("cuda", 0))
+    clock = PartTimer(torch.device("cuda", 0))
     previous = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

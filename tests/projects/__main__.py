@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,8 +122,7 @@ def work(name: str, precisions: tuple[str, ...], callbacks: bool, send: Connecti
     torch.set_num_threads(1)
     for logger in ("lightning.pytorch", "lightning.fabric", "transformers"):
         logging.getLogger(logger).setLevel(logging.ERROR)
-    project = all_projects()[name]
-    project = Project(**{**vars(project), "precisions": precisions})
+    project = replace(all_projects()[name], precisions=precisions)
     result = judge(project, callbacks, tell=send.send)
     send.send(result)
     send.close()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
+from zoo.registry import Entry, add, entries
 
 PRECISIONS = ("bf16", "fp16")
 
@@ -39,18 +40,16 @@ class Setup:
             trainer.fit(self.module, self.train, self.val)
 
 
-@dataclass(frozen=True)
-class Project:
-    """A project's function, and what it needs.
+@dataclass(frozen=True, kw_only=True)
+class Project(Entry):
+    """A project's function, and what it needs. One with the tag `quick` also runs in `make test-all`.
 
     Args:
-        name: Unique.
         family: The heading of its table.
         make: Returns a `Setup`.
         what: The line in the table; by default the first one of the function's docstring.
         needs: Names that must be importable: packages, or attributes (`"torch.optim.Muon"`).
         precisions: Without `"fp16"` where the CPU takes minutes for it (convolutions).
-        quick: Also runs in `make test-all`.
         look: Where the gradients of the first step are read: `"after"` it, which no plugin notices, or `"before"` it,
             in `on_before_optimizer_step`: for optimizers that call the closure more than once. Manual optimization is
             always read before.
@@ -58,13 +57,11 @@ class Project:
 
     """
 
-    name: str
     family: str
     make: Callable[[], Setup]
     what: str = ""
     needs: Sequence[str] = ()
     precisions: Sequence[str] = PRECISIONS
-    quick: bool = False
     look: str = "after"
     timeout_s: float = 240
 
@@ -93,24 +90,20 @@ def find(name: str) -> Any:
     return found
 
 
-_projects: dict[str, Project] = {}
-
-
 def project(
-    family: str, *, name: str | None = None, **settings: Any
+    family: str, *, name: str | None = None, quick: bool = False, **settings: Any
 ) -> Callable[[Callable[[], Setup]], Callable[[], Setup]]:
     """Add the function below to the list; `settings` are those of `Project`."""
 
-    def add(make: Callable[[], Setup]) -> Callable[[], Setup]:
-        entry = Project(name or getattr(make, "__name__", ""), family, make, **settings)
-        if entry.name in _projects:
-            raise ValueError(f"there are two projects {entry.name!r}: names must be unique")
+    def declare(make: Callable[[], Setup]) -> Callable[[], Setup]:
+        tags = frozenset({"quick"} if quick else ())
+        entry = Project(name=name or getattr(make, "__name__", ""), family=family, make=make, tags=tags, **settings)
         if not entry.description:
             raise ValueError(f"project {entry.name!r} has no docstring: its first line is shown in the table")
-        _projects[entry.name] = entry
+        add(entry)
         return make
 
-    return add
+    return declare
 
 
 def all_projects() -> dict[str, Project]:
@@ -119,4 +112,4 @@ def all_projects() -> dict[str, Project]:
 
     for module in pkgutil.iter_modules(families.__path__):
         importlib.import_module(f"{families.__name__}.{module.name}")
-    return dict(sorted(_projects.items(), key=lambda item: item[1].family))
+    return dict(sorted(entries(Project).items(), key=lambda item: item[1].family))

@@ -33,6 +33,10 @@ def small() -> Setup:
     return Setup(Small(), vectors(24), vectors(8), predict=vectors(8))
 
 
+def it(make: Callable[[], Setup], **settings: Any) -> Project:
+    return Project(name="it", family="tests", make=make, what="what it is", **settings)
+
+
 def judged(
     make: Callable[[], Setup] = small,
     plugin: Callable[[str], Any] | None = None,
@@ -48,7 +52,7 @@ def judged(
         change(arm, outcome)
         return outcome
 
-    return judge(Project("it", "tests", make, "what it is", precisions=precisions), callbacks, run_it)
+    return judge(it(make, precisions=precisions), callbacks, run_it)
 
 
 def ours(result: Result) -> list[str]:
@@ -230,8 +234,7 @@ def test_what_only_the_stock_plugin_cannot_do_is_its_own() -> None:
     def lbfgs() -> Setup:
         return Setup(Small(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2)), vectors(24))
 
-    project = Project("it", "tests", lbfgs, "what it is", precisions=("fp16",), look="before")
-    result = judge(project, callbacks=False)
+    result = judge(it(lbfgs, precisions=("fp16",), look="before"), callbacks=False)
     assert not result.ours
     assert result.verdict("fp16") == STOCKS
 
@@ -283,23 +286,22 @@ def test_a_project_that_is_wrong_by_itself() -> None:
 
 
 def test_a_missing_package_is_a_row() -> None:
-    result = judge(Project("it", "tests", small, "what it is", needs=("no_such_package",)))
+    result = judge(it(small, needs=("no_such_package",)))
     assert result.skipped == "`no_such_package` is missing (No module named 'no_such_package')"
     assert "not run: `no_such_package` is missing" in page([result])
 
 
 SCRIPT = """
 import os, time
-from projects.registry import _projects, project
 from projects import registry, __main__ as command
 from projects.families.tutorials import Classifier, vectors
-from projects.registry import Setup
+from projects.registry import Project, Setup, project
+from zoo.registry import entries
 
-registry.all_projects = command.all_projects = lambda: _projects
-_projects.clear()
-
-def small(**more):
-    return Setup(Classifier(), vectors(16), **more)
+others = set(entries(Project))
+registry.all_projects = command.all_projects = lambda: {
+    name: project for name, project in entries(Project).items() if name not in others
+}
 
 class Dies(Classifier):
     def on_train_end(self):
@@ -319,7 +321,7 @@ def hangs():
 @project("good", precisions=("bf16",))
 def fine():
     "Fine."
-    return small()
+    return Setup(Classifier(), vectors(16))
 
 if __name__ == "__main__":
     arguments = (["--out", "page.md"], ["--only", "fine"], ["--only", "nothing"])

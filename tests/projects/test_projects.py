@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from zoo.registry import cases
 
-from projects import all_projects
+from projects import Project, all_projects
 from projects.judge import judge
 
-QUICK = sorted(p.name for p in all_projects().values() if p.quick)
+PROJECTS = all_projects().values()
+QUICK = cases(Project, "quick")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-def test_project(name: str) -> None:
-    result = judge(all_projects()[name])
+@pytest.mark.parametrize("project", QUICK)
+def test_project(project: Project) -> None:
+    result = judge(project)
     if result.skipped:
         pytest.skip(result.skipped)
     assert not result.ours, "\n".join(map(str, result.ours))
@@ -22,7 +24,6 @@ def test_project(name: str) -> None:
 
 
 def test_there_is_enough_to_look_at() -> None:
-    projects = all_projects().values()
-    assert len(projects) >= 60
-    assert sum(p.family == "optimizers" for p in projects) + sum(p.family == "schedules" for p in projects) >= 20
+    assert len(PROJECTS) >= 60
+    assert sum(p.family in {"optimizers", "schedules"} for p in PROJECTS) >= 20
     assert len(QUICK) >= 12

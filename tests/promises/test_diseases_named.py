@@ -9,10 +9,11 @@ import contextlib
 import logging
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from zoo.faults import FAULTS, Fault
+from support import quiet_trainer
+from zoo.faults import Fault
+from zoo.registry import cases
 
 from lightning_amp import OverflowLocator
 from lightning_amp.reports import OverflowReport
@@ -21,10 +22,7 @@ from lightning_amp.reports import OverflowReport
 def run(fault: Fault, cured: bool) -> tuple[OverflowLocator, Any]:
     torch.manual_seed(0)
     locator, plugin = OverflowLocator(max_reports=3), fault.plugin(cured)
-    trainer = L.Trainer(
-        accelerator="cpu", max_epochs=2, plugins=[plugin], callbacks=[locator], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(accelerator="cpu", max_epochs=2, plugins=[plugin], callbacks=[locator])
     trainer.fit(fault.make(cured), fault.loader(cured))
     return locator, plugin
 
@@ -49,9 +47,10 @@ def wrong(fault: Fault, report: OverflowReport) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:.*Before the first step")
 @pytest.mark.filterwarnings("ignore:std\\(\\)")  # of one value
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named_and_its_cure_works(name: str, record_property: Any, caplog: pytest.LogCaptureFixture) -> None:
-    fault = FAULTS[name]
+@pytest.mark.parametrize("fault", cases(Fault))
+def test_a_fault_is_named_and_its_cure_works(
+    fault: Fault, record_property: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.warns(UserWarning, match=fault.warns) if fault.warns else contextlib.nullcontext([]) as warned:
         locator, plugin = run(fault, cured=False)
     assert len([w for w in warned if "OverflowLocator" in str(w.message)]) == bool(fault.warns)
@@ -64,7 +63,9 @@ def test_a_fault_is_named_and_its_cure_works(name: str, record_property: Any, ca
         cured, _ = run(fault, cured=True)
     is_quiet = not cured.reports and "OverflowLocator" not in caplog.text
     cure = str(locator.reports[0]).partition("\n  try: ")[2]
-    record_property("disease", [name, "yes" if not named else "; ".join(named), cure, "yes" if is_quiet else "no"])
+    record_property(
+        "disease", [fault.name, "yes" if not named else "; ".join(named), cure, "yes" if is_quiet else "no"]
+    )
     assert named == []
     assert is_quiet
     assert len(news) == printed == 1, "one fault has one cause, which is said once"

@@ -11,31 +11,18 @@ import pytest
 import torch
 from support import quiet_trainer
 from torch.utils.data import DataLoader
-from zoo.evaluation import BATCH_SIZE, FAULTS, HEALTHY, Case, Fault, Offset, Rows, rows_for, validate
+from zoo.evaluation import BATCH_SIZE, Case, Evaluated, rows_for, validate
+from zoo.registry import cases, entries
 
 from lightning_amp import AmpPrecision, MetricComparison
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
-def planted(fault: Fault) -> tuple[Case, Rows]:
-    torch.manual_seed(0)
-    module = fault.make()
-    rows = rows_for(module)
-    if fault.spoil is not None:
-        fault.spoil(rows)
-    return module, rows
-
-
 @pytest.mark.needs("whole autocast")
-@pytest.mark.parametrize(
-    # CUDA's autocast computes the norm in fp32
-    "name",
-    [pytest.param(name, marks=pytest.mark.cpu) if name == "overflow in the step" else name for name in FAULTS],
-)
-def test_each_fault_is_named_and_cured(name: str) -> None:
-    fault = FAULTS[name]
-    module, rows = planted(fault)
+@pytest.mark.parametrize("fault", cases(Evaluated, "ill"))
+def test_each_fault_is_named_and_cured(fault: Evaluated) -> None:
+    module, rows = fault.planted()
     comparison, said = validate(module, rows, fault.precision)
     assert len(said) == 1
     report = comparison.report
@@ -63,18 +50,18 @@ def test_each_fault_is_named_and_cured(name: str) -> None:
 
 @pytest.mark.needs("whole autocast")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("case", cases(Evaluated, "healthy"))
 @pytest.mark.usefixtures("own_lstm")
-def test_healthy_runs_are_silent(name: str, precision: str) -> None:
+def test_healthy_runs_are_silent(case: Evaluated, precision: str) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
-        module = HEALTHY[name]()
+        module = case.make()
         comparison, said = validate(module, rows_for(module, 30, seed), precision)
         assert (said, comparison.report) == ([], None)
 
 
 def test_a_constant_in_the_step_is_not_in_fp32() -> None:
-    module, rows = planted(FAULTS["a constant in the step"])
+    module, rows = entries(Evaluated)["a constant in the step"].planted()
     comparison, said = validate(module, rows, "fp32")
     assert said == []
     assert [row.diff for row in comparison.table] == [0.0]
@@ -94,11 +81,11 @@ def test_the_loader_is_named() -> None:
 @pytest.mark.needs("whole autocast")
 @pytest.mark.filterwarnings("ignore:`MetricComparison`")
 @pytest.mark.parametrize("by_module", [False, True])
-@pytest.mark.parametrize("make", [Offset, *HEALTHY.values()])
-def test_validation_is_bit_identical(make: Any, by_module: bool) -> None:
+@pytest.mark.parametrize("case", [entries(Evaluated)["a constant in the step"], *cases(Evaluated, "healthy")])
+def test_validation_is_bit_identical(case: Evaluated, by_module: bool) -> None:
     def outcome(look: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        module = make()
+        module = case.make()
         rows = rows_for(module)
         if look:
             validate(module, rows, "bf16", by_module=by_module)

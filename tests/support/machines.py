@@ -39,7 +39,7 @@ class Machine:
             now += seconds * next(noise)
 
         half, full = partial(run, 1e-3 / self.speed[f"{precision} {kind}"]), partial(run, 1e-3)
-        return _cpu_speed.in_turns(half, full, most_s=0.1, clock=lambda: now)
+        return _cpu_speed.compare_runs(half, full, most_s=0.1, clock=lambda: now)
 
 
 def _speed(bf16: float, bf16_convolutions: float, fp16: float, fp16_convolutions: float) -> dict[str, float]:

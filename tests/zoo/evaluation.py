@@ -1,7 +1,7 @@
 """Modules whose validation is wrong in half precision, or in every precision, and healthy ones beside them.
 
 The targets are what the module itself gives in fp32, with some noise: so its loss is small in fp32, and as large as
-the error in half precision.
+the error in half precision. `entries(Evaluated, "ill")` and `entries(Evaluated, "healthy")` are all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -21,61 +22,115 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.regression import MeanSquaredError
 
 from lightning_amp import AmpPrecision, MetricComparison
+from zoo.registry import Entry, add
 
 BATCH_SIZE = 16
-Rows = list[dict[str, Tensor]]
+Batch = dict[str, Tensor]
+Rows = list[Batch]
+Middle = Callable[[Any, Tensor, Batch], Tensor]
+"""Gets the module, the hidden features and the batch; returns features."""
 
 
 class Case(L.LightningModule):
     """Regression of what it gives itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, middle: Middle = lambda module, hidden, batch: hidden.tanh(), **parts: nn.Module) -> None:
         super().__init__()
         self.inp = nn.Linear(4, 16)
         self.out = nn.Linear(16, 1)
+        self.middle = middle
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return hidden.tanh()
+    def forward(self, batch: Batch) -> Tensor:
+        return self.out(self.middle(self, self.inp(batch["x"]), batch))
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.out(self.middle(self.inp(batch["x"]), batch))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return nn.functional.mse_loss(self(batch).float(), batch["y"])
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", nn.functional.mse_loss(self(batch).float(), batch["y"]))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Entry):
+    """A case, what is to be found, and what cures it. A healthy one has no cause."""
+
+    make: Callable[[], Case]
+    cause: str = ""
+    module: str | None = None
+    cure: dict[str, Any] = field(default_factory=dict)
+    precision: str = "bf16"
+    operation: str = ""
+    in_fp32_too: bool = False
+    batch_idx: int | None = 0
+    names: tuple[str, ...] = ()
+    spoil: Callable[[Rows], None] | None = None
+
+    def planted(self) -> tuple[Case, Rows]:
+        torch.manual_seed(0)
+        module = self.make()
+        rows = rows_for(module)
+        if self.spoil is not None:
+            self.spoil(rows)
+        return module, rows
+
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def case(name: str, *tags: str, part: str = "", middle: Middle | None = None, **expected: Any) -> Callable[[T], T]:
+    """Declare what stands below: a case, or a `part` of one that `middle` calls; without a cause it is healthy."""
+
+    def declare(found: T) -> T:
+        make = (lambda: Case(middle, **{part: found()})) if middle else found
+        kind = "ill" if "cause" in expected else "healthy"
+        add(Evaluated(name=name, tags=frozenset({kind, *tags}), make=make, **expected))
+        return found
+
+    return declare
+
+
+ill_part = partial(case, cause="module")
+
+
+def in_fp32(*modules: str) -> dict[str, Any]:
+    return {"fp32_modules": [*modules]}
+
+
+def turned(features: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    u, v = features.chunk(2, -1)
+    return torch.cat([u * cos - v * sin, u * sin + v * cos], -1)
+
+
+# -- a module is to blame ----------------------------------------------------------------------------------------------
+
+
+@ill_part(
+    "rotary angles", part="rotary", middle=lambda m, hidden, batch: m.rotary(hidden, batch["position"]),
+    module="rotary", cure=in_fp32("rotary"),
+)  # fmt: skip
+@ill_part(
+    "angles of rounded positions", part="rotary",
+    middle=lambda m, hidden, batch: m.rotary(hidden, batch["position"].to(hidden.dtype)),
+    module="rotary", cure=in_fp32("rotary", "inp"),
+)  # fmt: skip
 class Rotary(nn.Module):
     """Angles in the precision of the features."""
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         frequencies = 10.0 ** -torch.arange(8, device=x.device)
         angles = position[:, None].to(x.dtype) * frequencies.to(x.dtype)
-        u, v = x.chunk(2, -1)
-        return torch.cat([u * angles.cos() - v * angles.sin(), u * angles.sin() + v * angles.cos()], -1)
+        return turned(x, angles.cos(), angles.sin())
 
 
-class Rotates(Case):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rotary = Rotary()
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return self.rotary(hidden, batch["position"])
-
-
-class RotatesRounded(Rotates):
-    """Who calls it rounds the positions."""
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return self.rotary(hidden, batch["position"].to(hidden.dtype))
-
-
+@ill_part(
+    "angles by a product", part="rope", middle=lambda m, hidden, batch: turned(hidden, *m.rope(batch["position"])),
+    module="rope", cure=in_fp32("rope"),
+)  # fmt: skip
 class Frequencies(nn.Module):
     """A product of positions and frequencies, which autocast puts into half precision."""
 
@@ -88,17 +143,10 @@ class Frequencies(nn.Module):
         return angles.cos(), angles.sin()
 
 
-class RotatesByProduct(Case):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rope = Frequencies()
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        cos, sin = self.rope(batch["position"])
-        u, v = hidden.chunk(2, -1)
-        return torch.cat([u * cos - v * sin, u * sin + v * cos], -1)
-
-
+@ill_part(
+    "time steps", part="time", middle=lambda m, hidden, batch: hidden + m.time(hidden, batch["position"]),
+    module="time", cure=in_fp32("time"),
+)  # fmt: skip
 class TimeEmbedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -108,15 +156,6 @@ class TimeEmbedding(nn.Module):
         frequencies = torch.exp(-math.log(1e4) * torch.arange(8, device=x.device) / 8).to(x.dtype)
         angles = t.to(x.dtype)[:, None] * frequencies
         return self.fc(torch.cat([angles.sin(), angles.cos()], -1))
-
-
-class Diffusion(Case):
-    def __init__(self) -> None:
-        super().__init__()
-        self.time = TimeEmbedding()
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return hidden + self.time(hidden, batch["position"])
 
 
 class Positions(nn.Module):
@@ -130,25 +169,29 @@ class Positions(nn.Module):
         return x + self.table(position.to(x.dtype).long())
 
 
+@ill_part("indices", module="positions.table", cure=in_fp32("positions"), operation="embedding")
 class LooksUp(Case):
     def __init__(self) -> None:
-        super().__init__()
-        self.positions = Positions()
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return self.positions(hidden, batch["position"])
+        super().__init__(lambda m, hidden, batch: m.positions(hidden, batch["position"]), positions=Positions())
 
 
+@ill_part("indices, torchmetrics", module="positions.table", cure=in_fp32("positions"))
 class LooksUpWithMetric(LooksUp):
     def __init__(self) -> None:
         super().__init__()
         self.error = MeanSquaredError()
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.error(self(batch), batch["y"])
         self.log("val_error", self.error)
 
 
+def differences(module: Any, hidden: Tensor, batch: Batch) -> Tensor:
+    sums = module.sums(hidden.repeat(1, 20).abs() + 1)
+    return (sums[:, 1:17] - sums[:, :16]) + (sums[:, -16:] - sums[:, -17:-1])
+
+
+@ill_part("running sums", part="sums", middle=differences, module="sums", cure=in_fp32("sums"))
 class RunningSum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         total, sums = torch.zeros_like(x[:, 0]), []
@@ -158,38 +201,18 @@ class RunningSum(nn.Module):
         return torch.stack(sums, 1)
 
 
-class Accumulates(Case):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums = RunningSum()
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        sums = self.sums(hidden.repeat(1, 20).abs() + 1)
-        return (sums[:, 1:17] - sums[:, :16]) + (sums[:, -16:] - sums[:, -17:-1])
-
-
 class Kelvin(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 300.0
 
 
+@ill_part("a constant in a module", module="kelvin", cure=in_fp32("kelvin"), operation="add")
 class Temperatures(Case):
-    """A large constant in a module."""
-
     def __init__(self) -> None:
-        super().__init__()
-        self.kelvin = Kelvin()
+        super().__init__(kelvin=Kelvin())
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         return self.kelvin(super().forward(batch))
-
-
-class Offset(Case):
-    """A large constant in the step."""
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        prediction = self(batch) + 1000.0
-        self.log("val_loss", nn.functional.mse_loss(prediction.float() - 1000.0, batch["y"]))
 
 
 class Loud(nn.Module):
@@ -197,34 +220,74 @@ class Loud(nn.Module):
         return x if self.training else x * 3e5
 
 
+@ill_part("overflow in evaluation", module="loud", cure=in_fp32("loud", "fc"), precision="fp16", operation="mul")
 class OverflowsInEvaluation(Case):
     def __init__(self) -> None:
-        super().__init__()
-        self.loud, self.norm = Loud(), nn.LayerNorm(16)
-        self.fc = nn.Linear(16, 16)
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return self.norm(self.fc(self.loud(hidden)))
+        parts = {"loud": Loud(), "norm": nn.LayerNorm(16), "fc": nn.Linear(16, 16)}
+        super().__init__(lambda m, hidden, batch: m.norm(m.fc(m.loud(hidden))), **parts)
 
 
+def attend(module: Any, hidden: Tensor, batch: Batch) -> Tensor:
+    return module.attention(hidden, batch["allowed"])
+
+
+def hide_a_row(rows: Rows) -> None:
+    rows[BATCH_SIZE * 3 + 1]["allowed"].fill_(False)
+
+
+@case("attends", part="attention", middle=attend)
+@ill_part(
+    "a masked row", part="attention", middle=attend, module="attention", operation="softmax", in_fp32_too=True,
+    batch_idx=3, spoil=hide_a_row,
+)  # fmt: skip
+class Attention(nn.Module):
+    def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
+        scores = (x @ x.T).masked_fill(~allowed[:, None].expand(-1, len(x)), float("-inf"))
+        return scores.softmax(-1) @ x
+
+
+# -- an operation of the step is ---------------------------------------------------------------------------------------
+
+
+@case("a constant in the step", cause="operation", cure=in_fp32("out"), operation="add")
+class Offset(Case):
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        prediction = self(batch) + 1000.0
+        self.log("val_loss", nn.functional.mse_loss(prediction.float() - 1000.0, batch["y"]))
+
+
+# CUDA's autocast computes the norm in fp32
+@case("overflow in the step", "cpu", cause="operation", cure=in_fp32("inp"), precision="fp16", operation="pow")
 class NormInStep(Case):
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         features = self.inp(batch["x"]) * 300
         self.log("val_norm", features.pow(2).sum(-1).sqrt().float().mean())
 
 
+@case("time in the step", cause="operation", cure={"eval_precision": "fp32"}, operation="sin")
 class TimeInStep(Case):
     """Angles that no module has a part in."""
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         prediction = self(batch)
         angle = (batch["position"].to(self.inp(batch["x"]).dtype) * 1.5)[:, None]
         self.log("val_loss", nn.functional.mse_loss((prediction + angle.sin()).float(), batch["y"] + self.exact(batch)))
 
-    def exact(self, batch: dict[str, Tensor]) -> Tensor:
+    def exact(self, batch: Batch) -> Tensor:
         return (batch["position"] * 1.5)[:, None].sin()
 
 
+@case("logarithm of 0", cause="operation", operation="log", in_fp32_too=True)
+class LogOfZero(Case):
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        share = (self(batch).float() * 0).relu()
+        self.log("val_entropy", -(share * torch.log(share)).sum())
+
+
+# -- state, weights and batches are ------------------------------------------------------------------------------------
+
+
+@case("a counter", cause="state", batch_idx=None, names=("count",))
 class Counts(Case):
     """Counts rows in bfloat16, which ends at 256."""
 
@@ -237,7 +300,7 @@ class Counts(Case):
         self.count.zero_()
         self.total.zero_()
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.total += (self(batch).float() - batch["y"]).square().sum()
         for _ in range(len(batch["y"]) * 8):
             self.count += 1
@@ -246,92 +309,80 @@ class Counts(Case):
         self.log("val_mean", 1000 * self.total / self.count.float())
 
 
+@case("running statistics", cause="weights", module="norm", in_fp32_too=True, names=("norm.running_var",))
 class SpoiltStatistics(Case):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
+        super().__init__(lambda m, hidden, batch: m.norm(hidden), norm=nn.BatchNorm1d(16))
 
     def on_validation_start(self) -> None:
         self.norm.running_var[3] = float("nan")
 
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return self.norm(hidden)
 
-
+@case("a weight", cause="weights", module="out", in_fp32_too=True, names=("out.weight",))
 class SpoiltWeight(Case):
     def on_validation_start(self) -> None:
         self.out.weight.data[0, 5] = float("inf")
 
 
-class Attention(nn.Module):
-    def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
-        scores = (x @ x.T).masked_fill(~allowed[:, None].expand(-1, len(x)), float("-inf"))
-        return scores.softmax(-1) @ x
+def spoil_a_target(rows: Rows) -> None:
+    rows[BATCH_SIZE * 2 + 1]["y"][:] = float("nan")
 
 
-class Attends(Case):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention()
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return self.attention(hidden, batch["allowed"])
+def spoil_an_input(rows: Rows) -> None:
+    rows[BATCH_SIZE + 1]["x"][1:3] = float("inf")
 
 
-class LogOfZero(Case):
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        share = (self(batch).float() * 0).relu()
-        self.log("val_entropy", -(share * torch.log(share)).sum())
+case("NaN targets", cause="batch", in_fp32_too=True, batch_idx=2, names=("1 in `batch['y']`",), spoil=spoil_a_target)(
+    Case
+)
 
 
+# -- healthy -----------------------------------------------------------------------------------------------------------
+
+case("small")(Case)
+
+
+@case("deep")
+@case(
+    "infinite inputs", cause="batch", module="inp", in_fp32_too=True, batch_idx=1, names=("2 in `batch['x']`",),
+    spoil=spoil_an_input,
+)  # fmt: skip
 class Deep(Case):
     def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.GELU())])
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return self.body(hidden)
+        body = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.GELU())])
+        super().__init__(lambda m, hidden, batch: m.body(hidden), body=body)
 
 
-class Normalized(Case):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(), nn.LayerNorm(16))
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return self.body(hidden)
+@case("normalized", part="body", middle=lambda m, hidden, batch: m.body(hidden))
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(), nn.LayerNorm(16))
 
 
-class Recurrent(Case):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(16, 16, batch_first=True)
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return self.rnn(hidden[:, None].expand(-1, 5, -1))[0][:, -1]
+@case("recurrent", part="rnn", middle=lambda m, hidden, batch: m.rnn(hidden[:, None].expand(-1, 5, -1))[0][:, -1])
+def recurrent() -> nn.Module:
+    return nn.LSTM(16, 16, batch_first=True)
 
 
-class Transformer(Case):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return self.encoder(hidden[:, None].expand(-1, 3, -1)).mean(1)
+@case(
+    "transformer", part="encoder", middle=lambda m, hidden, batch: m.encoder(hidden[:, None].expand(-1, 3, -1)).mean(1)
+)
+def transformer() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
 
 
+@case("classifies")
 class Classifies(Deep):
     """Accuracy over few samples, and counts."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self(batch).float(), (batch["x"][:, 0] > 0).long())
 
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(16, 4)
         self.accuracy = MulticlassAccuracy(4)
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch).float(), (batch["x"][:, 0] > 0).long())
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         logits, labels = self(batch), (batch["x"][:, 0] > 0).long()
         self.accuracy(logits, labels)
         hits = (logits.argmax(-1) == labels).float()
@@ -339,77 +390,18 @@ class Classifies(Deep):
         self.log("val_hits", hits.sum(), reduce_fx="sum")
 
 
-class Samples(Case):
+@case("samples")
+def samples() -> Case:
     """Draws in fp32, as a VAE should."""
-
-    def middle(self, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return hidden.float() + torch.randn_like(hidden, dtype=torch.float32)
+    return Case(lambda m, hidden, batch: hidden.float() + torch.randn_like(hidden, dtype=torch.float32))
 
 
+@case("well trained")
 class WellTrained(Case):
     """Predicts so well that its error is the rounding of the prediction: `noise=0`."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A case, what is to be found, and what cures it."""
-
-    make: Callable[[], Case]
-    cause: str
-    module: str | None = None
-    cure: dict[str, Any] = field(default_factory=dict)
-    precision: str = "bf16"
-    operation: str = ""
-    in_fp32_too: bool = False
-    batch_idx: int | None = 0
-    names: tuple[str, ...] = ()
-    spoil: Callable[[Rows], None] | None = None
-
-
-def _nan_target(rows: Rows) -> None:
-    rows[BATCH_SIZE * 2 + 1]["y"][:] = float("nan")
-
-
-def _nan_input(rows: Rows) -> None:
-    rows[BATCH_SIZE + 1]["x"][1:3] = float("inf")
-
-
-def _masked(rows: Rows) -> None:
-    rows[BATCH_SIZE * 3 + 1]["allowed"].fill_(False)
-
-
-FAULTS = {
-    "rotary angles": Fault(Rotates, "module", "rotary", {"fp32_modules": ["rotary"]}),
-    "angles of rounded positions": Fault(RotatesRounded, "module", "rotary", {"fp32_modules": ["rotary", "inp"]}),
-    "angles by a product": Fault(RotatesByProduct, "module", "rope", {"fp32_modules": ["rope"]}),
-    "time steps": Fault(Diffusion, "module", "time", {"fp32_modules": ["time"]}),
-    "indices": Fault(LooksUp, "module", "positions.table", {"fp32_modules": ["positions"]}, operation="embedding"),
-    "indices, torchmetrics": Fault(LooksUpWithMetric, "module", "positions.table", {"fp32_modules": ["positions"]}),
-    "running sums": Fault(Accumulates, "module", "sums", {"fp32_modules": ["sums"]}),
-    "a constant in a module": Fault(Temperatures, "module", "kelvin", {"fp32_modules": ["kelvin"]}, operation="add"),
-    "a constant in the step": Fault(Offset, "operation", None, {"fp32_modules": ["out"]}, operation="add"),
-    "overflow in evaluation": Fault(
-        OverflowsInEvaluation, "module", "loud", {"fp32_modules": ["loud", "fc"]}, "fp16", "mul"
-    ),
-    "overflow in the step": Fault(NormInStep, "operation", None, {"fp32_modules": ["inp"]}, "fp16", "pow"),
-    "time in the step": Fault(TimeInStep, "operation", None, {"eval_precision": "fp32"}, operation="sin"),
-    "a counter": Fault(Counts, "state", batch_idx=None, names=("count",)),
-    "running statistics": Fault(SpoiltStatistics, "weights", "norm", in_fp32_too=True, names=("norm.running_var",)),
-    "a weight": Fault(SpoiltWeight, "weights", "out", in_fp32_too=True, names=("out.weight",)),
-    "NaN targets": Fault(Case, "batch", in_fp32_too=True, batch_idx=2, names=("1 in `batch['y']`",), spoil=_nan_target),
-    "infinite inputs": Fault(
-        Deep, "batch", "inp", in_fp32_too=True, batch_idx=1, names=("2 in `batch['x']`",), spoil=_nan_input
-    ),
-    "a masked row": Fault(
-        Attends, "module", "attention", operation="softmax", in_fp32_too=True, batch_idx=3, spoil=_masked
-    ),
-    "logarithm of 0": Fault(LogOfZero, "operation", operation="log", in_fp32_too=True),
-}
-
-HEALTHY: dict[str, Callable[[], Case]] = {
-    "small": Case, "deep": Deep, "normalized": Normalized, "recurrent": Recurrent, "transformer": Transformer,
-    "classifies": Classifies, "samples": Samples, "attends": Attends, "well trained": WellTrained,
-}  # fmt: skip
+# -- running one -------------------------------------------------------------------------------------------------------
 
 
 def rows_for(module: Case, number: int = BATCH_SIZE * 4, seed: int = 0) -> Rows:

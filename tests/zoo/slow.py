@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
+from zoo.registry import Entry, add, entries
+
 Make = Callable[[], L.LightningModule]
 
 SIZES = {"divisor": 1}
@@ -82,8 +84,8 @@ class Loaded(L.LightningDataModule):
         return DataLoader(self.dataset, **self.settings)
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class SlowProject(Entry):
     """A project.
 
     Attributes:
@@ -137,6 +139,26 @@ def mlp(width: int = 1024, depth: int = 3, inputs: int = 512, outputs: int = 10)
     for _ in range(depth - 2):
         layers += [nn.Linear(width, width), nn.GELU()]
     return nn.Sequential(*layers, nn.Linear(width, outputs))
+
+
+def slow(
+    name: str,
+    code: str,
+    make: Make,
+    data: Callable[[], L.LightningDataModule],
+    cure: Make | None = None,
+    *,
+    cured: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> None:
+    """Declare one, with the module that is cured, or whatever else `doctor` takes."""
+    cured = cured or ({} if cure is None else {"make_module": cure})
+    tags = frozenset({"slow" if code else "healthy"})
+    add(SlowProject(name=name, tags=tags, code=code, make=make, data=data, cured=cured, **settings))
+
+
+def healthy(name: str, make: Make, data: Callable[[], L.LightningDataModule], **kwargs: Any) -> None:
+    slow(name, "", make, data, **kwargs)
 
 
 # -- slow ones ---------------------------------------------------------------------------------------------------------
@@ -343,85 +365,83 @@ def last(net: nn.Module) -> nn.Module:
     return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-SLOW: dict[str, Case] = {
-    "a data set that sleeps": Case(
-        "data-bound", lambda: Project(mlp()), lambda: Loaded(SlowItems(), batch_size=32),
-        {"make_data": lambda: Loaded(SlowItems(), batch_size=32, num_workers=16, persistent_workers=True)},
-    ),
-    "a data set of many small items": Case(
-        "data-bound", lambda: Project(mlp(64, 3, 16)), lambda: Loaded(ManyItems(), batch_size=2048),
-        {"make_data": lambda: Loaded(ManyItemsAtOnce(), batch_size=2048, collate_fn=tuple)}, "fp32",
-    ),
-    "a tiny perceptron": Case(
-        "model-too-small", lambda: Project(mlp(16, 3, 8)), rows(4, 8), {"precision": "fp32"}
-    ),
-    "a tiny recurrent network": Case(
-        "model-too-small", lambda: Project(Recurrent()), rows(4, 20, 8), {"precision": "fp32"}
-    ),
-    "casts to and fro": Case(
-        "many-casts", lambda: Project(Casting(True)), rows(2048, 512), {"make_module": lambda: Project(Casting(False))}
-    ),
-    "a weight that is cast in each time step": Case(
-        "many-casts", lambda: Project(CastsItsWeight(True)), rows(32, 1024),
-        {"make_module": lambda: Project(CastsItsWeight(False))},
-    ),
-    "autocast turned off": Case(
-        "autocast-off", lambda: Project(AutocastOff(True)), rows(256, 512),
-        {"make_module": lambda: Project(AutocastOff(False))},
-    ),
-    "a function that casts to float32": Case(
-        "autocast-off", lambda: Project(OwnProduct(True)), rows(256, 512),
-        {"make_module": lambda: Project(OwnProduct(False))},
-    ),
-    "attention with dropout": Case(
-        "attention-in-fp32", lambda: Project(Transformer(0.1)), rows(4, 256, 256),
-        {"make_module": lambda: Project(Transformer())},
-    ),
-    "a basis in float64": Case(
-        "float64", lambda: Project(InDouble(True)), rows(256, 512), {"make_module": lambda: Project(InDouble(False))}
-    ),
-    "most modules in fp32": Case(
-        "fp32-modules-dominate", lambda: Project(mlp()), rows(512, 512), {"precision": "bf16"},
-        {"precision": "bf16", "fp32_modules": ["net.0", "net.2"]},
-    ),
-    "AdamW in many kernels": Case(
-        "optimizer-not-fused", lambda: Project(mlp(1024, 8), fused=False), rows(16, 512),
-        {"make_module": lambda: Project(mlp(1024, 8))},
-    ),
-    "a large vocabulary": Case(
-        "large-logits", lambda: Language(32_000), tokens(4, 128, 32_000),
-        {"make_module": lambda: Language(32_000, chunks=8)},
-    ),
-    "a loss that is read": Case(
-        "host-waits", lambda: Waiting("item"), rows(256, 512), {"make_module": lambda: Waiting("keep")}
-    ),
-    "a mask that chooses rows": Case(
-        "host-waits", lambda: Waiting("mask"), rows(256, 512), {"make_module": lambda: Waiting("keep")}
-    ),
-    "Adam and a batch of one row, on a device that it fills": Case(
-        "state-dominates", lambda: Project(mlp(2048, 4), "Adam"), rows(1, 512),
-        {"make_module": lambda: Project(mlp(256, 4), "SGD"), "make_data": rows(4096, 512)}, memory_gib=0.5,
-    ),
-    "fp16 on a CPU": Case(
-        "emulated-precision", lambda: Project(mlp()), rows(64, 512), {"precision": "bf16"}, "fp16"
-    ),
-    "depthwise convolutions, channels first": Case(
-        "channels-last", lambda: Project(depthwise()), rows(16, 3, 32, 32),
-        {"make_module": lambda: Project(last(depthwise()))}, "fp32",
-    ),
-    "odd widths": Case(
-        "sizes-not-aligned", lambda: Project(mlp(333, 6, 333)), rows(333, 333),
-        {"make_module": lambda: Project(mlp(336, 6, 336)), "make_data": rows(336, 336)},
-    ),
-    "a callback that takes its time": Case(
-        "slow-callback", lambda: Project(mlp(512)), rows(64, 512), {"trainer_kwargs": {"accelerator": "cpu"}},
-        kwargs={"callbacks": [Slow()]},
-    ),
-    "anomaly detection": Case(
-        "anomaly-detection", lambda: Project(mlp()), rows(256, 512), {"trainer_kwargs": {"accelerator": "cpu"}},
-        kwargs={"detect_anomaly": True},
-    ),
-}  # fmt: skip
+slow(
+    "a data set that sleeps", "data-bound", lambda: Project(mlp()), lambda: Loaded(SlowItems(), batch_size=32),
+    cured={"make_data": lambda: Loaded(SlowItems(), batch_size=32, num_workers=16, persistent_workers=True)},
+)  # fmt: skip
+slow(
+    "a data set of many small items", "data-bound", lambda: Project(mlp(64, 3, 16)),
+    lambda: Loaded(ManyItems(), batch_size=2048),
+    cured={"make_data": lambda: Loaded(ManyItemsAtOnce(), batch_size=2048, collate_fn=tuple)}, precision="fp32",
+)  # fmt: skip
+slow(
+    "a tiny perceptron", "model-too-small", lambda: Project(mlp(16, 3, 8)), rows(4, 8), cured={"precision": "fp32"}
+)  # fmt: skip
+slow(
+    "a tiny recurrent network", "model-too-small", lambda: Project(Recurrent()), rows(4, 20, 8),
+    cured={"precision": "fp32"},
+)  # fmt: skip
+slow(
+    "casts to and fro", "many-casts", lambda: Project(Casting(True)), rows(2048, 512), lambda: Project(Casting(False))
+)  # fmt: skip
+slow(
+    "a weight that is cast in each time step", "many-casts", lambda: Project(CastsItsWeight(True)), rows(32, 1024),
+    lambda: Project(CastsItsWeight(False)),
+)  # fmt: skip
+slow(
+    "autocast turned off", "autocast-off", lambda: Project(AutocastOff(True)), rows(256, 512),
+    lambda: Project(AutocastOff(False)),
+)  # fmt: skip
+slow(
+    "a function that casts to float32", "autocast-off", lambda: Project(OwnProduct(True)), rows(256, 512),
+    lambda: Project(OwnProduct(False)),
+)  # fmt: skip
+slow(
+    "attention with dropout", "attention-in-fp32", lambda: Project(Transformer(0.1)), rows(4, 256, 256),
+    lambda: Project(Transformer()),
+)  # fmt: skip
+slow(
+    "a basis in float64", "float64", lambda: Project(InDouble(True)), rows(256, 512), lambda: Project(InDouble(False))
+)  # fmt: skip
+slow(
+    "most modules in fp32", "fp32-modules-dominate", lambda: Project(mlp()), rows(512, 512),
+    cured={"precision": "bf16"}, precision={"precision": "bf16", "fp32_modules": ["net.0", "net.2"]},
+)  # fmt: skip
+slow(
+    "AdamW in many kernels", "optimizer-not-fused", lambda: Project(mlp(1024, 8), fused=False), rows(16, 512),
+    lambda: Project(mlp(1024, 8)),
+)  # fmt: skip
+slow(
+    "a large vocabulary", "large-logits", lambda: Language(32_000), tokens(4, 128, 32_000),
+    lambda: Language(32_000, chunks=8),
+)  # fmt: skip
+slow("a loss that is read", "host-waits", lambda: Waiting("item"), rows(256, 512), lambda: Waiting("keep"))
+slow("a mask that chooses rows", "host-waits", lambda: Waiting("mask"), rows(256, 512), lambda: Waiting("keep"))
+slow(
+    "Adam and a batch of one row, on a device that it fills", "state-dominates",
+    lambda: Project(mlp(2048, 4), "Adam"), rows(1, 512), memory_gib=0.5,
+    cured={"make_module": lambda: Project(mlp(256, 4), "SGD"), "make_data": rows(4096, 512)},
+)  # fmt: skip
+slow(
+    "fp16 on a CPU", "emulated-precision", lambda: Project(mlp()), rows(64, 512), cured={"precision": "bf16"},
+    precision="fp16",
+)  # fmt: skip
+slow(
+    "depthwise convolutions, channels first", "channels-last", lambda: Project(depthwise()), rows(16, 3, 32, 32),
+    lambda: Project(last(depthwise())), precision="fp32",
+)  # fmt: skip
+slow(
+    "odd widths", "sizes-not-aligned", lambda: Project(mlp(333, 6, 333)), rows(333, 333),
+    cured={"make_module": lambda: Project(mlp(336, 6, 336)), "make_data": rows(336, 336)},
+)  # fmt: skip
+slow(
+    "a callback that takes its time", "slow-callback", lambda: Project(mlp(512)), rows(64, 512),
+    cured={"trainer_kwargs": {"accelerator": "cpu"}}, kwargs={"callbacks": [Slow()]},
+)  # fmt: skip
+slow(
+    "anomaly detection", "anomaly-detection", lambda: Project(mlp()), rows(256, 512),
+    cured={"trainer_kwargs": {"accelerator": "cpu"}}, kwargs={"detect_anomaly": True},
+)  # fmt: skip
 
 
 # -- healthy ones ------------------------------------------------------------------------------------------------------
@@ -465,24 +485,26 @@ class LongShort(nn.Module):
         return self.head(self.body(x)[0][:, -1])
 
 
+def convolutions() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 128, 3, 2, 1), nn.ReLU(),
+        nn.Conv2d(128, 128, 3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
 class Auto(Project):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.net(x).float(), x)
 
 
-HEALTHY: dict[str, Case] = {
-    "a perceptron": Case("", lambda: Project(mlp()), rows(512, 512)),
-    "a transformer": Case("", lambda: Project(Transformer()), rows(16, 64, 256)),
-    "an autoencoder": Case("", lambda: Auto(mlp(1024, 4, 512, 512)), rows(512, 512)),
-    "a contrastive learner": Case("", lambda: Contrastive(mlp(1024, 3, 512, 128)), rows(512, 512)),
-    "two networks against each other": Case("", Adversarial, rows(512, 512)),
-    "an LSTM": Case("", lambda: Project(LongShort()), rows(64, 16, 256)),
-    "convolutions, channels last": Case("", lambda: Project(last(nn.Sequential(
-        nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 128, 3, 2, 1), nn.ReLU(),
-        nn.Conv2d(128, 128, 3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
-    ))), rows(32, 3, 32, 32)),
-    "a language model with a small vocabulary": Case("", lambda: Language(512, 256), tokens(8, 64, 512)),
-    "gradients that accumulate": Case(
-        "", lambda: Project(mlp()), rows(512, 512), kwargs={"accumulate_grad_batches": 4}
-    ),
-}  # fmt: skip
+healthy("a perceptron", lambda: Project(mlp()), rows(512, 512))
+healthy("a transformer", lambda: Project(Transformer()), rows(16, 64, 256))
+healthy("an autoencoder", lambda: Auto(mlp(1024, 4, 512, 512)), rows(512, 512))
+healthy("a contrastive learner", lambda: Contrastive(mlp(1024, 3, 512, 128)), rows(512, 512))
+healthy("two networks against each other", Adversarial, rows(512, 512))
+healthy("an LSTM", lambda: Project(LongShort()), rows(64, 16, 256))
+healthy("convolutions, channels last", lambda: Project(last(convolutions())), rows(32, 3, 32, 32))
+healthy("a language model with a small vocabulary", lambda: Language(512, 256), tokens(8, 64, 512))
+healthy("gradients that accumulate", lambda: Project(mlp()), rows(512, 512), kwargs={"accumulate_grad_batches": 4})
+
+SLOW, HEALTHY = entries(SlowProject, "slow"), entries(SlowProject, "healthy")

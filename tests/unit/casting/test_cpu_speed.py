@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_amp.casting import _cpu_speed
-from lightning_amp.casting._cpu_speed import in_turns, measure_cpu_speed
+from lightning_amp.casting._cpu_speed import compare_runs, measure_cpu_speed
 
 
 class Clock:
@@ -35,7 +35,7 @@ def test_a_run_that_takes_twice_as_long_is_slower() -> None:
     clock, noise = Clock(), random.Random(0)
     half = clock.run("half", lambda: 2e-3 * noise.lognormvariate(0, 0.1))
     full = clock.run("full", lambda: 1e-3 * noise.lognormvariate(0, 0.1))
-    speed = in_turns(half, full, most_s=0.1, clock=clock)
+    speed = compare_runs(half, full, most_s=0.1, clock=clock)
     assert speed is not None
     assert speed.claim == "slower"
     assert speed.ratio == pytest.approx(0.5, rel=0.1)
@@ -48,7 +48,7 @@ def test_noise_alone_hardly_ever_decides() -> None:
     for _ in range(400):
         clock = Clock()
         runs = [clock.run(name, lambda: 3e-3 * noise.lognormvariate(0, 0.2)) for name in ("half", "full")]
-        speed = in_turns(runs[0], runs[1], most_s=0.1, clock=clock)
+        speed = compare_runs(runs[0], runs[1], most_s=0.1, clock=clock)
         claims += speed is not None and speed.claim == "slower"
     assert claims <= 6  # 0.5 % are allowed: 2 of 400
 
@@ -56,7 +56,7 @@ def test_noise_alone_hardly_ever_decides() -> None:
 def test_the_budget_ends_the_probe() -> None:
     clock = Clock()
     half, full = clock.run("half", lambda: 0.03), clock.run("full", lambda: 0.01)
-    speed = in_turns(half, full, most_s=0.1, clock=clock)
+    speed = compare_runs(half, full, most_s=0.1, clock=clock)
     assert speed is not None
     assert speed.num_repetitions == 2  # the warm-up counts
     assert clock.now <= 0.1 + 0.04
@@ -64,7 +64,7 @@ def test_the_budget_ends_the_probe() -> None:
 
 def test_one_round_claims_nothing() -> None:
     clock = Clock()
-    speed = in_turns(clock.run("half", lambda: 9.0), clock.run("full", lambda: 1.0), most_s=0.1, clock=clock)
+    speed = compare_runs(clock.run("half", lambda: 9.0), clock.run("full", lambda: 1.0), most_s=0.1, clock=clock)
     assert speed is not None
     assert speed.claim == "one run"
 
@@ -73,7 +73,7 @@ def test_one_round_claims_nothing() -> None:
 def test_a_strange_clock_ends_too_and_tells_nothing(step: float) -> None:
     clock = Clock()
     half, full = clock.run("half", lambda: step), clock.run("full", lambda: step)
-    assert in_turns(half, full, most_s=0.1, clock=clock) is None
+    assert compare_runs(half, full, most_s=0.1, clock=clock) is None
     assert len(clock.order) <= 2 * 26
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from lightning_amp.measure import BACKWARD, FORWARD
 from lightning_amp.profiling import _analysis
-from lightning_amp.profiling._clock import BACKWARD, FORWARD
 from lightning_amp.profiling._operations import Operation
 from lightning_amp.tracing import Place
 

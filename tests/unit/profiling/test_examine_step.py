@@ -18,9 +18,8 @@ from zoo.slow import HEALTHY, SLOW
 
 from lightning_amp import doctor
 from lightning_amp.advice import AS_IT_IS, IN_FP32
-from lightning_amp.measure import _device_clock
-from lightning_amp.profiling import _analysis, _clock, _doctor, _examine_step, _variants, _watch
-from lightning_amp.profiling._clock import BACKWARD, FORWARD, OPTIMIZER
+from lightning_amp.measure import BACKWARD, FORWARD, OPTIMIZER, _device_clock, _part_timer
+from lightning_amp.profiling import _analysis, _doctor, _examine_step, _variants, _watch
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -50,7 +49,7 @@ def test_a_planted_reason_is_named_and_its_cure_takes_it_away(name: str, monkeyp
     elif name == "fp16 on a CPU":  # a note as long as it is not decided that it is slower
         monkeypatch.setattr(_examine_step, "race", planned_race(lambda data: {AS_IT_IS: 3.0, IN_FP32: 1.0}))
     elif name == "a data set that sleeps":  # in the cure its workers do, which have clocks of their own
-        for module in (slow, _clock, _device_clock):
+        for module in (slow, _part_timer, _device_clock):
             monkeypatch.setattr(module, "time", clock)
     if case.memory_gib:
         small = machine(memory_gib=case.memory_gib / slow.SIZES["divisor"] ** 2)
@@ -148,7 +147,7 @@ def test_the_race_does_not_accumulate_and_a_factory_draws_the_same_each_time(mon
 
 def test_a_step_of_a_minute_is_run_three_times_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = PlannedClock()
-    for module in (_clock, _device_clock, _variants, _watch):
+    for module in (_part_timer, _device_clock, _variants, _watch):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(_doctor, "examine", lambda device, short: machine_with(bf16=0.02))
     num_slow = 0
@@ -187,7 +186,7 @@ def test_states_that_grow_with_each_step_are_compared_at_equal_history(monkeypat
 
 def test_a_first_step_that_is_slow_is_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = PlannedClock()
-    for module in (_clock, _device_clock, _variants, _watch):
+    for module in (_part_timer, _device_clock, _variants, _watch):
         monkeypatch.setattr(module, "time", clock)
 
     class Compiles(WithRows):

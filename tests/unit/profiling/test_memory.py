@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from support import Toy
 
-from lightning_amp.profiling._clock import BACKWARD, FORWARD, OPTIMIZER
+from lightning_amp.measure import BACKWARD, FORWARD, OPTIMIZER
 from lightning_amp.profiling._memory import largest_loss, memory, optimizer_facts
 from lightning_amp.profiling._operations import Allocation, Loss
 

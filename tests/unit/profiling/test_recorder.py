@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_amp.casting import Fp32Modules
+from lightning_amp.measure import BACKWARD, FORWARD, OPTIMIZER
 from lightning_amp.profiling import _analysis
-from lightning_amp.profiling._clock import BACKWARD, FORWARD, OPTIMIZER
 from lightning_amp.profiling._operations import Operation
 from lightning_amp.profiling._recorder import Recorder
 

@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from support import Toy, batches
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
+from lightning_amp.measure import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, PartTimer
 from lightning_amp.profiling import _watch
-from lightning_amp.profiling._clock import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, Clock
 from lightning_amp.profiling._watch import PartsProfiler, Watch
 from lightning_amp.shadow import private_trainer, run_private_fit, unnoticed
 
@@ -121,7 +121,7 @@ def test_nothing_stays_on_the_module_or_the_optimizer() -> None:
 
 
 def test_the_profiler_knows_its_actions() -> None:
-    clock = Clock(CPU)
+    clock = PartTimer(CPU)
     profiler = PartsProfiler(clock, ("Watch",))
     seen = {}
     for action in (

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from typing_extensions import final
 
-from lightning_amp.measure import DeviceClock
+from lightning_amp.measure._device_clock import DeviceClock
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 SCALING, CALLBACKS, REST = "checks, unscaling and clipping", "callbacks", "rest"
-PARTS = (DATA, FORWARD, BACKWARD, SCALING, OPTIMIZER, CALLBACKS, REST)
 
 
 @final
-class Clock:
+class PartTimer:
     """Adds up the time of nested parts; each moment counts for the innermost.
 
     The loading of data and callbacks are measured by the clock of the host, all else by that of the device.

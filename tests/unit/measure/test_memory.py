@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_amp.comparison._peak_memory import DevicePeak, PeakMemory, TensorPeak, is_settled
+from lightning_amp.measure import PeakMemory, is_settled, num_bytes
+from lightning_amp.measure._memory import DevicePeak, TensorPeak
 
 MIB = 2**20
 
@@ -133,7 +133,9 @@ def test_a_device_that_does_not_count_is_not_measured() -> None:
     ],
 )
 def test_how_many_steps_are_watched(steps: int, skipped: int, batches: int, expected: bool) -> None:
-    trainer: Any = SimpleNamespace(global_step=steps + 5, precision_plugin=SimpleNamespace(num_skipped=skipped))
-    assert is_settled(trainer, batches, steps_before=5) is expected
-    if not skipped:  # somebody else's plugin does not count them
-        assert is_settled(SimpleNamespace(global_step=steps, precision_plugin=object()), batches) is expected  # type: ignore[arg-type]
+    assert is_settled(batches, steps, skipped) is expected
+
+
+def test_a_storage_that_is_shared_counts_once() -> None:
+    tensor = torch.zeros(10)
+    assert num_bytes([tensor, tensor[:5], torch.zeros(1), torch.zeros(9, device="meta")]) == 44

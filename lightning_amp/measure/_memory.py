@@ -1,15 +1,15 @@
-"""The most memory that training holds at once: by the device's own count, or of tensors on the CPU."""
+"""The bytes of tensors, and the most that training holds at once: by the device's count, or of tensors on the CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import final, override
 
@@ -21,23 +21,39 @@ _MOST_STEPS = 64
 """So many are enough where none of them is applied."""
 
 
-def is_settled(trainer: Trainer, num_batches: int, steps_before: int = 0) -> bool:
+def is_settled(num_batches: int, num_attempted: int, num_skipped: int) -> bool:
     """Return whether memory has been at its peak: gradients, optimizer state and activations were there together.
 
     A step that was skipped makes no state, and several optimizers may step in one batch.
-
-    Args:
-        trainer: In a fit, after a batch.
-        num_batches: How many were trained.
-        steps_before: What `trainer.global_step` was before the first.
-
     """
-    attempted = trainer.global_step - steps_before
-    applied = attempted - getattr(trainer.precision_plugin, "num_skipped", 0)
-    return num_batches >= _SETTLED_STEPS and (applied >= _SETTLED_STEPS or attempted >= _MOST_STEPS)
+    applied = num_attempted - num_skipped
+    return num_batches >= _SETTLED_STEPS and (applied >= _SETTLED_STEPS or num_attempted >= _MOST_STEPS)
 
 
-class PeakMemory:
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of tensors; a storage that is shared counts once."""
+    storages: dict[int, int] = {}
+    for tensor in (inner for outer in tensors for inner in _inner(outer)):
+        if has_storage(tensor):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Return whether a tensor has one block of memory: it is not lazy, sparse or on the meta device."""
+    return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _inner(tensor: Tensor) -> Iterable[Tensor]:
+    """Return the tensors that hold the values: of one that is quantized there are several."""
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        return (tensor,)
+    flat: Any = tensor
+    return [inner for name in flat.__tensor_flatten__()[0] for inner in _inner(getattr(flat, name))]
+
+
+class PeakMemory(ABC):
     """Watches training, not validation, where :class:`MetricComparison` holds a copy of the module."""
 
     memory_of: str
@@ -46,10 +62,7 @@ class PeakMemory:
     def on(device: torch.device, module: nn.Module, *, profiled: bool = False) -> PeakMemory:
         """Return what watches this device, before its first training step.
 
-        Args:
-            device: Where training runs.
-            module: What is trained.
-            profiled: Whether the user's own torch profiler is going to watch: of two, the second one fails.
+        `profiled` says whether the user's own torch profiler is going to watch: of two, the second one fails.
 
         """
         return TensorPeak(module, profiled=profiled) if device.type == "cpu" else DevicePeak(device)
@@ -109,10 +122,7 @@ class TensorPeak(PeakMemory):
     memory_of = "tensors"
 
     def __init__(self, module: nn.Module, *, profiled: bool = False) -> None:
-        tensors = [*module.parameters(), *module.buffers()]
-        made = [t.untyped_storage() for t in tensors if not (t.is_meta or is_lazy(t))]
-        storages = {storage.data_ptr(): storage.nbytes() for storage in made}
-        self._held = sum(storages.values())
+        self._held = num_bytes([*module.parameters(), *module.buffers()])
         self._profile: Any = None
         self._peak: int | None = None
         self._started = profiled

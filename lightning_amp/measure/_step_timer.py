@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from typing_extensions import final
 
-from lightning_amp.measure import DeviceClock
+from lightning_amp.measure._device_clock import DeviceClock
 
 _FIRST = 10
 """Steps that are not steady: memory is allocated, kernels are chosen, code is compiled. In short runs a fifth."""
 
 
 @final
-class Stopwatch:
+class StepTimer:
     """Takes the time from the end of one training batch to the end of the next, data loading included.
 
-    No step waits for a device that has timed events; :meth:`pause` does.
+    To leave the loading out, call :meth:`resume` when a batch begins. No step waits for a device that has timed events;
+    :meth:`pause` does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,16 +50,16 @@ class Stopwatch:
         self._seconds.extend(self._clock.seconds(*lap) for lap in self._open)
         self._open.clear()
 
-    def lap(self, num_samples: int | None, *, watched: bool = False) -> None:
+    def lap(self, num_samples: int | None = None, *, watched: bool = False) -> None:
         """End a training step.
 
         Args:
-            num_samples: Size of its batch; `None` if unknown.
+            num_samples: Size of its batch, if known.
             watched: Whether something was measured beside it, which takes time.
 
         """
         now = self._clock.now()
-        assert self._previous is not None
+        assert self._previous is not None, "`resume` was not called"
         self._open.append((self._previous, now))
         if watched:
             self._watched.add(self.num_laps)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_amp.comparison import _stopwatch
-from lightning_amp.comparison._stopwatch import Stopwatch
+from lightning_amp.measure import StepTimer, _step_timer
 
 
 class Clock:
@@ -29,14 +28,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def run(watch: Stopwatch, clock: Any, *seconds: float, num_samples: int | None = 8, watched: bool = False) -> None:
+def run(watch: StepTimer, clock: Any, *seconds: float, num_samples: int | None = 8, watched: bool = False) -> None:
     for duration in seconds:
         clock.now += duration
         watch.lap(num_samples, watched=watched)
 
 
-def started(clock: Clock) -> Stopwatch:
-    watch = Stopwatch(torch.device("cpu"))
+def started(clock: Clock) -> StepTimer:
+    watch = StepTimer(torch.device("cpu"))
     clock.now += 50.0  # before training
     watch.resume()
     return watch
@@ -134,7 +133,7 @@ def test_it_stands_still_until_it_is_told_to_go_on(clock: Clock) -> None:
 
 
 def test_before_anything_has_run() -> None:
-    watch = Stopwatch(torch.device("cpu"))
+    watch = StepTimer(torch.device("cpu"))
     watch.pause()
     assert (watch.num_laps, watch.steady(), watch.step_s(), watch.elapsed_s()) == (0, [], [], [0.0])
 
@@ -155,8 +154,8 @@ class Marks:
 
 def test_only_a_pause_waits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     marks = Marks(clock)
-    monkeypatch.setattr(_stopwatch, "DeviceClock", lambda device: marks)
-    watch = Stopwatch(torch.device("cuda", 1))
+    monkeypatch.setattr(_step_timer, "DeviceClock", lambda device: marks)
+    watch = StepTimer(torch.device("cuda", 1))
     watch.resume()
     run(watch, clock, 5.0, 1.0, 2.0)
     assert (watch.num_laps, marks.waits) == (3, 0)

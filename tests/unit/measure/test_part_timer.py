@@ -5,19 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_amp.profiling import _clock
-from lightning_amp.profiling._clock import BACKWARD, CALLBACKS, FORWARD, REST, Clock
+from lightning_amp.measure import BACKWARD, CALLBACKS, FORWARD, REST, PartTimer, _part_timer
 
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     moment = [0.0]
-    monkeypatch.setattr(_clock.time, "perf_counter", lambda: moment[0])
+    monkeypatch.setattr(_part_timer.time, "perf_counter", lambda: moment[0])
     return moment
 
 
 def test_each_moment_counts_for_the_innermost_part(now: list[float]) -> None:
-    clock = Clock(torch.device("cpu"))
+    clock = PartTimer(torch.device("cpu"))
     clock.push("before it started")
     now[0] = 5.0
     clock.pop()
@@ -40,7 +39,7 @@ def test_each_moment_counts_for_the_innermost_part(now: list[float]) -> None:
 
 
 def test_a_second_start_begins_anew(now: list[float]) -> None:
-    clock = Clock(torch.device("cpu"))
+    clock = PartTimer(torch.device("cpu"))
     clock.start()
     now[0] = 1.0
     clock.stop()
