@@ -6,9 +6,10 @@ import typing as _typing
 if _typing.TYPE_CHECKING:
     from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
     from lightning_amp.comparison import compare_precisions
+    from lightning_amp.findings import StepRecord
     from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
     from lightning_amp.profiling import doctor
-    from lightning_amp.scaling import DynamicLossScaler, StepRecord
+    from lightning_amp.scaling import DynamicLossScaler
     from lightning_amp.tuning import find_batch_size, find_fp32_modules
     from lightning_amp.verdicts import PrecisionReport
 
@@ -34,14 +35,27 @@ __all__ = [
 _PUBLIC = {
     "callbacks": ("GradientMonitor", "MetricComparison", "OverflowLocator", "ScaleMonitor"),
     "comparison": ("compare_precisions",),
+    "findings": ("StepRecord",),
     "precision": ("AmpPrecision", "FSDPAmpPrecision"),
     "profiling": ("doctor",),
-    "scaling": ("DynamicLossScaler", "StepRecord"),
+    "scaling": ("DynamicLossScaler",),
     "tuning": ("find_batch_size", "find_fp32_modules"),
     "verdicts": ("PrecisionReport",),
 }
 _ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
-_ROOMS = ("advice", "casting", "cli", "measure", "numerics", "reports", "shadow", "skipped_steps", "tracing", *_PUBLIC)
+_ROOMS = (
+    "advice",
+    "casting",
+    "causes",
+    "cli",
+    "measure",
+    "numerics",
+    "reports",
+    "shadow",
+    "skipped_steps",
+    "tracing",
+    *_PUBLIC,
+)
 
 
 def __getattr__(name: str) -> _typing.Any:

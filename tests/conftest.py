@@ -41,7 +41,7 @@ DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 ACCELERATOR = DEVICE.partition(":")[0]
 if ACCELERATOR not in {"cpu", "cuda", pretended.KIND}:
     raise ValueError(f"`LIGHTNING_AMP_TEST_DEVICE` must be 'cpu' or 'cuda'; got {DEVICE!r}.")
-_ON_DEVICE = {"device", "accelerator", "DEVICE", "fit", "quiet_trainer", "promise"}
+_ON_DEVICE = {"device", "accelerator", "DEVICE", "assert_as_fp32", "evaluate", "fit", "quiet_trainer", "promise"}
 """Fixtures, and functions of `support`, that put tensors on the device."""
 _MOST_CASES = {"cuda": 2, "pretended": 1}
 """How many of the parameters of one test run on a pretended device; `LIGHTNING_AMP_PRETEND_ALL=1` runs all tests."""

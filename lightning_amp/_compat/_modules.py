@@ -190,11 +190,14 @@ class CompiledBackwardWithoutAutocast:
 # hook on one cannot run. There is no public way to the tensor behind them.
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 # Can go when module and tensor hooks are called outside of transforms.
 def outside_transforms() -> contextlib.AbstractContextManager[None]:
     """Compute as if no transform of `torch.func` was under way."""
     if _functorch.peek_interpreter_stack() is None:
-        return contextlib.nullcontext()
+        return _NOTHING
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()  # pyright: ignore[reportReturnType]
@@ -211,6 +214,21 @@ def behind_transforms(tensor: Tensor) -> Tensor:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
+
+
+# Can go when modes can be left for one operation without a stack of contexts, which takes ten times as long.
+def outside_dispatch_modes() -> contextlib.AbstractContextManager[None]:
+    """Compute on plain tensors as if no `TorchDispatchMode` was on."""
+    if not torch._C._len_torch_dispatch_stack():
+        return _NOTHING
+    return torch._C._DisableTorchDispatch()
+
+
+outside_function_modes = torch._C.DisableTorchFunction
+"""Context in which no `TorchFunctionMode`, and no `__torch_function__` of a tensor, sees what is measured.
+
+Can go when torch exports it: the public one leaves the modes on.
+"""
 
 
 def watched_backward(

@@ -137,12 +137,6 @@ def has_found_infs(scaler: torch.amp.GradScaler) -> bool:
     return bool(scaler._per_optimizer_states)
 
 
-# Can go when `GradScaler.unscale_` may be called twice.
-def optimizer_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what a scaler knows of an optimizer until its next update, to keep a note there that is forgotten then."""
-    return scaler._per_optimizer_states[id(optimizer)]
-
-
 def _no_optimizer_states() -> Any:
     return defaultdict(torch.amp.grad_scaler._refresh_per_optimizer_state)
 
@@ -222,12 +216,6 @@ def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
 def fused_device_types() -> list[str]:
     """Return the types of devices for which torch has fused optimizers."""
     return _foreach_utils._get_fused_kernels_supported_devices()
-
-
-# Can go with `decides_on_device`.
-def unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether Lightning's own plugin leaves unscaling to this optimizer; it asks for the same attribute."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 # Can go when loading a checkpoint leaves `fused` alone.

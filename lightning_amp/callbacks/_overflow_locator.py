@@ -24,10 +24,11 @@ from lightning_amp.callbacks._run_facts import largest_weight, scale_is
 from lightning_amp.callbacks._skip_causes import SkipCauses
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.casting import Choice
+from lightning_amp.findings import StepRecord
 from lightning_amp.numerics import nonfinite_gradients
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport
-from lightning_amp.scaling import Saved, StepRecord, Subscription
+from lightning_amp.scaling import Saved, Subscription
 from lightning_amp.shadow import BatchWindow, Finding, find, gather
 
 OVERFLOWS = "amp/overflows"

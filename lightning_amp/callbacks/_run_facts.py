@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_amp.findings import StepRecord
 from lightning_amp.numerics import largest_finite, stack_scalars
-from lightning_amp.scaling import StepRecord
 
 
 def scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> Literal["", "dynamic", "static", "lowest"]:

@@ -20,9 +20,10 @@ from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import exact
 from lightning_amp._urls import child, location
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer
+from lightning_amp.findings import StepRecord
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import SCALE_HISTORY_FILE, ScaleHistory
-from lightning_amp.scaling import Saved, StepRecord, Subscription
+from lightning_amp.scaling import Saved, Subscription
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

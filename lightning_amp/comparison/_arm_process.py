@@ -33,9 +33,9 @@ from lightning_amp.comparison._observer import Observer
 from lightning_amp.comparison._perturbation import LastBitMover
 from lightning_amp.comparison._process_settings import apply_settings
 from lightning_amp.comparison._specs import ArmSpec
+from lightning_amp.findings import describe_fallbacks
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import ScaleHistory
-from lightning_amp.scaling import describe_fallbacks
 from lightning_amp.tracing import reduces_fp32
 from lightning_amp.verdicts import ArmRun, Point
 

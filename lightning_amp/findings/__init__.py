@@ -10,6 +10,14 @@ from lightning_amp.findings._gradient import (
 )
 from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, EvaluationReport, ModuleRow
 from lightning_amp.findings._remedy import Remedy, RemedyKind
+from lightning_amp.findings._step import (
+    StepPrecision,
+    StepReason,
+    StepRecord,
+    before_fallback,
+    describe_fallbacks,
+    fallbacks,
+)
 from lightning_amp.findings._tried_remedy import TriedRemedy
 
 __all__ = [
@@ -25,5 +33,11 @@ __all__ = [
     "ModuleRow",
     "Remedy",
     "RemedyKind",
+    "StepPrecision",
+    "StepReason",
+    "StepRecord",
     "TriedRemedy",
+    "before_fallback",
+    "describe_fallbacks",
+    "fallbacks",
 ]

@@ -1,9 +1,11 @@
 """Numbers in low precision: what formats hold, how well values fit, whether they are finite. Plain torch."""
 
-from lightning_amp.numerics._fidelity import cosine, fidelity, fidelity_sums, inner_product, sqnr_db
+from lightning_amp.numerics._fidelity import cosine, fidelity, fidelity_sums, inner_product, output_sums, sqnr_db
 from lightning_amp.numerics._finite import (
     all_finite,
     count_nonfinite,
+    extremes,
+    is_finite,
     nonfinite,
     nonfinite_flag,
     nonfinite_gradients,
@@ -18,6 +20,7 @@ from lightning_amp.numerics._ranges import (
     headroom_bits,
     largest,
     largest_finite,
+    outside_modes,
     overflow_fraction,
     underflow,
     underflow_counts,
@@ -36,17 +39,21 @@ __all__ = [
     "count_nonfinite",
     "dense",
     "exponent_histogram",
+    "extremes",
     "fidelity",
     "fidelity_sums",
     "fitting_scale",
     "headroom_bits",
     "inner_product",
+    "is_finite",
     "largest",
     "largest_finite",
     "limits",
     "nonfinite",
     "nonfinite_flag",
     "nonfinite_gradients",
+    "output_sums",
+    "outside_modes",
     "overflow_fraction",
     "sqnr_db",
     "stack_scalars",

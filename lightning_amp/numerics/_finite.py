@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_amp._compat import _modules
 from lightning_amp.numerics._ranges import dense
 
 
@@ -25,34 +27,60 @@ def count_nonfinite(values: Tensor) -> Tensor:
     return (~torch.isfinite(dense(values.detach()))).sum()
 
 
-@torch.no_grad()
-def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether all values of all tensors are finite: bool, shape [], on their device.
+_FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
-    Takes every layout, looks at this rank's shard of a sharded tensor, and finds integers, and nothing at all, finite.
 
-    Cost: one pass and one kernel for each tensor.
+def extremes(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the smallest and the largest value, each [], on the device; nothing where there are none, or integers.
+
+    NaN is both. Takes every layout, looks at this rank's shard of a sharded tensor, and at both parts of complex ones.
+
+    Cost: one pass and one kernel; `TorchDispatchMode`s do not see it.
 
     """
-    ends: list[Tensor] = []
-    for tensor in tensors:
-        values = dense(tensor.to_local() if hasattr(tensor, "to_local") else tensor)  # pyright: ignore[reportAttributeAccessIssue]
-        if values.is_complex():
-            values = torch.view_as_real(values.resolve_conj())
-        if values.is_floating_point() and values.numel():
-            both = (values.float() if values.itemsize == 1 else values).aminmax()  # NaN is both
-            ends += (end.float() if end.itemsize == 2 else end for end in both)  # autocast cannot stack all halves
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    if is_plain and tensor.dtype in _FLOATING:
+        with _modules.outside_dispatch_modes():
+            return tensor.detach().aminmax() if tensor.numel() else ()
+    tensor = tensor.detach()
+    values = dense(tensor.to_local() if hasattr(tensor, "to_local") else tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not values.is_floating_point() or not values.numel():
+        return ()
+    return (values.float() if values.itemsize == 1 else values).aminmax()
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Return whether all values of all tensors are finite: bool, shape [], on their device; see :func:`extremes`.
+
+    Integers, and nothing at all, are finite.
+    """
+    ends = [end for tensor in tensors for end in extremes(tensor)]
     return torch.isfinite(stack_scalars(ends)).all() if ends else torch.ones((), dtype=torch.bool)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return the same of one tensor. Waits for the device."""
+    ends = extremes(tensor)
+    if not ends:
+        return True
+    with _modules.outside_dispatch_modes():
+        return math.isfinite(ends[0].item()) and math.isfinite(ends[1].item())
 
 
 def nonfinite_gradients(parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Name the parameters whose gradients are not all finite. Waits for the device once."""
-    flags = {name: all_finite([p.grad]) for name, p in parameters.items() if p.grad is not None}
-    if not flags:
+    ends = [(n, end) for n, p in parameters.items() if p.grad is not None for end in extremes(p.grad)]
+    if not ends:
         return ()
-    return tuple(name for name, fine in zip(flags, stack_scalars([*flags.values()]).tolist(), strict=True) if not fine)
+    flags = torch.isfinite(stack_scalars([end for _, end in ends])).tolist()
+    return tuple(dict.fromkeys(name for (name, _), fine in zip(ends, flags, strict=True) if not fine))
 
 
 def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
     """Put scalars from whichever device, at least one, beside each other on that of the first: shape [number]."""
-    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
+    device = scalars[0].device
+    # autocast cannot stack all halves
+    return torch.stack([(s.float() if s.itemsize == 2 else s).to(device) for s in scalars])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_amp._compat import _modules
 from lightning_amp.numerics._limits import limits
 
 Scale = float | Tensor
@@ -94,6 +96,13 @@ def dense(values: Tensor) -> Tensor:
     return values.values() if values.layout in _COMPRESSED else values
 
 
+def outside_modes(values: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which no `TorchDispatchMode` sees what is measured of a plain tensor."""
+    kind = type(values)
+    plain = kind is Tensor or kind is nn.Parameter
+    return _modules.outside_dispatch_modes() if plain else nullcontext()
+
+
 def largest(values: Tensor) -> Tensor:
     """Return the largest magnitude, shape [], float32: 0 if there are no values, NaN if one is."""
     values = dense(values)
@@ -107,8 +116,8 @@ def largest_finite(values: Tensor) -> Tensor:
     values = dense(values)
     if values.numel() == 0:
         return torch.zeros((), device=values.device)
-    magnitude = values.detach().abs()
-    return torch.where(torch.isfinite(magnitude), magnitude, torch.zeros_like(magnitude)).max().float()
+    with outside_modes(values):
+        return values.detach().abs().nan_to_num_(0.0, 0.0).max().float()
 
 
 class ExponentHistogram(NamedTuple):

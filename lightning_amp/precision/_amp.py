@@ -1,45 +1,56 @@
 """`AmpPrecision`: mixed precision in which only rounding, speed and memory differ from fp32.
 
-`_events.py` lists what happens in a step, in order; here each hook of Lightning is translated, one line each.
+One optimizer step, for every precision, in automatic and manual optimization (`_events.py` is the list that the
+documentation shows and a test compares):
+
+    scale the loss -> backward (autocast off) -> unscale once -> check finite -> on_before_optimizer_step hooks
+      -> clip -> step or skip -> record -> [end of batch] update the scale once, for all optimizers
+
+Here each hook of Lightning is translated, and handed over to what the plugin holds: `_settings.py` (which precision and
+scaler), `_fit.py` (backward, step, batch end), `_forward.py` (what steps run in), `_fallback.py` (another precision for
+a run that is stuck), `_ledger.py` (what outlives a fit). Without a run there is autocast, and nothing else.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp._arguments import require_bool
-from lightning_amp._compat import _lightning, _torch
+from lightning_amp._compat import _lightning
 from lightning_amp.casting import Canonical, Choice, checked_module_rules
-from lightning_amp.precision import _first_line, _refusals, _upcast_parameters
-from lightning_amp.precision._fallback import Fallback, FallsBack
-from lightning_amp.precision._fold_plan import is_default
+from lightning_amp.findings import StepRecord
+from lightning_amp.precision import _clipping, _refusals, _upcast_parameters
+from lightning_amp.precision._fallback import Fallback
+from lightning_amp.precision._first_line import say_first_line
+from lightning_amp.precision._fit import REPLACEABLE, Fit, Run
+from lightning_amp.precision._forward import autocast_off
 from lightning_amp.precision._ledger import STOCK_KEY, Ledger, find_entry
-from lightning_amp.precision._run import Run
-from lightning_amp.precision._settings import Settings
-from lightning_amp.scaling import RecordLog, Saved, StepRecord
+from lightning_amp.precision._settings import Settings, enabled, pick_on_all_ranks
+from lightning_amp.scaling import RecordLog, Saved
 from lightning_amp.skipped_steps import checked_buffer_rules
 
 
-class AmpPrecision(FallsBack):
+class AmpPrecision(MixedPrecision):
     r"""Precision plugin: autocast and loss scaling that change rounding, speed and memory, and nothing else.
 
     .. code-block:: python
 
         trainer = L.Trainer(plugins=[AmpPrecision("fp16")])
 
-    It is a `lightning.pytorch.plugins.MixedPrecision` that owns the whole optimizer step; the order of events is
-    `EVENTS` of `lightning_amp/precision/_events.py`. A skipped step did not happen: neither for the parameters
-    and the optimizer, nor for the scale's growth, and :attr:`num_steps` does not count it.
+    It is a `lightning.pytorch.plugins.MixedPrecision` that owns the whole optimizer step. A skipped step did not
+    happen: not for parameters and optimizer, not for the scale's growth, and :attr:`num_steps` does not count it.
 
     Args:
         precision: `"auto"`, `"bf16"`, `"fp16"`, `"fp8"` or `"fp32"`, or what you have in your hands: `"bf16-mixed"`,
@@ -85,6 +96,9 @@ class AmpPrecision(FallsBack):
 
     """
 
+    _offers_fallback = True
+    _run: Run | None = None
+
     def __init__(
         self,
         precision: str | int | torch.dtype = "auto",
@@ -109,31 +123,20 @@ class AmpPrecision(FallsBack):
         require_bool("upcast_parameters", upcast_parameters)
         self.upcast_parameters = upcast_parameters
         self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # for now
-        self.scaler = self._settings.given_scaler
-        self._choice: Choice | None = None
-        if self._settings.requested != "auto":
-            self._choice = Choice.of(self._settings.requested)
-            self.scaler = self._settings.scaler(self._choice.name)
-        self._forget()
+        self._choice, self.scaler = self._settings.first()
+        self._ledger = self._new_ledger()
 
-    def _forget(self) -> None:
-        """Have the settings alone, as before the first fit."""
-        self._ledger = Ledger(self._skip_limit, self._describe_skips, offers_fallback=self._offers_fallback)
-        self._run: Run | None = None
-        self._why_stuck = ""
+    def _new_ledger(self) -> Ledger:
+        return Ledger(self.scaler, self._describe_skips, offers_fallback=self._offers_fallback)
 
-    # -- what the outside reads ----------------------------------------------------------------------------------------
+    def _describe_skips(self) -> str:
+        return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.requested!r})"
 
     def __str__(self) -> str:
         return _refusals.as_text(repr(self))
-
-    def __format__(self, spec: str) -> str:
-        """Add which plugin a strategy takes instead, where a strategy refuses this one in its message."""
-        frame = inspect.currentframe()
-        return format(f"{self!s}{_refusals.hint(self, None if frame is None else frame.f_back)}", spec)
 
     @property
     @override
@@ -146,7 +149,6 @@ class AmpPrecision(FallsBack):
         """Return what autocast computes in: `torch.bfloat16` for `"fp8"` too, `torch.float32` for `"fp32"`."""
         return self._settled().dtype
 
-    @override
     def _settled(self) -> Choice:
         # "auto" before a Trainer attached: by the instructions of the device that Lightning chooses by default. Nothing
         # is measured before a process is the one that trains: the threads of a measurement do not survive a fork.
@@ -160,35 +162,114 @@ class AmpPrecision(FallsBack):
     @property
     def last_step(self) -> StepRecord | None:
         """Return the last attempted optimizer step. Waits for the device."""
-        return self._so_far()[2]
+        return self._ledger.so_far(self.scaler)[2]
 
     @property
     def num_steps(self) -> int:
         """Count optimizer steps that were applied in this run: in all fits of one Trainer. Waits for the device."""
-        return self._so_far()[0]
+        return self._ledger.so_far(self.scaler)[0]
 
     @property
     def num_skipped(self) -> int:
         """Count optimizer steps that were skipped in this run: in all fits of one Trainer. Waits for the device."""
-        return self._so_far()[1]
-
-    def _so_far(self) -> tuple[int, int, StepRecord | None]:
-        scaler = self._active_scaler
-        return self._ledger.log.so_far(None if scaler is None else _torch.scale_tensor(scaler))
+        return self._ledger.so_far(self.scaler)[1]
 
     @property
     def records(self) -> RecordLog:
         """Return the log that callbacks subscribe to."""
         return self._ledger.log
 
-    @override
     def flush(self) -> None:
         """Close what was stepped since the last batch, and hand all records to who subscribed. Waits for the device."""
         if self._fit is not None:
             self._fit.steps.finish_batch()
         self._ledger.log.flush()
 
-    # -- gradients inside of the loss ----------------------------------------------------------------------------------
+    @property
+    def _fit(self) -> Fit | None:
+        return None if self._run is None else self._run.fit
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        _refusals.require_trainer(self, module)
+        assert isinstance(module, LightningModule)
+        trainer = module.trainer
+        _refusals.require_strategy(self, trainer.strategy)
+        self._detach_run()
+        device = trainer.strategy.root_device
+        self.device = device.type
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        start, why = self._settings.choose(device, partial(pick_on_all_ranks, module, device), fitting=fitting)
+        # a checkpoint is restored later
+        goes_on = self._ledger.begin(trainer, self.scaler) if fitting else self._ledger.knows(trainer)
+        choice = self._fallback.begin(start, device, goes_on=goes_on, fitting=fitting)
+        self._go_on_in(choice, training=fitting)
+        if fitting:
+            if not goes_on:
+                self._settings.reset(self.scaler)
+            if self.upcast_parameters:  # before `fp32_modules`, which refuses
+                _upcast_parameters.upcast(module)
+        own = [name for name in REPLACEABLE if not _clipping.is_default(self, name, AmpPrecision)]
+        self._run = run = Run(self, module, choice, self._settings.evaluation(choice, device), self.fp32_modules, own)
+        run.check(self.restore_buffers, self.fp8_recipe)
+        if run.fp8 is not None:
+            self._fp8_layers = run.fp8.layers
+        say_first_line(run, self.scaler, why, self._settings.given_scaler, self._fallback.said, self.skip_nonfinite)
+        return module
+
+    @override
+    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+        if self._run is not None:
+            mine = [_lightning.unwrap_optimizer(o) for o in optimizers]
+            self._run.connect(mine, self.scaler, self.skip_nonfinite, self._ledger.log, self._fall_back_if_stuck)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def autocast_context_manager(self) -> torch.autocast:
+        choice = self._settled() if self._run is None else self._run.forward.choice
+        dtype = choice.dtype if choice.mixed else torch.get_autocast_dtype(self.device)
+        # no cache: it sums the gradients of all uses of a weight in half precision; see `casting/_reused_weights.py`
+        return torch.autocast(self.device, dtype=dtype, enabled=choice.mixed, cache_enabled=False)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data if self._run is None else self._run.forward.convert_input(data)
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return self.autocast_context_manager()
+
+    def forward_context_of(self, precision: str) -> AbstractContextManager[Any]:
+        """Return what a training step ran in, by our name of its precision, to run it again; empty: as of now."""
+        return self.forward_context() if self._run is None else self._run.forward_context_of(precision)
+
+    @override
+    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        run = self._run
+        return self.forward_context() if run is None else run.forward.training_step(run.fit)
+
+    @override
+    def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.evaluation_context(None, "validation_step")
+
+    @override
+    def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.evaluation_context(None, "test_step")
+
+    @override
+    def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.evaluation_context(None, "predict_step")
+
+    def evaluation_context(self, module: nn.Module | None, step: str | None = None) -> AbstractContextManager[None]:
+        """Return what an evaluation step runs in: autocast in the evaluation precision; metrics and outputs in fp32.
+
+        It is the step of that name (`None`: a hook) of the attached module, or of a shadow that is to be treated alike.
+        """
+        return self.forward_context() if self._run is None else self._run.evaluation_step(module, step)
+
+    def fp8_on(self, module: nn.Module, precision: str = "") -> AbstractContextManager[None]:
+        """Return a context in which a copy of the module multiplies in fp8, as a training step of this precision."""
+        return nullcontext() if self._run is None else self._run.fp8_on(module, precision)
 
     def scaled_grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Differentiate as `torch.autograd.grad`, but so that small gradients do not become zero in fp16.
@@ -197,88 +278,109 @@ class AmpPrecision(FallsBack):
         gradients, in float32 where they would be half precision. The scale is not that of the loss, and adapts by
         itself (:class:`~lightning_amp.scaling.DerivativeScale`): if it was too large the loss is infinite, the step is
         skipped, and the next one has a quarter of it. Without loss scaling this is `torch.autograd.grad`.
-        :func:`lightning_amp.precision.scaled_grad`, with the same arguments, does not depend on this plugin.
+        :func:`lightning_amp.precision.scaled_grad` has the same arguments and result, and does not depend on this
+        plugin. With `learn=False`, for a step that runs again, the scale stays.
+        """
+        with autocast_off(self.device):
+            return self._ledger.derivatives.grad(enabled(self.scaler), outputs, inputs, **kwargs)
+
+    # -- backward and step ---------------------------------------------------------------------------------------------
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        fit = self._fit
+        if fit is None:  # in an evaluation, or after the run, nobody divides by the scale
+            _refusals.require_trainer(self, module)
+            return Precision.pre_backward(self, tensor, module)
+        with autocast_off(self.device):
+            return fit.scale(tensor)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        backward = partial(super().backward, tensor, model, optimizer, *args, **kwargs)
+        with autocast_off(self.device):
+            return backward() if self._run is None else self._run.backward(backward)
+
+    @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self._fit is None or self._fit.somebody_sees_backward:
+            with autocast_off(self.device):
+                super().post_backward(tensor, module)
+        if self._run is not None:
+            self._run.forward.weights_changed()
+        return tensor.detach()
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Make the gradients of `optimizer` true ones, for a manual training loop that wants to look or to clip itself.
+
+        Idempotent within a step; without loss scaling it only looks at them. If they are not finite, their next step is
+        skipped, whatever they are mended to afterwards; mend them before. A backward that follows carries the
+        gradients back to the scale, so accumulating after looking is fine.
 
         Args:
-            outputs: Tensor of any shape, or a sequence of them.
-            inputs: What to differentiate by.
-            kwargs: Go to `torch.autograd.grad`. With `learn=False`, for a step that runs again, the scale stays.
-
-        Returns:
-            One gradient per input, of its shape; `None` where `allow_unused`.
+            optimizer: From `self.optimizers()`, or the user's own.
 
         """
-        with self._autocast_off():
-            return self._ledger.derivatives.grad(self._active_scaler, outputs, inputs, **kwargs)
-
-    @property
-    def _active_scaler(self) -> torch.amp.GradScaler | None:
-        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
-
-    # -- a fit begins and ends -----------------------------------------------------------------------------------------
+        if self._fit is not None:
+            self._fit.steps.unscale_(_lightning.unwrap_optimizer(optimizer))
 
     @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        _refusals.require_trainer(self, module)
-        assert isinstance(module, LightningModule)
-        self._attach(module)
-        return module
-
-    def _attach(self, module: LightningModule) -> None:
-        trainer = module.trainer
-        _refusals.require_strategy(self, trainer.strategy)
-        self._detach_run()
-        device = trainer.strategy.root_device
-        self.device = device.type
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        start, why = self._settings.choose(device, partial(_pick, module, device), fitting=fitting)
-        # a checkpoint is restored later
-        goes_on = self._ledger.begin(trainer, self._skip_limit) if fitting else self._ledger.knows(trainer)
-        choice = self._fallback.begin(start, device, goes_on=goes_on, fitting=fitting)
-        self._set_precision(choice)
-        if fitting:
-            self._why_stuck = ""
-            self._begin_records()
-            if not goes_on:
-                self._settings.reset(self.scaler)
-            if self.upcast_parameters:  # before `fp32_modules`, which refuses
-                _upcast_parameters.upcast(module)
-        evaluation = self._settings.evaluation(choice, device)
-        stays = all(is_default(self, name, AmpPrecision) for name in ("forward_context", "autocast_context_manager"))
-        self._run = run = Run(self, module, choice, evaluation, self.fp32_modules, autocast_stays=stays)
-        run.check(self.restore_buffers, self.fp8_recipe)
-        if run.fp8 is not None:
-            self._fp8_layers = run.fp8.layers
-        _first_line.say(
-            run.forward,
-            self.scaler,
-            why,
-            fitting=run.fitting,
-            resumed=trainer.ckpt_path is not None,
-            scaler_unused=self._settings.given_scaler is not None and self.scaler is None,
-            num_restored_buffers=len(run.named_buffers),
-            fallback=self._fallback.said,
-            skips=self._active_scaler is not None or self.skip_nonfinite,
-            fp8=run.fp8.summary if run.fp8 is not None and run.forward.in_fp8 else "",
-        )
-
-    @override
-    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        fit = self._fit
+        with autocast_off(self.device):
+            if fit is None:  # in an evaluation, or after the run: gradients are true, and nobody counts
+                output = Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
+            else:
+                output = fit.step(_lightning.unwrap_optimizer(optimizer), closure, self.forward_context, kwargs)
         if self._run is not None:
-            self._run.connect(
-                [_lightning.unwrap_optimizer(o) for o in optimizers],
-                scaler=self.scaler,
-                skip_nonfinite=self.skip_nonfinite,
-                log=self.records,
-                own_norm=not is_default(self, "clip_grad_by_norm", AmpPrecision),
-                after_batch=self._fall_back_if_stuck,
-            )
-        return super().connect(model, optimizers, lr_schedulers)
+            self._run.forward.weights_changed()
+        return output
 
-    def _describe_skips(self) -> str:
-        return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        optimizer = _lightning.unwrap_optimizer(optimizer)
+        if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self.unscale_(optimizer)
+            self.clip_grad_by_value(optimizer, clip_val)
+            return
+        if self._fit is not None:  # a norm that is not finite makes gradients NaN: the step finds it
+            gradients = self._fit.steps.gradients
+            gradients.unscale(gradients.state(optimizer))
+        if clip_val > 0:
+            self.clip_grad_by_norm(optimizer, clip_val)
 
-    # -- checkpoints and copies ----------------------------------------------------------------------------------------
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        _clipping.clip_by_norm(self.main_params(optimizer), clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        _clipping.clip_by_value(self.main_params(optimizer), clip_val)
+
+    # -- another precision, checkpoints, copies, the end ---------------------------------------------------------------
+
+    def _go_on_in(self, choice: Choice, *, training: bool = True) -> None:
+        """Settle the precision, and with it the scaler, what steps run in, and what the records say."""
+        self._choice, self.scaler = choice, self._settings.next_scaler(choice, self.scaler, self.device)
+        if self._run is not None:
+            self._run.go_on_in(choice, self._settings.evaluation(choice, self._run.device), self.scaler)
+        if training:
+            self._ledger.go_on_in(choice, self.scaler, self._fallback.note_stuck if self._fallback.left else None)
+
+    def _fall_back_if_stuck(self) -> None:
+        """Go on in the next precision if the batch that ended was one skip too many. All ranks do so together."""
+        if self._fallback.why_stuck:
+            self._ledger.log.flush()  # what there is was taken in the old one
+            self._fallback.go_on(self._settled(), self._go_on_in)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -292,12 +394,14 @@ class AmpPrecision(FallsBack):
         self._load(state_dict, type(self).__qualname__)
 
     def _load(self, state_dict: dict[str, Any], name: str) -> None:
-        path = None if self._run is None else self._run.module.trainer.ckpt_path
-        name = name if path is None else f"{path}: {name}"
-        self._resume_precision(Saved(state_dict, name))
+        run = self._run
+        if run is not None:
+            name = name if run.module.trainer.ckpt_path is None else f"{run.module.trainer.ckpt_path}: {name}"
+            if (choice := self._fallback.resume(Saved(state_dict, name), run.device)) is not None:
+                self._go_on_in(choice)
         self._ledger.load(state_dict, self.scaler, name)
         if self._fit is not None:
-            self._fit.steps.restart_scale()
+            self._fit.steps.gradients.note_scale()
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -309,15 +413,15 @@ class AmpPrecision(FallsBack):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # what it does not know starts afresh, also where an earlier fit left something
-        self._restart_precision()
+        start = self._fallback.restart()
+        if start is not None and start != self._choice and self._run is not None:
+            self._go_on_in(start)
         self._settings.reset(self.scaler)
         self._ledger.clear()
         if self._fit is not None:
-            self._fit.steps.restart_scale()
-        if type(self).__qualname__ not in checkpoint:  # else Lightning itself calls `load_state_dict`
-            key = find_entry(checkpoint)
-            if key is not None:
-                self._load(checkpoint[key], key)
+            self._fit.steps.gradients.note_scale()
+        if type(self).__qualname__ not in checkpoint and (key := find_entry(checkpoint)) is not None:
+            self._load(checkpoint[key], key)  # else Lightning itself calls `load_state_dict`
 
     def __getstate__(self) -> dict[str, Any]:
         """Take the settings and the scaler along in a pickle or a deep copy, not the run."""
@@ -325,16 +429,22 @@ class AmpPrecision(FallsBack):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self._fallback.reached is not None or self._fallback.resumed is not None:
-            self._fallback.forget()
-            start = self._settings.requested
-            self._choice = None if start == "auto" else Choice.of(start)
-            self.scaler = self._settings.scaler("fp16") if start == "fp16" else self._settings.given_scaler
-        self._forget()
+        if self._fallback.moved:
+            self._choice, self.scaler = self._settings.first()
+        self._fallback.forget()
+        self._ledger = self._new_ledger()
 
+    @override
+    def teardown(self) -> None:
+        try:
+            if self._run is not None:
+                self._run.finish(self.flush)
+        finally:
+            self._detach_run()
+            super().teardown()
 
-def _pick(module: LightningModule, device: torch.device) -> tuple[Choice, str]:
-    """Return what `"auto"` is, and why. Rank 0 decides for all, since two measurements may differ."""
-    strategy = module.trainer.strategy
-    picked = Choice.pick(device, module) if strategy.is_global_zero else None
-    return strategy.broadcast(picked) or Choice.pick(device, module)
+    def _detach_run(self) -> None:
+        """End the run, and leave the user's objects as they were."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.detach()

@@ -5,13 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
-from typing_extensions import final
-
-from lightning_amp._compat import _lightning, _modules, _torch
-from lightning_amp.casting import MethodOverride
-from lightning_amp.scaling import parameters
 
 
 def scaled_grad(trainer: Any, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -60,13 +53,14 @@ def unscale_(trainer: Any, optimizer: Any) -> None:
             optimizer.step()
 
     Idempotent until the next step. Under `AmpPrecision` that step is skipped if the gradients are not finite now, even
-    if they are mended afterwards. Without loss scaling there is nothing to divide. Under Lightning's own fp16 plugin it
-    is `GradScaler.unscale_`, which the plugin then leaves out in the step that follows; there, as in torch, each
-    `unscale_` wants a step before the next backward.
+    if they are mended afterwards. Without loss scaling there is nothing to divide.
 
     Args:
         trainer: `self.trainer`.
         optimizer: From `self.optimizers()`.
+
+    Raises:
+        RuntimeError: Under Lightning's own fp16 plugin: it unscales in the step, and its scaler refuses to do so twice.
 
     """
     plugin = trainer.precision_plugin
@@ -76,54 +70,8 @@ def unscale_(trainer: Any, optimizer: Any) -> None:
         return
     scaler = getattr(plugin, "scaler", None)
     if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-        _unscale_once(scaler, _lightning.unwrap_optimizer(optimizer))
-
-
-@final
-class _AlreadyUnscaled(MethodOverride):
-    """In the place of a scaler's `unscale_` until the step of the optimizers that were unscaled by hand.
-
-    Lightning's plugin unscales in each step, and the scaler refuses to do it twice.
-    """
-
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        super().__init__(scaler, "unscale_")
-        self.waiting: set[int] = set()
-
-    def __call__(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self.waiting:
-            self.waiting.remove(id(optimizer))
-        else:
-            self.inner(optimizer)
-        if not self.waiting:
-            self.restore()
-
-
-def _unscale_once(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-    stand_in = vars(scaler).get("unscale_")
-    state = _torch.optimizer_state(scaler, optimizer)
-    if _is_same(state.get("lightning_amp"), _note(optimizer)):
-        return  # a second call
-    try:
-        (stand_in.inner if isinstance(stand_in, _AlreadyUnscaled) else scaler.unscale_)(optimizer)
-    except BaseException:
-        if isinstance(stand_in, _AlreadyUnscaled):
-            stand_in.restore()
-        raise
-    state["lightning_amp"] = _note(optimizer)
-    if _torch.unscales_itself(optimizer):
-        return  # the plugin leaves it to the fused kernel, which the scaler tells
-    if not isinstance(stand_in, _AlreadyUnscaled):
-        stand_in = _AlreadyUnscaled(scaler)
-        stand_in.install()
-    stand_in.waiting.add(id(optimizer))
-
-
-def _note(optimizer: Optimizer) -> tuple[Tensor | None, int]:
-    """Return the first gradient, and how often it was changed: a backward makes a new one, or changes it."""
-    first = next((p.grad for p in parameters(optimizer) if p.grad is not None), None)
-    return first, 0 if first is None else _modules.version(first)
-
-
-def _is_same(one: tuple[Tensor | None, int] | None, other: tuple[Tensor | None, int]) -> bool:
-    return one is not None and one[0] is other[0] and one[1] == other[1]
+        raise RuntimeError(
+            f"`unscale_` cannot unscale under `{type(plugin).__name__}`, which unscales in the step itself, where its"
+            " scaler refuses a second time. Use `lightning_amp.AmpPrecision('fp16')`, or precision 'bf16-mixed', which"
+            " needs no loss scale."
+        )

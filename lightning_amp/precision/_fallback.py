@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast, get_args
 
 import torch
-from typing_extensions import final, override
+from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require
-from lightning_amp._compat import _torch
 from lightning_amp._text import listed
 from lightning_amp.casting import Choice, Precision, parse_precision
-from lightning_amp.precision._hooks import RunHooks
-from lightning_amp.precision._ledger import Ledger
-from lightning_amp.precision._settings import Settings
-from lightning_amp.scaling import DynamicLossScaler, Saved, StepPrecision
+from lightning_amp.findings import StepPrecision
+from lightning_amp.scaling import Saved
 
 _PRECISION, _BEGAN_IN = "precision", "began_in"  # in a checkpoint
 
@@ -36,6 +33,7 @@ class Fallback:
     Attributes:
         reached: What the run fell back to; `None` as long as it is where it began.
         resumed: What `"auto"` is since a checkpoint said so; `None` if it is what was picked.
+        why_stuck: Why the run cannot go on in the precision of now, until the batch is over; empty: it can.
 
     Raises:
         ValueError: For a name twice, `requested` itself, or what a stuck run cannot go on in.
@@ -52,6 +50,12 @@ class Fallback:
         self.reached: Choice | None = None
         self._picked: Choice | None = None  # without any checkpoint
         self.resumed: Choice | None = None
+        self.why_stuck = ""
+
+    @property
+    def moved(self) -> bool:
+        """Return whether a run is, or was, in another precision than the settings alone would give it."""
+        return self.reached is not None or self.resumed is not None
 
     @property
     def _began_in(self) -> Choice | None:
@@ -72,7 +76,7 @@ class Fallback:
         """
         if not fitting:
             return (self.reached or self.resumed or start) if goes_on else start
-        self._picked = start
+        self._picked, self.why_stuck = start, ""
         if not goes_on:
             self.reached = self.resumed = None
         for choice in self.left:
@@ -95,14 +99,26 @@ class Fallback:
         names = [choice.name for choice in self.left]
         return f"fallback {' then '.join(names)}" if names else "`fallback` is left unused"
 
-    def advance(self) -> Choice:
-        """Go on in the next precision, and return it."""
-        self.reached = self.left[0]
-        return self.reached
+    def note_stuck(self, why: str) -> None:
+        """Remember it until the batch is over: who asks may be in the middle of a training step."""
+        self.why_stuck = why
+
+    def go_on(self, before: Choice, change: Callable[[Choice], None]) -> None:
+        """Go on in the next precision, and say why; `change` changes to it."""
+        why, self.why_stuck = self.why_stuck, ""
+        self.reached = choice = self.left[0]
+        change(choice)
+        left = [repr(other.name) for other in self.left]
+        _messages.warn(
+            f"lightning_amp: {why} Training in {before.name!r} is stuck, and goes on in {choice.name!r}"
+            f"{', without a loss scale' if before.name == 'fp16' else ''}. If it is stuck there too,"
+            f" {f'{listed(left)} is next' if left else 'it stops'}."
+        )
 
     def restart(self) -> Choice | None:
         """Be where the run began without any checkpoint, and return it; `None` if none has begun."""
         self.reached = self.resumed = None
+        self.why_stuck = ""
         return self._picked
 
     def state(self) -> dict[str, str]:
@@ -119,7 +135,7 @@ class Fallback:
 
         """
         if _PRECISION not in saved or self._began_in is None:
-            return None  # by an older version
+            return None  # by another plugin, or of a scaler alone
         names = [str(saved.any(key)) for key in (_PRECISION, _BEGAN_IN)]
         for key, name in zip((_PRECISION, _BEGAN_IN), names, strict=True):
             if name not in get_args(StepPrecision) or not name:
@@ -171,85 +187,3 @@ def _checked(precisions: Any, requested: Precision) -> tuple[Precision, ...]:
             raise ValueError(f"`fallback` must name each precision once, got {value!r} again.")
         names.append(name)
     return tuple(names)
-
-
-class FallsBack(RunHooks):
-    """A plugin whose run may change its precision between two batches."""
-
-    scaler: torch.amp.GradScaler | None
-    _offers_fallback = True
-    _fallback: Fallback
-    _settings: Settings
-    _ledger: Ledger
-    _choice: Choice | None
-    _why_stuck = ""
-
-    @property
-    def _skip_limit(self) -> int:
-        return self.scaler.max_consecutive_skips if isinstance(self.scaler, DynamicLossScaler) else 64
-
-    def _set_precision(self, choice: Choice) -> None:
-        """Settle the precision, and with it the scaler and what the records say."""
-        self._choice = choice
-        if choice.name != "fp16":
-            self.scaler = None
-        elif self.scaler is None:
-            self.scaler = self._settings.scaler("fp16")
-        if self.scaler is not None:
-            _torch.set_scaler_device(self.scaler, self.device)
-
-    def _begin_records(self) -> None:
-        rescue = self._note_stuck if self._fallback.left else None
-        self._ledger.log.go_on_in(cast(StepPrecision, self._settled().name), self._skip_limit, rescue)
-
-    def _go_on_in(self, choice: Choice) -> None:
-        """Change the precision between two batches."""
-        self._set_precision(choice)
-        run = self._run
-        if run is not None:
-            evaluation = self._settings.evaluation(choice, run.module.trainer.strategy.root_device)
-            run.go_on_in(choice, evaluation, self.scaler)
-        self._begin_records()
-
-    def _note_stuck(self, why: str) -> None:
-        self._why_stuck = why  # until the batch is over: who asks may be in the middle of a training step
-
-    def _fall_back_if_stuck(self) -> None:
-        """Go on in the next precision if the batch that ended was one skip too many. All ranks do so together."""
-        why, self._why_stuck = self._why_stuck, ""
-        if not why:
-            return
-        before = self._settled().name
-        self._ledger.log.flush()  # what there is was taken in the old one
-        scaled = self.scaler is not None
-        choice = self._fallback.advance()
-        self._go_on_in(choice)
-        left = [repr(other.name) for other in self._fallback.left]
-        _messages.warn(
-            f"lightning_amp: {why} Training in {before!r} is stuck, and goes on in {choice.name!r}"
-            f"{', without a loss scale' if scaled else ''}. If it is stuck there too,"
-            f" {f'{listed(left)} is next' if left else 'it stops'}."
-        )
-
-    def _resume_precision(self, saved: Saved) -> None:
-        """Go on in the precision of a checkpoint."""
-        run = self._run
-        if run is not None:
-            choice = self._fallback.resume(saved, run.module.trainer.strategy.root_device)
-            if choice is not None:
-                self._go_on_in(choice)
-
-    def _restart_precision(self) -> None:
-        """Be in the precision in which the run began, as before a checkpoint says more."""
-        self._why_stuck = ""
-        start = self._fallback.restart()
-        if start is not None and start != self._choice and self._run is not None:
-            self._go_on_in(start)
-
-    @override
-    def forward_context_of(self, precision: str) -> Any:
-        run = self._run
-        if run is None or precision in ("", run.forward.training.name):
-            return self.forward_context()
-        with run.forward.pretending(Choice.of(precision)):
-            return self.forward_context()

@@ -7,50 +7,44 @@ import torch
 from lightning_amp import _messages
 from lightning_amp._text import counted, exact
 from lightning_amp.casting import Choice
-from lightning_amp.precision._forward import ForwardContexts
+from lightning_amp.precision._fit import Run
+from lightning_amp.precision._settings import enabled
 from lightning_amp.scaling import DynamicLossScaler
 
 
-def say(
-    forward: ForwardContexts,
+def say_first_line(
+    run: Run,
     scaler: torch.amp.GradScaler | None,
     why: str,
-    *,
-    fitting: bool,
-    resumed: bool,
-    scaler_unused: bool,
-    num_restored_buffers: int,
-    skips: bool,
+    given_scaler: torch.amp.GradScaler | None,
     fallback: str,
-    fp8: str = "",
+    skip_nonfinite: bool,
 ) -> None:
     """Say precision, device, scaler, and what is protected, for somebody who glances at a terminal.
 
     Where nothing is trained only a choice of `"auto"` is worth a line.
 
     Args:
-        forward: What is on around the steps.
+        run: That begins.
         scaler: In use.
         why: The reason of `"auto"`; empty for a precision that was asked for.
-        fitting: Whether a fit begins.
-        resumed: Whether a checkpoint is about to say what the scale is.
-        scaler_unused: Whether a scaler was passed that this precision does not need.
-        num_restored_buffers: How many buffers the rules of `restore_buffers` match.
-        skips: Whether a step that is not finite is skipped.
+        given_scaler: That was passed.
         fallback: What is said of the precisions to go on in; empty if there are none.
-        fp8: What runs in fp8.
+        skip_nonfinite: Whether a step that is not finite is skipped without a scaler too.
 
     """
+    forward, skips = run.forward, enabled(scaler) is not None or skip_nonfinite
+    resumed = run.module.trainer.ckpt_path is not None  # a checkpoint is about to say what the scale is
     parts = [_precision_on(forward.training, forward.device_type, why, resumed)]
-    if fp8:
-        parts.insert(0, fp8)
-    if not fitting:
+    if run.fp8 is not None and forward.in_fp8:
+        parts.insert(0, run.fp8.summary)
+    if not run.fitting:
         if why and forward.evaluation == forward.training:
             _messages.info(f"lightning_amp: {parts[0]}.")
         return
     if scaler is not None:
         parts.append(_scale(scaler, resumed))
-    if scaler_unused and not (why and resumed):  # then the checkpoint may need it
+    if given_scaler is not None and scaler is None and not (why and resumed):  # then the checkpoint may need it
         parts.append("`scaler` is left unused")
     if fallback:
         parts.append(fallback)
@@ -59,8 +53,8 @@ def say(
     if forward.num_fp32_modules:
         parts.append(f"{counted(forward.num_fp32_modules, 'module')} in fp32")
     ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
-    if num_restored_buffers and skips:
-        ending += f", which also puts back {counted(num_restored_buffers, 'buffer')}"
+    if run.named_buffers and skips:
+        ending += f", which also puts back {counted(len(run.named_buffers), 'buffer')}"
     _messages.info(f"lightning_amp: {', '.join(parts)}; {ending}.")
 
 

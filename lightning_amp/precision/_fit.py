@@ -1,8 +1,9 @@
-"""One fit: backward, optimizer step and batch end, from `connect` to `teardown`."""
+"""What the plugin holds while a Trainer runs: one run, and in a fit its backwards, optimizer steps and batch ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,35 +11,47 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules
+from lightning_amp.casting import Choice, Rule
 from lightning_amp.precision import _refusals
 from lightning_amp.precision._anomaly import AnomalyCheck
-from lightning_amp.precision._fold_plan import FoldPlan
-from lightning_amp.precision._scaler_by_hand import ScalerByHand
-from lightning_amp.precision._unseen_steps import UnseenSteps
+from lightning_amp.precision._bypass import BypassedSteps, ScalerByHand
+from lightning_amp.precision._clipping import FoldPlan
+from lightning_amp.precision._forward import ForwardContexts
+from lightning_amp.precision._fp8 import Fp8
 from lightning_amp.scaling import BackwardWatch, HalfGradientsError, OptimizerSteps, RecordLog, StepPlan
-from lightning_amp.skipped_steps import BufferPlace, SkipProtection
+from lightning_amp.skipped_steps import BufferPlace, SkipProtection, matching_places
+
+REPLACEABLE = ("forward_context", "autocast_context_manager", "clip_grad_by_norm")
+"""Methods of the plugin of which a run has to know whether a subclass, or somebody on the instance, replaced them."""
 
 
 @final
-class Fit:
-    """Backward, step and batch end of one fit. Made when the optimizers exist, and dropped when the fit is over.
+class Run:
+    """One call of `fit`, `validate`, `test` or `predict`; never pickled.
 
     Args:
-        plugin: Clips.
+        plugin: That runs.
         module: The user's.
-        optimizers: The user's own, not wrapped.
-        scaler: Of the plugin; `None` without loss scaling.
-        skip_nonfinite: Whether steps that are not finite are skipped where no scaler asks for it.
-        log: Gets a record of each step.
-        mixed: Whether training steps run under autocast.
+        training: The precision of training steps.
+        evaluation: That of validation, test and prediction.
+        fp32_modules: Rules; see `AmpPrecision`.
+        replaced: Which of `REPLACEABLE` are not the plugin's own.
+
+    Attributes:
+        fitting: Whether it is a fit.
+        forward: What its steps run in.
+        fit: Its backwards and optimizer steps; `None` until the optimizers exist, and where nothing is trained.
+        fp8: Its layers in fp8; `None` without.
         named_buffers: What a skipped step puts back besides normalisation statistics.
-        own_norm: Whether the plugin is a subclass that clips by norm in its own way.
-        after_batch: Is called at the end of each batch in which there may have been an optimizer step.
+
+    Raises:
+        ValueError: If a rule matches nothing.
 
     """
 
@@ -46,38 +59,164 @@ class Fit:
         self,
         plugin: MixedPrecision,
         module: LightningModule,
+        training: Choice,
+        evaluation: Choice,
+        fp32_modules: Sequence[Rule],
+        replaced: Collection[str] = (),
+    ) -> None:
+        self.module = module
+        self.device = module.trainer.strategy.root_device
+        self.fitting = module.trainer.state.fn == TrainerFn.FITTING
+        self.fit: Fit | None = None
+        self.fp8: Fp8 | None = None
+        self.named_buffers: list[BufferPlace] = []
+        self._plugin, self._replaced = plugin, replaced
+        context: Callable[[], Any] = plugin.forward_context
+        stays = not {"forward_context", "autocast_context_manager"}.intersection(replaced)
+        self.forward = ForwardContexts(
+            module, plugin.device, training, evaluation, fp32_modules, context, autocast_stays=stays
+        )
+
+    def check(self, restore_buffers: Sequence[str], fp8_recipe: Any = None) -> None:
+        """Refuse a module that cannot be trained, find its buffers, and turn fp8 on.
+
+        Later than the rest, since a strategy may wrap what it gets.
+
+        Args:
+            restore_buffers: Rules; see `AmpPrecision`.
+            fp8_recipe: A checked one; `None` without fp8.
+
+        Raises:
+            ValueError: With all that is wrong, if a rule matches nothing, or if no layer qualifies for fp8.
+            ImportError: If fp8 needs a torchao that is not there.
+
+        """
+        if self.fitting:
+            _refusals.check(self.module, self.forward.training, self.device, self.forward.fp32_modules)
+            self.named_buffers = matching_places(self.module, restore_buffers)
+            if fp8_recipe is not None:
+                self.fp8 = Fp8(self.module, self.forward, fp8_recipe, self.device)
+
+    def connect(
+        self,
         optimizers: Sequence[Optimizer],
-        *,
         scaler: torch.amp.GradScaler | None,
         skip_nonfinite: bool,
         log: RecordLog,
-        mixed: bool,
-        named_buffers: Sequence[BufferPlace],
-        own_norm: bool,
         after_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        self._plugin, self._module = plugin, module
+        """Begin a fit, if this is one.
+
+        Args:
+            optimizers: The user's own, not wrapped.
+            scaler: `None` without loss scaling.
+            skip_nonfinite: Whether steps that are not finite are skipped where no scaler asks for it.
+            log: Gets a record of each step.
+            after_batch: Is called at the end of each batch in which there may have been an optimizer step.
+
+        """
+        if self.fit is not None:
+            self.fit.detach()
+        if self.fitting:
+            own_norm = "clip_grad_by_norm" in self._replaced
+            self.fit = Fit(self, self._plugin, optimizers, scaler, skip_nonfinite, log, after_batch, own_norm)
+
+    def go_on_in(self, training: Choice, evaluation: Choice, scaler: torch.amp.GradScaler | None) -> None:
+        """Change the precision between two batches."""
+        self.forward.change(training, evaluation)
+        if self.fit is not None:
+            self.fit.change_scaler(scaler, mixed=training.mixed)
+
+    def backward(self, run: Callable[..., None]) -> None:
+        """Run a backward."""
+        # modules that activation checkpointing calls again share the casts of their weights
+        with self.forward.in_fp8_layers(), self.forward.sharing_copies():
+            try:
+                if self.fit is None:
+                    run()
+                else:
+                    self.fit.backward(run)
+            except (RuntimeError, TypeError) as error:
+                self.forward.annotate(error, "the backward")
+                raise
+
+    def evaluation_step(self, module: nn.Module | None, step: str | None) -> contextlib.AbstractContextManager[None]:
+        """Return what an evaluation step, or a hook around it, runs in; see `AmpPrecision.evaluation_context`."""
+        if self.fit is not None:
+            self.fit.settle()
+        return self.forward.evaluation_step(self.module if module is None else module, step)
+
+    def forward_context_of(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+        """Return what a training step of this precision ran in; empty: as of now."""
+        if precision in ("", self.forward.training.name):
+            return self._plugin.forward_context()
+        with self.forward.pretending(Choice.of(precision)):
+            return self._plugin.forward_context()
+
+    def fp8_on(self, module: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
+        """Return what a training step of this precision (empty: of now) runs in, for a copy of the module."""
+        if self.fp8 is None or (precision or self.forward.training.name) != "fp8":
+            return contextlib.nullcontext()
+        return self.fp8.on(module)
+
+    def finish(self, flush: Callable[[], None]) -> None:
+        """Read the last records, make gradients that are left true ones, and say which settings have done nothing.
+
+        What fails here must not hide the exception that ended the run.
+        """
+        interrupted = self.module.trainer.interrupted
+        with contextlib.suppress(*([Exception] if interrupted else [])):
+            flush()
+            if not interrupted:
+                if self.fit is not None:
+                    self.fit.steps.gradients.release()
+                self.forward.finish()
+                if self.fp8 is not None:
+                    self.fp8.finish()
+
+    def detach(self) -> None:
+        """Leave the user's objects as they were."""
+        try:
+            if self.fit is not None:
+                self.fit.detach()
+        finally:
+            self.forward.detach()
+
+
+@final
+class Fit:
+    """Backward, step and batch end of one fit. Made when the optimizers exist, and dropped when the fit is over.
+
+    Its arguments are those of :meth:`Run.connect`; `own_norm`: whether the plugin clips by norm in a way of its own.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        plugin: MixedPrecision,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        skip_nonfinite: bool,
+        log: RecordLog,
+        after_batch: Callable[[], None],
+        own_norm: bool,
+    ) -> None:
+        self._plugin, self._module = plugin, (module := run.module)
         self._automatic = module.automatic_optimization
-        self._optimizers, self._skip_nonfinite, self._named_buffers = optimizers, skip_nonfinite, named_buffers
+        self._optimizers, self._skip_nonfinite, self._named_buffers = optimizers, skip_nonfinite, run.named_buffers
         self._after_batch = after_batch
         watch = self._watch(scaler)
         several = module.trainer.world_size > 1 and torch.distributed.is_initialized()
         all_reduce_max = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX) if several else None
-        device = module.trainer.strategy.root_device if several else None
+        device = run.device if several else None
         self.steps = OptimizerSteps(
-            scaler,
-            skip_nonfinite,
-            log,
-            optimizers,
-            watch=watch,
-            all_reduce_max=all_reduce_max,
-            device=device,
+            scaler, skip_nonfinite, log, optimizers, watch=watch, all_reduce_max=all_reduce_max, device=device
         )
-        self._unseen_steps = None if watch is None else UnseenSteps(self.steps, watch)
-        self._protection = SkipProtection(module, named_buffers) if self.steps.skips else None
+        self._bypassed_steps = None if watch is None else BypassedSteps(self.steps, watch)
+        self._protection = SkipProtection(module, run.named_buffers) if self.steps.skips else None
         self._fold_plan = FoldPlan(module, own_norm)
         self._anomaly: AnomalyCheck | None = None
-        self._may_turn_half = mixed  # the first step tells whether parameters do
+        self._may_turn_half = run.forward.training.mixed  # the first step tells whether parameters do
         self._compiling = _modules.CompiledBackwardWithoutAutocast()
         self._compiling.start()
         self._by_hand = self._scaler_by_hand()
@@ -96,16 +235,11 @@ class Fit:
         """Go on in another precision, between two batches.
 
         What protects from skipped steps stays: the schedules have not been told yet of the last one.
-
-        Args:
-            scaler: Its scaler, if it has one.
-            mixed: Whether training steps run under autocast.
-
         """
         watch = self._watch(scaler)
         self._let_go()
         self.steps.change_scaler(scaler, self._skip_nonfinite, watch)
-        self._unseen_steps = None if watch is None else UnseenSteps(self.steps, watch)
+        self._bypassed_steps = None if watch is None else BypassedSteps(self.steps, watch)
         self._by_hand = self._scaler_by_hand()
         if self.steps.skips and self._protection is None:
             self._protection = SkipProtection(self._module, self._named_buffers)
@@ -155,25 +289,19 @@ class Fit:
         if self._protection is not None and self._protection.active:
             self._protection.note_backward()
 
-    def backward(self, run: Callable[..., None], **kwargs: Any) -> None:
-        """Run a backward of a scaled loss.
-
-        Args:
-            run: Does it.
-            kwargs: Go to `torch.Tensor.backward`.
-
-        """
+    def backward(self, run: Callable[..., None]) -> None:
+        """Run a backward of a scaled loss."""
         anomaly, self._anomaly = self._anomaly, None
-        self.steps.begin_backward()
+        self.steps.gradients.begin_backward()
         try:
             if anomaly is None:
-                run(**kwargs)
+                run()
             else:
                 with anomaly:
-                    run(**{**kwargs, "retain_graph": True})
+                    run(retain_graph=True)
                 anomaly.check(self._module)
         finally:
-            self.steps.end_backward()
+            self.steps.gradients.end_backward()
 
     @property
     def somebody_sees_backward(self) -> bool:
@@ -195,7 +323,7 @@ class Fit:
 
         """
         try:
-            result = self.steps.step(
+            output, result = self.steps.step(
                 optimizer,
                 partial(self._compute, closure, None if self._automatic else context, optimizer),
                 partial(self._before_update, optimizer),
@@ -212,7 +340,7 @@ class Fit:
             _refusals.warn_of_half_in_a_step(self._module)
         if self._automatic:
             self._finish_batch()
-        return result.output
+        return output
 
     def _plan(self, optimizer: Optimizer) -> StepPlan:
         fold, max_norm = self._fold_plan.current().fold()
@@ -238,7 +366,7 @@ class Fit:
             _lightning.run_hook(self._module, "on_before_optimizer_step", optimizer)
             self.steps.check_again(optimizer)
         if plan.own_clipping:
-            self.steps.state(optimizer).keep_found(infinities_only=True)
+            self.steps.gradients.state(optimizer).keep_found(infinities_only=True)
         _lightning.run_clipping(self._plugin, self._module, optimizer)
         if plan.own_clipping:
             self.steps.check_again(optimizer)
@@ -260,8 +388,8 @@ class Fit:
             self._compiling.stop()
 
     def _let_go(self) -> None:
-        self.steps.forget_found()
+        self.steps.gradients.forget_found()
         if self._by_hand is not None:
             self._by_hand.detach()
-        if self._unseen_steps is not None:
-            self._unseen_steps.detach()
+        if self._bypassed_steps is not None:
+            self._bypassed_steps.detach()

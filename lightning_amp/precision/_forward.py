@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from lightning.pytorch.utilities.rank_zero import WarningCache
+from torch import Tensor, nn
 from typing_extensions import final
 
-from lightning_amp._containers import tensors_in
+from lightning_amp._containers import tensors_in, to_fp32
 from lightning_amp.casting import (
     Choice,
     EpochEnd,
@@ -27,8 +28,6 @@ from lightning_amp.casting import (
     Rule,
 )
 from lightning_amp.precision import _error_notes
-from lightning_amp.precision._fit import Fit
-from lightning_amp.precision._float64_batches import downcast, obviously_fine
 from lightning_amp.precision._unused_rules import IdleRules
 
 _NOTHING = contextlib.nullcontext()
@@ -38,6 +37,15 @@ _EPOCH_ENDS = {
     "test_step": "on_test_epoch_end",
     "predict_step": "on_predict_epoch_end",
 }
+_said = WarningCache()
+
+
+class Bracket(Protocol):
+    """Is told when a training step begins and ends."""
+
+    def begin_training_step(self) -> None: ...
+
+    def end_training_step(self) -> None: ...
 
 
 @final
@@ -164,10 +172,10 @@ class ForwardContexts:
         What training takes evaluation takes too, also when it is in fp32.
         """
         self._float64_entries = []
-        if obviously_fine(data):
+        if _has_no_float64(data):
             return data
         if self.training.mixed or (self.evaluation.mixed and not self._module.trainer.training):
-            return downcast(data, self._module)
+            return _downcast(data, self._module)
         self._float64_entries = [path for path, tensor in tensors_in(data) if tensor.dtype == torch.float64]
         return data
 
@@ -197,7 +205,7 @@ class ForwardContexts:
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def training_step(self, fit: Fit | None) -> contextlib.AbstractContextManager[None]:
+    def training_step(self, fit: Bracket | None) -> contextlib.AbstractContextManager[None]:
         """Return what a training step runs in; one that validation asks for runs in the precision of evaluation."""
         step = self._training_step
         if step is None or step.active or self.evaluating:
@@ -233,7 +241,7 @@ class ForwardContexts:
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def evaluation_step(self, module: nn.Module | None, step: str | None = None) -> Generator[None, None, None]:
+    def evaluation_step(self, module: nn.Module, step: str | None = None) -> Generator[None, None, None]:
         """Run an evaluation step in its precision, with metrics and outputs in fp32.
 
         Args:
@@ -255,11 +263,8 @@ class ForwardContexts:
             self.evaluating = before
 
     @contextlib.contextmanager
-    def _around_evaluation(self, module: nn.Module | None, step: str | None) -> Generator[None, None, None]:
+    def _around_evaluation(self, module: nn.Module, step: str | None) -> Generator[None, None, None]:
         metrics = self._fp32_metrics
-        if module is None:
-            yield
-            return
         if module is not self._module:
             metrics = self._shadows.get(module)
             if metrics is None:
@@ -299,7 +304,7 @@ class _TrainingStep:
     the plugin has its own.
     """
 
-    def __init__(self, contexts: ForwardContexts, fit: Fit | None) -> None:
+    def __init__(self, contexts: ForwardContexts, fit: Bracket | None) -> None:
         self._contexts, self._fit = contexts, fit
         self._autocast: contextlib.AbstractContextManager[Any] | None = None
         self._sharing = contexts.sharing_copies("training_step")
@@ -335,3 +340,34 @@ class _TrainingStep:
             self._contexts.explain(exc[1])
         elif self._fit is not None:
             self._fit.end_training_step()
+
+
+def autocast_off(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context without autocast."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
+
+
+# -- float64 batches: NumPy's default, which autocast does not take ----------------------------------------------------
+
+
+def _has_no_float64(data: Any) -> bool:
+    """Return whether a batch is obviously a tensor, or a plain list or tuple of tensors, without float64."""
+    if type(data) is Tensor:
+        return data.dtype != torch.float64
+    items = data if type(data) in (list, tuple) else (data,)
+    return all(isinstance(item, Tensor) and item.dtype != torch.float64 for item in items)
+
+
+def _downcast(data: Any, module: LightningModule) -> Any:
+    """Return the batch with float64 tensors as float32, said once; as it is if the module computes in float64.
+
+    Autocast leaves float64 tensors alone, so a linear layer would meet a float64 input and a half-precision weight.
+    """
+    converted = to_fp32(data, (torch.float64,))
+    if converted is data or any(p.dtype == torch.float64 for p in module.parameters()):
+        return data
+    _said.info(
+        "lightning_amp: batches hold float64 tensors, which autocast does not take; they are cast to float32. Make the"
+        " dataset return float32 (numpy's default is float64) to save the copy."
+    )
+    return converted

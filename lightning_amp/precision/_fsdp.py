@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import FSDPPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -112,12 +111,12 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
         return _modules.fsdp_mixed_precision(reduce_dtype)
 
     @override
-    def _attach(self, module: LightningModule) -> None:
-        super()._attach(module)
-        theirs: FSDPMixedPrecision | None = module.trainer.strategy.mixed_precision  # pyright: ignore[reportAttributeAccessIssue]
-        if theirs is None:
-            return
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        module = super().convert_module(module)
         assert self._run is not None
+        theirs: FSDPMixedPrecision | None = self._run.module.trainer.strategy.mixed_precision  # pyright: ignore[reportAttributeAccessIssue]
+        if theirs is None:
+            return module
         if theirs.param_dtype in HALF_DTYPES:
             asks = {
                 "fp32_modules": bool(self.fp32_modules),
@@ -136,6 +135,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
             f" {theirs.reduce_dtype or theirs.param_dtype or torch.float32}) and buffers are cast;"
             f" `reduce_dtype={self.reduce_dtype}` of the plugin is not used."
         )
+        return module
 
     # What `FSDPPrecision` would do besides: parameters, inputs and outputs in half precision.
 

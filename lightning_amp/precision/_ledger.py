@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from typing_extensions import final
 
 from lightning_amp import _messages
+from lightning_amp._compat import _torch
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import literal
+from lightning_amp.casting import Choice
+from lightning_amp.findings import StepPrecision, StepRecord
+from lightning_amp.precision._settings import enabled
 from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, RecordLog, Saved, check_scaler_state
 
 STOCK_KEY = "MixedPrecision"
@@ -31,24 +35,24 @@ class Ledger:
     """The records of all steps that a plugin has seen in one Trainer, and the scale of its derivatives.
 
     Args:
-        max_consecutive_skips: Of these `FloatingPointError` is raised.
+        scaler: Of the plugin; says how many skips in a row raise `FloatingPointError`.
         describe_skips: Says what is known of the gradients then.
         offers_fallback: Whether the plugin has the argument `fallback`.
 
     """
 
     def __init__(
-        self, max_consecutive_skips: int, describe_skips: Callable[[], str], *, offers_fallback: bool = False
+        self, scaler: torch.amp.GradScaler | None, describe_skips: Callable[[], str], *, offers_fallback: bool = False
     ) -> None:
         self._new_log = partial(RecordLog, describe_skips=describe_skips, offers_fallback=offers_fallback)
         self._last_trainer = LastTrainer()
-        self.log = self._new_log(max_consecutive_skips)
+        self.log = self._new_log(_skip_limit(scaler))
         self.derivatives = DerivativeScale()
 
-    def begin(self, trainer: Any, max_consecutive_skips: int) -> bool:
+    def begin(self, trainer: Any, scaler: torch.amp.GradScaler | None) -> bool:
         """Begin a fit; returns whether it goes on where the last one ended, in the same Trainer."""
         goes_on = self._last_trainer.goes_on(trainer)
-        before, self.log = self.log, self._new_log(max_consecutive_skips)
+        before, self.log = self.log, self._new_log(_skip_limit(scaler))
         if goes_on:
             self.log.restore(before.num_steps, before.num_skipped, before.streak, before.last)
         else:
@@ -58,6 +62,17 @@ class Ledger:
     def knows(self, trainer: Any) -> bool:
         """Return whether the last fit was one of this Trainer."""
         return self._last_trainer.knows(trainer)
+
+    def go_on_in(
+        self, choice: Choice, scaler: torch.amp.GradScaler | None, on_stuck: Callable[[str], None] | None
+    ) -> None:
+        """Note what the steps to come are taken in, and who is told if these are stuck; see `RecordLog.go_on_in`."""
+        self.log.go_on_in(cast(StepPrecision, choice.name), _skip_limit(scaler), on_stuck)
+
+    def so_far(self, scaler: torch.amp.GradScaler | None) -> tuple[int, int, StepRecord | None]:
+        """Return applied and skipped steps, and the last one. Waits for the device."""
+        scaler = enabled(scaler)
+        return self.log.so_far(None if scaler is None else _torch.scale_tensor(scaler))
 
     def clear(self) -> None:
         """Forget everything; a checkpoint says what was."""
@@ -103,6 +118,10 @@ class Ledger:
             self.log.restore(*counters)
         if scaler is not None and scaler_state:  # bf16 and fp32 have none; fp16 from a bf16 checkpoint starts afresh
             _load_scaler(scaler, scaler_state)
+
+
+def _skip_limit(scaler: torch.amp.GradScaler | None) -> int:
+    return scaler.max_consecutive_skips if isinstance(scaler, DynamicLossScaler) else 64
 
 
 def _load_scaler(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:

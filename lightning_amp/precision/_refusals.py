@@ -1,22 +1,19 @@
-"""All that is refused before the first batch, with the fix: modules in one report, and strategies of other plugins."""
+"""What is refused or warned of before the first batch, with the fix: modules in one report, strategies, Fabric."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Collection, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
     SingleDeviceXLAStrategy,
-    Strategy,
     XLAStrategy,
 )
 from torch import nn
@@ -204,41 +201,15 @@ def require_strategy(plugin: Any, strategy: Any) -> None:
     elif isinstance(strategy, (XLAStrategy, SingleDeviceXLAStrategy)):
         fix = _XLA
     elif isinstance(strategy, FSDPStrategy) and not sharded:
-        fix = FP8_SHARDED if _is_fp8(plugin) else f"use `lightning_amp.FSDP{_as_written(plugin)}`"
+        fix = FP8_SHARDED if plugin.fp8_recipe else f"use `lightning_amp.{_as_written('FSDPAmpPrecision', plugin)}`"
     elif sharded and not isinstance(strategy, FSDPStrategy):
         fix = (
-            f"use `lightning_amp.{_as_written(plugin).removeprefix('FSDP')}`, which takes the same arguments except"
+            f"use `lightning_amp.{_as_written('AmpPrecision', plugin)}`, which takes the same arguments except"
             " `reduce_dtype` (it is for FSDP2, `ModelParallelStrategy`, too), or the strategy 'fsdp'"
         )
     else:
         return
     raise TypeError(f"`{plugin!r}` cannot be used with `{type(strategy).__name__}`: {fix}.")
-
-
-def hint(plugin: Any, formats: FrameType | None) -> str:
-    """Return a hint for messages of strategies that refuse a plugin before it hears of them: "... found {plugin}".
-
-    Nobody asks the plugin then but its own `__format__`, which is also what every other message calls. So it looks who
-    formats it: a method of a strategy refuses.
-
-    Args:
-        plugin: That is refused, or just mentioned.
-        formats: The frame whose f-string it is.
-
-    """
-    owner = None if formats is None else formats.f_locals.get("self")
-    if isinstance(owner, FabricStrategy):
-        return f" ({_in_fabric(plugin)})"
-    if not isinstance(owner, Strategy):
-        return ""
-    hints: list[str] = []
-    if _is_fp8(plugin):
-        hints.append(FP8_SHARDED)
-    elif not isinstance(plugin, FSDPPrecision):
-        hints.append(f"for FSDP use `lightning_amp.FSDP{_as_written(plugin)}`")
-    if "torch_xla" in sys.modules:
-        hints.append(_XLA)
-    return f" ({'; '.join(hints)})" if hints else ""
 
 
 def require_trainer(plugin: Any, module: Any) -> None:
@@ -272,11 +243,6 @@ def _in_fabric(plugin: Any) -> str:
     )
 
 
-def _is_fp8(plugin: Any) -> bool:
-    return repr(plugin).endswith("('fp8')")
-
-
-def _as_written(plugin: Any) -> str:
-    """Write the plugin as it would be written; a user's subclass by the name of ours."""
-    name = "FSDPAmpPrecision" if isinstance(plugin, FSDPPrecision) else "AmpPrecision"
-    return repr(plugin).replace(type(plugin).__name__, name, 1)
+def _as_written(name: str, plugin: Any) -> str:
+    """Write a plugin as it would be written, by the name of one of ours."""
+    return f"{name}{repr(plugin).removeprefix(type(plugin).__name__)}"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from typing_extensions import final
 
 from lightning_amp._arguments import require
@@ -100,14 +101,33 @@ class Settings:
         chosen.require(device, "eval_precision")
         return chosen
 
-    def scaler(self, precision: str) -> torch.amp.GradScaler | None:
+    def first(self) -> tuple[Choice | None, torch.amp.GradScaler | None]:
+        """Return precision and scaler before a Trainer has attached; `"auto"` is `None`.
+
+        Raises:
+            ValueError: If a scaler was passed to a precision that never uses one.
+
+        """
+        if self.requested == "auto":
+            return None, self.given_scaler
+        choice = Choice.of(self.requested)
+        return choice, self._scaler(choice.name)
+
+    def next_scaler(
+        self, choice: Choice, current: torch.amp.GradScaler | None, device_type: str
+    ) -> torch.amp.GradScaler | None:
+        """Return the scaler for the steps to come: in fp16 the one of now, if there is one."""
+        if choice.name != "fp16":
+            return None
+        scaler = self._scaler("fp16") if current is None else current
+        if scaler is not None:
+            _torch.set_scaler_device(scaler, device_type)
+        return scaler
+
+    def _scaler(self, precision: str) -> torch.amp.GradScaler | None:
         """Return the scaler for one of our names; `None` where none is needed.
 
         `"auto"` and `"fp32"` leave a scaler that was passed unused, so that one configuration serves all machines.
-
-        Raises:
-            ValueError: If one was passed to a precision that never uses one.
-
         """
         if precision == "fp16":
             if self.given_scaler is not None:
@@ -129,3 +149,15 @@ class Settings:
             scaler.reset()
         elif scaler is not None and self._first_state:
             _torch.reset_scale(scaler, self._first_state["scale"])
+
+
+def enabled(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
+    """Return a scaler that scales, else `None`."""
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def pick_on_all_ranks(module: LightningModule, device: torch.device) -> tuple[Choice, str]:
+    """Return what `"auto"` is, and why. Rank 0 decides for all, since two measurements may differ."""
+    strategy = module.trainer.strategy
+    picked = Choice.pick(device, module) if strategy.is_global_zero else None
+    return strategy.broadcast(picked) or Choice.pick(device, module)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning_amp._text import exact, listed, rounded
 from lightning_amp.numerics import fitting_scale
-from lightning_amp.tracing import domain
+from lightning_amp.tracing import EXPONENTIALS, NORMS, SUMMING, domain, plain
 
 if TYPE_CHECKING:
     from lightning_amp.reports._overflow_report import OverflowReport
@@ -18,7 +18,6 @@ _EPSILONS = "an epsilon under roots, logarithms and quotients"
 _GROWN = 1e2
 _OF_SIGMOID = {"x": "log(sigmoid(x))", "-x": "log(1 - sigmoid(x))"}
 _IN_ANY_PRECISION = {"logsigmoid", "epsilon", "finite mask", "clamp", "zero_infinity"}
-_POWERS = {"exp", "exp_", "expm1", "exp2", "cosh", "sinh"}
 
 
 def cure(report: OverflowReport) -> str:
@@ -88,7 +87,7 @@ def _by_hand(report: OverflowReport) -> str:
     operation = report.diagnosis.operation
     if operation is None:
         return ""
-    if operation.name in _POWERS:
+    if plain(operation.name) in EXPONENTIALS:
         return _on_exponential(report, operation)
     if operation.name in ("to", "to_"):
         return "keep that tensor in float32, or a constant within `torch.finfo(x.dtype)`"
@@ -103,7 +102,7 @@ def _fitting_epsilon(report: OverflowReport, operation: Operation) -> str:
 
 
 def _on_exponential(report: OverflowReport, operation: Operation) -> str:
-    if operation.followed_by in ("sum", "logsumexp", "mean", "div"):
+    if operation.followed_by in (*SUMMING, "div"):
         return "subtract the maximum before the exponential (`torch.logsumexp`, `log_softmax`)"
     largest = next((r.values[0] for r in report.remedies if r.kind == "clamp" and r.worked), None)
     if largest is None and _failed(report, "clamp"):
@@ -164,11 +163,7 @@ def _for_any_precision(report: OverflowReport) -> str:
     if operation.kind == "function":
         return f"look at the `backward` of `{operation.name}`: what it divides by, or takes a root or logarithm of"
     if operation.in_backward and operation.kind == "zero":
-        where = (
-            "in front of it"
-            if operation.name not in ("norm", "vector_norm")
-            else "inside: `(x.square().sum() + eps).sqrt()`"
-        )
+        where = "in front of it" if operation.name not in NORMS else "inside: `(x.square().sum() + eps).sqrt()`"
         return (
             f"an epsilon {where}{tried}; a `torch.where` behind it does not help, the derivative is taken on both sides"
         )
@@ -178,7 +173,7 @@ def _for_any_precision(report: OverflowReport) -> str:
     if operation.kind == "zero":
         what = "the divisor" if operation.name in ("div", "div_") else f"the argument of `{operation.name}`"
         return f"an epsilon in {what}{tried}"
-    if operation.name in _POWERS and (cured := _on_exponential(report, operation)):
+    if plain(operation.name) in EXPONENTIALS and (cured := _on_exponential(report, operation)):
         return cured
     if operation.name == "ctc_loss":
         tried = " (tried: works)" if any(r.kind == "zero_infinity" and r.worked for r in report.remedies) else ""

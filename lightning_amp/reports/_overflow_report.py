@@ -10,9 +10,8 @@ from typing import Any, Literal
 from typing_extensions import final, override
 
 from lightning_amp._plain_data import plain
-from lightning_amp.findings import Remedy
+from lightning_amp.findings import Remedy, StepRecord
 from lightning_amp.reports._overflow_words import in_one_line, overflow_words
-from lightning_amp.scaling import StepRecord
 from lightning_amp.tracing import Diagnosis, Operation
 
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "not reproduced"]

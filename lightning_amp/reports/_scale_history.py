@@ -15,16 +15,9 @@ from typing_extensions import final, override
 
 from lightning_amp._text import counted, exact
 from lightning_amp._urls import open_to_read
+from lightning_amp.findings import StepPrecision, StepReason, StepRecord, before_fallback, describe_fallbacks, fallbacks
 from lightning_amp.reports._table import Table
-from lightning_amp.scaling import (
-    Reason,
-    Saved,
-    StepPrecision,
-    StepRecord,
-    before_fallback,
-    describe_fallbacks,
-    fallbacks,
-)
+from lightning_amp.scaling import Saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +27,7 @@ if TYPE_CHECKING:
 SCALE_HISTORY_FILE = "scale_history.csv"
 """What :class:`~lightning_amp.ScaleMonitor` calls it in its folder."""
 
-_REASONS: tuple[Reason, ...] = get_args(Reason)
+_REASONS: tuple[StepReason, ...] = get_args(StepReason)
 _PRECISIONS: tuple[StepPrecision, ...] = get_args(StepPrecision)
 _COLUMNS = {
     "index": "q",

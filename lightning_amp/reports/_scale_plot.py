@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+from lightning_amp.findings import StepRecord, describe_fallbacks
 from lightning_amp.reports._figures import new_figure, saved, say_empty
-from lightning_amp.scaling import StepRecord, describe_fallbacks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

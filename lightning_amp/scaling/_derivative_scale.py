@@ -13,7 +13,7 @@ from lightning_amp._compat import _torch
 from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite
 from lightning_amp.scaling._saved import Saved
 from lightning_amp.scaling._scaler import HALF_LOSS_CEILING
-from lightning_amp.scaling._skip import constant
+from lightning_amp.scaling._step_result import constant
 
 FIRST_SCALE = 2.0**10
 """Leaves derivatives of up to 64 room in float16, and those of 6e-8 all their digits."""

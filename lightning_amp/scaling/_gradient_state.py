@@ -12,12 +12,10 @@ from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp._compat import _torch
-from lightning_amp.numerics import nonfinite_flag
-from lightning_amp.scaling import _skip
+from lightning_amp.numerics import dense, nonfinite_flag
+from lightning_amp.scaling import _step_result
 from lightning_amp.scaling._gradients import Gradients, has_gradients, inverse, parameters
-from lightning_amp.scaling._loss_probe import merge_losses
-from lightning_amp.scaling._skip import Skip, constant
-from lightning_amp.scaling._stays_found import StaysFound
+from lightning_amp.scaling._step_result import Skip, constant, merge_losses
 
 
 class Scaled(NamedTuple):
@@ -32,13 +30,13 @@ class Unscaled(NamedTuple):
     Attributes:
         found_inf: 1.0, [], if they are not finite now; `None` if nobody has looked since the backward.
         used_scale: What they were divided by, [].
-        overflow: Whether they were not finite before the user changed them; `None` if nobody could.
+        overflow_before_edits: Whether they were not finite before the user changed them; `None` if nobody could.
 
     """
 
     found_inf: Tensor | None = None
     used_scale: Tensor | None = None
-    overflow: Skip | None = None
+    overflow_before_edits: Skip | None = None
 
 
 class Folded(NamedTuple):
@@ -60,7 +58,7 @@ class Folded(NamedTuple):
 
 Form: TypeAlias = "Scaled | Unscaled | Folded"
 
-UNSEEN = Unscaled()
+UNCHECKED = Unscaled()
 """True gradients that nobody has looked at, as a backward without scaling leaves them."""
 
 
@@ -68,13 +66,9 @@ UNSEEN = Unscaled()
 class GradientState:
     """The gradients of one optimizer since its last step.
 
-    Args:
-        optimizer: Whose; any of the user's.
-        index: Its place in `configure_optimizers`.
-        form: What its gradients are multiplied by now.
-
     Attributes:
-        form: The same, kept up to date.
+        index: The optimizer's place in `configure_optimizers`.
+        form: What its gradients are multiplied by now.
         loss_probe: Finite, [], as long as every loss since the last step was; `None` before the first.
         has_gradients: On any rank; known once they were looked at.
         bad_loss: What `loss_probe` tells, where the host has read it with the flag of the gradients; else `None`. The
@@ -82,7 +76,7 @@ class GradientState:
 
     """
 
-    def __init__(self, optimizer: Optimizer, index: int, form: Form = UNSEEN) -> None:
+    def __init__(self, optimizer: Optimizer, index: int, form: Form = UNCHECKED) -> None:
         self.optimizer = optimizer
         self.index = index
         self.form: Form = form
@@ -93,7 +87,7 @@ class GradientState:
         self.always_calls_closure = type(optimizer).__module__.startswith("torch.optim")
         self.takes_closure = self.always_calls_closure or _takes_closure(optimizer)
         self.may_move_first = not self.always_calls_closure or isinstance(optimizer, torch.optim.LBFGS)
-        self._kept = StaysFound()
+        self._kept = _StaysFound()
         self._closure_calls: int | None = None  # of its last step
         self._had_gradients = False  # on this rank, in any step
         self._spare_flag: Tensor | None = None  # 0.0 for sure, to be used again
@@ -111,19 +105,16 @@ class GradientState:
         return self.form.used_scale if isinstance(self.form, Unscaled) else None
 
     @property
-    def overflow(self) -> Skip | None:
+    def overflow_before_edits(self) -> Skip | None:
         """Return whether the gradients overflowed before the user changed them."""
-        return self.form.overflow if isinstance(self.form, Unscaled) else None
+        return self.form.overflow_before_edits if isinstance(self.form, Unscaled) else None
 
     # -- around the backward -------------------------------------------------------------------------------------------
 
     def add_loss(self, loss: Tensor, *, may_have_none: bool) -> None:
-        """Note the loss of the backward to come; what was known about gradients without it is over.
+        """Note the loss, of any shape, of the backward to come; what was known about gradients without it is over.
 
-        Args:
-            loss: Any shape.
-            may_have_none: Whether this rank may hold no shard of the parameters, and so never has gradients.
-
+        With `may_have_none` this rank may hold no shard of the parameters, and so never has gradients.
         """
         probe = self.loss_probe
         if probe is not None and (self._had_gradients or not may_have_none) and not has_gradients(self.optimizer):
@@ -132,15 +123,12 @@ class GradientState:
         if not self._kept.is_empty:  # dropped or zeroed gradients are not in the step to come
             self._kept.begin_backward(Gradients(self.optimizer).largest())
         if isinstance(self.form, Unscaled):
-            self.form = UNSEEN
+            self.form = UNCHECKED
 
     def carry(self, to: Scaled, leave_out: Collection[int]) -> None:
         """Multiply the gradients that are still there so that they fit to those of the backward to come.
 
-        Args:
-            to: Their new form.
-            leave_out: Ids of parameters that another optimizer shares and that were carried with it.
-
+        All but those of `leave_out`, ids of parameters that another optimizer shares and that were carried with it.
         """
         form = self.form
         if isinstance(form, Scaled) and form.scale is to.scale:
@@ -163,7 +151,7 @@ class GradientState:
             factor = self.form.to_true()
             if isinstance(factor, Tensor):
                 Gradients(self.optimizer).multiply_(factor)
-            self.form = UNSEEN
+            self.form = UNCHECKED
 
     def unscale_(self, scale: Tensor, shared: Collection[int], *, may_overflow: bool) -> None:
         """Divide the gradients by `scale` [] and check them.
@@ -192,7 +180,7 @@ class GradientState:
         self._note_gradients(gradients)
         device = gradients.device or (torch.device("cpu") if self.loss_probe is None else self.loss_probe.device)
         found_inf = gradients.check(self._new_flag(device))
-        self.form = Unscaled(self._kept.beside(found_inf), self.form.used_scale, self.form.overflow)
+        self.form = Unscaled(self._kept.beside(found_inf), self.form.used_scale, self.form.overflow_before_edits)
 
     def check_again(self) -> None:
         """Check true gradients that the user may have changed since they were checked: as they are now, they count.
@@ -205,15 +193,13 @@ class GradientState:
         overflow = Skip.on_device(form.found_inf)
         if overflow.known is False:
             self._spare_flag = form.found_inf
-        self.form = Unscaled(form.found_inf, form.used_scale, overflow | (form.overflow or Skip.NO))
+        self.form = Unscaled(form.found_inf, form.used_scale, overflow | (form.overflow_before_edits or Skip.NO))
         self.check()
 
     def keep_found(self, *, infinities_only: bool = False) -> None:
         """Have the next step skipped if the latest check found anything, whatever the user makes of the gradients.
 
-        Args:
-            infinities_only: Not if it found NaN: clipping by value leaves it, so that a user who removes it mends.
-
+        With `infinities_only` not if it found NaN: clipping by value leaves it, so that a user who removes it mends.
         """
         found_inf = self.found_inf
         if found_inf is None or Skip.on_device(found_inf).known is False:
@@ -223,15 +209,9 @@ class GradientState:
         self._kept.keep(flag, list(parameters(self.optimizer)))
 
     def fold(self, max_norm: float | None, *, may_overflow: bool) -> bool:
-        """Leave unscaling and clipping to the fused optimizer; one read of the gradients decides.
+        """Leave unscaling, and clipping to a total 2-norm, to the fused optimizer; one read of the gradients decides.
 
-        Args:
-            max_norm: What to clip their total 2-norm to.
-            may_overflow: See :meth:`unscale_`.
-
-        Returns:
-            Whether it can be done. If not, nothing was changed.
-
+        Returns whether it can be done. If not, nothing was changed.
         """
         scale = self.form.scale if isinstance(self.form, Scaled) else None
         gradients = Gradients(self.optimizer)
@@ -259,19 +239,15 @@ class GradientState:
 
         A shard's overflow or a non-finite loss may be on one rank only, and all ranks must step, and move the scale,
         alike. One collective per closure call on every rank, whatever it found: no rank waits forever as long as all
-        step the same optimizers.
-
-        Args:
-            all_reduce_max: Reduces a tensor [4] in place, over all ranks.
-            device: That it works on; `None`: where the gradients are.
-
+        step the same optimizers. `all_reduce_max` reduces a tensor [4] in place, on `device`; `None`: on that of the
+        gradients.
         """
         form = self.form
         assert not isinstance(form, Scaled)
         assert form.found_inf is not None
         device = form.found_inf.device if device is None else device
         loss = constant(0.0, device) if self.loss_probe is None else nonfinite_flag(self.loss_probe).to(device)
-        before = (self.overflow or Skip.NO).flag(device)
+        before = (self.overflow_before_edits or Skip.NO).flag(device)
         has_gradients = constant(float(self.has_gradients), device)
         everywhere = torch.stack([form.found_inf.to(device), loss, has_gradients, before])
         all_reduce_max(everywhere)
@@ -282,7 +258,7 @@ class GradientState:
         if isinstance(form, Folded):
             self.form = Folded(found_inf, form.scale)
         else:
-            overflow = None if form.overflow is None else Skip.on_device(before)
+            overflow = None if form.overflow_before_edits is None else Skip.on_device(before)
             self.form = Unscaled(found_inf, form.used_scale, overflow)
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -291,7 +267,7 @@ class GradientState:
         """Return whether the step is to be skipped. Waits for the device; with it, if asked, for the loss."""
         found_inf, probe = self.found_inf, self.loss_probe
         assert found_inf is not None
-        if not asks_for_loss or probe is None or _skip.in_host_memory(probe):
+        if not asks_for_loss or probe is None or _step_result.in_host_memory(probe):
             return Skip(found_inf).wait()
         skip, bad_loss = Skip.wait_together(found_inf, nonfinite_flag(probe).to(found_inf))
         self.bad_loss = bad_loss
@@ -312,14 +288,14 @@ class GradientState:
 
     def release(self) -> None:
         """Take the gradients as true ones that nobody has looked at."""
-        self.form = UNSEEN
+        self.form = UNCHECKED
 
     def finish(self) -> None:
         """Begin anew: the gradients are those of no loss until the next backward."""
         self.loss_probe = self.bad_loss = None
         self.forget_found()
         if isinstance(self.form, Unscaled) or (isinstance(self.form, Folded) and self.form.scale is None):
-            self.form = UNSEEN
+            self.form = UNCHECKED
 
     def forget_found(self) -> None:
         """Let the gradients alone decide about the next step."""
@@ -335,6 +311,60 @@ class GradientState:
         if flag is not None and flag.device == device:
             return flag
         return torch.zeros((), device=device, dtype=torch.float32)
+
+
+@final
+class _StaysFound:
+    """A flag that holds until the gradients in which it was found are dropped, set to zero, or stepped with.
+
+    A step whose gradients were not finite is skipped, whatever they are mended to before it. The plugin sees its own
+    backward begin. A backward past the plugin (`loss.backward()`, which needs no plugin without loss scaling) shows
+    itself by the hook of one parameter, which runs before autograd adds to its gradient.
+    """
+
+    def __init__(self) -> None:
+        self._flag: Tensor | None = None  # 1.0, [], if the next step is skipped
+        self._handle: Any = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._flag is None
+
+    def keep(self, flag: Tensor, parameters: list[Any]) -> None:
+        """Keep a flag [] that was found in the gradients of these parameters."""
+        self._flag = self.beside(flag)
+        if self._handle is None:
+            watched = next((p for p in parameters if p.grad is not None and p.requires_grad and p.is_leaf), None)
+            if watched is not None:
+                self._handle = watched.register_hook(lambda _: self._only_if(_largest(watched)))
+
+    def beside(self, found_inf: Tensor) -> Tensor:
+        """Return 1.0, [], if this flag or the kept one is."""
+        return found_inf if self._flag is None else torch.maximum(found_inf, self._flag.to(found_inf.device))
+
+    def begin_backward(self, left: Tensor | None) -> None:
+        """Forget it if nothing but zeros is left of the gradients: their largest value [] is 0, or there are none."""
+        self._unwatch()
+        self._only_if(left)
+
+    def forget(self) -> None:
+        self._flag = None
+        self._unwatch()
+
+    def _only_if(self, left: Tensor | None) -> None:
+        if left is None:
+            self.forget()
+        elif self._flag is not None:
+            self._flag = self._flag * (left != 0).to(self._flag)
+
+    def _unwatch(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+def _largest(parameter: Any) -> Tensor | None:
+    return None if parameter.grad is None else dense(parameter.grad.detach()).abs().max()
 
 
 def _takes_closure(optimizer: Optimizer) -> bool:

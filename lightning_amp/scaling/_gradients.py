@@ -12,8 +12,8 @@ from typing_extensions import final
 
 from lightning_amp._compat import _torch
 from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite_flag, widest_dtype
-from lightning_amp.scaling import _skip
-from lightning_amp.scaling._skip import constant
+from lightning_amp.scaling import _step_result
+from lightning_amp.scaling._step_result import constant
 
 _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 
@@ -160,9 +160,9 @@ class Gradients:
 
         """
         device, sample = next((device, grads[0]) for (device, _), grads in self.groups.items())
-        if _skip.in_host_memory(sample):
+        if _step_result.in_host_memory(sample):
             norm = self._norm(None, scale)
-            return norm, nonfinite_flag(norm) if math.isfinite(_skip.host_value(norm)) else None
+            return norm, nonfinite_flag(norm) if math.isfinite(_step_result.host_value(norm)) else None
         wide = widest_dtype(device)
         norm = self._norm(wide, scale)
         if wide == torch.float32:  # as on MPS; one more read of the gradients

@@ -14,10 +14,10 @@ from typing_extensions import final
 from lightning_amp._arguments import is_number
 from lightning_amp._compat import _torch
 from lightning_amp._text import exact
-from lightning_amp.scaling._scale_update import Attempt, move_scale
+from lightning_amp.findings import StepReason, StepRecord
+from lightning_amp.scaling._scale_update import move_scale
 from lightning_amp.scaling._scaler import POLICY_SETTINGS, DynamicLossScaler
-from lightning_amp.scaling._skip import Skip
-from lightning_amp.scaling._step_record import Reason, StepRecord
+from lightning_amp.scaling._step_result import Skip, StepResult
 
 _BAD_LOSS = torch.tensor(math.nan)
 
@@ -215,7 +215,7 @@ class _Replay:
         return step.scale > 0 and (self._in_force >= step.scale if overflowed else self._in_force <= step.scale)
 
     def _take(self, batch: _Batch) -> None:
-        attempts: list[Attempt] = []
+        results: list[StepResult] = []
         taken: list[StepRecord] = []
         for step, overflowed in zip(batch.steps, batch.overflowed, strict=True):
             bad_loss = step.skipped and step.reason == "loss"
@@ -223,12 +223,12 @@ class _Replay:
             overflows = overflowed if known else self._assume_overflow
             mended = overflowed and not step.skipped
             skip = Skip.YES if bad_loss or overflows else Skip.NO
-            attempts.append(Attempt(step.optimizer_idx, skip, _BAD_LOSS if bad_loss else None, had_gradients=True))
+            results.append(StepResult(skip, _BAD_LOSS if bad_loss else None, step.optimizer_idx, overflow=skip))
             skipped = bad_loss or (overflows and not mended)
-            reason: Reason = "loss" if bad_loss else "gradient" if skipped else "none"
+            reason: StepReason = "loss" if bad_loss else "gradient" if skipped else "none"
             taken.append(replace(step, scale=self._in_force, skipped=skipped, reason=reason))
             self.num_decided += known
-        move_scale(self._scaler, attempts)
+        move_scale(self._scaler, results)
         self._in_force = self._scaler.scale_tensor.item()
         for step in taken:
             self.records.append(replace(step, next_scale=self._in_force))

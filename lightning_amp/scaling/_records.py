@@ -1,29 +1,66 @@
-"""What happened to each optimizer step, written on the device and read back in blocks."""
+"""What happened to each optimizer step, written on the device and read back in blocks; and who is told of it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp._compat import _torch
+from lightning_amp.findings import StepPrecision, StepReason, StepRecord
 from lightning_amp.scaling import _stuck
-from lightning_amp.scaling._skip import Skip, read_scalars
-from lightning_amp.scaling._step_record import Listener, Reason, StepPrecision, StepRecord, Subscription
+from lightning_amp.scaling._step_result import StepResult, read_records, read_scalars
+
+Listener: TypeAlias = Callable[[list[StepRecord]], None]
 
 
-class _Open(NamedTuple):
-    """A step whose record is not complete: the scale that follows is not known yet."""
+@final
+class Subscription:
+    """Somebody who gets the records of a :class:`~lightning_amp.scaling.RecordLog`, until :meth:`close`.
 
-    optimizer_idx: int
-    scale: Tensor | None
-    skip: Skip
-    loss_probe: Tensor | None
-    bad_loss: Skip
+    Args:
+        listener: Gets the records, in blocks.
+        everybody: Who is subscribed.
+        at_once: Hand over what there is at the end of a batch in which a step was skipped.
+        on_bad_loss: Gets the record of each step that was taken although its loss was not finite; `None`: nobody asks.
+        before_update: Is told the index of a step and its optimizer, right before the update reads hyperparameters.
+        cause: Is asked, for the error of a stuck run, why steps were skipped since the one of this index; returns an
+            empty text if it does not know. `None`: it does not look for causes.
+
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        everybody: list[Subscription],
+        *,
+        at_once: bool = False,
+        on_bad_loss: Callable[[StepRecord], None] | None = None,
+        before_update: Callable[[int, Optimizer], None] | None = None,
+        cause: Callable[[int], str] | None = None,
+    ) -> None:
+        self.listener, self.at_once, self.on_bad_loss = listener, at_once, on_bad_loss
+        self.before_update, self.cause = before_update, cause
+        self._everybody = everybody
+        everybody.append(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether records still come."""
+        return self in self._everybody
+
+    def end_losses(self) -> None:
+        """Ask no more for steps that were taken although their loss was not finite."""
+        self.on_bad_loss = None
+
+    def close(self) -> None:
+        """End it; a second time does nothing."""
+        if self.is_open:
+            self._everybody.remove(self)
 
 
 @final
@@ -59,13 +96,13 @@ class RecordLog:
         self._describe_skips = describe_skips
         self._offers_fallback = offers_fallback
         self._precision: StepPrecision = ""
-        self._rescue: Callable[[str], None] | None = None
+        self._on_stuck: Callable[[str], None] | None = None
         self.subscriptions: list[Subscription] = []
         """Those that are open."""
-        self._pending: list[tuple[_Open, Tensor | None]] = []  # with the scale that followed
-        self._open: list[_Open] = []
+        self._pending: list[StepResult] = []  # complete, and not read yet
+        self._open: list[StepResult] = []  # the scale that follows is not known yet
         self._in_batch = False  # there are records since the last batch was closed
-        self._streak: list[Reason] = []
+        self._streak: list[StepReason] = []
         self._known_streak = 0  # the same, as far as the host knows without reading
         self.num_known_skips = 0
         """Skips that the host decided and that were not read back yet."""
@@ -73,11 +110,11 @@ class RecordLog:
         self._is_stuck = False
 
     @property
-    def streak(self) -> tuple[Reason, ...]:
+    def streak(self) -> tuple[StepReason, ...]:
         """Return why each of the skips in a row happened, up to the last record that was read."""
         return tuple(self._streak)
 
-    def restore(self, num_steps: int, num_skipped: int, streak: Sequence[Reason], last: StepRecord | None) -> None:
+    def restore(self, num_steps: int, num_skipped: int, streak: Sequence[StepReason], last: StepRecord | None) -> None:
         """Continue the counters of a checkpoint; forgets what was not read yet."""
         self._pending.clear()
         self._open.clear()
@@ -89,18 +126,18 @@ class RecordLog:
         self.last = last
 
     def go_on_in(
-        self, precision: StepPrecision, max_consecutive_skips: int, rescue: Callable[[str], None] | None = None
+        self, precision: StepPrecision, max_consecutive_skips: int, on_stuck: Callable[[str], None] | None = None
     ) -> None:
         """Note what the steps to come are taken in. If the run was stuck it is not any more: the count starts at 0.
 
         Args:
             precision: Of the steps to come; those so far were read back.
             max_consecutive_skips: Of these steps.
-            rescue: Is told why, instead of an error, if these are stuck by their gradients: at the end of a batch, the
-                same one on all ranks, and again at later ones until somebody calls this method.
+            on_stuck: Is told why, instead of an error, if these are stuck by their gradients: at the end of a batch,
+                the same one on all ranks, and again at later ones until somebody calls this method.
 
         """
-        self._precision, self.max_consecutive_skips, self._rescue = precision, max_consecutive_skips, rescue
+        self._precision, self.max_consecutive_skips, self._on_stuck = precision, max_consecutive_skips, on_stuck
         if self._is_stuck:
             self._end_streak()
 
@@ -137,26 +174,10 @@ class RecordLog:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def append(
-        self,
-        optimizer_idx: int,
-        scale: Tensor | None,
-        skip: Skip,
-        loss_probe: Tensor | None,
-        bad_loss: Skip = Skip.NO,
-    ) -> None:
-        """Note an attempted step.
-
-        Args:
-            optimizer_idx: Which optimizer.
-            scale: The scale used, []; `None` without scaling.
-            skip: Whether it was skipped.
-            loss_probe: Finite exactly if the losses of this step were, [].
-            bad_loss: The same as a flag, where somebody wants to know it of a step that was taken.
-
-        """
-        self._open.append(_Open(optimizer_idx, scale, skip, loss_probe, bad_loss))
-        if skip.known:
+    def append(self, step: StepResult) -> None:
+        """Note an attempted step; :meth:`complete` gives it the scale that follows."""
+        self._open.append(step)
+        if step.skip.known:
             self._known_streak += 1
             self.num_known_skips += 1
         else:
@@ -166,7 +187,9 @@ class RecordLog:
         """Complete the records so far with the scale that follows, in the middle of a batch. Reads nothing back."""
         if self._open:
             self._in_batch = True
-            self._pending += [(step, next_scale) for step in self._open]
+            for step in self._open:
+                step.complete(next_scale)
+            self._pending += self._open
             self._open.clear()
 
     def close_batch(self, next_scale: Tensor | None) -> None:
@@ -184,8 +207,8 @@ class RecordLog:
         self._blocks = blocks
         if stuck or blocks > before or (at_once and self._has_news()):
             self.flush()
-            if self._is_stuck and self._rescue is not None and self.last is not None:
-                self._rescue(self._why_stuck(self.last))
+            if self._is_stuck and self._on_stuck is not None and self.last is not None:
+                self._on_stuck(self._why_stuck(self.last))
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -199,33 +222,31 @@ class RecordLog:
 
         Waits for the flags of the latest batch alone.
         """
-        flags = [(step.skip, step.bad_loss) for step, _ in self._pending]
-        unread = [i for i, pair in enumerate(flags) if None in (pair[0].known, pair[1].known)]
-        values = read_scalars([flag.value for i in unread for flag in flags[i]])
-        for i, *pair in zip(unread, values[::2], values[1::2], strict=True):
-            step, next_scale = self._pending[i]
-            skip, bad_loss = (Skip.YES if value else Skip.NO for value in pair)
-            self._pending[i] = step._replace(skip=skip, bad_loss=bad_loss), next_scale
-        return any(step.skip.known or step.bad_loss.known for step, _ in self._pending)
+        unread = [s for s in self._pending if None in (s.skip.known, s.reported_bad_loss.known)]
+        values = read_scalars([flag.value for step in unread for flag in (step.skip, step.reported_bad_loss)])
+        for step, skip, bad_loss in zip(unread, values[::2], values[1::2], strict=True):
+            step.note(skip > 0, bad_loss > 0)
+        return any(step.skip.known or step.reported_bad_loss.known for step in self._pending)
 
     def flush(self) -> None:
         """Read everything back. Waits for the device.
 
         Raises:
-            FloatingPointError: If `max_consecutive_skips` steps in a row were skipped, and nobody comes to the rescue.
+            FloatingPointError: If `max_consecutive_skips` steps in a row were skipped, unless
+                :meth:`go_on_in` was given somebody to tell instead.
 
         """
         pending, self._pending = self._pending, []
         self.num_known_skips = sum(step.skip.known is True for step in self._open)
         if not pending:
             return
-        flags = read_scalars([flag.value for step, _ in pending for flag in (step.skip, step.bad_loss)])
+        flags = read_scalars([flag.value for step in pending for flag in (step.skip, step.reported_bad_loss)])
         skips, bad_losses = flags[::2], flags[1::2]
         subscriptions = [*self.subscriptions]
         if not subscriptions and not any(skips):
             self.num_steps += len(pending) - 1  # the last one is still to be written down
             pending, skips, bad_losses = pending[-1:], skips[-1:], bad_losses[-1:]
-        records = self._records(pending, skips)
+        records = read_records(pending, skips, self.num_steps + self.num_skipped, self._precision)
         limit = self.max_consecutive_skips
         for record in records:
             if record.skipped:
@@ -242,7 +263,7 @@ class RecordLog:
             for record, is_bad in zip(records, bad_losses, strict=True):
                 if is_bad and not record.skipped and subscription.on_bad_loss is not None:
                     subscription.on_bad_loss(record)
-        if self._is_stuck and (self._rescue is None or _stuck.by_losses(self._streak)):
+        if self._is_stuck and (self._on_stuck is None or _stuck.by_losses(self._streak)):
             self._raise_stuck(self.last)
 
     def so_far(self, next_scale: Tensor | None) -> tuple[int, int, StepRecord | None]:
@@ -261,26 +282,10 @@ class RecordLog:
         if not self._open:
             return self.num_steps, self.num_skipped, self.last
         skips = read_scalars([step.skip.value for step in self._open])
-        records = self._records([(step, next_scale) for step in self._open], skips)
+        steps = [replace(step, next_scale=next_scale) for step in self._open]
+        records = read_records(steps, skips, self.num_steps + self.num_skipped, self._precision)
         skipped = sum(map(bool, skips))
         return self.num_steps + len(records) - skipped, self.num_skipped + skipped, records[-1]
-
-    def _records(self, steps: list[tuple[_Open, Tensor | None]], skips: list[float]) -> list[StepRecord]:
-        probes = [step.loss_probe if skip else None for (step, _), skip in zip(steps, skips, strict=True)]
-        values = read_scalars([*(s for step, following in steps for s in (step.scale, following)), *probes])
-        scales, probes = values[: 2 * len(steps)], values[2 * len(steps) :]
-        reasons: list[Reason] = [
-            "none" if not skip else "gradient" if math.isfinite(probe) else "loss"
-            for skip, probe in zip(skips, probes, strict=True)
-        ]
-        first = self.num_steps + self.num_skipped
-        used, following = scales[::2], scales[1::2]
-        return [
-            StepRecord(
-                first + i, step.optimizer_idx, used[i], following[i], bool(skips[i]), reasons[i], self._precision
-            )
-            for i, (step, _) in enumerate(steps)
-        ]
 
     def _why_stuck(self, last: StepRecord) -> str:
         details = self._describe_skips()

@@ -10,7 +10,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import is_count, is_number
 from lightning_amp._compat import _torch
-from lightning_amp.scaling._step_record import Reason, StepPrecision, StepRecord
+from lightning_amp.findings import StepPrecision, StepReason, StepRecord
 
 Row = TypeVar("Row")
 
@@ -87,7 +87,7 @@ class Saved:
                 all(isinstance(n, int) and n >= 0 for n in (record.index, record.optimizer_idx))
                 and all(is_number(scale) for scale in (record.scale, record.next_scale))
                 and isinstance(record.skipped, bool)
-                and record.reason in get_args(Reason)
+                and record.reason in get_args(StepReason)
                 and record.precision in get_args(StepPrecision)
             )
         except TypeError:

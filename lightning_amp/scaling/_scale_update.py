@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import final
 
 from lightning_amp._compat import _torch
-from lightning_amp.scaling._loss_probe import held_by
 from lightning_amp.scaling._scaler import DynamicLossScaler
-from lightning_amp.scaling._skip import Skip, constant
+from lightning_amp.scaling._step_result import Skip, StepResult, constant, held_by
 
 
 @final
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One attempted step, as the scale has to know of it.
-
-    Attributes:
-        optimizer_idx: Whose.
-        overflow: Whether the scale was too large for it: a step whose overflow the user mended was taken all the same.
-        loss_probe: Finite exactly if the losses of this step were, []; `None` if nobody backpropagated one.
-        had_gradients: On any rank. A step without says nothing about the scale.
-
-    """
-
-    optimizer_idx: int
-    overflow: Skip
-    loss_probe: Tensor | None
-    had_gradients: bool
-
-    def gradient_overflow(self, device: torch.device) -> Tensor:
-        """Return 1.0 if gradients overflowed under a finite loss, else 0.0, [], on `device`."""
-        flag = self.overflow.flag(device)
-        if self.loss_probe is None:
-            return flag
-        return flag * (1 - held_by(self.loss_probe, flag).to(torch.float32))
-
-
-@final
-class BatchAttempts:
+class BatchSteps:
     """The steps of one batch, and when they move the scale: at its end, and downwards before the batch is over.
 
     A batch may take many steps: several epochs over a rollout in one `training_step`, or a critic's. It would lose
@@ -54,43 +26,43 @@ class BatchAttempts:
     """
 
     def __init__(self) -> None:
-        self._counted: list[Attempt] = []  # for the end of the batch
-        self._handled: list[Attempt] = []  # have lowered it, unless the device knows that they were clean
-        self._round: list[Attempt] = []  # since the scale was last looked at
+        self._counted: list[StepResult] = []  # for the end of the batch
+        self._handled: list[StepResult] = []  # have lowered it, unless the device knows that they were clean
+        self._round: list[StepResult] = []  # since the scale was last looked at
         self._stepped: set[int] = set()  # optimizers, in this batch
         self._again: set[int] = set()  # those that stepped more than once
 
-    def add(self, attempt: Attempt) -> None:
+    def add(self, step: StepResult) -> None:
         """Note a step."""
-        self._counted.append(attempt)
-        self._round.append(attempt)
-        (self._again if attempt.optimizer_idx in self._stepped else self._stepped).add(attempt.optimizer_idx)
+        self._counted.append(step)
+        self._round.append(step)
+        (self._again if step.optimizer_idx in self._stepped else self._stepped).add(step.optimizer_idx)
 
     def round_is_over(self, num_optimizers: int) -> bool:
         """Return whether the scale is due before another backward."""
-        attempts = self._round
-        if not attempts:
+        steps = self._round
+        if not steps:
             return False
-        return len(attempts) >= num_optimizers > 0 or any(a.optimizer_idx in self._again for a in attempts)
+        return len(steps) >= num_optimizers > 0 or any(s.optimizer_idx in self._again for s in steps)
 
     def end_round(self, scaler: torch.amp.GradScaler) -> None:
         """Lower the scale if a step of this round overflowed; leave it, and its growth, alone otherwise."""
-        overflowed = [a for a in self._round if a.overflow.known is not False]
+        overflowed = [s for s in self._round if s.overflow.known is not False]
         self._round = []
-        if not overflowed or lower_scale(scaler, [a for a in overflowed if a.had_gradients]):
-            self._counted = [a for a in self._counted if a not in overflowed]
-            self._handled += [a for a in overflowed if a.had_gradients and a.overflow.known is None]
+        if not overflowed or lower_scale(scaler, [s for s in overflowed if s.had_gradients]):
+            self._counted = [s for s in self._counted if s not in overflowed]
+            self._handled += [s for s in overflowed if s.had_gradients and s.overflow.known is None]
 
-    def end_batch(self, scaler: torch.amp.GradScaler) -> bool:
+    def end(self, scaler: torch.amp.GradScaler) -> bool:
         """Move the scale once, for all steps that have not moved it; returns whether there were any."""
         counted, handled = self._counted, self._handled
         self.clear()
-        moving = [a for a in counted if a.had_gradients]
+        moving = [s for s in counted if s.had_gradients]
         if moving or not handled or _has_an_update_of_its_own(scaler):
             move_scale(scaler, moving)
         else:  # a clean batch, unless all of them overflowed
             device = _torch.scale_tensor(scaler).device
-            _advance(scaler, constant(0.0, device), torch.stack([a.overflow.flag(device) for a in handled]).amin())
+            _advance(scaler, constant(0.0, device), torch.stack([s.overflow.flag(device) for s in handled]).amin())
         return bool(counted)
 
     def clear(self) -> None:
@@ -99,13 +71,13 @@ class BatchAttempts:
         self._stepped, self._again = set(), set()
 
 
-def move_scale(scaler: torch.amp.GradScaler, attempts: Sequence[Attempt]) -> None:
+def move_scale(scaler: torch.amp.GradScaler, steps: Sequence[StepResult]) -> None:
     """Move the scale once, for all steps of a batch."""
-    if not attempts:
+    if not steps:
         return
     scale = _torch.scale_tensor(scaler)
     ours = isinstance(scaler, DynamicLossScaler)
-    uncertain = [a for a in attempts if a.overflow.known is not False]
+    uncertain = [s for s in steps if s.overflow.known is not False]
     if not uncertain and ours:
         scaler.advance(constant(0.0, scale.device))
     elif len(uncertain) == 1 and ours:  # in as few launches as possible
@@ -114,22 +86,22 @@ def move_scale(scaler: torch.amp.GradScaler, attempts: Sequence[Attempt]) -> Non
         scaler.advance(found_inf, None if probe is None else held_by(probe, found_inf))
     elif ours:
         found_inf = _any_overflow(uncertain, scale.device)
-        held = [held_by(a.loss_probe, a.overflow.flag(scale.device)) for a in uncertain if a.loss_probe is not None]
+        held = [held_by(s.loss_probe, s.overflow.flag(scale.device)) for s in uncertain if s.loss_probe is not None]
         # an overflow of another optimizer still counts
         scaler.advance(found_inf, torch.stack(held).any() * (1 - found_inf) if held else None)
     else:
-        flags = [a.overflow.flag(scale.device) for a in uncertain]
+        flags = [s.overflow.flag(scale.device) for s in uncertain]
         found_inf = torch.stack(flags).amax() if flags else constant(0.0, scale.device)
         _update_foreign(scaler, found_inf)
 
 
-def lower_scale(scaler: torch.amp.GradScaler, attempts: Iterable[Attempt]) -> bool:
+def lower_scale(scaler: torch.amp.GradScaler, steps: Iterable[StepResult]) -> bool:
     """Lower the scale in the middle of a batch, if gradients of one of these steps overflowed; leave it otherwise.
 
     A scaler with an `update` of its own cannot do this without waiting for the device, and is asked only where nobody
     waits: `False` elsewhere, so that these steps are still to be counted at the end of the batch.
     """
-    found_inf = _any_overflow(attempts, _torch.scale_tensor(scaler).device)
+    found_inf = _any_overflow(steps, _torch.scale_tensor(scaler).device)
     if not _has_an_update_of_its_own(scaler):
         _advance(scaler, found_inf, 1 - found_inf)
         return True
@@ -139,8 +111,8 @@ def lower_scale(scaler: torch.amp.GradScaler, attempts: Iterable[Attempt]) -> bo
     return overflow is not None
 
 
-def _any_overflow(attempts: Iterable[Attempt], device: torch.device) -> Tensor:
-    flags = [a.gradient_overflow(device) for a in attempts]
+def _any_overflow(steps: Iterable[StepResult], device: torch.device) -> Tensor:
+    flags = [s.gradient_overflow(device) for s in steps]
     return torch.stack(flags).amax() if flags else constant(0.0, device)
 
 

@@ -16,10 +16,9 @@ from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._compat import _torch
 from lightning_amp._terminal import own_lines
 from lightning_amp._text import exact, literal
-from lightning_amp.scaling._loss_probe import held_by, merge_losses
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._saved import check_scaler_state
-from lightning_amp.scaling._skip import Skip
+from lightning_amp.scaling._step_result import Skip, StepResult, held_by, merge_losses
 
 HALF_LOSS_CEILING = 2.0**15
 """Largest power of two that float16 can hold: the gradient that enters a float16 loss *is* the scale."""
@@ -229,7 +228,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
             found_inf = torch.maximum(found_inf, other.to(used.device))
         loss = self._loss
         self.advance(found_inf, None if loss is None else held_by(loss, found_inf))
-        self._log.append(0, used, Skip.on_device(found_inf), loss)
+        self._log.append(StepResult(Skip.on_device(found_inf), loss, scale=used))
         self._log.close_batch(self.scale_tensor)
 
     def advance(self, found_inf: Tensor, held: Tensor | None = None) -> None:

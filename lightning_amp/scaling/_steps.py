@@ -1,12 +1,14 @@
-"""The arithmetic of an optimizer step: which gradients are scaled by what, whether they are finite, skip or step.
+"""One optimizer step, and all those of a fit: have true gradients, know whether they are finite, skip or step.
 
-Torch only. `precision/_events.py` has the order of events of a training step, of which this is the second half.
+Read from the top: :meth:`OptimizerSteps.scale_loss`, the backward, :meth:`OptimizerSteps.step`,
+:meth:`OptimizerSteps.finish_batch`. Torch only; the docstring of `precision/_amp.py` has the order of events.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,22 +17,35 @@ from typing_extensions import final
 
 from lightning_amp._compat import _torch
 from lightning_amp.scaling._backward_watch import BackwardWatch
-from lightning_amp.scaling._gradient_state import UNSEEN, Form, GradientState, Scaled
+from lightning_amp.scaling._common_scale import CommonScale
+from lightning_amp.scaling._gradient_state import GradientState, Scaled
 from lightning_amp.scaling._gradients import parameters
 from lightning_amp.scaling._records import RecordLog
-from lightning_amp.scaling._scale_update import Attempt, BatchAttempts
-from lightning_amp.scaling._scaler import DynamicLossScaler
-from lightning_amp.scaling._skip import Skip
-from lightning_amp.scaling._step import Step, StepPlan, StepResult
+from lightning_amp.scaling._scale_update import BatchSteps
+from lightning_amp.scaling._step_result import Skip, StepResult
+
+
+class StepPlan(NamedTuple):
+    """What is known before a step about those who look at it.
+
+    Attributes:
+        fold: Nobody looks at the true gradients, and what runs before the update would only clip: unscaling, clipping
+            and the update of a fused optimizer may be one pass.
+        max_norm: What it would clip the total 2-norm to; `None` if it does nothing at all.
+        host_must_know: Somebody acts on a skip right after the step.
+        asks_for_loss: Somebody wants to know, too, whether the loss was finite.
+
+    """
+
+    fold: bool = False
+    max_norm: float | None = None
+    host_must_know: bool = False
+    asks_for_loss: bool = False
 
 
 @final
 class OptimizerSteps:
     """Every optimizer step of a fit.
-
-    The one invariant: after a backward, all gradients of all optimizers carry the *current* scale. Gradients that were
-    unscaled and are still there when another backward comes are carried back first. So it does not matter in which
-    order backward, unscale, clip and step are called, for how many optimizers, or whether an exception came between.
 
     Args:
         scaler: `None` without loss scaling.
@@ -40,6 +55,11 @@ class OptimizerSteps:
         watch: Tells which gradients came with a scaled backward; `None`: all did.
         all_reduce_max: Reduces a tensor in place over all ranks; `None` for one process.
         device: That `all_reduce_max` works on; `None`: where the gradients are.
+
+    Attributes:
+        gradients: Which of them carry which scale.
+        scaler: The one in use; `None` without loss scaling.
+        skips: Whether a step with non-finite gradients is skipped.
 
     """
 
@@ -54,193 +74,62 @@ class OptimizerSteps:
         all_reduce_max: Callable[[Tensor], Any] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._use(scaler, skip_nonfinite)
-        self._step: Step | None = None  # that runs
         self._log = log
-        self._states = {id(optimizer): GradientState(optimizer, i) for i, optimizer in enumerate(optimizers)}
-        self._watch = watch
-        self._all_reduce_max = all_reduce_max
-        self._reduces_on = device
-        self._attempts = BatchAttempts()
-        self.restart_scale()
+        self._running: _Step | None = None
+        self.gradients = CommonScale(optimizers, log, all_reduce_max, device)
+        self._use(scaler, skip_nonfinite, watch)
 
-    def _use(self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool) -> None:
+    def _use(self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool, watch: BackwardWatch | None) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._multiply = None if self.scaler is None else self.scaler.scale  # as it is before somebody replaces it
         self.skips = self.scaler is not None or skip_nonfinite
-
-    def restart_scale(self) -> None:
-        """Note that the scale was set from outside. Waits for the device."""
-        self._first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        self._batch = BatchSteps()
+        self.gradients.use(self.scaler, watch)
 
     def change_scaler(
         self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool, watch: BackwardWatch | None
     ) -> None:
         """Go on with another scaler, or none, between two batches. Gradients that are still there become true ones."""
-        self.release()
-        self._use(scaler, skip_nonfinite)
-        self._watch = watch
-        self._attempts = BatchAttempts()
-        self.restart_scale()
-
-    def release(self) -> None:
-        """Make all gradients that are still there true ones, since the scaler or the run ends."""
-        for state in self._states.values():
-            if self._watch is None or not self._watch.came_plain(state.optimizer):
-                self.unscale(state)
-        for state in self._states.values():
-            state.release()
-
-    def forget_found(self) -> None:
-        """Take off what watches gradients that were not finite."""
-        for state in self._states.values():
-            state.forget_found()
-
-    def state(self, optimizer: Optimizer, if_unknown: Form = UNSEEN) -> GradientState:
-        """Return what is known of an optimizer; one that was made inside the training step gets the next index.
-
-        Args:
-            optimizer: Whose.
-            if_unknown: The form of its gradients if it is met now, and nobody has seen where they came from.
-
-        """
-        state = self._states.get(id(optimizer))
-        if state is None:
-            scale = self.scale_of_unknown(optimizer)
-            form: Form = if_unknown if scale is None else Scaled(scale)
-            state = self._states[id(optimizer)] = GradientState(optimizer, len(self._states), form)
-        return state
-
-    def known_state(self, optimizer: Optimizer) -> GradientState | None:
-        """Return the same; `None` for an optimizer that has not been met."""
-        return self._states.get(id(optimizer))
-
-    def scale_of_unknown(self, optimizer: Optimizer) -> Tensor | None:
-        """Return what the gradients of an optimizer that has not been met are multiplied by, []; `None`: by nothing."""
-        if self._watch is None:
-            return None
-        forms = [(state.optimizer, state.form) for state in self._states.values()]
-        known = {id(p): f.scale for o, f in forms if isinstance(f, Scaled) for p in parameters(o)}
-        return self._watch.scale_of(optimizer, known)
+        self.gradients.release()
+        self._use(scaler, skip_nonfinite, watch)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Carry what gradients there are to the current scale; returns the loss, scaled."""
-        self._add_loss(loss)
+        self.gradients.add_loss(loss)
         if self.scaler is None:
             return loss
         scaled = self.multiply(loss)  # first: it makes the scale, and a float16 loss may lower it
-        self._carry(Scaled(_torch.scale_tensor(self.scaler)))
+        self.gradients.carry(Scaled(_torch.scale_tensor(self.scaler)))
         return scaled
 
     def multiply(self, outputs: Any) -> Any:
         """Multiply a loss, or nested sequences of them, by the scale, as the scaler does it."""
         assert self.scaler is not None and self._multiply is not None  # noqa: PT018
-        if self._attempts.round_is_over(len(self._states)):
-            self._attempts.end_round(self.scaler)
+        if self._batch.round_is_over(self.gradients.num_optimizers):
+            self._batch.end_round(self.scaler)
             self._log.complete(_torch.scale_tensor(self.scaler))
         return self._multiply(outputs)
 
-    def _add_loss(self, loss: Tensor) -> None:
-        for state in self._states.values():
-            state.add_loss(loss, may_have_none=self._all_reduce_max is not None)
-
-    def _carry(self, to: Scaled) -> None:
-        states = [*self._states.values()]
-        if len(states) == 1:
-            states[0].carry(to, ())
-            return
-        done: set[int] = set()  # what two optimizers share is carried once
-        for state in sorted(states, key=lambda s: isinstance(s.form, Scaled)):
-            state.carry(to, done)
-            done.update(id(p) for p in parameters(state.optimizer))
-
-    def begin_backward(self) -> None:
-        """Note that the backward of a loss from :meth:`scale_loss` begins."""
-        if self._watch is not None and self.scaler is not None:
-            self._watch.begin(_torch.scale_tensor(self.scaler))
-
-    def end_backward(self) -> None:
-        """Note that it is over."""
-        if self._watch is not None:
-            self._watch.end()
-
-    def begin_backward_by_hand(self, loss: Tensor, scale: Tensor) -> None:
-        """Do, from inside a backward of the user's own, what :meth:`scale_loss` does before one.
-
-        Args:
-            loss: Of any shape; what was multiplied.
-            scale: By what, [].
-
-        Raises:
-            RuntimeError: If it is the plugin's backward, which multiplied it once more.
-
-        """
-        assert self._watch is not None
-        if self._watch.plugins_runs:
-            raise RuntimeError(
-                "The loss was multiplied by the loss scale twice: by `scaler.scale(loss)`, and by the plugin. Call"
-                " `self.manual_backward(loss)`, or return `loss` from `training_step`, without `scaler.scale`."
-            )
-        self._add_loss(loss)
-        if self._watch.scale is None:  # else another loss of the same backward was first
-            self._carry(Scaled(scale))
-            self._watch.begin_by_hand(scale)
-
-    # -- unscale and check ---------------------------------------------------------------------------------------------
+    # -- unscale and check, on request ---------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Make the gradients of `optimizer` true ones, and have its next step skipped if they are not finite now."""
         if self.skips:  # else nothing is scaled, and nothing is checked
-            state = self.state(optimizer)
-            self.examine(state)
+            state = self.gradients.state(optimizer)
+            self.gradients.examine(state)
             state.keep_found()
 
-    def adopt(self, optimizer: Optimizer) -> None:
+    def assume_scaled(self, optimizer: Optimizer) -> None:
         """Take the gradients of an optimizer that is met now as scaled, as who hands it to the scaler says."""
         assert self.scaler is not None
-        self.state(optimizer, Scaled(_torch.scale_tensor(self.scaler)))
+        self.gradients.state(optimizer, Scaled(_torch.scale_tensor(self.scaler)))
 
     def check_again(self, optimizer: Optimizer) -> None:
         """Have true gradients, and know whether they are finite, after the user may have changed them or added some."""
         if self.skips:
-            self.examine(self.state(optimizer))
-
-    def _require_scaled(self, state: GradientState) -> None:
-        """Refuse to divide by the scale what a backward of the user's own, past the plugin, has not multiplied."""
-        if self._watch is not None and self._watch.came_plain(state.optimizer):
-            raise RuntimeError(
-                f"Gradients of `{type(state.optimizer).__name__}` come from `loss.backward()`, which does not multiply"
-                " them by the loss scale as those of the other losses are. Call `self.manual_backward(loss)` for each"
-                " loss."
-            )
-
-    def _true_elsewhere(self, state: GradientState) -> set[int]:
-        """Find parameters shared with an optimizer whose gradients were unscaled since the last backward.
-
-        Those that a folded step left are made true.
-        """
-        shared: set[int] = set()
-        for other in self._states.values():
-            if other is state or isinstance(other.form, Scaled):
-                continue
-            common = {id(p) for p in parameters(state.optimizer)}.intersection(map(id, parameters(other.optimizer)))
-            if common:
-                other.unfold()
-                shared |= common
-        return shared
-
-    def _scale_may_be_below_one(self) -> bool:
-        if not isinstance(self.scaler, DynamicLossScaler):
-            return True
-        if _torch.is_capturing():  # nobody knows yet what it will be when the graph is replayed
-            return self.scaler.min_scale < 1
-        # as far as the host knows: exact where it reads the flag of each step, else at most one read-back old
-        scale = self._first_scale  # a record from before a resume may be of another precision
-        if self._log.last is not None:
-            scale = min(scale, self._log.last.next_scale)
-        return scale * self.scaler.get_backoff_factor() ** self._log.num_known_skips < 1
+            self.gradients.examine(self.gradients.state(optimizer))
 
     # -- step ----------------------------------------------------------------------------------------------------------
 
@@ -253,7 +142,7 @@ class OptimizerSteps:
         *,
         closure_runs_backward: bool = True,
         **kwargs: Any,
-    ) -> StepResult:
+    ) -> tuple[Any, StepResult]:
         """Step or skip.
 
         Args:
@@ -261,71 +150,47 @@ class OptimizerSteps:
             closure: Computes loss and gradients, or nothing if they are there.
             before_update: Everything that may look at, or change, the true gradients before the step; what changes them
                 calls :meth:`check_again`.
-            plan: See :class:`StepPlan`.
+            plan: Who looks at the step.
             closure_runs_backward: Whether the optimizer is sure to call `closure` if gradients are still to come.
             kwargs: Go to `optimizer.step`.
 
+        Returns:
+            What `optimizer.step` returned (on a skip, what the closure did), and what became of the step.
+
         """
-        state = self.state(optimizer)
+        state = self.gradients.state(optimizer)
         if not closure_runs_backward and not state.always_calls_closure:
-            self.unscale(state)
-        step = Step(self, state, closure, before_update, plan)
-        outer, self._step = self._step, step
+            self.gradients.unscale(state)
+        step = _Step(self, state, closure, before_update, plan)
+        outer, self._running = self._running, step
         try:
             output = step.run(kwargs)
         finally:
-            self._step = outer
+            self._running = outer
             if state.decides_on_device:
                 _torch.clear_amp_attributes(optimizer)
             state.note_closure_calls(step.calls)
-        return self._record(state, output, step.skip)
+        return output, self._record(state, step.skip)
 
     @property
     def stepping(self) -> bool:
         """Return whether an optimizer is inside of :meth:`step`; not inside of its closure, where others may step."""
-        return self._step is not None and not self._step.in_closure
+        return self._running is not None and not self._running.in_closure
 
-    def unscale(self, state: GradientState) -> None:
-        """Make gradients true ones and check them, unless they are."""
-        state.unfold()
-        if isinstance(state.form, Scaled):
-            self._require_scaled(state)
-            scale, shared = state.form.scale, self._true_elsewhere(state)
-            state.unscale_(scale, shared, may_overflow=self._scale_may_be_below_one())
-
-    def examine(self, state: GradientState) -> None:
-        """Make gradients true ones, and know whether they are finite as they are now."""
-        state.unfold()  # what an earlier step has left
-        if isinstance(state.form, Scaled):
-            self.unscale(state)
-        elif state.found_inf is None:
-            state.check()
-        else:
-            state.check_again()  # the user had them unscaled
-
-    def fold(self, state: GradientState, max_norm: float | None) -> bool:
-        """Leave unscaling and clipping to a fused optimizer; returns whether it can be done."""
-        if isinstance(state.form, Scaled):
-            if self._true_elsewhere(state):
-                return False
-            self._require_scaled(state)
-        may_overflow = max_norm is None and isinstance(state.form, Scaled) and self._scale_may_be_below_one()
-        return state.fold(max_norm, may_overflow=may_overflow)
-
-    def agree(self, state: GradientState) -> None:
-        """Agree with all ranks on what is known of the gradients."""
-        if self._all_reduce_max is not None:
-            state.agree(self._all_reduce_max, self._reduces_on)
-
-    def _record(self, state: GradientState, output: Any, skip: Skip) -> StepResult:
-        result = StepResult(output, skip, state.loss_probe, state.bad_loss)
-        scale = None
+    def _record(self, state: GradientState, skip: Skip) -> StepResult:
+        """Make the one record of a step; the batch completes it with the scale that follows."""
+        scale, overflow = None, skip
         if self.scaler is not None:
-            scale, before = state.used_scale, state.overflow
-            overflow = skip if before is None else skip | before
-            self._attempts.add(Attempt(state.index, overflow, result.loss_probe, state.has_gradients))
-        bad_loss = result.bad_loss if self.asks_for_loss else Skip.NO
-        self._log.append(state.index, scale, skip, None if skip is Skip.NO else result.loss_probe, bad_loss)
+            scale = state.used_scale
+            overflow = skip if state.overflow_before_edits is None else skip | state.overflow_before_edits
+        result = StepResult(
+            skip, state.loss_probe, state.index, scale, overflow, state.has_gradients, known_bad_loss=state.bad_loss
+        )
+        if self.scaler is not None:
+            self._batch.add(result)
+        if self.asks_for_loss:
+            result.report_loss()
+        self._log.append(result)
         state.finish()
         return result
 
@@ -348,7 +213,7 @@ class OptimizerSteps:
 
         """
         scale: Tensor | None = None
-        if self.scaler is not None and self._attempts.end_batch(self.scaler):
+        if self.scaler is not None and self._batch.end(self.scaler):
             scale = _torch.scale_tensor(self.scaler)
         self._log.close_batch(scale)
 
@@ -358,8 +223,140 @@ class OptimizerSteps:
         Gradients that are there keep the one that they have.
         """
         assert self.scaler is not None
-        self._attempts.clear()
+        self._batch.clear()
         _torch.set_scale_tensor(self.scaler, _torch.scale_tensor(self.scaler).clone())  # torch's is written in place
         replace()
         self._log.close_batch(_torch.scale_tensor(self.scaler))
-        self.restart_scale()
+        self.gradients.note_scale()
+
+
+class _SkipStep(BaseException):  # not an Exception: user code between us and the optimizer may catch those
+    def __init__(self, step: _Step) -> None:
+        super().__init__()
+        self.step = step
+
+
+@final
+class _Step:
+    """One attempt to step, from the closure that the optimizer calls to skip or update.
+
+    Attributes:
+        calls: How often the optimizer has called its closure.
+        in_closure: Whether that runs now.
+        skip: What became of it.
+
+    """
+
+    __slots__ = (
+        *("_before_update", "_closure", "_on_device", "_plan", "_result", "_state", "_steps", "_undo"),
+        *("calls", "in_closure", "skip"),
+    )
+
+    def __init__(
+        self,
+        steps: OptimizerSteps,
+        state: GradientState,
+        closure: Callable[[], Any],
+        before_update: Callable[[], None],
+        plan: StepPlan,
+    ) -> None:
+        self.calls = 0
+        self.in_closure = False
+        self.skip = Skip.NO
+        self._steps, self._state, self._plan = steps, state, plan
+        self._closure, self._before_update = closure, before_update
+        self._undo = _snapshot(state.optimizer) if steps.skips and state.needs_snapshot else None
+        self._result: Any = None
+        self._on_device = False
+
+    def run(self, kwargs: dict[str, Any]) -> Any:
+        """Hand over to the optimizer; returns its output, or that of the closure on a skip."""
+        optimizer = self._state.optimizer
+        try:
+            if self._state.takes_closure:
+                return optimizer.step(closure=self._run_closure, **kwargs)
+            self._run_closure()
+            return optimizer.step(**kwargs)
+        except _SkipStep as skip:
+            if skip.step is not self:
+                raise
+            self.skip = Skip.YES
+            if self._undo is not None and self.calls > 1:
+                self._undo()
+            return self._result
+
+    def _run_closure(self) -> Any:
+        """Compute gradients, let everybody look at them, and end the step here if it is to be skipped."""
+        self.in_closure = True
+        self._result = self._closure()
+        self.calls += 1
+        if not self._steps.skips:
+            self._look()
+        else:
+            self._prepare()
+            if self._state.has_gradients:  # else there is nothing to do, on any rank
+                self._decide()
+        self._steps.announce(self._state)
+        self.in_closure = False
+        return self._result
+
+    def _look(self) -> None:
+        if not self._plan.fold or self._plan.max_norm is not None:
+            self._before_update()
+
+    def _prepare(self) -> None:
+        """Have true gradients, or let the fused optimizer make them, and know whether they are finite, on all ranks."""
+        state, steps = self._state, self._steps
+        fused = state.decides_on_device and _torch.is_fused(state.optimizer)
+        self._on_device = fused and not _torch.has_step_hooks(state.optimizer)
+        state.unfold()  # what an earlier step has left
+        fold = self._plan.fold and self._on_device and state.found_inf is None
+        if not (fold and steps.gradients.fold(state, self._plan.max_norm)):
+            steps.gradients.examine(state)
+            self._look()
+        steps.gradients.agree(state)
+
+    def _decide(self) -> None:
+        """Skip or not: leave it to the device where the optimizer can, else wait for the answer where that is due."""
+        state = self._state
+        found_inf = state.found_inf
+        assert found_inf is not None
+        skip = Skip.on_device(found_inf)
+        if skip.known is None:
+            if self._on_device and not self._host_must_know():
+                _torch.set_found_inf(state.optimizer, found_inf)
+                self.skip = skip
+                return
+            if state.wait(asks_for_loss=self._plan.asks_for_loss or self._steps.asks_for_loss):
+                raise _SkipStep(self)
+        elif skip.known:
+            raise _SkipStep(self)
+        else:
+            state.keep_spare(found_inf)
+
+    def _host_must_know(self) -> bool:
+        optimizer = self._state.optimizer
+        if isinstance(optimizer, torch.optim.SGD) and _torch.momentum_is_uninitialised(optimizer):
+            return True
+        return self._plan.host_must_know
+
+
+def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
+    """Remember parameters and optimizer state (of an optimizer inside the optimizer too); the result puts them back.
+
+    For optimizers that call their closure again after they moved.
+    """
+    optimizers = [optimizer, *(v for v in vars(optimizer).values() if isinstance(v, Optimizer))]
+    params = list({id(p): p for o in optimizers for p in parameters(o)}.values())
+    values = [p.detach().clone() for p in params]
+    memo = {id(p): p for p in params}
+    states = [copy.deepcopy(o.state, memo) for o in optimizers]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for param, value in zip(params, values, strict=True):
+                param.copy_(value)
+        for o, state in zip(optimizers, states, strict=True):
+            o.state = state
+
+    return restore

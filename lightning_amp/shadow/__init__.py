@@ -7,7 +7,6 @@ from lightning_amp.shadow._first_batches import FirstBatch, FirstBatches
 from lightning_amp.shadow._gradient_sample import RowsBy, Sample, rows_of_parameters, take_sample
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
-from lightning_amp.shadow._operation_comparison import COMPARISONS_WITH_TARGETS, OperationComparison, OperationOutput
 from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._overflow_search import Finding, find
 from lightning_amp.shadow._paired_evaluation import ComparedEvaluation, PairedEvaluation
@@ -26,7 +25,6 @@ from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
 from lightning_amp.shadow._training_pass import TrainingPass
 
 __all__ = [
-    "COMPARISONS_WITH_TARGETS",
     "EVALUATION_FILE",
     "PRIVATE_CALLBACKS",
     "BatchWindow",
@@ -37,8 +35,6 @@ __all__ = [
     "FirstBatch",
     "FirstBatches",
     "Lockstep",
-    "OperationComparison",
-    "OperationOutput",
     "OtherRankFailedError",
     "OutputComparison",
     "PairedEvaluation",

@@ -14,7 +14,7 @@ from typing_extensions import final
 from lightning_amp.numerics import HALF_DTYPES, all_finite
 from lightning_amp.reports import Remedy
 from lightning_amp.shadow._remedies import Trial, Trials, in_fp32
-from lightning_amp.tracing import Edit, Operation, OperationCall, Place
+from lightning_amp.tracing import CASTS, Edit, Operation, OperationCall, Place
 
 _MOST_MAKERS = 4
 _LOGARITHMS = {"log": "sub", "log1p": "neg"}
@@ -34,7 +34,7 @@ def trials_of_digits(
     """
     if operation is None or call is None:
         return
-    is_cast_back = operation.in_backward and operation.name in ("float", "to")
+    is_cast_back = operation.in_backward and operation.name in CASTS
     if operation.kind not in ("zero", "negative") and not is_cast_back:
         return
     lost: tuple[str, str] | None = None
@@ -104,7 +104,7 @@ def _maker(call: OperationCall) -> OperationCall | None:
     """Return the one operation whose result went in, casts left out."""
     while len(call.makers) == 1:
         call = call.makers[0]
-        if call.name not in ("float", "to"):
+        if call.name not in CASTS:
             return call
     return None
 

@@ -14,30 +14,7 @@ from typing_extensions import final, override
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
 from lightning_amp.casting import MethodOverride, is_metric
-from lightning_amp.numerics import fidelity_sums
-
-_MASK = -3e4
-"""What is below in both is a mask: each precision has its own smallest number."""
-
-
-@torch.no_grad()
-def output_sums(reference: Tensor, values: Tensor) -> Tensor:
-    """Compare two outputs: sums of squares, float64 [6].
-
-    Three as of :func:`~lightning_amp.numerics.fidelity_sums`, and three of what differs between the samples, that is
-    after subtraction of the mean over the first dimension: in `x + 1000` little of the whole is wrong in bfloat16, and
-    most of what matters.
-    """
-    reference, values = reference.detach().float(), values.detach().float()
-    alike = ((reference < _MASK) & (values < _MASK)) | (reference == values) & ~torch.isfinite(reference)
-    alike |= torch.isnan(reference) & torch.isnan(values)
-    reference, values = reference.masked_fill(alike, 0.0), values.masked_fill(alike, 0.0)
-    plain = fidelity_sums(reference, values)
-    if reference.ndim == 0 or reference.shape[0] < 2:
-        return torch.cat([plain, plain])
-    error = values - reference
-    varying = reference - reference.mean(0, keepdim=True)
-    return torch.cat([plain, fidelity_sums(varying, varying + (error - error.mean(0, keepdim=True)))])
+from lightning_amp.numerics import output_sums
 
 
 @final
@@ -50,7 +27,7 @@ class OutputCall:
         kind: Its class.
         inputs: Copies of what went in, if asked for.
         outputs: Copies of what came out.
-        sums: Of each output against fp32, see :func:`output_sums`: [number, 6].
+        sums: Of each output against fp32, see :func:`~lightning_amp.numerics.output_sums`: [number, 6].
         input_sums: The same of the inputs.
         num_values: Of the outputs.
 

@@ -13,11 +13,10 @@ from typing_extensions import final
 from lightning_amp._containers import replace, to_fp32
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.reports import Remedy
-from lightning_amp.tracing import Edit, Operation, OperationCall, Place, argument_of
+from lightning_amp.tracing import EXPONENTIALS, NORMS, Edit, Operation, OperationCall, Place, argument_of
 
 _EPSILONS = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2)
 _EXPONENTS = (80.0, 20.0, 10.0, 5.0)
-EXPONENTIALS = {"exp", "expm1", "exp2", "cosh", "sinh"}
 _LOWER = (2.0**-2, 2.0**-6, 2.0**-12)
 
 
@@ -197,7 +196,7 @@ class _Epsilon:
         if not isinstance(argument, Tensor):
             return func(*args, **kwargs)
         away = self._away(argument)
-        if self._name in ("norm", "vector_norm"):
+        if self._name in NORMS:
             away = torch.where(argument.abs() < self._epsilon, self._epsilon, argument)  # smooth at 0
         args = tuple(away if value is argument else value for value in args)
         return func(*args, **{key: away if value is argument else value for key, value in kwargs.items()})

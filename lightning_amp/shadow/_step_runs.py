@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import NamedTuple
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import final
 
@@ -17,7 +17,7 @@ from lightning_amp.shadow import _training_pass
 from lightning_amp.shadow._batch_window import KeptBatch
 from lightning_amp.shadow._remedies import Trial
 from lightning_amp.shadow._training_pass import TrainingPass
-from lightning_amp.tracing import Diagnosis, GradientPlace, OperationWatch, Trace, diagnose
+from lightning_amp.tracing import Diagnosis, GradientPlace, OperationWatch, Trace, diagnose, magnitudes
 
 BOUNDARY = _training_pass.__file__
 """What calls the step: no line above it is the step's."""
@@ -78,8 +78,8 @@ def run_in_fp32(
         found = diagnose(trace, loss, step.batch)
         if found.cause == "none" and nonfinite_gradients(_modules.plain_parameters(exact.module)):
             found = Diagnosis("backward", where="parameter")
-        arrivals = trace.gradients_in_half(half_places)
-        largest = float(torch.stack([a.largest for a in arrivals]).max()) if arrivals else None
+        sizes = magnitudes(trace.gradients_in_half(half_places))
+        largest = max(sizes, key=lambda size: (math.isnan(size), size), default=None)
         return StepInFp32(found, watch, largest)
     finally:
         exact.forget_gradients()
@@ -116,7 +116,8 @@ def run_trial(
         if trial.rules:
             rules = Fp32Modules(replay.module, trial.rules, trainer.strategy.root_device.type, active=True)
         looks = trial.edits or hidden_in is not None
-        watch = OperationWatch(replay.module, BOUNDARY, edits=trial.edits) if looks else None
+        only_edits = hidden_in is None
+        watch = OperationWatch(replay.module, BOUNDARY, edits=trial.edits, only_edits=only_edits) if looks else None
         with watch or nullcontext():
             loss = replay.run(
                 step.batch,

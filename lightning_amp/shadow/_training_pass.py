@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -78,6 +79,12 @@ class TrainingPass:
                 for group in stand_in.param_groups
             ]
             vars(stand_in).update(param_groups=groups)
+
+        # A watched operation leaves some small objects behind. Collections would walk all objects of the process for
+        # them, again and again; what is frozen they leave out.
+        self._froze = gc.get_freeze_count() == 0
+        if self._froze:
+            gc.freeze()
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return what the step ran in."""
@@ -167,6 +174,9 @@ class TrainingPass:
         """Free the shadow."""
         self.forget_gradients()
         self._shadow.close()
+        if self._froze:
+            gc.unfreeze()
+            self._froze = False
 
     # --- what stands in for optimizers and strategy ---
 

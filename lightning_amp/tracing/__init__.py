@@ -6,13 +6,27 @@ from lightning_amp.tracing._diagnosis import Diagnosis, diagnose, nonfinite_entr
 from lightning_amp.tracing._fp32_throughout import Fp32Draws, fp32_throughout
 from lightning_amp.tracing._operation import InFp32, Operation, blamed_in_fp32, blamed_in_half, operation
 from lightning_amp.tracing._operation_calls import BackwardCall, Key, OperationCall
-from lightning_amp.tracing._operation_facts import argument_of, domain
 from lightning_amp.tracing._operation_watch import Edit, OperationWatch
+from lightning_amp.tracing._operations import (
+    CASTS,
+    COMPARISONS_WITH_TARGETS,
+    EXPONENTIALS,
+    NORMS,
+    SUMMING,
+    argument_of,
+    domain,
+    plain,
+)
 from lightning_amp.tracing._places import Place, called_by_optimizer, running_place, user_place
 from lightning_amp.tracing._replay import replay
-from lightning_amp.tracing._trace import GradientPlace, Trace
+from lightning_amp.tracing._trace import GradientPlace, Trace, magnitudes
 
 __all__ = [
+    "CASTS",
+    "COMPARISONS_WITH_TARGETS",
+    "EXPONENTIALS",
+    "NORMS",
+    "SUMMING",
     "BackwardCall",
     "Diagnosis",
     "Edit",
@@ -35,10 +49,12 @@ __all__ = [
     "fp32_switches",
     "fp32_throughout",
     "full_precision",
+    "magnitudes",
     "make_bundle",
     "nonfinite_entries",
     "operation",
     "paired_random",
+    "plain",
     "reduces_fp32",
     "replay",
     "running_place",

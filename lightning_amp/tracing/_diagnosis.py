@@ -15,7 +15,7 @@ from lightning_amp.numerics import all_finite, count_nonfinite, largest_finite
 from lightning_amp.tracing._operation import InFp32, Operation, blamed_in_fp32, operation
 from lightning_amp.tracing._operation_calls import BackwardCall, OperationCall
 from lightning_amp.tracing._operation_watch import OperationWatch
-from lightning_amp.tracing._trace import Call, Trace, Where, floating_in
+from lightning_amp.tracing._trace import Call, Trace, Where, floating_in, magnitudes
 
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "none"]
 
@@ -92,7 +92,6 @@ def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
     if arrival is None:
         return Diagnosis("none")
     name, owner = trace.owners[arrival.parameter] if arrival.call is None else (arrival.call.name, arrival.call.module)
-    before = [float(a.largest) for a in trace.arrivals]
     return Diagnosis(
         "backward",
         module=name,
@@ -101,9 +100,9 @@ def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
         parameter=arrival.parameter or None,
         dtype=_name(arrival.dtype),
         shape=arrival.shape,
-        largest_input=None if arrival.call is None else _float(arrival.call.largest_input),
+        largest_input=None if arrival.call is None else arrival.call.largest_input,
         largest_weight=_largest_weight(owner),
-        largest_gradient=max(filter(math.isfinite, before), default=None),
+        largest_gradient=max(filter(math.isfinite, magnitudes(trace.arrivals)), default=None),
     )
 
 
@@ -126,10 +125,11 @@ def nonfinite_entries(values: Any) -> tuple[tuple[str, int], ...]:
 def _forward(call: Call, batch: Any) -> Diagnosis:
     entries: tuple[tuple[str, int], ...] = ()
     cause: Cause = "forward"
+    takes_nonfinite = call.takes_nonfinite
     parameter = next((n for n, p in _modules.plain_parameters(call.module).items() if count_nonfinite(p)), None)
     if parameter is not None:
         cause, parameter = "weights", f"{call.name}.{parameter}" if call.name else parameter
-    elif call.bad_input is not None and bool(call.bad_input):
+    elif takes_nonfinite:
         entries = nonfinite_entries(batch)
         cause = "batch" if entries else "forward"
     dtype, shape = next(iter(call.outputs), (None, None))
@@ -137,11 +137,11 @@ def _forward(call: Call, batch: Any) -> Diagnosis:
         cause,
         module=call.name,
         module_class=type(call.module).__name__,
-        where="input" if cause == "forward" and call.bad_input is not None and bool(call.bad_input) else "output",
+        where="input" if cause == "forward" and takes_nonfinite else "output",
         parameter=parameter,
         dtype=None if dtype is None else _name(dtype),
         shape=shape,
-        largest_input=_float(call.largest_input),
+        largest_input=call.largest_input,
         largest_weight=_largest_weight(call.module),
         entries=entries,
     )
@@ -150,10 +150,6 @@ def _forward(call: Call, batch: Any) -> Diagnosis:
 def _largest_weight(module: nn.Module) -> float | None:
     own = [largest_finite(p) for p in module.parameters(recurse=False)]
     return max((float(value) for value in own), default=None)
-
-
-def _float(value: Tensor | None) -> float | None:
-    return None if value is None else float(value)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,18 +42,46 @@ class _WithoutHalves(_modules.DispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_drawn(func):  # other numbers in another dtype
+        plan = _plan(func)
+        if plan.passes:
             return func(*args, **kwargs)
-        if func is torch.ops.aten.view.dtype or getattr(func, "namespace", "") == "c10d":
-            return func(*args, **kwargs)  # the first reads bits, the others write what their schemas do not tell
-        kept = _aten.viewed_or_written(func)
-        fp32_args = tuple(a if i in kept else _in_fp32(a) for i, a in enumerate(args))
-        fp32_kwargs = {name: a if name in kept else _in_fp32(a) for name, a in kwargs.items()}
-        result = func(*fp32_args, **fp32_kwargs)
-        if getattr(func, "overloadpacket", None) is torch.ops.aten.to and result is args[0]:
+        fp32_args = [a if i in plan.kept else _in_fp32(a) for i, a in enumerate(args)]
+        fp32_kwargs = {name: a if name in plan.kept else _in_fp32(a) for name, a in kwargs.items()}
+        # Below, no mode of ours sees operations again that it has seen above. Those of others may run Python code.
+        with _modules.outside_function_modes() if plan.is_torchs else nullcontext():
+            result = func(*fp32_args, **fp32_kwargs)
+        if plan.is_cast and result is args[0]:
             # Inference mode has casts in one piece. One that is left out is a copy all the same, which may be edited.
             return result.clone()
         return result
+
+
+@final
+class _Plan(NamedTuple):
+    """What is done with an operation.
+
+    Attributes:
+        passes: Nothing.
+        kept: Arguments that keep their dtype.
+        is_cast: Whether it is a cast in one piece.
+        is_torchs: Whether it runs no Python code.
+
+    """
+
+    passes: bool
+    kept: frozenset[int | str]
+    is_cast: bool
+    is_torchs: bool
+
+
+@functools.cache
+def _plan(func: Any) -> _Plan:
+    namespace = getattr(func, "namespace", "")
+    # A view as another dtype reads bits; what communicates writes what its schema does not tell; and random numbers
+    # are others in another dtype.
+    passes = _is_drawn(func) or func is torch.ops.aten.view.dtype or namespace == "c10d"
+    is_cast = getattr(func, "overloadpacket", None) is torch.ops.aten.to
+    return _Plan(passes, _aten.viewed_or_written(func), is_cast, namespace == "aten")
 
 
 @final
@@ -85,6 +114,8 @@ def _is_drawn(func: Any) -> bool:
 
 
 def _in_fp32(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.to(torch.float32) if argument.dtype in HALF_DTYPES else argument
     if isinstance(argument, torch.dtype):
         return torch.float32 if argument in HALF_DTYPES else argument
-    return to_fp32(argument, HALF_DTYPES) if isinstance(argument, (Tensor, list, tuple)) else argument
+    return to_fp32(argument, HALF_DTYPES) if isinstance(argument, (list, tuple)) else argument

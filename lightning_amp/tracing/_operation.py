@@ -11,10 +11,10 @@ from typing_extensions import final
 
 from lightning_amp._compat import _modules
 from lightning_amp._user_line import is_own_project
-from lightning_amp.tracing._operation_calls import BackwardCall, OperationCall
+from lightning_amp.tracing._operation_calls import FUNCTION, BackwardCall, OperationCall
 from lightning_amp.tracing._operation_watch import OperationWatch
+from lightning_amp.tracing._operations import SUMMING
 
-_SUMMING = ("sum", "logsumexp", "mean")
 InFp32 = Literal["", "finite", "not finite"]
 
 
@@ -37,7 +37,7 @@ class Operation:
         shape: Of the same.
         largest_input: Largest finite magnitude of what went in; in a backward of the gradient that arrived.
         largest_in_fp32: Largest magnitude of the result in fp32; `None` if unknown.
-        kind: What stands out, as in :class:`~lightning_amp.tracing._operation_facts.Facts`: `"zero"`, `"masked"`, ...
+        kind: What stands out, as in :class:`~lightning_amp.tracing._operation_calls.Facts`: `"zero"`, `"masked"`, ...
         kind_in_fp32: The same in fp32: a divisor may be 0 in half precision alone.
         index: Where, of the first.
         count: At how many places.
@@ -135,13 +135,13 @@ def operation(
     kind = facts.kind
     if isinstance(found, BackwardCall):
         kind = "zero" if call.smallest is not None and float(call.smallest) == 0 else ""
-        if call.known_as == "a Function":
+        if call.known_as == FUNCTION:
             kind = "function"
         if there is not None and there.smallest is not None and float(there.smallest) == 0:
             in_fp32 = "zero"
     largest_in_fp32 = None if there is None or there.num_nonfinite else there.largest_output
     takers = [other.name for other in bad if any(source is call for source in other.sources)]
-    taker = next((name for name in takers if name in _SUMMING), next(iter(takers), ""))
+    taker = next((name for name in takers if name in SUMMING), next(iter(takers), ""))
     place = call.key.place
     dtype = found.dtype
     return Operation(

@@ -17,7 +17,7 @@ _WATCHERS = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "profiling"))
 _OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)
 _MODES = {"__torch_function__", "__torch_dispatch__"}
 _MEASURING = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "numerics"))
-_ASKING = (f"{_ROOMS}/tracing/_operation_watch.py", __file__)
+_ASKING = {f"{_ROOMS}/tracing/_operation_watch.py", __file__}
 _CALLING = nn.Module.__call__.__code__.co_filename
 """Where the wrappers around each forward are: no code of the module."""
 
@@ -57,7 +57,7 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
     """Return the innermost line of no library, and the innermost module one of whose own methods is running.
 
     Args:
-        names: Qualified names of the modules that count, by their `id`.
+        names: Qualified names of the modules that count, by their `id`; none: no module is looked for.
         boundary: As of :func:`user_place`.
 
     Returns:
@@ -66,22 +66,27 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
     """
     place: Place | None = None
     module: str | None = None
-    is_inside = True
-    for frame in _frames(boundary):
-        file = frame.f_code.co_filename
-        if is_inside and owner_of(file) not in ("torch", "Python") and file not in _ASKING:
+    is_inside, seeks_module = True, bool(names)
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        if file == boundary:
+            break
+        owner = owner_of(file)
+        if is_inside and owner not in ("torch", "Python") and file not in _ASKING:
             is_inside = False
             if file.startswith(_MEASURING):
                 return None
-        code = frame.f_code
         if place is None and is_users(file) and code.co_name not in _MODES:
             place = Place(file, frame.f_lineno)
-        if module is None and file != _CALLING and code.co_argcount:
-            owner = frame.f_locals.get(code.co_varnames[0])  # `self`, by whatever name
-            if isinstance(owner, nn.Module):
-                module = names.get(id(owner))
-        if place is not None and module is not None:
+        if seeks_module and code.co_argcount and file != _CALLING:
+            first = frame.f_locals.get(code.co_varnames[0])  # `self`, by whatever name
+            if isinstance(first, nn.Module) and (module := names.get(id(first))) is not None:
+                seeks_module = False
+        if place is not None and not seeks_module:
             break
+        frame = frame.f_back
     return None if place is None and module is None else (place, module)
 
 

@@ -5,7 +5,8 @@ Everything is measured on the device; the host reads the answers once, at the en
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
-from lightning_amp.numerics import HALF_DTYPES, all_finite, dense, largest, largest_finite, nonfinite, stack_scalars
+from lightning_amp.numerics import HALF_DTYPES, dense, extremes, largest_finite, stack_scalars
 
 Where = Literal["output", "input", "parameter"]
 GradientPlace = tuple[Where, int, int, str]
@@ -30,6 +31,25 @@ def floating_in(values: Any) -> Iterator[tuple[str, Tensor]]:
     return ((path, t) for path, t in tensors_in(values) if t.is_floating_point() or t.is_complex())
 
 
+def floating(*values: Any) -> list[Tensor]:
+    """Return the same without paths, and what is behind `torch.func` transforms."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point() or value.is_complex():
+                found.append(_modules.behind_transforms(value))
+        elif isinstance(value, (list, tuple)):
+            found += floating(*value)
+        elif isinstance(value, dict):
+            found += floating(*value.values())
+        elif not isinstance(value, _SCALARS):
+            found += [_modules.behind_transforms(tensor) for _, tensor in floating_in(value)]
+    return found
+
+
+_SCALARS = (float, int, str, type(None), torch.dtype, torch.device)
+
+
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     """Return the shape; of a nested tensor that of its values, for it has none."""
     return tuple(dense(tensor).shape if tensor.is_nested else tensor.shape)
@@ -38,18 +58,16 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 @final
 @dataclass(slots=True)
 class Call:
-    """One forward of one module.
+    """One forward of one module. What it measures stays on the device.
 
     Attributes:
         name: Qualified; empty for the module that is traced itself.
         module: Which.
         number: How many forwards began before it.
         outputs: Dtype and shape of each floating-point output.
-        bad_input: Whether an input was not finite, bool [].
-        bad_output: The same for the outputs.
-        overflowed: Whether an output has a NaN or a positive infinity: masks have negative ones on purpose.
-        largest_input: Largest finite magnitude of the inputs, [].
-        largest_output: The same of the outputs.
+        input_ends: Smallest and largest value of each input.
+        output_ends: The same of the outputs.
+        input_sizes: Largest finite magnitude of each input.
 
     """
 
@@ -57,23 +75,30 @@ class Call:
     module: nn.Module
     number: int = 0
     outputs: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)
-    bad_input: Tensor | None = None
-    bad_output: Tensor | None = None
-    overflowed: Tensor | None = None
-    largest_input: Tensor | None = None
-    largest_output: Tensor | None = None
+    input_ends: list[Tensor] = field(default_factory=list)
+    output_ends: list[Tensor] = field(default_factory=list)
+    input_sizes: list[Tensor] = field(default_factory=list)
 
     def measure_inputs(self, inputs: list[Tensor]) -> None:
         """Look at what went in."""
-        if inputs:
-            self.bad_input, self.largest_input = _extent(inputs)
+        for tensor in inputs:
+            self.input_ends += extremes(tensor)
+            self.input_sizes.append(largest_finite(tensor))
 
     def measure_outputs(self, outputs: list[Tensor]) -> None:
         """Look at what came out."""
-        if outputs:
-            self.bad_output, self.largest_output = _extent(outputs)
-            values = [dense(t.detach()) for t in outputs]
-            self.overflowed = stack_scalars([(torch.isnan(t) | torch.isposinf(t.real)).any() for t in values]).any()
+        for tensor in outputs:
+            self.output_ends += extremes(tensor)
+
+    @property
+    def takes_nonfinite(self) -> bool:
+        """Return whether an input was not finite. Waits for the device."""
+        return not all(math.isfinite(end) for end in read(self.input_ends))
+
+    @property
+    def largest_input(self) -> float | None:
+        """Return the largest finite magnitude of the inputs; `None` without any. Waits for the device."""
+        return max(read(self.input_sizes), default=None)
 
 
 @final
@@ -85,8 +110,7 @@ class Arrival:
         where: Whether it is the gradient of an output or an input of `call`, or of a parameter.
         call: The forward that it belongs to; `None` for a parameter.
         parameter: Its qualified name.
-        bad: Whether it is not finite, bool [].
-        largest: Its largest magnitude, []; NaN if one is.
+        ends: Its smallest and largest value.
         dtype: Of the gradient.
         shape: Of the gradient.
         key: The same for arrivals of one and the same gradient.
@@ -98,13 +122,17 @@ class Arrival:
     where: Where
     call: Call | None
     parameter: str
-    bad: Tensor
-    largest: Tensor
+    ends: tuple[Tensor, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
     key: tuple[int, int]
     place: GradientPlace
     is_inner: bool
+
+    @property
+    def largest(self) -> Tensor:
+        """Return its largest magnitude, [], float32; NaN if one is, 0 without values. On the device."""
+        return torch.stack([end.float() for end in self.ends]).abs().max() if self.ends else torch.zeros(())
 
     @property
     def in_half(self) -> bool:
@@ -180,21 +208,19 @@ class Trace:
         self._handles.clear()
         self._open.clear()
 
-    @torch.no_grad()
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_backward:  # activation checkpointing runs forwards again
             return
         call = Call(name, module, self._num_calls)
         self._num_calls += 1
         self._open.append(call)
-        with _modules.outside_transforms():
-            inputs = [_modules.behind_transforms(t) for _, t in floating_in([args, kwargs])]
+        with _modules.outside_function_modes(), _modules.outside_transforms():
+            inputs = floating(args, kwargs)
             if self.values:
                 call.measure_inputs(inputs)
             for i, tensor in enumerate(inputs):
                 self._watch("input", call, i, tensor)
 
-    @torch.no_grad()
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._in_backward or not self._open:
             return
@@ -205,8 +231,8 @@ class Trace:
             return
         call = self._open.pop()
         self.calls.append(call)
-        with _modules.outside_transforms():
-            outputs = [_modules.behind_transforms(t) for _, t in floating_in(output)]
+        with _modules.outside_function_modes(), _modules.outside_transforms():
+            outputs = floating(output)
             call.outputs.extend((t.dtype, shape_of(t)) for t in outputs)
             if self.values:
                 call.measure_outputs(outputs)
@@ -217,19 +243,16 @@ class Trace:
         if tensor.requires_grad:
             self._handles.append(tensor.register_hook(partial(self._arrived, (where, call.number, position, ""), call)))
 
-    @torch.no_grad()
     def _arrived(self, place: GradientPlace, call: Call | None, gradient: Tensor) -> None:
-        with _modules.outside_transforms():
+        with _modules.outside_function_modes(), _modules.outside_transforms():
             gradient = _modules.behind_transforms(gradient)
-            magnitude = largest(gradient)  # one pass: infinity and NaN show in it
             key = (gradient.data_ptr() if gradient.layout is torch.strided else id(gradient), gradient.numel())
             self.arrivals.append(
                 Arrival(
                     place[0],
                     call,
                     place[3],
-                    nonfinite(magnitude),
-                    magnitude,
+                    extremes(gradient),
                     gradient.dtype,
                     shape_of(gradient),
                     key,
@@ -246,11 +269,6 @@ class Trace:
             yield
         finally:
             self._in_backward = False
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run `loss.backward(...)`, as one."""
-        with self.in_backward():
-            loss.backward(*args, **kwargs)
 
     @property
     def half_places(self) -> set[GradientPlace]:
@@ -273,9 +291,8 @@ class Trace:
 
     def first_bad_call(self, *, overflowed: bool = False) -> Call | None:
         """Find the first forward with an output that is not finite, or that `overflowed`. Waits for the device."""
-        flags = [call.overflowed if overflowed else call.bad_output for call in self.calls]
-        index = _first(flags)
-        return None if index is None else self.calls[index]
+        wrong = _is_wrong if overflowed else _is_nonfinite
+        return self.calls[index] if (index := _first([call.output_ends for call in self.calls], wrong)) >= 0 else None
 
     def first_bad_arrival(self) -> Arrival | None:
         """Find the first gradient that is not finite, seen from the module whose backward computed it.
@@ -283,8 +300,8 @@ class Trace:
         A tensor that one module puts out and the next takes has one gradient. It is the next module's backward that
         computed it, so that one is named; of a module and its submodules the innermost. Waits for the device.
         """
-        index = _first([arrival.bad for arrival in self.arrivals])
-        if index is None:
+        index = _first([arrival.ends for arrival in self.arrivals], _is_nonfinite)
+        if index < 0:
             return None
         first = self.arrivals[index]
         same = [first]
@@ -313,13 +330,27 @@ class _Derivatives(TorchFunctionMode):
             self.under_way = False
 
 
-def _first(flags: list[Tensor | None]) -> int | None:
-    known = {i: flag for i, flag in enumerate(flags) if flag is not None}
-    if not known:
-        return None
-    return next((i for i, bad in zip(known, stack_scalars([*known.values()]).tolist(), strict=True) if bad), None)
+def magnitudes(arrivals: Sequence[Arrival]) -> list[float]:
+    """Return the largest magnitude of each gradient that has values, NaN if one is. Waits for the device once."""
+    ends = [end for arrival in arrivals for end in arrival.ends]
+    return stack_scalars(ends).view(-1, 2).abs().amax(1).tolist() if ends else []
 
 
-def _extent(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return whether a value is not finite, bool [], and the largest finite magnitude, []."""
-    return all_finite(tensors).logical_not(), stack_scalars([largest_finite(t) for t in tensors]).max()
+def read(scalars: Sequence[Tensor]) -> list[float]:
+    return stack_scalars(scalars).tolist() if scalars else []
+
+
+def _first(ends: Sequence[Sequence[Tensor]], wrong: Callable[[float], bool]) -> int:
+    """Return the index of the first with an end that is wrong, -1 without one. Waits for the device once."""
+    owners = [i for i, of_one in enumerate(ends) for _ in of_one]
+    values = read([end for of_one in ends for end in of_one])
+    return next((i for i, value in zip(owners, values, strict=True) if wrong(value)), -1)
+
+
+def _is_nonfinite(value: float) -> bool:
+    return not math.isfinite(value)
+
+
+def _is_wrong(value: float) -> bool:
+    """Return whether it is NaN or plus infinity; masks have negative infinities on purpose."""
+    return not value < math.inf

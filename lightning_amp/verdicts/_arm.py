@@ -10,8 +10,8 @@ from statistics import fmean
 
 from typing_extensions import final
 
+from lightning_amp.findings import before_fallback
 from lightning_amp.measure import SpeedComparison
-from lightning_amp.scaling import before_fallback
 from lightning_amp.verdicts._arm_run import ArmRun, Point
 from lightning_amp.verdicts._statistics import Difference, Direction, Quartiles
 

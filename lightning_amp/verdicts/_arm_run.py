@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 from typing_extensions import final
 
 from lightning_amp._plain_data import plain
-from lightning_amp.scaling import StepPrecision, StepRecord, fallbacks
+from lightning_amp.findings import StepPrecision, StepRecord, fallbacks
 from lightning_amp.verdicts import _fields
 
 

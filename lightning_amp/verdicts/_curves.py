@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 from lightning_amp.verdicts._arm_run import Point
 from lightning_amp.verdicts._axes import can_be_drawn
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_amp._text import counted
-from lightning_amp.scaling import before_fallback
+from lightning_amp.findings import before_fallback
 from lightning_amp.verdicts._arm import ArmMetric
 from lightning_amp.verdicts._arm_run import ArmRun, Point
 from lightning_amp.verdicts._axes import axis_from_zero, axis_of, axis_of_exponents

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 
 class Timed(L.LightningModule):
-    def __init__(self, net: nn.Module, fused: bool = False, norms: bool = False) -> None:
+    def __init__(self, net: nn.Module, optimizer: Any = torch.optim.AdamW, **settings: Any) -> None:
         super().__init__()
-        self.net, self.fused = net, fused
+        self.net, self.optimizer, self.settings = net, optimizer, {"lr": 1e-4, **settings}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).float().pow(2).mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
+        return self.optimizer(self.parameters(), **self.settings)
 
 
 def mlp() -> nn.Module:

@@ -31,6 +31,13 @@ class Turns(L.Callback):
         self.seen = 0
         self.failure: BaseException | None = None
 
+    @classmethod
+    def alone(cls, steps: int) -> Turns:
+        """So many steps with nothing beside them."""
+        turns = cls(1, steps, 0)
+        turns.wait = lambda: None  # type: ignore[method-assign]
+        return turns
+
     @property
     def total(self) -> int:
         return self.warmup + self.steps * self.blocks

@@ -54,8 +54,8 @@ def main() -> None:
 def history() -> None:
     import io
 
+    from lightning_amp.findings import StepRecord
     from lightning_amp.reports import ScaleHistory
-    from lightning_amp.scaling import StepRecord
 
     log = ScaleHistory()
     for i in range(1_000_000):

@@ -143,10 +143,8 @@ def clean() -> None:
 
 def alone(module: Model, recipe: str, sizes: Sizes, steps: int) -> AmpPrecision:
     """A few steps with nothing beside it."""
-    turns = Turns(1, steps, 0)
-    turns.wait = lambda: None  # type: ignore[method-assign]
     mine = plugin(recipe, sizes)
-    fit(module, mine, turns, tokens(sizes), accelerator=sizes.accelerator)
+    fit(module, mine, Turns.alone(steps), tokens(sizes), accelerator=sizes.accelerator)
     return mine
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision
-from tests.benchmarks._models import UnrolledLSTM
+from tests.benchmarks._models import Timed, UnrolledLSTM
 from tests.benchmarks._pairs import Turns, fit, pair, start
 from tests.benchmarks.steps import compare, lightnings, ours
 
@@ -100,28 +100,12 @@ class Looks(L.LightningModule):
 def look(kind: str, uses: int, plugin: Any, batch: Tensor) -> Looks:
     torch.manual_seed(0)
     module = Looks(Loop(kind, uses))
-    turns = Turns(1, 3, 0)
-    turns.wait = lambda: None  # type: ignore[method-assign]
-    fit(module, plugin, turns, batch)
+    fit(module, plugin, Turns.alone(3), batch)
     return module
 
 
-class Timed(L.LightningModule):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).float().square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
 def stock(precision: str, kind: type[MixedPrecision] = MixedPrecision) -> MixedPrecision:
-    if precision == "bf16":
-        return kind("bf16-mixed", "cpu")
-    return kind("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    return kind("bf16-mixed", "cpu") if precision == "bf16" else kind("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
 def row(kind: str, uses: int, precision: str, batch: Tensor) -> str:
@@ -131,9 +115,12 @@ def row(kind: str, uses: int, precision: str, batch: Tensor) -> str:
     cached = look(kind, uses, stock(precision, Cached), batch)
     mine = look(kind, uses, AmpPrecision(precision), batch)
     same = "same bits" if torch.equal(mine.gradient, per_use.gradient) else f"{error(mine):.2g}"
-    make = lambda plugin: lambda turns: fit(Timed(Loop(kind, uses)), plugin, turns, batch)  # noqa: E731
+
+    def side(plugin: Any) -> Callable[[Turns], None]:
+        return lambda turns: fit(Timed(Loop(kind, uses), torch.optim.SGD, lr=0.0), plugin, turns, batch)
+
     blocks = 9 if uses < 1000 else 5
-    a, b = pair(make(AmpPrecision(precision)), make(stock(precision)), steps=1, blocks=blocks, warmup=3)
+    a, b = pair(side(AmpPrecision(precision)), side(stock(precision)), steps=1, blocks=blocks, warmup=3)
     ratios = sorted(theirs / mine for mine, theirs in zip(a, b, strict=True))
     return (
         f"| {kind} | {uses:,} | {precision} | {error(mine):.2g} | {error(per_use):.2g} ({same}) | {error(cached):.2g}"

@@ -37,7 +37,7 @@ def compare(
     **kwargs: Any,
 ) -> None:
     trainer = {k: kwargs.pop(k) for k in ("gradient_clip_val",) if k in kwargs}
-    first, second = (lambda turns, p=p: fit(Timed(net(), fused), p(), turns, batch, **trainer) for p in (a, b))
+    first, second = (lambda turns, p=p: fit(Timed(net(), fused=fused), p(), turns, batch, **trainer) for p in (a, b))
     ours, theirs = pair(first, second, **kwargs)
     theirs_again, ours_again = pair(second, first, **kwargs)  # which side was built first matters by a per cent or two
     report(name, ours + ours_again, theirs + theirs_again, target=target)

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 from support import Toy, batches, fit, quiet_trainer
+from support.trainers import QUIET
 
 from lightning_amp import AmpPrecision, OverflowLocator, ScaleMonitor
 from lightning_amp.casting import _precision_choice
@@ -41,10 +42,7 @@ def test_the_other_package() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> None: ...
         def configure_optimizers(self) -> None: ...
 
-    trainer = other.Trainer(
-        callbacks=[ScaleMonitor()], accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = other.Trainer(**(QUIET | {"callbacks": [ScaleMonitor()], "accelerator": "cpu"}))
     with pytest.raises(TypeError, match=r"`ScaleMonitor` works with `lightning.pytorch`"):
         trainer.fit(Module(), batches())
 

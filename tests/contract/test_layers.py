@@ -118,7 +118,7 @@ def test_a_wrong_direction_is_found(path: str, text: str) -> None:
     ("path", "text"),
     [
         ("scaling/_good.py", "from lightning_amp._compat import _torch\nfrom lightning_amp._files import LEFTOVER"),
-        ("scaling/_good.py", "from lightning_amp.scaling._step_record import StepRecord"),
+        ("scaling/_good.py", "from lightning_amp.scaling._steps import OptimizerSteps"),
         ("cli/_good.py", "from lightning_amp import AmpPrecision"),
         ("__main__.py", "from lightning_amp.cli import main"),
     ],

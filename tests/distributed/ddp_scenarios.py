@@ -8,10 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import os
-import sys
 import warnings
-from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,106 +16,44 @@ from unittest import mock
 
 import lightning as L
 import torch
+from distributed import ranks
+from distributed.ranks import (
+    BAD,
+    EVERY_KIND,
+    FEATURES,
+    FIRST_WINDOWS,
+    WINDOWS,
+    Infinite,
+    Scenarios,
+    Trouble,
+    Troubled,
+    data,
+    folder,
+    fused,
+    initialise,
+    plain,
+    scaled,
+)
 from lightning.pytorch.strategies import DDPStrategy
-from support import DEVICE, ForbidSync, WithoutAutocast, assert_same, machines, quiet_trainer, run_scenarios
+from support import DEVICE, ForbidSync, WithoutAutocast, machines, quiet_trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, OverflowLocator
 from lightning_amp.callbacks._first_step import FirstStep
 from lightning_amp.casting import Choice
 from lightning_amp.scaling import OptimizerSteps, RecordLog, StepPlan
 
-BATCHES, SIZE, FEATURES = 9, 4, 8
-Trouble = dict[tuple[int, int], str]
-"""(rank, batch): "nan" or "inf" (a loss and its gradients), "detached" (only the loss), "head" (a loss that reaches
-one parameter, and no other rank), or "gradient" (only the gradients)."""
 
+class Net(Troubled):
+    """With BatchNorm, unless told otherwise."""
 
-def data(world_size: int, without: tuple[int, ...] = ()) -> DataLoader[Any]:
-    """Two ranks get half of each batch; a batch knows its number."""
-    x = torch.randn(BATCHES * SIZE * 2, FEATURES, generator=torch.Generator().manual_seed(0))
-    number = torch.arange(BATCHES).repeat_interleave(SIZE * 2)
-    keep = torch.tensor([int(n) not in without for n in number])
-    dataset = TensorDataset(x[keep], number[keep])
-    sampler = None
-    if world_size > 1:  # Lightning's own would shuffle
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["LOCAL_RANK"])
-        sampler = DistributedSampler(dataset, world_size, rank, shuffle=False)
-    return DataLoader(dataset, batch_size=SIZE * 2 // world_size, sampler=sampler)
-
-
-class Infinite(torch.autograd.Function):
-    """Multiplies a gradient by infinity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * torch.inf
-
-
-class Net(L.LightningModule):
-    """A regression whose loss or gradient is bad where `trouble` says so."""
-
-    def __init__(
-        self,
-        trouble: Trouble | None = None,
-        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
-        norm: bool = True,
-    ) -> None:
-        super().__init__()
-        self.trouble = trouble or {}
+    def __init__(self, trouble: Trouble | None = None, optimizer: Any = None, norm: bool = True) -> None:
+        super().__init__(trouble, optimizer)
         self.body = nn.Sequential(
             nn.Linear(FEATURES, 16), nn.BatchNorm1d(16) if norm else nn.Identity(), nn.Tanh(), nn.Linear(16, 8)
         )
         self.head = nn.Linear(8, 1)
-        self.make_optimizer = optimizer or (lambda params: torch.optim.AdamW(params, lr=0.01))
-
-    def spoilt(self, loss: Tensor, number: int) -> Tensor:
-        kind = self.trouble.get((self.global_rank, number))
-        if kind == "gradient":
-            return Infinite.apply(loss)
-        if kind == "detached":
-            return loss + torch.inf
-        if kind == "head":
-            return loss + self.head.bias.sum() * torch.nan
-        return loss * {"nan": torch.nan, "inf": torch.inf, None: 1.0}[kind]
-
-    def loss(self, x: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.head(self.body(x)).float(), x.sum(1, keepdim=True))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, number = batch
-        return self.spoilt(self.loss(x), int(number[0]))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer(self.parameters())
-        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}]
-
-
-class Records(L.Callback):
-    def __init__(self) -> None:
-        self.all: list[Any] = []
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.precision_plugin.records.subscribe(self.all.extend)
-
-
-def scaled(precision: str = "fp16", scale: float = 1024.0) -> AmpPrecision:
-    """fp16's scaling, or bf16's guard, without autocast: bit-equal to fp32."""
-    scaler = DynamicLossScaler(scale, growth_interval=3) if precision == "fp16" else None
-    return WithoutAutocast(precision, scaler=scaler)
-
-
-def initialise(module: nn.Module) -> None:
-    torch.manual_seed(0)
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            layer.reset_parameters()
 
 
 def train(
@@ -127,58 +62,18 @@ def train(
     plugin: AmpPrecision | None = None,
     world_size: int = 2,
     strategy: dict[str, Any] | None = None,
-    ckpt_path: Path | None = None,
     fresh: bool = True,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Train from a seed; everything that must be the same on all ranks, and the buffers, which need not be."""
+    """Train from a seed; returns what is to be compared."""
     if fresh:
         initialise(module)
-    records, plugin = Records(), plugin or scaled()
-    if world_size > 1:
-        kwargs["strategy"] = DDPStrategy(timeout=timedelta(seconds=60), **(strategy or {}))
-        kwargs |= {"devices": world_size, "use_distributed_sampler": False}
-    callbacks = [*kwargs.pop("callbacks", ()), records]
-    trainer = quiet_trainer(plugins=[plugin], callbacks=callbacks, **kwargs)
-    trainer.fit(module, data(world_size, without), ckpt_path=ckpt_path)
-    return report(trainer, plugin, records)
+    ddp = partial(DDPStrategy, **(strategy or {}))
+    return ranks.train(module, data(world_size, without), plugin, ddp, world_size, **kwargs)[1]
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor if hasattr(tensor, "full_tensor") else tensor.cpu()  # sharded ones are gathered by who asks
-
-
-def report(trainer: L.Trainer, plugin: AmpPrecision, records: Records) -> dict[str, Any]:
-    state = [
-        _on_host(v) for o in trainer.optimizers for p in o.state.values() for v in p.values() if isinstance(v, Tensor)
-    ]
-    scaler = plugin.scaler
-    return {
-        "parameters": [_on_host(p.detach()).clone() for p in trainer.lightning_module.parameters()],
-        "buffers": [b.cpu().clone() for b in trainer.lightning_module.buffers()],
-        "optimizer": state,
-        "lr": [o.param_groups[0]["lr"] for o in trainer.optimizers],
-        "scale": None if scaler is None else scaler.get_scale(),
-        "tracker": None if scaler is None else scaler.state_dict()["_growth_tracker"],
-        "reasons": [r.reason for r in records.all],
-        "scales": [r.next_scale for r in records.all],
-        "indices": [(r.index, r.optimizer_idx) for r in records.all],
-        "precisions": [r.precision for r in records.all],
-        "counts": (plugin.num_steps, plugin.num_skipped),
-    }
-
-
-def assert_agree(one: dict[str, Any], other: dict[str, Any], *keys: str) -> None:
-    """Bit for bit; by default all but the buffers, which may be those of each rank's own batches."""
-    for key in keys or one.keys() - {"buffers"}:
-        if key in ("parameters", "optimizer", "buffers"):
-            assert_same(one[key], other[key])
-        else:
-            assert one[key] == other[key], key
-
-
-def both(make: Callable[[Trouble], L.LightningModule], trouble: Trouble, bad: tuple[int, ...], **kwargs: Any) -> Any:
-    """With trouble, and from a dataset without the bad batches."""
+def both(make: Any, trouble: Trouble = EVERY_KIND, bad: tuple[int, ...] = BAD, **kwargs: Any) -> Any:
+    """With trouble, and from a dataset without the bad batches; `make` gets the trouble."""
     plugin = kwargs.pop("plugin", scaled)
     return {
         "with": train(make(trouble), plugin=plugin(), **kwargs),
@@ -186,17 +81,16 @@ def both(make: Callable[[Trouble], L.LightningModule], trouble: Trouble, bad: tu
     }
 
 
-EVERY_KIND: Trouble = {(1, 1): "nan", (1, 2): "inf", (0, 4): "gradient", (0, 6): "inf", (1, 6): "gradient"}
-SCENARIOS: dict[str, Callable[[], Any]] = {}
+def net(optimizer: Any = fused, kind: type[Net] = Net, **kwargs: Any) -> Any:
+    return lambda trouble: kind(trouble, optimizer, **kwargs)
 
 
-def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
+SCENARIOS: Scenarios = {}
+
+
+def scenario(function: Any) -> Any:
     SCENARIOS[function.__name__] = function
     return function
-
-
-def fused(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.01, fused=True)
 
 
 class Queue(Net):
@@ -218,50 +112,37 @@ class Queue(Net):
 
 
 def queues(optimizer: Any, replaced: bool) -> Any:
-    def plugin() -> AmpPrecision:
-        scaler = DynamicLossScaler(1024.0, growth_interval=3)
-        return WithoutAutocast("fp16", scaler=scaler, restore_buffers=["queue", "pointer"])
-
+    plugin = partial(scaled, restore_buffers=["queue", "pointer"])
     own = {"broadcast_buffers": False}  # else rank 0's are everybody's
-    return both(lambda t: Queue(t, optimizer, replaced=replaced), EVERY_KIND, (1, 2, 4, 6), plugin=plugin, strategy=own)
+    return both(net(optimizer, Queue, replaced=replaced), plugin=plugin, strategy=own)
 
 
-@scenario
-def queue_unfused() -> Any:
-    return queues(None, False)
-
-
-@scenario
-def queue_fused() -> Any:
-    return queues(fused, False)
-
-
-@scenario
-def replaced_queue_unfused() -> Any:
-    return queues(None, True)
-
-
-@scenario
-def replaced_queue_fused() -> Any:
-    return queues(fused, True)
-
-
-@scenario
-def every_kind_unfused() -> Any:
-    return both(Net, EVERY_KIND, (1, 2, 4, 6), gradient_clip_val=0.5)
-
-
-@scenario
-def every_kind_fused() -> Any:
-    return both(lambda t: Net(t, fused), EVERY_KIND, (1, 2, 4, 6), gradient_clip_val=0.5)
-
-
-@scenario
-def every_kind_bf16() -> Any:
-    return both(
-        lambda t: Net(t, fused), EVERY_KIND, (1, 2, 4, 6), plugin=lambda: scaled("bf16"),
-        gradient_clip_val=0.1, gradient_clip_algorithm="value",
-    )  # fmt: skip
+SCENARIOS.update({
+    "queue_unfused": lambda: queues(plain, False),
+    "queue_fused": lambda: queues(fused, False),
+    "replaced_queue_unfused": lambda: queues(plain, True),
+    "replaced_queue_fused": lambda: queues(fused, True),
+    "every_kind_unfused": lambda: both(Net, gradient_clip_val=0.5),
+    "every_kind_fused": lambda: both(net(), gradient_clip_val=0.5),
+    "every_kind_bf16": lambda: both(
+        net(), plugin=lambda: scaled("bf16"), gradient_clip_val=0.1, gradient_clip_algorithm="value"
+    ),
+    "static_graph": lambda: both(net(norm=False), strategy={"static_graph": True}, gradient_clip_val=0.5),
+    "bucket_views": lambda: both(Net, strategy={"gradient_as_bucket_view": True}, gradient_clip_val=0.5),
+    # trouble in unsynchronised micro-batches, of other ranks at other times: the whole window goes
+    "accumulation": lambda: both(net(), WINDOWS, FIRST_WINDOWS, accumulate_grad_batches=3),
+    "accumulation_unfused": lambda: both(
+        Net, {(1, 3): "inf", (0, 7): "gradient", (1, 8): "gradient"}, (3, 4, 5, 6, 7, 8),
+        accumulate_grad_batches=3, gradient_clip_val=0.5,
+    ),
+    # with half precision in it, so that runs without the bad batches need not be equal to the bit
+    "autocast_fp16": lambda: {
+        "with": train(Net(EVERY_KIND), plugin=AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0)))
+    },
+    "autocast_bf16": lambda: {
+        "with": train(Net(EVERY_KIND, fused), plugin=AmpPrecision("bf16"), gradient_clip_val=0.5)
+    },
+})  # fmt: skip
 
 
 @scenario
@@ -292,19 +173,6 @@ def mended_gradients() -> Any:
     }
 
 
-@scenario
-def accumulation() -> Any:
-    """Trouble in unsynchronised micro-batches, of other ranks at other times: the whole window goes."""
-    trouble: Trouble = {(1, 0): "gradient", (0, 4): "nan", (1, 3): "inf"}
-    return both(lambda t: Net(t, fused), trouble, (0, 1, 2, 3, 4, 5), accumulate_grad_batches=3)
-
-
-@scenario
-def accumulation_unfused() -> Any:
-    trouble: Trouble = {(1, 3): "inf", (0, 7): "gradient", (1, 8): "gradient"}
-    return both(Net, trouble, (3, 4, 5, 6, 7, 8), accumulate_grad_batches=3, gradient_clip_val=0.5)
-
-
 class Unscaling(Net):
     """Mends after `unscale_`, which is too late; where gradients are not synchronised, one rank alone has seen it."""
 
@@ -315,10 +183,7 @@ class Unscaling(Net):
                 parameter.grad.nan_to_num_(1.0, 1.0, -1.0)
 
 
-@scenario
-def mended_after_unscale() -> Any:
-    trouble: Trouble = {(1, 0): "gradient", (0, 4): "nan", (1, 3): "inf"}
-    return both(lambda t: Unscaling(t, fused), trouble, (0, 1, 2, 3, 4, 5), accumulate_grad_batches=3)
+SCENARIOS["mended_after_unscale"] = lambda: both(net(kind=Unscaling), WINDOWS, FIRST_WINDOWS, accumulate_grad_batches=3)
 
 
 class Unused(Net):
@@ -332,27 +197,7 @@ class Unused(Net):
         return self.spoilt(self.loss(x), n)
 
 
-@scenario
-def unused_parameters() -> Any:
-    return both(
-        lambda t: Unused(t, fused), EVERY_KIND, (1, 2, 4, 6), strategy={"find_unused_parameters": True},
-    )  # fmt: skip
-
-
-@scenario
-def static_graph() -> Any:
-    return both(
-        lambda t: Net(t, fused, norm=False), EVERY_KIND, (1, 2, 4, 6), strategy={"static_graph": True},
-        gradient_clip_val=0.5,
-    )  # fmt: skip
-
-
-@scenario
-def bucket_views() -> Any:
-    return both(
-        Net, EVERY_KIND, (1, 2, 4, 6), strategy={"gradient_as_bucket_view": True},
-        gradient_clip_val=0.5,
-    )  # fmt: skip
+SCENARIOS["unused_parameters"] = lambda: both(net(kind=Unused), strategy={"find_unused_parameters": True})
 
 
 class Pair(Net):
@@ -395,7 +240,7 @@ class NeverSecond(Pair):
     """What both orders must equal: the bad batches never reach the second optimizer."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if int(batch[1][0]) not in (1, 2, 4, 6):
+        if int(batch[1][0]) not in BAD:
             return super().training_step(batch, batch_idx)
         first = self.optimizers()[0]
         first.zero_grad()
@@ -412,24 +257,14 @@ def _pair(order: str, make: Any) -> Any:
     return {"with": train(Pair(EVERY_KIND, make, order), plugin=scaled(), **options), "without": reference}
 
 
-@scenario
-def manual_bsbs_fused() -> Any:
-    return _pair("bsbs", fused)
-
-
-@scenario
-def manual_bsbs_unfused() -> Any:
-    return _pair("bsbs", lambda p: torch.optim.AdamW(p, lr=0.01))
-
-
-@scenario
-def manual_bbss_fused() -> Any:
-    return _pair("bbss", fused)
-
-
-@scenario
-def manual_bbss_unfused() -> Any:
-    return _pair("bbss", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
+SCENARIOS.update(
+    {
+        "manual_bsbs_fused": lambda: _pair("bsbs", fused),
+        "manual_bsbs_unfused": lambda: _pair("bsbs", plain),
+        "manual_bbss_fused": lambda: _pair("bbss", fused),
+        "manual_bbss_unfused": lambda: _pair("bbss", partial(torch.optim.SGD, lr=0.01, momentum=0.9)),
+    }
+)
 
 
 class SecondCall(Net):
@@ -448,20 +283,7 @@ class SecondCall(Net):
         return super().spoilt(loss, number) if self.calls[number] == 2 else loss
 
 
-@scenario
-def lbfgs() -> Any:
-    return both(SecondCall, EVERY_KIND, (1, 2, 4, 6))
-
-
-@scenario
-def autocast_fp16() -> Any:
-    """With half precision in it, so that runs without the bad batches need not be equal to the bit."""
-    return {"with": train(Net(EVERY_KIND), plugin=AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0)))}
-
-
-@scenario
-def autocast_bf16() -> Any:
-    return {"with": train(Net(EVERY_KIND, fused), plugin=AmpPrecision("bf16"), gradient_clip_val=0.5)}
+SCENARIOS["lbfgs"] = lambda: both(SecondCall)
 
 
 @scenario
@@ -529,8 +351,8 @@ def fp16() -> AmpPrecision:
 @scenario
 def overflow_reports() -> Any:
     """Rank 0 writes and logs for all; the run is that without callbacks."""
-    folder, printed = Path(sys.argv[1]) / "overflows", io.StringIO()
-    locator = OverflowLocator(dirpath=folder, save_bundles=True)
+    printed = io.StringIO()
+    locator = OverflowLocator(dirpath=folder() / "overflows", save_bundles=True)
     logger = logging.getLogger("lightning_amp.callbacks._overflow_locator")
     handler = logging.StreamHandler(printed)
     logger.addHandler(handler)
@@ -633,7 +455,7 @@ class Save(L.Callback):
 @scenario
 def half_parameters() -> Any:
     """A module that was loaded in bfloat16: two epochs, the second once more from a checkpoint, and one in float32."""
-    path = Path(sys.argv[1]) / "half_parameters.ckpt"
+    path = folder() / "half_parameters.ckpt"
 
     def run(half: bool, **kwargs: Any) -> dict[str, Any]:
         module = Net(optimizer=fused)
@@ -652,11 +474,6 @@ def falling() -> AmpPrecision:
 TWO_IN_A_ROW: Trouble = {(1, 1): "gradient", (0, 2): "gradient"}
 
 
-@scenario
-def fall_back_unfused() -> Any:
-    return both(Net, TWO_IN_A_ROW, (1, 2), plugin=falling)
-
-
 class OneRankAsks(Net):
     """Rank 0 reads its records, and so hears of the skips before the others do."""
 
@@ -666,9 +483,12 @@ class OneRankAsks(Net):
         return super().training_step(batch, batch_idx)
 
 
-@scenario
-def fall_back_fused() -> Any:
-    return both(lambda trouble: OneRankAsks(trouble, fused), TWO_IN_A_ROW, (1, 2), plugin=falling, max_epochs=8)
+SCENARIOS.update(
+    {
+        "fall_back_unfused": lambda: both(Net, TWO_IN_A_ROW, (1, 2), plugin=falling),
+        "fall_back_fused": lambda: both(net(kind=OneRankAsks), TWO_IN_A_ROW, (1, 2), plugin=falling, max_epochs=8),
+    }
+)
 
 
 @scenario
@@ -681,11 +501,6 @@ def auto() -> Any:
         found = train(Net({}), plugin=plugin)
     machines.move_to("real")
     return {"precision": plugin.precision, "calls": pick.call_count, "precisions": found["precisions"]}
-
-
-def sync_batch_norm() -> Any:
-    """Statistics over both ranks; torch has it on CUDA only."""
-    return both(lambda t: Net(t, fused), EVERY_KIND, (1, 2, 4, 6), sync_batchnorm=True)
 
 
 class Silent(Net):
@@ -705,20 +520,9 @@ def never_waits() -> Any:
     }
 
 
-if DEVICE == "cuda":
-    SCENARIOS.update(sync_batch_norm=sync_batch_norm, never_waits=never_waits)
-
-
-def main() -> None:
-    warnings.filterwarnings("ignore", message=".*does not have many workers|.*LeafSpec|.*find_unused_parameters=True")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    folder, wanted = Path(sys.argv[1]), sys.argv[2:]
-    results = run_scenarios(SCENARIOS, wanted)
-    torch.save(results, folder / f"rank{torch.distributed.get_rank()}.pt")
+if DEVICE == "cuda":  # statistics over both ranks: torch has them on CUDA only
+    SCENARIOS.update({"sync_batch_norm": lambda: both(net(), sync_batchnorm=True), "never_waits": never_waits})
 
 
 if __name__ == "__main__":
-    main()
-    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
-    torch.distributed.destroy_process_group()
+    ranks.main(SCENARIOS)

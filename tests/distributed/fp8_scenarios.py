@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from distributed import ranks
+from distributed.ranks import Scenarios
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from support import quiet_trainer, run_scenarios
+from support import quiet_trainer
 from support.fp8 import Deep, emulated
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,7 +22,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_amp import AmpPrecision
 
-FOLDER = Path(sys.argv[1])
 STEPS, SIZE, FEATURES = 6, 16, 8
 
 
@@ -98,7 +95,7 @@ def alone() -> Any:
     return {precision: run("", precision) for precision in ("fp8", "bf16")}
 
 
-SCENARIOS: dict[str, Callable[[], Any]] = {
+SCENARIOS: Scenarios = {
     "ddp": lambda: run("", "fp8", DDPStrategy(timeout=timedelta(seconds=60)), 2),
     "fsdp": lambda: run("fsdp", "fp8", sharded(), 2),
     "fsdp_bf16": lambda: run("fsdp bf16", "fp8", sharded(), 2),
@@ -110,7 +107,4 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    results = run_scenarios(SCENARIOS, sys.argv[2:])
-    torch.save(results, FOLDER / f"rank{torch.distributed.get_rank()}.pt")
-    torch.distributed.destroy_process_group()
+    ranks.main(SCENARIOS)

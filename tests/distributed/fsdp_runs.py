@@ -123,5 +123,12 @@ class Runs:
             assert f"which `{argument}` asks for" in seen[argument]
 
 
+CHECKS = (
+    "agree_without_shards", "use_the_users_scaler", "resume", "resume_on_one_device", "may_gather_half_parameters",
+    "name_the_line_for_half_parameters",
+)  # fmt: skip
+"""Those that hold for all of one launch."""
+
+
 def parameters(trainer: L.Trainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().cpu() for name, p in trainer.lightning_module.named_parameters()}

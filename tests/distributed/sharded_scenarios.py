@@ -5,52 +5,42 @@ Each scenario is compared with one process that trains the same module in fp32 o
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
-from distributed.ddp_scenarios import (
-    BATCHES,
+from distributed import ranks
+from distributed.ranks import (
+    BAD,
     EVERY_KIND,
     FEATURES,
-    SIZE,
-    Infinite,
-    Records,
+    FIRST_WINDOWS,
+    WINDOWS,
+    Scenarios,
     Trouble,
+    Troubled,
+    data,
+    folder,
     fused,
-    report,
+    initialise,
     scaled,
 )
 from lightning.pytorch.strategies import ModelParallelStrategy
-from support import quiet_trainer, run_scenarios
+from support import all_of_ours
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_amp import (
-    AmpPrecision,
-    DynamicLossScaler,
-    GradientMonitor,
-    MetricComparison,
-    OverflowLocator,
-    ScaleMonitor,
-)
-
-BAD = (1, 2, 4, 6)
-FOLDER = Path(sys.argv[1])
+from lightning_amp import AmpPrecision, DynamicLossScaler
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
@@ -72,26 +62,24 @@ class Model(nn.Module):
         return self.head(self.down(torch.tanh(self.norm(self.up(x))))) * self.gain
 
 
-class Regression(L.LightningModule):
+class Regression(Troubled):
     """`layout` is any of "tp" (up and down), "fsdp" (everything), "fsdp head"; "" trains in one process."""
 
     def __init__(
         self,
         layout: str,
         trouble: Trouble | None = None,
-        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        optimizer: Any = None,
         *,
         norm: bool = False,
         policy: MixedPrecisionPolicy | None = None,
         shard_trouble: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(trouble, optimizer)
         self.layout = layout
-        self.trouble = trouble or {}
         self.shard_trouble = shard_trouble
         self.policy = policy or MixedPrecisionPolicy()
         self.model = Model(norm)
-        self.make_optimizer = optimizer or (lambda params: torch.optim.AdamW(params, lr=0.01))
         self.is_parallel = False
 
     def configure_model(self) -> None:
@@ -114,13 +102,8 @@ class Regression(L.LightningModule):
         torch.distributed.all_reduce(parameter.grad, group=self.data_group)
         parameter.grad.div_(self.data_group.size())
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, number = batch
-        loss = nn.functional.mse_loss(self.model(x).float(), x.sum(1, keepdim=True))
-        kind = self.trouble.get((self.global_rank, int(number[0])))
-        return (
-            Infinite.apply(loss) if kind == "gradient" else loss * {"nan": torch.nan, "inf": torch.inf, None: 1.0}[kind]
-        )
+    def loss(self, x: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.model(x).float(), x.sum(1, keepdim=True))
 
     def on_after_backward(self) -> None:
         if self.shard_trouble == self.trainer.fit_loop.epoch_loop.batch_idx and self.global_rank == 1:
@@ -128,21 +111,7 @@ class Regression(L.LightningModule):
             (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(torch.inf)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, _ = batch
-        self.log("val_loss", nn.functional.mse_loss(self.model(x).float(), x.sum(1, keepdim=True)), sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer(self.parameters())
-        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}]
-
-
-def data(replicas: int, replica: int, without: tuple[int, ...] = ()) -> DataLoader[Any]:
-    x = torch.randn(BATCHES * SIZE * 2, FEATURES, generator=torch.Generator().manual_seed(0))
-    number = torch.arange(BATCHES).repeat_interleave(SIZE * 2)
-    keep = torch.tensor([int(n) not in without for n in number])
-    dataset = TensorDataset(x[keep], number[keep])
-    sampler = DistributedSampler(dataset, replicas, replica, shuffle=False) if replicas > 1 else None
-    return DataLoader(dataset, batch_size=SIZE * 2 // replicas, sampler=sampler)
+        self.log("val_loss", self.loss(batch[0]), sync_dist=True)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -155,31 +124,19 @@ def train(
     without: tuple[int, ...] = (),
     plugin: Any = None,
     distributed_checkpoint: bool = True,
-    ckpt_path: Any = None,
     validate: bool = False,
     **kwargs: Any,
 ) -> tuple[L.Trainer, dict[str, Any]]:
-    torch.manual_seed(0)
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            layer.reset_parameters()
-    records, plugin = Records(), plugin or scaled()
+    initialise(module)
     replicas, shards = mesh
-    if replicas * shards > 1:
-        kwargs["strategy"] = ModelParallelStrategy(
-            replicas, shards, save_distributed_checkpoint=distributed_checkpoint, timeout=timedelta(seconds=60)
-        )
-        kwargs |= {"devices": replicas * shards, "use_distributed_sampler": False}
-    callbacks = [*kwargs.pop("callbacks", []), records]
-    trainer = quiet_trainer(plugins=[plugin], callbacks=callbacks, **kwargs)
-    loader = data(replicas, int(os.environ["LOCAL_RANK"]) // shards, without)
-    trainer.fit(module, loader, loader if validate else None, ckpt_path=ckpt_path)
-    result = report(trainer, plugin, records)
+    strategy = partial(ModelParallelStrategy, replicas, shards, save_distributed_checkpoint=distributed_checkpoint)
+    loader = data(replicas, without, int(os.environ["LOCAL_RANK"]) // shards)
+    validation = {"val_dataloaders": loader} if validate else {}
+    trainer, result = ranks.train(module, loader, plugin, strategy, replicas * shards, **validation, **kwargs)
     result["optimizer"] = [whole(v) for v in result["optimizer"]]
     result["parameters"] = [whole(p) for p in module.parameters()]
-    result["kinds"] = [
-        str(getattr(p, "device_mesh", None) and p.device_mesh.mesh_dim_names) for p in module.parameters()
-    ]
+    meshes = [getattr(p, "device_mesh", None) for p in module.parameters()]
+    result["kinds"] = [str(mesh and mesh.mesh_dim_names) for mesh in meshes]
     return trainer, result
 
 
@@ -187,20 +144,19 @@ def compared(
     mesh: tuple[int, int],
     make: Callable[[str, Trouble], L.LightningModule],
     layout: str,
-    trouble: Trouble | None = None,
+    trouble: Trouble = EVERY_KIND,
     bad: tuple[int, ...] = BAD,
     plugin: Callable[[], AmpPrecision] = scaled,
     **kwargs: Any,
 ) -> Any:
     """The run with trouble, and on rank 0 one process in plain fp32 that never had the bad batches."""
-    trouble = EVERY_KIND if trouble is None else trouble
     result = {"with": train(make(layout, trouble), mesh, plugin=plugin(), **kwargs)[1]}
     if torch.distributed.get_rank() == 0:
         result["single"] = train(make("", {}), (1, 1), bad, plugin=AmpPrecision("fp32"), **kwargs)[1]
     return result
 
 
-SCENARIOS: dict[int, dict[str, Callable[[], Any]]] = {2: {}, 4: {}}
+SCENARIOS: dict[int, Scenarios] = {2: {}, 4: {}}
 
 
 def scenario(world_size: int) -> Any:
@@ -211,36 +167,21 @@ def scenario(world_size: int) -> Any:
     return register
 
 
-@scenario(2)
-def fsdp_fused_norm() -> Any:
-    return compared((2, 1), lambda lay, t: Regression(lay, t, fused), "fsdp", gradient_clip_val=0.5)
+def regression(kind: type[Regression] | None = None) -> Any:
+    return lambda layout, trouble: (kind or Regression)(layout, trouble, fused)
 
 
-@scenario(2)
-def fsdp_value_bf16() -> Any:
-    return compared(
-        (2, 1), Regression, "fsdp", plugin=lambda: scaled("bf16"),
-        gradient_clip_val=0.1, gradient_clip_algorithm="value",
-    )  # fmt: skip
-
-
-@scenario(2)
-def fsdp_accumulation() -> Any:
-    trouble: Trouble = {(1, 0): "gradient", (0, 4): "nan", (1, 3): "inf"}
-    return compared(
-        (2, 1), lambda lay, t: Regression(lay, t, fused), "fsdp", trouble, (0, 1, 2, 3, 4, 5), accumulate_grad_batches=3
-    )  # fmt: skip
-
-
-@scenario(2)
-def tensor_parallel_norm() -> Any:
-    """Sharded and plain parameters in one optimizer. Both ranks see the same batch: trouble on one is in its shard."""
-    return compared((1, 2), Regression, "tp", gradient_clip_val=0.5)
-
-
-@scenario(2)
-def tensor_parallel_value() -> Any:
-    return compared((1, 2), Regression, "tp", gradient_clip_val=0.1, gradient_clip_algorithm="value")
+BY_VALUE: dict[str, Any] = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
+SCENARIOS[2] |= {
+    "fsdp_fused_norm": lambda: compared((2, 1), regression(), "fsdp", gradient_clip_val=0.5),
+    "fsdp_value_bf16": lambda: compared((2, 1), Regression, "fsdp", plugin=lambda: scaled("bf16"), **BY_VALUE),
+    "fsdp_accumulation": lambda: compared(
+        (2, 1), regression(), "fsdp", WINDOWS, FIRST_WINDOWS, accumulate_grad_batches=3
+    ),
+    # sharded and plain parameters in one optimizer; both ranks see the same batch: trouble on one is in its shard
+    "tensor_parallel_norm": lambda: compared((1, 2), Regression, "tp", gradient_clip_val=0.5),
+    "tensor_parallel_value": lambda: compared((1, 2), Regression, "tp", **BY_VALUE),
+}
 
 
 class Sequence(Regression):
@@ -258,14 +199,10 @@ class Sequence(Regression):
             parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)
 
 
-@scenario(2)
-def sequence_parallel_norm() -> Any:
-    return compared((1, 2), Sequence, "tp", gradient_clip_val=0.5)
-
-
-@scenario(2)
-def sequence_parallel_value() -> Any:
-    return compared((1, 2), Sequence, "tp", gradient_clip_val=0.1, gradient_clip_algorithm="value")
+SCENARIOS[2] |= {
+    "sequence_parallel_norm": lambda: compared((1, 2), Sequence, "tp", gradient_clip_val=0.5),
+    "sequence_parallel_value": lambda: compared((1, 2), Sequence, "tp", **BY_VALUE),
+}
 
 
 @scenario(2)
@@ -310,9 +247,7 @@ class Manual(Regression):
         return optimizers, [ExponentialLR(o, 0.9) for o in optimizers]
 
 
-@scenario(2)
-def manual() -> Any:
-    return compared((2, 1), lambda lay, t: Manual(lay, t, fused), "fsdp")
+SCENARIOS[2]["manual"] = lambda: compared((2, 1), regression(Manual), "fsdp")
 
 
 def _policy(precision: str, dtype: torch.dtype) -> Any:
@@ -323,14 +258,10 @@ def _policy(precision: str, dtype: torch.dtype) -> Any:
     return {"with": train(module, (2, 1), plugin=plugin, gradient_clip_val=0.5)[1]}
 
 
-@scenario(2)
-def half_precision_fp16() -> Any:
-    return _policy("fp16", torch.float16)
-
-
-@scenario(2)
-def half_precision_bf16() -> Any:
-    return _policy("bf16", torch.bfloat16)
+SCENARIOS[2] |= {
+    "half_precision_fp16": lambda: _policy("fp16", torch.float16),
+    "half_precision_bf16": lambda: _policy("bf16", torch.bfloat16),
+}
 
 
 @scenario(2)
@@ -340,7 +271,7 @@ def resume() -> Any:
     options: dict[str, Any] = {"gradient_clip_val": 0.5}
     result = {"without": train(make(), (2, 1), max_epochs=2, **options)[1]}
     for distributed, name in ((True, "with"), (False, "whole")):
-        path, options["distributed_checkpoint"] = FOLDER / f"checkpoint_{name}", distributed
+        path, options["distributed_checkpoint"] = folder() / f"checkpoint_{name}", distributed
         train(make(), (2, 1), **options)[0].save_checkpoint(path)
         result[name] = train(make(), (2, 1), max_epochs=2, ckpt_path=path, **options)[1]
     return result
@@ -355,8 +286,7 @@ def callbacks() -> Any:
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-    monitor, locator = ScaleMonitor(dirpath=FOLDER / "scale"), OverflowLocator(dirpath=FOLDER / "overflows")
-    everything = [monitor, locator, GradientMonitor(2), MetricComparison()]
+    everything = all_of_ours(folder() / "files", every_n_steps=2)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -370,8 +300,8 @@ def callbacks() -> Any:
         "with": result,
         "said": printed.getvalue().splitlines() + [str(w.message) for w in caught],
         "logged": {k: float(v) for k, v in trainer.callback_metrics.items()},
-        "skipped": monitor.history.num_skipped,
-        "files": sorted(str(p.relative_to(FOLDER)) for p in FOLDER.rglob("*.*") if "checkpoint" not in str(p)),
+        "skipped": everything[0].history.num_skipped,
+        "files": sorted(str(p.relative_to(folder())) for p in folder().rglob("*.*") if "checkpoint" not in str(p)),
     }
 
 
@@ -380,14 +310,11 @@ def stuck() -> Any:
     """The error of a run that only skips comes on all ranks and names parameters."""
     plugin = scaled()
     plugin.scaler.max_consecutive_skips = 2
-    message = ""
-    with contextlib.suppress(FloatingPointError):
-        try:
-            train(Regression("fsdp", {(1, 1): "gradient", (0, 2): "gradient"}), (2, 1), plugin=plugin)
-        except FloatingPointError as error:
-            message = str(error)
-            raise
-    return {"message": message}
+    try:
+        train(Regression("fsdp", {(1, 1): "gradient", (0, 2): "gradient"}), (2, 1), plugin=plugin)
+    except FloatingPointError as error:
+        return {"message": str(error)}
+    return {"message": ""}
 
 
 class HalfLoaded(Regression):
@@ -419,10 +346,8 @@ def half_parameters() -> Any:
     return result
 
 
-@scenario(4)
-def three_meshes() -> Any:
-    """2 x 2: `up` and `down` on both meshes, `head` on one, `gain` on none."""
-    return compared((2, 2), Regression, "tp, fsdp head", gradient_clip_val=0.5)
+# 2 x 2: `up` and `down` on both meshes, `head` on one, `gain` on none
+SCENARIOS[4]["three_meshes"] = lambda: compared((2, 2), Regression, "tp, fsdp head", gradient_clip_val=0.5)
 
 
 @scenario(4)
@@ -440,17 +365,6 @@ def three_meshes_fused() -> Any:
     return result
 
 
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    for name in ("pytorch", "fabric"):
-        logging.getLogger(f"lightning.{name}").setLevel(logging.ERROR)
-    wanted = sys.argv[2:]
-    scenarios = SCENARIOS[int(os.environ["WORLD_SIZE"])]
-    results = run_scenarios(scenarios, wanted)
-    torch.save(results, FOLDER / f"rank{torch.distributed.get_rank()}.pt")
-
-
 if __name__ == "__main__":
-    main()
-    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
-    torch.distributed.destroy_process_group()
+    warnings.filterwarnings("ignore")
+    ranks.main(SCENARIOS[int(os.environ["WORLD_SIZE"])])

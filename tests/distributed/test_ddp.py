@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.ddp_scenarios import SCENARIOS, Net, assert_agree, fused, train
+from distributed.ddp_scenarios import SCENARIOS, Net, train
+from distributed.ranks import BAD, assert_agree, fused
 from support import DEVICE, assert_same
 from support.launch import launch_once, shared_folder
 
@@ -72,7 +73,7 @@ def test_only_an_overflow_lowers_the_scale(ranks: list[dict[str, Any]]) -> None:
 
 def test_equals_one_process_with_the_whole_batches(ranks: list[dict[str, Any]]) -> None:
     single = train(
-        Net({}, fused, norm=False), (1, 2, 4, 6), AmpPrecision("fp32"), world_size=1, gradient_clip_val=0.5
+        Net({}, fused, norm=False), BAD, AmpPrecision("fp32"), world_size=1, gradient_clip_val=0.5
     )  # fmt: skip
     assert_same(ranks[0]["static_graph"]["with"]["parameters"], single["parameters"], rtol=1e-5, atol=1e-6)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.ddp_scenarios import assert_agree
+from distributed.ranks import assert_agree
 from support import assert_same
 from support.launch import launch_once, shared_folder
 
@@ -95,7 +95,7 @@ def test_callbacks_that_cannot_run_say_so(two: Ranks) -> None:
         assert text not in second["said"]
     for rank in (first, second):
         assert rank["skipped"] == rank["logged"]["amp/skipped_steps"] == rank["logged"]["amp/overflows"] == 8
-        assert rank["files"] == ["scale/scale_history.csv"]
+        assert rank["files"] == ["files/scale_history.csv"]
 
 
 def test_a_stuck_run_stops_on_all_ranks_and_names_parameters(two: Ranks) -> None:

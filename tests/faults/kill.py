@@ -38,8 +38,8 @@ from support.resuming import Averaging, assert_equal, everything, ours, plugin_f
 
 from lightning_amp import MetricComparison, OverflowLocator
 from lightning_amp._files import LEFTOVER
+from lightning_amp.findings import StepRecord
 from lightning_amp.reports import ScaleHistory
-from lightning_amp.scaling import StepRecord
 
 STEPS = 52
 EVERY = 7  # never at the end of an epoch: Lightning does not make up for a validation that was cut off there

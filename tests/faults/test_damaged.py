@@ -23,6 +23,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "step=10.ckpt"
 
 
+def resume(plugin: AmpPrecision, path: Path, saved: Path, **kwargs: Any) -> None:
+    """Two more steps, with all callbacks."""
+    callbacks = [Averaging(), *ours()]
+    train(plugin, 12, ckpt_path=path, checkpoints=saved.parent, callbacks=callbacks, every_n_steps=10, **kwargs)
+
+
 def damaged(saved: Path, folder: Path, damage: Callable[[dict[str, Any]], object]) -> Path:
     checkpoint = torch.load(saved, weights_only=True)
     damage(checkpoint)
@@ -68,7 +74,7 @@ def test_the_entry_of_the_plugin(saved: Path, tmp_path: Path, keys: Any, value: 
     path = damaged(saved, tmp_path, put(value, *keys))
     plugin = plugin_for("fp16")
     with pytest.raises(ValueError, match=rule) as caught:
-        train(plugin, 12, ckpt_path=path, checkpoints=saved.parent, callbacks=[Averaging(), *ours()], every_n_steps=10)
+        resume(plugin, path, saved)
     name = ".".join(keys)
     assert f"`{path}: {name}`" in str(caught.value)
     assert "resume from an earlier one, or delete the entry" in str(caught.value)
@@ -84,8 +90,7 @@ def test_the_entry_of_stock_lightning(saved: Path, tmp_path: Path, key: str, sca
 
     path = damaged(saved, tmp_path, damage)
     with pytest.raises(ValueError, match=rf"{key}\.scale` must be a finite number above 0, got 0.0"):
-        train(AmpPrecision("fp16", scaler=scaler()), 12, ckpt_path=path, callbacks=[Averaging(), *ours()],
-              checkpoints=saved.parent, every_n_steps=10)  # fmt: skip
+        resume(AmpPrecision("fp16", scaler=scaler()), path, saved)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -97,8 +102,8 @@ def test_what_is_not_needed_may_be_broken(saved: Path, tmp_path: Path, precision
         checkpoint["MixedPrecision"]["scale"] = 0.0
 
     path = damaged(saved, tmp_path, damage)
-    plugin, callbacks = plugin_for(precision), [Averaging(), *ours()]
-    train(plugin, 12, ckpt_path=path, checkpoints=saved.parent, callbacks=callbacks, every_n_steps=10)
+    plugin = plugin_for(precision)
+    resume(plugin, path, saved)
     assert plugin.num_steps == 2
 
 
@@ -110,8 +115,7 @@ def test_taking_the_entry_out_starts_afresh(saved: Path, tmp_path: Path) -> None
 
     path = damaged(saved, tmp_path, damage)
     plugin = plugin_for("fp16", init_scale=64.0)
-    callbacks = [Averaging(), *ours()]
-    train(plugin, 12, ckpt_path=path, checkpoints=saved.parent, callbacks=callbacks, every_n_steps=10)
+    resume(plugin, path, saved)
     assert (plugin.num_steps, plugin.scaler.get_scale()) == (2, 64.0)
 
 
@@ -137,8 +141,7 @@ def test_the_entries_of_callbacks(saved: Path, tmp_path: Path, callback: str, ke
     path = damaged(saved, tmp_path, put(value, "callbacks", callback, key))
     module = Net(lambda params: torch.optim.SGD(params, lr=0.1))
     with pytest.raises(ValueError, match=error):
-        train(plugin_for("fp16"), 12, ckpt_path=path, checkpoints=saved.parent, callbacks=[Averaging(), *ours()],
-              every_n_steps=10, module=module)  # fmt: skip
+        resume(plugin_for("fp16"), path, saved, module=module)
     assert not module._forward_hooks
 
 
@@ -155,7 +158,7 @@ def test_a_file_that_is_cut_off(saved: Path, tmp_path: Path, share: float) -> No
         train(plugin, 12, ckpt_path=path, checkpoints=saved.parent, callbacks=callbacks)
     assert not plugin.records.subscriptions
     assert written.read_text() == "what the killed run has left\n"
-    train(plugin, 12, ckpt_path=saved, checkpoints=saved.parent, callbacks=[Averaging(), *ours()], every_n_steps=10)
+    resume(plugin, saved, saved)
     assert plugin.num_steps + plugin.num_skipped == 12
 
 

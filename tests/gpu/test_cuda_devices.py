@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.ddp_scenarios import assert_agree
+from distributed.ranks import assert_agree
 from support import assert_same
 from support.launch import ROOT, launch
 

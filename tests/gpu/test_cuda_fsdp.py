@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from distributed.fsdp_models import CASES
-from distributed.fsdp_runs import Runs
+from distributed.fsdp_runs import CHECKS, Runs
 
 pytestmark = [
     pytest.mark.needs("nccl"),
@@ -32,19 +32,6 @@ def test_what_computes_in_what(precision: str, runs: Runs) -> None:
     runs.computes_in(precision)
 
 
-def test_scalers(runs: Runs) -> None:
-    runs.agree_without_shards()
-    runs.use_the_users_scaler()
-
-
-def test_checkpoints(runs: Runs) -> None:
-    runs.resume()
-    runs.resume_on_one_device()
-
-
-def test_the_strategy_may_gather_half_parameters(runs: Runs) -> None:
-    runs.may_gather_half_parameters()
-
-
-def test_half_parameters_are_refused_with_a_line_that_works(runs: Runs) -> None:
-    runs.name_the_line_for_half_parameters()
+@pytest.mark.parametrize("check", CHECKS)
+def test_check(check: str, runs: Runs) -> None:
+    getattr(runs, check)()

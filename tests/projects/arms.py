@@ -17,32 +17,16 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from support.callbacks import all_of_ours
+from support.devices import DEVICE
+from support.trainers import quiet_trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_amp import (
-    AmpPrecision,
-    DynamicLossScaler,
-    GradientMonitor,
-    MetricComparison,
-    OverflowLocator,
-    ScaleMonitor,
-)
+from lightning_amp import AmpPrecision, DynamicLossScaler
 from projects.registry import Project, Setup
 from projects.structure import Facts, structure
-
-DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
-DEFAULTS: dict[str, Any] = {
-    "accelerator": DEVICE,
-    "devices": 1,
-    "max_epochs": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "log_every_n_steps": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -216,16 +200,14 @@ def run(project: Project, arm: Arm, seed: int = 0, plugin: Any = None) -> Outcom
 
 
 def make_trainer(project: Project, setup: Setup, arm: Arm, outcome: Outcome, plugin: Any) -> L.Trainer:
-    kwargs = {**DEFAULTS, **setup.trainer}
+    kwargs = dict(setup.trainer)
     before = project.look == "before" or not setup.module.automatic_optimization
     recorder = RecorderBeforeTheStep(outcome) if before else Recorder(outcome)
     own = kwargs.pop("callbacks", None) or []
     own = [own] if isinstance(own, Callback) else list(own)
-    ours: list[Callback] = []
-    if arm.callbacks:
-        ours = [ScaleMonitor(), MetricComparison(), OverflowLocator(), GradientMonitor(every_n_steps=2)]
+    ours = all_of_ours(every_n_steps=2) if arm.callbacks else []
     plugins = [] if plugin is None else [plugin]
-    return L.Trainer(**kwargs, callbacks=[*own, *ours, recorder], plugins=plugins)
+    return quiet_trainer(**kwargs, callbacks=[*own, *ours, recorder], plugins=plugins)
 
 
 def finish(setup: Setup, trainer: L.Trainer, outcome: Outcome) -> None:

@@ -11,17 +11,27 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import throughput_monitor
 from lightning.pytorch.plugins import MixedPrecision
-from support import DEVICE, STOCK_CACHES_CASTS, Poison, Toy, assert_same, batches, fit, scaled_fp32, stock, weights
+from support import (
+    DEVICE,
+    STOCK_CACHES_CASTS,
+    Poison,
+    Toy,
+    assert_as_fp32,
+    assert_finite,
+    assert_same,
+    batches,
+    fit,
+    promises,
+    scaled_fp32,
+    stock,
+    weights,
+)
 from support.promises import DIFFERS
 from torch import nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 
-OPTIMIZERS = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
-    "fused adamw": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
-}
+OPTIMIZERS = {name: promises.OPTIMIZERS[name] for name in ("sgd", "adamw", "fused adamw")}
 POLICY: dict[str, Any] = {"init_scale": 2.0**24, "growth_interval": 5}
 
 
@@ -101,10 +111,8 @@ def test_somebody_elses_scaler(optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_fp32_is_fp32(optimizer: str) -> None:
     module = functools.partial(toy, optimizer)
-    plain = fit(module)
-    assert_same(fit(module, AmpPrecision("fp32")), plain)
-    assert_same(fit(module, AmpPrecision("fp32", skip_nonfinite=False)), plain)
-    assert_same(fit(module, scaled_fp32()), plain)
+    for plugin in (AmpPrecision("fp32"), AmpPrecision("fp32", skip_nonfinite=False), scaled_fp32()):
+        assert_as_fp32(module, plugin)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -175,11 +183,12 @@ def test_a_skipped_step_changes_nothing_and_is_counted() -> None:
 def test_skip_nonfinite(precision: str) -> None:
     plugin = AmpPrecision(precision)
     trainer = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1], loss=[3])])
-    assert all(torch.isfinite(w).all() for w in weights(trainer).values())
+    assert_finite(trainer)
     assert (plugin.num_steps, plugin.num_skipped) == (6, 2)
     plugin = AmpPrecision(precision, skip_nonfinite=False)
     trainer = fit(lambda: toy("adamw"), plugin, callbacks=[Poison(gradient=[1])])
-    assert not all(torch.isfinite(w).all() for w in weights(trainer).values())
+    with pytest.raises(AssertionError, match="not finite"):
+        assert_finite(trainer)
 
 
 def test_a_stuck_run_says_which_parameters() -> None:

@@ -18,7 +18,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from support import Toy, batches, fit
+from support import Recorder, Toy, batches, fit
 from support.averages import EMAWeightAveraging
 from support.launch import run_ranks
 from torch import Tensor, nn
@@ -226,25 +226,10 @@ class Everything(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class Rows(L.pytorch.loggers.Logger):
-    name = version = "rows"  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[Any] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        metrics = {k: v for k, v in metrics.items() if not k.startswith("amp/")}
-        if set(metrics) - {"epoch"}:
-            self.rows.append((step, metrics))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
-
-
 def run_everything(manual: bool, watched: bool, *, seed: int = 0, **kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
     """All that training leaves behind, and the callbacks."""
     L.seed_everything(seed, verbose=False)
-    module, logger = Everything(manual, sync_dist="strategy" in kwargs), Rows()
+    module, logger = Everything(manual, sync_dist="strategy" in kwargs), Recorder()
     watchers: list[Any] = [ScaleMonitor(), OverflowLocator(), GradientMonitor(2)] if watched else []
     callbacks = [*watchers, EMAWeightAveraging(decay=0.5)] if "strategy" not in kwargs else watchers
     plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, growth_interval=3))
@@ -257,7 +242,7 @@ def run_everything(manual: bool, watched: bool, *, seed: int = 0, **kwargs: Any)
         "frozen": [p.requires_grad for p in module.parameters()],
         "lists": module.seen,
         "metrics": {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("amp/")},
-        "rows": logger.rows,
+        "rows": logger.users_rows,
         "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),  # type: ignore
         "generator": module.generator.get_state().tolist(),
         "steps": (plugin.num_steps, plugin.num_skipped, str(plugin.last_step), trainer.global_step),

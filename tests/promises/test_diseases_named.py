@@ -18,6 +18,8 @@ from zoo.registry import cases
 from lightning_amp import OverflowLocator
 from lightning_amp.reports import OverflowReport
 
+pytestmark = pytest.mark.cpu
+
 
 def run(fault: Fault, cured: bool) -> tuple[OverflowLocator, Any]:
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, FEATURES, Toy, attributes, batches, fit, quiet_trainer
+from support import DEVICE, FEATURES, Toy, attributes, batches, evaluate, fit, quiet_trainer
 from support.promises import Plugins, promise
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
@@ -89,8 +89,7 @@ class Batches(L.Callback):
 )
 def test_outputs_are_fp32_and_kept_features_match_the_head(plugins: Plugins, precision: str, run: str) -> None:
     module, seen = Outputs(), Batches()
-    trainer = quiet_trainer(plugins=[getattr(plugins, precision)()], callbacks=[seen])
-    getattr(trainer, run)(module, batches(2))
+    evaluate(run, module, batches(2), plugins=[getattr(plugins, precision)()], callbacks=[seen])
     for output in seen.outputs:
         nested = output["nested"]
         tensors = [output["out"], nested[0][0], nested[1].logits, nested[1].extra["x"]]

@@ -15,7 +15,18 @@ import pytest
 import torch
 import torch.optim.optimizer as torch_optimizers
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support import FEATURES, Poison, Toy, assert_same, attributes, batches, flags_on_a_device, quiet_trainer
+from support import (
+    FEATURES,
+    Poison,
+    Records,
+    Toy,
+    assert_same,
+    attributes,
+    batches,
+    flags_on_a_device,
+    quiet_trainer,
+    with_batch_norm,
+)
 from support.promises import OPTIMIZERS, fused_adamw, plain_adamw, plain_sgd
 from support.resuming import Averaging, Resumable
 from torch import Tensor, nn
@@ -23,7 +34,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
@@ -39,13 +50,10 @@ def falling(precision: Any = "fp16", fallback: Any = ("bf16",), **kwargs: Any) -
     return AmpPrecision(precision, scaler=scaler, fallback=fallback, **kwargs)
 
 
-class Records(L.Callback):
-    def __init__(self) -> None:
-        self.all: list[StepRecord] = []
+class RecordsAndPrecisions(Records):
+    def __init__(self, at_once: bool = False) -> None:
+        super().__init__(at_once)
         self.at_batch_end: list[tuple[str, torch.dtype, bool]] = []
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.precision_plugin.records.subscribe(self.all.extend)
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         plugin = trainer.precision_plugin
@@ -56,8 +64,7 @@ class Net(Toy):
     """Normalisation, a schedule, and dtypes of what it computes."""
 
     def __init__(self, optimizer: Any = plain_adamw) -> None:
-        net = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
-        super().__init__(optimizer, net, lambda o: ExponentialLR(o, 0.9))
+        super().__init__(optimizer, with_batch_norm(), lambda o: ExponentialLR(o, 0.9))
         self.trained_in: list[torch.dtype] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -110,11 +117,9 @@ def drawn(count: int = 8, without: int = 0) -> Any:
 @pytest.mark.parametrize("to", ["bf16", "fp32"])
 def test_a_stuck_run_is_the_one_that_never_drew_these_batches(to: str, optimizer: str) -> None:
     """Weights, normalisation, optimizer and schedule, bit for bit."""
-    records = Records()
+    records = RecordsAndPrecisions(at_once=True)
     module, plugin = Net(OPTIMIZERS[optimizer]), falling(fallback=[to])
-    # who follows the records acts on a skip at once, so that a device is asked after each batch
-    asks = Asks()
-    trainer = train(module, plugin, {0, 1, 2}, callbacks=[records, asks], warns=r"goes on in")
+    trainer = train(module, plugin, {0, 1, 2}, callbacks=[records], warns=r"goes on in")
     reference = train(Net(OPTIMIZERS[optimizer]), AmpPrecision(to), data=drawn(without=LIMIT), warns=None)
     assert_same(trainer, reference)
     assert_same(trainer.optimizers[0].state_dict(), reference.optimizers[0].state_dict())
@@ -130,13 +135,6 @@ def test_a_stuck_run_is_the_one_that_never_drew_these_batches(to: str, optimizer
     assert plugin.last_step == StepRecord(7, 0, 1.0, 1.0, False, "none", to)
     assert (plugin.num_steps, plugin.num_skipped) == (5, 3)
     assert plugin.records.streak == ()
-
-
-class Asks(L.Callback):
-    """Hears of each skip in its batch."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.precision_plugin.records.subscribe(lambda records: None, at_once=True)
 
 
 def test_on_a_device_it_may_be_a_block_of_records_late() -> None:
@@ -246,7 +244,7 @@ def test_averaged_weights_do_not_notice() -> None:
 
 def test_without_skip_nonfinite_nothing_is_skipped_from_there_on() -> None:
     module, plugin = Net(plain_sgd), falling(skip_nonfinite=False)
-    train(module, plugin, {0, 1, 2, 5}, callbacks=[Asks()])
+    train(module, plugin, {0, 1, 2, 5}, callbacks=[Records(at_once=True)])
     assert (plugin.num_steps, plugin.num_skipped) == (5, 3)
     assert module.net[0].weight.isnan().any()
 
@@ -262,7 +260,7 @@ def test_any_scaler() -> None:
 # -- manual optimization -----------------------------------------------------------------------------------------------
 
 
-class Manual(Net):
+class TwoByHand(Net):
     """Two optimizers; the second one accumulates over two batches."""
 
     def __init__(self, optimizer: Any = plain_adamw) -> None:
@@ -290,7 +288,7 @@ class Manual(Net):
 @pytest.mark.usefixtures("where_flags_live")
 def test_manual_optimization_with_two_optimizers() -> None:
     """Gradients of the second one that are there from before are true ones then, and its window goes on."""
-    module, plugin, records = Manual(), falling(), Records()
+    module, plugin, records = TwoByHand(), falling(), Records(at_once=True)
 
     # batch 0: A skipped; 1: A skipped, B skipped; so the switch comes in the middle of nobody's window
     class Both(Poison):
@@ -300,13 +298,13 @@ def test_manual_optimization_with_two_optimizers() -> None:
                     if p.grad is not None:
                         p.grad.flatten()[0] = float("inf")
 
-    trainer = quiet_trainer(plugins=[plugin], callbacks=[Both({0, 1}), records, Asks()])
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[Both({0, 1}), records])
     torch.manual_seed(0)
     start = copy.deepcopy(module.state_dict())
     with pytest.warns(UserWarning, match=STUCK):
         trainer.fit(module, batches(8))
     assert module.trained_in == [torch.float16] * 2 + [torch.bfloat16] * 6
-    reference = Manual()
+    reference = TwoByHand()
     reference.load_state_dict(start)
     quiet_trainer(plugins=[AmpPrecision("bf16")]).fit(reference, drawn(without=2))
     assert_same(module, reference)
@@ -315,10 +313,10 @@ def test_manual_optimization_with_two_optimizers() -> None:
 
 def test_gradients_that_are_still_there_become_true_ones() -> None:
     """The first optimizer is skipped in batch 2, when the second one has half of its gradients."""
-    modules: list[Manual] = []
+    modules: list[TwoByHand] = []
     at_once = AmpPrecision("fp16", scaler=DynamicLossScaler(64.0, max_consecutive_skips=1), fallback=["fp32"])
     for plugin in (at_once, AmpPrecision("fp32")):
-        modules.append(Manual(lambda params: torch.optim.SGD(params, lr=0.0)))
+        modules.append(TwoByHand(lambda params: torch.optim.SGD(params, lr=0.0)))
         scales = plugin is at_once
         train(modules[-1], plugin, {2} if scales else (), warns=r"1 optimizer .* goes on in 'fp32'" if scales else None)
     assert modules[0].trained_in == [torch.float16] * 3 + [torch.float32] * 5

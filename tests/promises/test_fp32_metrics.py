@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, Toy, batches, quiet_trainer, stock
+from support import DEVICE, Toy, batches, evaluate, quiet_trainer, stock
 from support.promises import DIFFERS, Plugins, promise
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError, MetricCollection
@@ -75,11 +75,12 @@ class Metrics(Toy):
 def of_run(run: str, plugin: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     module, data = Metrics(), batches(4, 8)
-    trainer = quiet_trainer(plugins=[plugin] if plugin else None, num_sanity_val_steps=1)
+    plugins = [plugin] if plugin else None
     if run == "fit":
+        trainer = quiet_trainer(plugins=plugins, num_sanity_val_steps=1)
         trainer.fit(module, data, data)
     else:
-        output = getattr(trainer, run)(module, data, **({} if run == "predict" else {"verbose": False}))
+        trainer, output = evaluate(run, module, data, plugins=plugins)
         if run == "predict":
             return {"output": [value.float() for value in output]}
     return {**trainer.callback_metrics, **module.values}

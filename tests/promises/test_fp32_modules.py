@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, FEATURES, Toy, assert_same, attributes, batches, fit, quiet_trainer, weights
+from support import DEVICE, FEATURES, Toy, assert_same, attributes, batches, evaluate, fit, quiet_trainer, weights
 from support.averages import EMAWeightAveraging
 from support.promises import DIFFERS, Plugins, promise
 from torch import Tensor, nn
@@ -140,8 +140,7 @@ class Evaluated(Toy):
 def test_evaluation_in_fp32(plugins: Plugins, run: str) -> None:
     def results(plugin: Any) -> Any:
         torch.manual_seed(0)
-        trainer, module = quiet_trainer(plugins=[plugin]), Evaluated()
-        output = getattr(trainer, run)(module, batches(3), **({} if run == "predict" else {"verbose": False}))
+        trainer, output = evaluate(run, Evaluated(), batches(3), plugins=[plugin])
         return [x.float() for x in output] if run == "predict" else trainer.callback_metrics
 
     plugin = AmpPrecision("fp16", eval_precision="fp32") if plugins.ours else plugins.fp16()
@@ -171,10 +170,10 @@ def test_spellings_and_switching_in_fit(train: Any, evaluate: Any, expected: tup
 
 def test_training_is_the_same_whatever_evaluates() -> None:
     runs: list[L.LightningModule] = []
-    for evaluate in (None, "fp32", "fp16"):
+    for eval_precision in (None, "fp32", "fp16"):
         torch.manual_seed(0)
         runs.append(Evaluated())
-        trainer = quiet_trainer(plugins=[AmpPrecision("bf16", eval_precision=evaluate)], val_check_interval=2)
+        trainer = quiet_trainer(plugins=[AmpPrecision("bf16", eval_precision=eval_precision)], val_check_interval=2)
         trainer.fit(runs[-1], batches(), batches(2))
     assert_same(runs[0], runs[1])
     assert_same(runs[0], runs[2])
@@ -197,10 +196,8 @@ def float64_batches() -> Any:
 @pytest.mark.parametrize(("train", "evaluate"), [("bf16", None), ("bf16", "fp32"), ("fp32", "bf16")])
 def test_float64_batches(train: str, evaluate: str | None) -> None:
     """Row 26 holds for evaluation, too; training in fp32 is left alone."""
-    module = Evaluated()
-    quiet_trainer(plugins=[AmpPrecision(train, eval_precision=evaluate)]).validate(
-        module, float64_batches(), verbose=False
-    )
+    plugin = AmpPrecision(train, eval_precision=evaluate)
+    quiet_trainer(plugins=[plugin]).validate(Evaluated(), float64_batches(), verbose=False)
     if train == "fp32":
         with pytest.raises(RuntimeError, match="dtype"):
             fit(Toy, AmpPrecision(train, eval_precision=evaluate), float64_batches())

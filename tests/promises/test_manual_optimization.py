@@ -5,6 +5,7 @@ Autocast is off and scales are powers of two, so "the same" is the same bits, fo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -15,7 +16,20 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import DEVICE, FEATURES, Poison, Toy, WithoutAutocast, assert_same, fit, weights
+from support import (
+    DEVICE,
+    FEATURES,
+    Manual,
+    Poison,
+    Records,
+    Toy,
+    WithoutAutocast,
+    assert_as_fp32,
+    assert_finite,
+    assert_same,
+    fit,
+    weights,
+)
 from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, plain_adamw, plain_sgd, promise
 from torch import Tensor, nn
 
@@ -23,9 +37,9 @@ from lightning_amp import AmpPrecision
 
 
 class Two(L.LightningModule):
-    """Two optimizers over two nets; the order of the calls is the test's."""
+    """Two optimizers over two nets; the order of the calls is the test's: one of `ORDERS`, or a function."""
 
-    def __init__(self, order: Callable[[Two, Tensor], None], optimizer: str = "adamw", shared: bool = False) -> None:
+    def __init__(self, order: Any, optimizer: str = "adamw", shared: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.a, self.b = nn.Linear(FEATURES, 4), nn.Linear(4, 1)
@@ -38,7 +52,13 @@ class Two(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         self.index = batch_idx
-        self.order(self, batch)
+        if callable(self.order):
+            self.order(self, batch)
+            return
+        for call in ORDERS[self.order].split(", "):
+            verb, which, _, every = (*call.split(), "in", "1")[:4]
+            if (batch_idx + 1) % int(every) == 0:
+                getattr(self, verb)(which, batch)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -49,131 +69,56 @@ class Two(L.LightningModule):
         both = itertools.chain(self.a.parameters(), self.b.parameters())
         return [make(self.a.parameters()), make(both if self.shared else self.b.parameters())]
 
+    # -- the verbs of an order
 
-def bsbs(m: Two, batch: Tensor) -> None:
-    one, two = m.optimizers()
-    one.zero_grad()
-    m.manual_backward(m.losses(batch)[0])
-    one.step()
-    two.zero_grad()
-    m.manual_backward(m.losses(batch)[1])
-    two.step()
+    def of(self, which: str) -> Any:
+        return self.optimizers()[int(which) - 1]
 
+    def zero(self, which: str, batch: Tensor) -> None:
+        self.of(which).zero_grad()
 
-def bbss(m: Two, batch: Tensor) -> None:
-    one, two = m.optimizers()
-    one.zero_grad()
-    two.zero_grad()
-    losses = m.losses(batch)
-    m.manual_backward(losses[0], retain_graph=True)
-    m.manual_backward(losses[1])
-    one.step()
-    two.step()
+    def backward_of(self, which: str, batch: Tensor) -> None:
+        losses = self.losses(batch)
+        if which == "both":
+            self.manual_backward(losses[0], retain_graph=True)
+        self.manual_backward(losses[which != "1"])
 
+    def step(self, which: str, batch: Tensor) -> None:
+        self.of(which).step()
 
-def bbss_reversed(m: Two, batch: Tensor) -> None:
-    one, two = m.optimizers()
-    one.zero_grad()
-    two.zero_grad()
-    losses = m.losses(batch)
-    m.manual_backward(losses[0], retain_graph=True)
-    m.manual_backward(losses[1])
-    two.step()
-    one.step()
+    def clip(self, which: str, batch: Tensor) -> None:
+        self.clip_gradients(self.of(which), gradient_clip_val=0.3, gradient_clip_algorithm="norm")
 
+    def clamp(self, which: str, batch: Tensor) -> None:
+        self.clip_gradients(self.of(which), gradient_clip_val=0.1, gradient_clip_algorithm="value")
 
-def one_twice(m: Two, batch: Tensor) -> None:
-    one, two = m.optimizers()
-    for _ in range(2):
-        one.zero_grad()
-        m.manual_backward(m.losses(batch)[0])
-        one.step()
-    two.zero_grad()
-    m.manual_backward(m.losses(batch)[1])
-    two.step()
-
-
-def step_twice_without_a_backward(m: Two, batch: Tensor) -> None:
-    one, two = m.optimizers()
-    one.zero_grad()
-    two.zero_grad()
-    m.manual_backward(m.losses(batch)[1])
-    one.step()
-    one.step()
-    two.step()
-
-
-def never_zeroed(m: Two, batch: Tensor) -> None:
-    one, two = m.optimizers()
-    m.manual_backward(m.losses(batch)[0])
-    one.step()
-    m.manual_backward(m.losses(batch)[1])
-    two.step()
-
-
-def gan_leftovers(m: Two, batch: Tensor) -> None:
-    """The second backward leaves gradients in the first net, which are zeroed only at the next batch."""
-    one, two = m.optimizers()
-    m.manual_backward(m.losses(batch)[0])
-    one.step()
-    one.zero_grad()
-    m.manual_backward(m.losses(batch)[1])
-    two.step()
-    two.zero_grad()
-
-
-def two_accumulates(m: Two, batch: Tensor) -> None:
-    one, two = m.optimizers()
-    one.zero_grad()
-    losses = m.losses(batch)
-    m.manual_backward(losses[0], retain_graph=True)
-    m.manual_backward(losses[1])
-    one.step()
-    if m.index % 3 == 2:
-        two.step()
-        two.zero_grad()
-
-
-def closures(m: Two, batch: Tensor) -> None:
-    for i, optimizer in enumerate(m.optimizers()):
-
-        def closure(i: int = i, optimizer: Any = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss = m.losses(batch)[i]
-            m.manual_backward(loss)
+    def closure(self, which: str, batch: Tensor) -> None:
+        def closure() -> Tensor:
+            self.zero(which, batch)
+            loss = self.losses(batch)[int(which) - 1]
+            self.manual_backward(loss)
             return loss
 
-        optimizer.step(closure=closure)
+        self.of(which).step(closure=closure)
 
 
-def clip(m: Two, batch: Tensor) -> None:
-    one, two = m.optimizers()
-    for i, optimizer in enumerate((one, two)):
-        optimizer.zero_grad()
-        m.manual_backward(m.losses(batch)[i])
-        m.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
-        optimizer.step()
-
-
-def clip_by_value(m: Two, batch: Tensor) -> None:
-    one, two = m.optimizers()
-    for i, optimizer in enumerate((one, two)):
-        optimizer.zero_grad()
-        m.manual_backward(m.losses(batch)[i])
-        m.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
-        optimizer.step()
-
-
-def clip_then_accumulate(m: Two, batch: Tensor) -> None:
-    one, two = m.optimizers()
-    m.manual_backward(m.losses(batch)[1])
-    m.clip_gradients(one, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
-    m.clip_gradients(one, gradient_clip_val=0.3, gradient_clip_algorithm="norm")  # idempotent
-    if m.index % 2:
-        one.step()
-        one.zero_grad()
-        two.step()
-        two.zero_grad()
+ORDERS = {
+    "one after the other": "zero 1, backward_of 1, step 1, zero 2, backward_of 2, step 2",
+    "backwards first": "zero 1, zero 2, backward_of both, step 1, step 2",
+    "backwards first, reversed": "zero 1, zero 2, backward_of both, step 2, step 1",
+    "one twice": "zero 1, backward_of 1, step 1, zero 1, backward_of 1, step 1, zero 2, backward_of 2, step 2",
+    "a step without a backward": "zero 1, zero 2, backward_of 2, step 1, step 1, step 2",
+    "never zeroed": "backward_of 1, step 1, backward_of 2, step 2",
+    # the second backward leaves gradients in the first net, which are zeroed only at the next batch
+    "leftovers of a GAN": "backward_of 1, step 1, zero 1, backward_of 2, step 2, zero 2",
+    "two accumulates": "zero 1, backward_of both, step 1, step 2 in 3, zero 2 in 3",
+    "closures": "closure 1, closure 2",
+    "clipped": "zero 1, backward_of 1, clip 1, step 1, zero 2, backward_of 2, clip 2, step 2",
+    "clipped by value": "zero 1, backward_of 1, clamp 1, step 1, zero 2, backward_of 2, clamp 2, step 2",
+    # clipping is idempotent
+    "clipped, then accumulated": "backward_of 2, clip 1, clip 1, step 1 in 2, zero 1 in 2, step 2 in 2, zero 2 in 2",
+}
+"""By name; "step 2 in 3" is done in each third batch."""
 
 
 def by_torchs_recipe(m: Two, batch: Tensor) -> None:
@@ -202,22 +147,18 @@ def unscale_by_scaler_then_accumulate(m: Two, batch: Tensor) -> None:
     two.step()
 
 
-BY_HAND = [by_torchs_recipe, unscale_by_scaler_then_accumulate]
-ORDERS = [
-    bsbs, bbss, bbss_reversed, one_twice, step_twice_without_a_backward, never_zeroed, gan_leftovers, two_accumulates,
-    closures, clip, clip_by_value, clip_then_accumulate, *BY_HAND,
-]  # fmt: skip
+ALL_ORDERS = [*ORDERS, by_torchs_recipe, unscale_by_scaler_then_accumulate]
 FAILS = f"{DIFFERS}|unscale_|already been called|inf checks|gradient clipping|closure|List"
 
 
-def two(order: Callable[[Two, Tensor], None], optimizer: str = "adamw", shared: bool = False) -> Two:
+def two(order: Any, optimizer: str = "adamw", shared: bool = False, kind: type[Two] = Two) -> Two:
     """The same weights each time."""
     torch.manual_seed(1)
-    return Two(order, optimizer, shared)
+    return kind(order, optimizer, shared)
 
 
 @functools.cache
-def in_fp32(order: Callable[[Two, Tensor], None], optimizer: str, shared: bool) -> tuple[dict[str, Tensor], Any]:
+def in_fp32(order: Any, optimizer: str, shared: bool = False) -> tuple[dict[str, Tensor], Any]:
     """The weights, and the gradients that hooks saw."""
     module = two(order, optimizer, shared)
     fit(module)
@@ -228,48 +169,46 @@ def in_fp32(order: Callable[[Two, Tensor], None], optimizer: str, shared: bool) 
 @pytest.mark.parametrize("growth_interval", [2, 1000])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_order_equals_fp32(
-    order: Callable[[Two, Tensor], None], optimizer: str, shared: bool, growth_interval: int
-) -> None:
+@pytest.mark.parametrize("order", ALL_ORDERS)
+def test_every_order_equals_fp32(order: Any, optimizer: str, shared: bool, growth_interval: int) -> None:
     plugin = Plugins(True).scaled(growth_interval=growth_interval)
     reference, seen = in_fp32(order, optimizer, shared)
     module = two(order, optimizer, shared)
     assert_same(fit(module, plugin), reference)
     assert_same(module.seen, seen)
     assert plugin.num_skipped == 0
-    grown = 8 // growth_interval
-    if order is two_accumulates or order is clip_then_accumulate:
+    if " in " in str(ORDERS.get(order)):
         grown = plugin.scaler.get_scale() > 2.0**10  # fewer batches with a step
         assert grown == (growth_interval == 2)
     else:
-        assert plugin.scaler.get_scale() == 2.0 ** (10 + grown)  # once per batch, not per step
+        assert plugin.scaler.get_scale() == 2.0 ** (10 + 8 // growth_interval)  # once per batch, not per step
 
 
-def pair(order: Callable[[Two, Tensor], None], optimizer: str = "adamw") -> tuple[Two, Two]:
-    return two(order, optimizer), two(order, optimizer)
+def assert_two_as_fp32(plugins: Plugins, order: Any, optimizer: str = "adamw", **scaler: Any) -> None:
+    """The weights, and what hooks saw."""
+    reference, seen = in_fp32(order, optimizer)
+    module = two(order, optimizer)
+    assert_same(fit(module, plugins.scaled(**scaler)), reference)
+    assert_same(module.seen, seen)
 
 
-@pytest.mark.parametrize("order", [bbss, bbss_reversed, never_zeroed])
+@pytest.mark.parametrize("order", ["backwards first", "backwards first, reversed", "never zeroed"])
 @promise(5, stock=FAILS, raises=(AssertionError, RuntimeError))
-def test_two_optimizers(plugins: Plugins, order: Callable[[Two, Tensor], None]) -> None:
-    first, second = pair(order)
-    assert_same(fit(second, plugins.scaled(init_scale=1.0, growth_interval=1)), fit(first))
-    assert_same(second.seen, first.seen)
+def test_two_optimizers(plugins: Plugins, order: str) -> None:
+    assert_two_as_fp32(plugins, order, init_scale=1.0, growth_interval=1)
 
 
 @promise(5, stock=DIFFERS)
 def test_the_scale_grows_once_per_batch(plugins: Plugins) -> None:
     plugin = plugins.scaled(growth_interval=4)
-    fit(pair(bsbs)[1], plugin)
+    fit(two("one after the other"), plugin)
     torch.testing.assert_close(plugin.scaler.get_scale(), 2.0**12)
 
 
-@pytest.mark.parametrize("order", [clip, clip_by_value])
+@pytest.mark.parametrize("order", ["clipped", "clipped by value"])
 @promise(4, stock=DIFFERS)
-def test_the_documented_clipping_recipe(plugins: Plugins, order: Callable[[Two, Tensor], None]) -> None:
-    first, second = pair(order, "sgd")
-    assert_same(fit(second, plugins.scaled()), fit(first))
+def test_the_documented_clipping_recipe(plugins: Plugins, order: str) -> None:
+    assert_same(fit(two(order, "sgd"), plugins.scaled()), in_fp32(order, "sgd")[0])
 
 
 def clip_by_scaler(m: Two, batch: Tensor, *, inner: bool) -> None:
@@ -288,9 +227,7 @@ def clip_by_scaler(m: Two, batch: Tensor, *, inner: bool) -> None:
 @pytest.mark.parametrize("inner", [True, False])
 @promise(4, stock=FAILS, raises=(AssertionError, RuntimeError))
 def test_clipping_after_the_scalers_own_unscale(plugins: Plugins, inner: bool, optimizer: str) -> None:
-    first, second = pair(partial(clip_by_scaler, inner=inner), optimizer)
-    assert_same(fit(second, plugins.scaled()), fit(first))
-    assert_same(second.seen, first.seen)
+    assert_two_as_fp32(plugins, partial(clip_by_scaler, inner=inner), optimizer)
 
 
 def user_looks(m: Two, batch: Tensor) -> None:
@@ -311,9 +248,7 @@ def user_looks(m: Two, batch: Tensor) -> None:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_unscale(optimizer: str) -> None:
-    first, second = pair(user_looks, optimizer)
-    assert_same(fit(second, Plugins(True).scaled()), fit(first))
-    assert_same(second.seen, first.seen)
+    assert_two_as_fp32(Plugins(True), user_looks, optimizer)
 
 
 class WithoutHook(Two):
@@ -321,24 +256,19 @@ class WithoutHook(Two):
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ALL_ORDERS)
 @pytest.mark.parametrize("optimizer", ["fused adamw", "fused sgd"])
-def test_every_order_folded(order: Callable[[Two, Tensor], None], optimizer: str) -> None:
+def test_every_order_folded(order: Any, optimizer: str) -> None:
     """Nobody looks, so fused optimizers unscale in their own pass. Without clipping that is the same bits."""
-    torch.manual_seed(1)
-    first, second = WithoutHook(order, optimizer), WithoutHook(order, optimizer)
-    second.load_state_dict(first.state_dict())
-    assert_same(fit(second, Plugins(True).scaled(growth_interval=2)), fit(first))
+    assert_as_fp32(lambda: two(order, optimizer, kind=WithoutHook), Plugins(True).scaled(growth_interval=2))
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("order", [order for order in ORDERS if order not in BY_HAND])  # whose backward calls no hook
+@pytest.mark.parametrize("order", ORDERS)  # not of those whose backward calls no hook
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_order_survives_an_overflow(order: Callable[[Two, Tensor], None], optimizer: str) -> None:
+def test_every_order_survives_an_overflow(order: str, optimizer: str) -> None:
     plugin = Plugins(True).scaled()
-    module = WithoutHook(order, optimizer)
-    fit(module, plugin, callbacks=[Poison(gradient=[2])])
-    assert all(w.isfinite().all() for w in weights(module).values())
+    assert_finite(fit(WithoutHook(order, optimizer), plugin, callbacks=[Poison(gradient=[2])]))
     assert plugin.num_skipped >= 1
 
 
@@ -349,24 +279,15 @@ def test_every_order_survives_an_overflow(order: Callable[[Two, Tensor], None], 
 def test_a_bad_loss_is_forgotten_with_its_gradients(precision: str) -> None:
     """The second optimizer's loss is NaN in batch 1. The first one's next step has nothing to do with it."""
 
-    class Reasons(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            self.all: list[str] = []
-            trainer.precision_plugin.records.subscribe(lambda rs: self.all.extend(r.reason for r in rs))
+    class Bad(Two):
+        def losses(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+            first, second = super().losses(batch)
+            return first, second * (torch.nan if self.index == 1 else 1.0)
 
-    def order(m: Two, batch: Tensor) -> None:
-        one, two = m.optimizers()
-        one.zero_grad()
-        m.manual_backward(m.losses(batch)[0])
-        one.step()
-        two.zero_grad()
-        m.manual_backward(m.losses(batch)[1] * (torch.nan if m.index == 1 else 1.0))
-        two.step()
-
-    reasons = Reasons()
+    records = Records()
     plugin = AmpPrecision(precision, scaler=1024.0 if precision == "fp16" else None)
-    fit(lambda: Two(order), plugin, limit_train_batches=4, callbacks=[reasons])
-    assert reasons.all == ["none", "none", "none", "loss", "none", "none", "none", "none"]
+    fit(lambda: Bad("one after the other"), plugin, limit_train_batches=4, callbacks=[records])
+    assert records.reasons == ["none", "none", "none", "loss", "none", "none", "none", "none"]
 
 
 class Modes(Toy):
@@ -430,26 +351,18 @@ def test_manual_equals_automatic(plugins: Plugins, precision: str) -> None:
     assert_same(fit(lambda: Modes(manual=True), make()), fit(lambda: Modes(manual=False), make()))
 
 
-class UsesWeightsTwice(Toy):
+def test_no_stale_weights() -> None:
     """A forward after a step in the same training step must see the new weights, not a cached half copy."""
 
-    def __init__(self) -> None:
-        super().__init__(plain_sgd, nn.Linear(FEATURES, 1))
-        self.automatic_optimization = False
+    class UsesWeightsTwice(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            for _ in range(2):
+                super().training_step(batch, batch_idx)
+                with torch.no_grad():
+                    fresh = nn.functional.linear(batch.bfloat16(), self.net.weight.bfloat16(), self.net.bias.bfloat16())
+                    torch.testing.assert_close(self.net(batch), fresh, rtol=0, atol=0)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        for _ in range(2):
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-            with torch.no_grad():
-                fresh = nn.functional.linear(batch.bfloat16(), self.net.weight.bfloat16(), self.net.bias.bfloat16())
-                torch.testing.assert_close(self.net(batch), fresh, rtol=0, atol=0)
-
-
-def test_no_stale_weights() -> None:
-    fit(UsesWeightsTwice, AmpPrecision("bf16"))
+    fit(lambda: UsesWeightsTwice(plain_sgd, nn.Linear(FEATURES, 1)), AmpPrecision("bf16"))
 
 
 # -- batches that give nothing (rows 9, 10), exceptions (row 16) --------------------------------
@@ -464,9 +377,7 @@ class Nothing(Toy):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         if batch_idx != 2:
             return super().training_step(batch, batch_idx)
-        if self.kind == "none":
-            return None
-        return torch.zeros((), requires_grad=True)
+        return None if self.kind == "none" else torch.zeros((), requires_grad=True)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
@@ -477,8 +388,7 @@ def test_a_batch_without_gradients(plugins: Plugins, kind: str, optimizer: str) 
     if not plugins.ours and (kind == "none" or optimizer.startswith("fused")):
         raise AssertionError("never reached: Lightning keeps this one")
     plugin = plugins.scaled(growth_interval=7)
-    trainer = fit(lambda: Nothing(kind, OPTIMIZERS[optimizer]), plugin)
-    assert_same(trainer, fit(lambda: Nothing(kind, OPTIMIZERS[optimizer])))
+    assert_as_fp32(lambda: Nothing(kind, OPTIMIZERS[optimizer]), plugin)
     assert plugin.scaler.get_scale() == 2.0**11  # seven batches with gradients: the empty one did not count
 
 
@@ -494,10 +404,8 @@ class LastIsNone(Toy):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @promise(10, stock=DIFFERS)
 def test_none_at_the_end_of_a_window(plugins: Plugins, optimizer: str) -> None:
-    kwargs: dict[str, Any] = {"accumulate_grad_batches": 2}
-    trainer = fit(lambda: LastIsNone(OPTIMIZERS[optimizer]), plugins.scaled(), **kwargs)
-    reference = fit(lambda: LastIsNone(OPTIMIZERS[optimizer]), **kwargs)
-    assert_same(trainer, reference)
+    make = partial(LastIsNone, OPTIMIZERS[optimizer])
+    trainer, reference = assert_as_fp32(make, plugins.scaled(), accumulate_grad_batches=2)
     assert_same(trainer.lightning_module.norm, reference.lightning_module.norm)
 
 
@@ -520,33 +428,24 @@ class StepsEverySecondBatch(Toy):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @promise(10, stock=DIFFERS)
 def test_optimizer_step_that_runs_the_closure_first(plugins: Plugins, optimizer: str) -> None:
-    trainer = fit(lambda: ClosureFirst(OPTIMIZERS[optimizer]), plugins.scaled())
-    assert_same(trainer, fit(lambda: ClosureFirst(OPTIMIZERS[optimizer])))
+    assert_as_fp32(lambda: ClosureFirst(OPTIMIZERS[optimizer]), plugins.scaled())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @promise(10, stock=None)
 def test_optimizer_step_that_steps_every_second_batch(plugins: Plugins, optimizer: str) -> None:
-    trainer = fit(lambda: StepsEverySecondBatch(OPTIMIZERS[optimizer]), plugins.scaled())
-    assert_same(trainer, fit(lambda: StepsEverySecondBatch(OPTIMIZERS[optimizer])))
+    assert_as_fp32(lambda: StepsEverySecondBatch(OPTIMIZERS[optimizer]), plugins.scaled())
 
 
-class CatchesOutOfMemory(Toy):
+class CatchesOutOfMemory(Manual):
     """The user catches an error between unscale and step, and goes on."""
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self.automatic_optimization = False
-
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        try:
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-            optimizer.step()
-        except MemoryError:
-            pass
+        with contextlib.suppress(MemoryError):
+            super().training_step(batch, batch_idx)
+
+    def edit(self, optimizer: Any, batch_idx: int) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.trainer.fit_loop.epoch_loop.batch_idx == 3:
@@ -557,19 +456,18 @@ class CatchesOutOfMemory(Toy):
 @promise(16, stock=f"{DIFFERS}|already been called|does not allow", raises=(AssertionError, RuntimeError))
 def test_an_exception_in_the_middle(plugins: Plugins, optimizer: str) -> None:
     plugin = plugins.scaled()
-    trainer = fit(lambda: CatchesOutOfMemory(OPTIMIZERS[optimizer]), plugin)
-    assert_same(trainer, fit(lambda: CatchesOutOfMemory(OPTIMIZERS[optimizer])))
+    assert_as_fp32(lambda: CatchesOutOfMemory(OPTIMIZERS[optimizer]), plugin)
     copy.deepcopy(plugin)
 
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plugin", [WithoutAutocast, lambda: AmpPrecision("fp32")], ids=["scaled", "fp32"])
-def test_an_exception_after_an_overflow_skips_nothing_else(plugin: Any, optimizer: str) -> None:
-    plugin = plugin()
-    fit(lambda: CatchesOutOfMemory(OPTIMIZERS[optimizer]), plugin, callbacks=[Poison(gradient=[3])])
-    assert plugin.num_skipped == 0
-    assert plugin.num_steps == 7  # the eighth raised before it was decided
+def test_an_exception_after_an_overflow_skips_nothing_else(plugin: Callable[[], Any], optimizer: str) -> None:
+    made = plugin()
+    fit(lambda: CatchesOutOfMemory(OPTIMIZERS[optimizer]), made, callbacks=[Poison(gradient=[3])])
+    assert made.num_skipped == 0
+    assert made.num_steps == 7  # the eighth raised before it was decided
 
 
 # -- clipping in automatic optimization (row 3) ---------------------------------------------------
@@ -590,11 +488,11 @@ class OwnClipping(Toy):
 @pytest.mark.parametrize("kind", [Toy, SeesNorms, OwnClipping])
 @promise(3, stock=f"{DIFFERS}|does not allow for gradient clipping", raises=(AssertionError, RuntimeError))
 def test_clipping_with_fused_optimizers(plugins: Plugins, kind: type[Toy], algorithm: str) -> None:
-    kwargs: dict[str, Any] = {"gradient_clip_val": 0.2, "gradient_clip_algorithm": algorithm}
-    trainer = fit(lambda: kind(fused_adamw), plugins.scaled(), **kwargs)
-    reference = fit(lambda: kind(fused_adamw), None, **kwargs)
     folded = kind is Toy and algorithm == "norm"
-    assert_same(trainer, reference, **({"rtol": 1e-5, "atol": 1e-6} if folded else {}))
+    trainer, reference = assert_as_fp32(
+        lambda: kind(fused_adamw), plugins.scaled(), gradient_clip_val=0.2, gradient_clip_algorithm=algorithm,
+        tolerance={"rtol": 1e-5, "atol": 1e-6} if folded else {},
+    )  # fmt: skip
     if kind is SeesNorms:
         assert_same(trainer.lightning_module.norms, reference.lightning_module.norms)
 

@@ -9,28 +9,26 @@ import pytest
 import torch
 from support import (
     DEVICE,
-    FEATURES,
-    StockWithoutAutocast,
-    Toy,
+    Manual,
     WithoutAutocast,
+    assert_finite,
     assert_same,
     batches,
     fit,
     scaled_fp32,
     stock,
-    weights,
+    stock_fp32,
 )
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, ScaleMonitor
 
 
-class ManySteps(Toy):
+class ManySteps(Manual):
     """Chosen steps (numbered over the whole run) overflow; with `leave_out` they are not taken at all."""
 
     def __init__(self, steps: int, overflows: Any = (), *, leave_out: bool = False, size: float = 1.0) -> None:
         super().__init__(lambda params: torch.optim.SGD(params, lr=1e-5))
-        self.automatic_optimization = False
         self.steps, self.overflows, self.leave_out, self.size = steps, set(overflows), leave_out, size
         self.number = -1
 
@@ -53,11 +51,9 @@ class ManySteps(Toy):
 @pytest.mark.usefixtures("where_flags_live")
 def test_the_scale_falls_for_the_steps_that_follow() -> None:
     plugin, monitor = scaled_fp32(init_scale=1024.0, growth_interval=3), ScaleMonitor(log_every_n_steps=1)
-    seen: list[tuple[float, float, bool]] = []
     ours = fit(lambda: ManySteps(5, [0, 1, 7]), plugin, batches(4), callbacks=[monitor])
-    plugin_records = list(monitor.history)
-    seen = [(r.scale, r.next_scale, r.skipped) for r in plugin_records if r.skipped]
-    assert seen == [(1024.0, 512.0, True), (512.0, 256.0, True), (256.0, 128.0, True)]
+    skips = [(r.scale, r.next_scale) for r in monitor.history if r.skipped]
+    assert skips == [(1024.0, 512.0), (512.0, 256.0), (256.0, 128.0)]
     # growth is counted once per batch: clean in its last steps are batch 0, 1, 2, 3, and 1 began anew
     assert plugin.scaler.get_scale() == 256.0
     assert (plugin.num_steps, plugin.num_skipped) == (17, 3)
@@ -172,10 +168,6 @@ def test_torchs_scaler_forgets_no_overflow() -> None:
 
 
 def test_what_is_injected_matters() -> None:
-    poisoned = fit(
-        lambda: ManySteps(5, [0]), StockWithoutAutocast("16-mixed", "cpu", torch.amp.GradScaler("cpu")), batches(1)
-    )
-    assert all(torch.isfinite(w).all() for w in weights(poisoned).values())
-    plain = fit(lambda: ManySteps(5, [0]), None, batches(1))
-    assert not all(torch.isfinite(w).all() for w in weights(plain).values())
-    assert FEATURES == 8
+    assert_finite(fit(lambda: ManySteps(5, [0]), stock_fp32(), batches(1)))
+    with pytest.raises(AssertionError, match="not finite"):
+        assert_finite(fit(lambda: ManySteps(5, [0]), None, batches(1)))

@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from support import Poison, Toy, WithoutAutocast, assert_same, batches, fit, weights
+from support import (
+    Manual,
+    Poison,
+    Records,
+    Toy,
+    WithoutAutocast,
+    assert_as_fp32,
+    assert_finite,
+    assert_same,
+    batches,
+    fit,
+    with_batch_norm,
+)
 from support.promises import DIFFERS, OPTIMIZERS, Plugins, plain_sgd, promise
 from torch import Tensor, nn
 
@@ -64,20 +75,11 @@ class Looks(Bad):
         self.mend_in("on_before_optimizer_step")
 
 
-class Reasons(L.Callback):
-    def __init__(self) -> None:
-        self.all: list[Any] = []
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.precision_plugin.records.subscribe(self.all.extend)
-
-
 @pytest.mark.parametrize("mend", [replace, zero])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])  # with a fused one, Lightning's hooks see scaled gradients
 @promise(40, stock=DIFFERS)
 def test_mended_before_the_step(plugins: Plugins, optimizer: str, mend: Callable[[nn.Module], None]) -> None:
-    make = lambda: Looks("on_before_optimizer_step", mend, optimizer=OPTIMIZERS[optimizer])  # noqa: E731
-    assert_same(fit(make, plugins.scaled()), fit(make))
+    assert_as_fp32(lambda: Looks("on_before_optimizer_step", mend, optimizer=OPTIMIZERS[optimizer]), plugins.scaled())
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -86,8 +88,7 @@ def test_mended_before_the_step(plugins: Plugins, optimizer: str, mend: Callable
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"])
 def test_mended_in_any_hook(hook: str, optimizer: str, precision: str) -> None:
     plugin = getattr(Plugins(True), precision)()
-    make = lambda: Looks(hook, optimizer=OPTIMIZERS[optimizer])  # noqa: E731
-    assert_same(fit(make, plugin, gradient_clip_val=0.5), fit(make, gradient_clip_val=0.5))
+    assert_as_fp32(lambda: Looks(hook, optimizer=OPTIMIZERS[optimizer]), plugin, gradient_clip_val=0.5)
     assert (plugin.num_steps, plugin.num_skipped) == (8, 0)
     if precision == "scaled":
         assert plugin.scaler.get_scale() == 2.0**10  # the loss says nothing about it
@@ -100,40 +101,40 @@ def test_mended_in_any_hook(hook: str, optimizer: str, precision: str) -> None:
 def test_finite_gradients_of_an_infinite_loss(optimizer: str, precision: str, clip: float | None) -> None:
     """Something that is not differentiated was added to the loss."""
     plugin = getattr(Plugins(True), precision)()
-    make = lambda: Bad(kind="detached", optimizer=OPTIMIZERS[optimizer])  # noqa: E731
-    make_toy = type("Plain", (Bad,), {"configure_gradient_clipping": Toy.configure_gradient_clipping})
-    if clip is not None:
-        make = lambda: make_toy(kind="detached", optimizer=OPTIMIZERS[optimizer])  # noqa: E731
+    clips = {} if clip is None else {"configure_gradient_clipping": Toy.configure_gradient_clipping}
+    kind = type("Clips", (Bad,), clips)
     folded = clip is not None and optimizer.startswith("fused")
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if folded else {}
-    assert_same(fit(make, plugin, gradient_clip_val=clip), fit(make, gradient_clip_val=clip), **tolerance)
+    assert_as_fp32(
+        lambda: kind(kind="detached", optimizer=OPTIMIZERS[optimizer]), plugin, gradient_clip_val=clip,
+        tolerance={"rtol": 1e-5, "atol": 1e-6} if folded else {},
+    )  # fmt: skip
     assert plugin.num_skipped == 0
 
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_loss_says_why(optimizer: str) -> None:
-    reasons, plugin = Reasons(), Plugins(True).scaled()
-    fit(lambda: Bad(optimizer=OPTIMIZERS[optimizer]), plugin, callbacks=[Poison(gradient=[4]), reasons])
-    assert [r.reason for r in reasons.all] == ["none", "none", "loss", "none", "gradient", "none", "none", "none"]
-    assert [r.next_scale for r in reasons.all] == [1024.0] * 4 + [512.0] * 4
+    records, plugin = Records(), Plugins(True).scaled()
+    fit(lambda: Bad(optimizer=OPTIMIZERS[optimizer]), plugin, callbacks=[Poison(gradient=[4]), records])
+    assert records.reasons == ["none", "none", "loss", "none", "gradient", "none", "none", "none"]
+    assert [r.next_scale for r in records.all] == [1024.0] * 4 + [512.0] * 4
 
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_mended_overflow_is_a_step_and_lowers_the_scale(optimizer: str) -> None:
     """Else the scale would stay where every step overflows and has to be mended."""
-    reasons, plugin = Reasons(), Plugins(True).scaled()
+    records, plugin = Records(), Plugins(True).scaled()
 
     class Mends(Toy):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             replace(self)
 
     make = lambda: Mends(OPTIMIZERS[optimizer])  # noqa: E731
-    trainer = fit(make, plugin, callbacks=[Poison(gradient=[3]), reasons])
+    trainer = fit(make, plugin, callbacks=[Poison(gradient=[3]), records])
     assert_same(trainer, fit(make, callbacks=[Poison(gradient=[3])]))
     assert plugin.num_skipped == 0
-    assert [r.next_scale for r in reasons.all] == [1024.0] * 3 + [512.0] * 5
+    assert [r.next_scale for r in records.all] == [1024.0] * 3 + [512.0] * 5
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -147,10 +148,9 @@ def test_broken_in_a_hook(optimizer: str, precision: str) -> None:
             next(module.parameters()).grad.fill_(torch.nan)  # pyright: ignore[reportOptionalMemberAccess]
 
     plugin = getattr(Plugins(True), precision)()
-    make = lambda: Looks("on_before_optimizer_step", spoil, "detached", OPTIMIZERS[optimizer])  # noqa: E731
-    trainer = fit(make, plugin)
+    trainer = fit(lambda: Looks("on_before_optimizer_step", spoil, "detached", OPTIMIZERS[optimizer]), plugin)
     assert plugin.num_skipped == 1
-    assert all(w.isfinite().all() for w in weights(trainer).values())
+    assert_finite(trainer)
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -173,16 +173,16 @@ def test_clipping_by_value_mends_nothing(optimizer: str, precision: str, own: bo
     assert plugin.num_skipped == 1
 
 
-class Manual(Toy):
+class ByHand(Manual):
     def __init__(self, optimizer: Any, mend: bool = True, clip: str | None = None) -> None:
         super().__init__(optimizer)
-        self.automatic_optimization = False
         self.mends, self.clip = mend, clip
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch) * (torch.nan if batch_idx == 2 else 1.0))
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        bad = self.trainer.fit_loop.epoch_loop.batch_idx == 2
+        super().manual_backward(loss * (torch.nan if bad else 1.0), *args, **kwargs)
+
+    def edit(self, optimizer: Any, batch_idx: int) -> None:
         if batch_idx == 4:
             next(self.parameters()).grad.fill_(torch.inf)
         if self.mends:  # before `unscale_`, after which it would be too late
@@ -192,7 +192,6 @@ class Manual(Toy):
             plugin.unscale_(optimizer)
         if self.clip is not None:
             self.clip_gradients(optimizer, 0.1, self.clip)
-        optimizer.step()
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -201,8 +200,7 @@ class Manual(Toy):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_mended_by_hand(optimizer: str, precision: str, clip: str | None) -> None:
     plugin = getattr(Plugins(True), precision)()
-    make = lambda: Manual(OPTIMIZERS[optimizer], True, clip)  # noqa: E731
-    assert_same(fit(make, plugin), fit(make))
+    assert_as_fp32(lambda: ByHand(OPTIMIZERS[optimizer], True, clip), plugin)
     assert plugin.num_skipped == 0
 
 
@@ -210,7 +208,7 @@ def test_mended_by_hand(optimizer: str, precision: str, clip: str | None) -> Non
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_clipping_by_value_by_hand_mends_nothing(optimizer: str) -> None:
     plugin = Plugins(True).scaled()
-    fit(lambda: Manual(OPTIMIZERS[optimizer], False, "value"), plugin)
+    fit(lambda: ByHand(OPTIMIZERS[optimizer], False, "value"), plugin)
     assert plugin.num_skipped == 2
 
 
@@ -219,33 +217,33 @@ def test_clipping_by_value_by_hand_mends_nothing(optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_statistics_of_a_mended_batch_are_finite(optimizer: str, precision: str) -> None:
     """The step is taken, but NaN in a running mean stays for ever."""
-    norm = lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))  # noqa: E731
+
+    def make(kind: str) -> Looks:
+        return Looks("on_before_optimizer_step", replace, kind, OPTIMIZERS[optimizer], with_batch_norm())
+
     plugin = getattr(Plugins(True), precision)()
-    make = lambda kind: Looks("on_before_optimizer_step", replace, kind, OPTIMIZERS[optimizer], norm())  # noqa: E731
     trainer = fit(lambda: make("batch"), plugin)
     assert plugin.num_skipped == 0
-    assert all(w.isfinite().all() for w in weights(trainer).values())
+    assert_finite(trainer)
     # where only the loss is bad, the statistics are those of the batch, as in fp32
-    assert_same(fit(lambda: make("nan"), getattr(Plugins(True), precision)()), fit(lambda: make("nan")))
+    assert_as_fp32(lambda: make("nan"), getattr(Plugins(True), precision)())
 
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_skip_nonfinite_false_takes_everything(optimizer: str) -> None:
-    make = lambda: Bad(optimizer=OPTIMIZERS[optimizer])  # noqa: E731
-    assert_same(fit(make, AmpPrecision("fp32", skip_nonfinite=False)), fit(make))
+    assert_as_fp32(lambda: Bad(optimizer=OPTIMIZERS[optimizer]), AmpPrecision("fp32", skip_nonfinite=False))
 
 
 @pytest.mark.usefixtures("where_flags_live")
 def test_torchs_scaler_too() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    make = lambda: Looks("on_before_optimizer_step")  # noqa: E731
-    assert_same(fit(make, WithoutAutocast("fp16", scaler=scaler)), fit(make))
+    assert_as_fp32(lambda: Looks("on_before_optimizer_step"), WithoutAutocast("fp16", scaler=scaler))
 
 
 def test_in_half_precision() -> None:
     """As in fp32, up to rounding."""
-    make = lambda: Looks("on_before_optimizer_step")  # noqa: E731
     plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0))
-    assert_same(fit(make, plugin, batches(4)), fit(make, None, batches(4)), rtol=0.02, atol=2e-3)
+    tolerance = {"rtol": 0.02, "atol": 2e-3}
+    assert_as_fp32(lambda: Looks("on_before_optimizer_step"), plugin, batches(4), tolerance=tolerance)
     assert plugin.num_skipped == 0

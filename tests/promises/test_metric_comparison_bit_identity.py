@@ -14,9 +14,10 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
+from support import Recorder, evaluate
 from support.averages import EMAWeightAveraging
 from support.launch import run_ranks
-from zoo.watched import Everything, Rows, everything_of, fit, loaders
+from zoo.watched import Everything, everything_of, fit, loaders
 
 from lightning_amp import AmpPrecision
 from lightning_amp.callbacks._metric_comparison import MetricComparison
@@ -64,7 +65,7 @@ def run(*, compare: bool, precision: Any, tmp_path: Path, average: str = "", **o
     if average:
         ema = EMAWeightAveraging(decay=0.5)
         callbacks = [ema, *callbacks] if average == "before" else [*callbacks, ema]
-    logger = Rows()
+    logger = Recorder()
     trainer = fit(model, *callbacks, tmp_path=tmp_path / str(compare), logger=logger, plugins=precision, **options)
     return everything_of(model, trainer, logger), comparison, trainer
 
@@ -99,11 +100,8 @@ def test_fp32_side_is_what_an_fp32_validation_says(tmp_path: Path) -> None:
     for name, plugin, callbacks in (("amp", bf16(), [comparison]), ("fp32", Precision(), [])):
         pl.seed_everything(4, verbose=False)
         model.generator.manual_seed(9)
-        options: Any = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-        validator = pl.Trainer(
-            accelerator="cpu", devices=1, plugins=plugin, callbacks=callbacks, logger=False, barebones=False, **options
-        )
-        (results[name],) = validator.validate(model, loaders(1), verbose=False)
+        kwargs: dict[str, Any] = {"accelerator": "cpu", "plugins": plugin, "callbacks": callbacks}
+        (results[name],) = evaluate("validate", model, loaders(1), **kwargs)[1]
     rows = {row.metric: row for row in list(comparison.table)[-len(results["amp"]) - 1 :]}
     assert {name: row.fp32 for name, row in rows.items() if name in results["fp32"]} == results["fp32"]
     assert {name: row.amp for name, row in rows.items() if name in results["amp"]} == results["amp"]
@@ -137,7 +135,7 @@ class Edits(Everything):
 def test_steps_that_edit_weights(average: bool, limit_batches: int | None, tmp_path: Path) -> None:
     def run(comparison: MetricComparison | None, precision: str) -> Any:
         pl.seed_everything(3, verbose=False)
-        model, logger = Edits(), Rows()
+        model, logger = Edits(), Recorder()
         callbacks: list[pl.Callback] = [EMAWeightAveraging(decay=0.5)] if average else []
         callbacks += [] if comparison is None else [comparison]
         plugin, folder = AmpPrecision(precision), tmp_path / str(comparison is None)
@@ -171,11 +169,9 @@ def test_test_is_the_same_with_and_without(num_loaders: int, limit_batches: int 
         plugin: Any = AmpPrecision("bf16" if precision == "bf16" else "fp32")
         if not own:
             plugin = bf16() if precision == "bf16" else Precision()
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, plugins=plugin, callbacks=[] if comparison is None else [comparison],
-            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        )  # fmt: skip
-        results = trainer.test(model, loaders(num_loaders), verbose=False)
+        callbacks = [] if comparison is None else [comparison]
+        kwargs: dict[str, Any] = {"accelerator": "cpu", "plugins": plugin, "callbacks": callbacks}
+        _, results = evaluate("test", model, loaders(num_loaders), **kwargs)
         state = {name: value.tolist() for name, value in model.state_dict().items()}
         return results, state, model.history, model.seen, torch.rand(1).item(), model.generator.get_state().tolist()
 
@@ -224,7 +220,7 @@ def main(tmp_path: Path, manual: bool) -> None:
 
     def one(name: str, comparison: MetricComparison | None, plugin: Any, model: Everything) -> tuple[Any, Any]:
         pl.seed_everything(3, verbose=False)
-        logger = Rows()
+        logger = Recorder()
         callbacks = [] if comparison is None else [comparison]
         trainer = fit(model, *callbacks, tmp_path=tmp_path / name, logger=logger, plugins=plugin, **options)
         return everything_of(model, trainer, logger), trainer

@@ -12,14 +12,14 @@ import lightning as L
 import pytest
 import torch
 from support import Poison, Toy, assert_same, fit, scaled_fp32, stock
+from support.promises import fused_adamw as fused
+from support.promises import plain_adamw as unfused
 from support.resuming import Averaging, Net, assert_equal, everything, ours, plugin_for, train
 from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_amp import AmpPrecision, OverflowLocator, ScaleMonitor
 
 GRADIENT, NAN = (3, 11, 30, 70), (5, 18, 19, 25, 33, 47, 66)  # batches, on both sides of the cut
-fused = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
-unfused = functools.partial(torch.optim.AdamW, lr=0.01)
 NOT_RESUMABLE = "ignore:You're resuming from a checkpoint that ended before the epoch ended"
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 

@@ -7,10 +7,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import Toy, assert_same, batches, fit, scaled_fp32
+from support import Toy, all_of_ours, assert_as_fp32, assert_same, batches, fit, scaled_fp32
 from torch import Tensor
 
-from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor, MetricComparison, OverflowLocator
+from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.precision import scaled_grad
 
 SCALES = [1.0, 2.0**10, 2.0**16, 2.0**24]
@@ -124,7 +124,7 @@ def test_a_bad_batch_does_not_lower_the_scale_of_derivatives() -> None:
 
 
 def test_by_powers_of_two_it_is_fp32() -> None:
-    assert_same(fit(Penalty, scaled_fp32(init_scale=2.0**16)), fit(Penalty))
+    assert_as_fp32(Penalty, scaled_fp32(init_scale=2.0**16))
 
 
 def test_other_dtypes_and_arguments() -> None:
@@ -173,7 +173,7 @@ def test_callbacks_that_run_steps_again_change_nothing(factor: float) -> None:
         trainer = fit(lambda: Validated(factor), plugin, inference_mode=False, callbacks=list(callbacks))
         return trainer, plugin.state_dict()
 
-    (watched, state), (alone, state_alone) = run(GradientMonitor(1), OverflowLocator(), MetricComparison()), run()
+    (watched, state), (alone, state_alone) = run(*all_of_ours(every_n_steps=1)), run()
     assert_same(watched, alone)
     assert state == state_alone
 

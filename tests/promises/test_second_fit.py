@@ -12,20 +12,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
-from support import Poison, Toy, assert_same, batches, fit, quiet_trainer, scaled_fp32, stock_fp32
+from support import Poison, Records, Toy, all_of_ours, assert_same, batches, fit, quiet_trainer, scaled_fp32, stock_fp32
 from support.promises import fused_adamw, plain_adamw
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
-from lightning_amp import (
-    AmpPrecision,
-    DynamicLossScaler,
-    GradientMonitor,
-    MetricComparison,
-    OverflowLocator,
-    ScaleMonitor,
-)  # fmt: skip
-from lightning_amp.scaling import StepRecord
+from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
+from lightning_amp.findings import StepRecord
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +29,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 class Validated(Toy):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))
-
-
-def callbacks() -> list[L.Callback]:
-    return [ScaleMonitor(), OverflowLocator(), GradientMonitor(3), MetricComparison()]
 
 
 def seen(trainer: L.Trainer) -> dict[str, Any]:
@@ -73,12 +62,12 @@ def make_plugin() -> AmpPrecision:
 
 
 def make_trainer(epochs: int, plugin: Any, *more: L.Callback, **kwargs: Any) -> L.Trainer:
-    return quiet_trainer(plugins=[plugin], max_epochs=epochs, callbacks=[*callbacks(), *more], **kwargs)
+    return quiet_trainer(plugins=[plugin], max_epochs=epochs, callbacks=[*all_of_ours(), *more], **kwargs)
 
 
 def go_on(trainer: L.Trainer, module: L.LightningModule, epochs: int, **kwargs: Any) -> None:
     trainer.fit_loop.max_epochs = epochs
-    trainer.fit(module, batches(), batches(2), **kwargs)
+    trainer.fit(module, batches(), batches(2) if isinstance(module, Validated) else None, **kwargs)
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -127,8 +116,7 @@ def test_any_scaler(scaler: Callable[[], Any]) -> None:
     trainer.fit(module := Toy(), batches())
     assert plugin.scaler is not None
     assert plugin.scaler.get_scale() == 32.0
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, batches())
+    go_on(trainer, module, 2)
     assert plugin.scaler.get_scale() == 16.0
     assert (plugin.num_steps, plugin.num_skipped) == (14, 2)
 
@@ -138,31 +126,22 @@ def test_without_a_scaler(precision: str) -> None:
     plugin = AmpPrecision(precision)
     trainer = quiet_trainer(plugins=[plugin], callbacks=[Poison(gradient=[1, 9])])
     trainer.fit(module := Toy(), batches())
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, batches())
+    go_on(trainer, module, 2)
     assert (plugin.num_steps, plugin.num_skipped) == (14, 2)
     assert isinstance(plugin.last_step, StepRecord)
     assert plugin.last_step.index == 15
 
 
 def test_listeners_are_those_of_their_fit() -> None:
-    class Listens(L.Callback):
-        def __init__(self) -> None:
-            self.all: list[StepRecord] = []
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            trainer.precision_plugin.records.subscribe(self.all.extend)
-
-    trainer = quiet_trainer(plugins=[AmpPrecision("fp32")], callbacks=[listens := Listens()])
+    trainer = quiet_trainer(plugins=[AmpPrecision("fp32")], callbacks=[records := Records()])
     trainer.fit(module := Toy(), batches())
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, batches())
-    assert [r.index for r in listens.all] == list(range(16))
+    go_on(trainer, module, 2)
+    assert [r.index for r in records.all] == list(range(16))
 
 
 def test_another_trainer_starts_afresh() -> None:
     """With the same plugin and callbacks: k folds."""
-    plugin, watchers = make_plugin(), callbacks()
+    plugin, watchers = make_plugin(), all_of_ours()
     runs: list[dict[str, Any]] = []
     for _ in range(2):
         trainer = quiet_trainer(plugins=[plugin], callbacks=[*watchers, Poison(gradient=[1, 4])])

@@ -11,10 +11,22 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
-from support import Poison, Toy, assert_same, fit, quiet_trainer, scaled_fp32, weights
+from support import (
+    Manual,
+    Poison,
+    Toy,
+    assert_as_fp32,
+    assert_finite,
+    assert_same,
+    fit,
+    quiet_trainer,
+    scaled_fp32,
+    weights,
+    with_batch_norm,
+)
 from support.averages import EMAWeightAveraging, needs_averages
 from support.promises import DIFFERS, OPTIMIZERS, Plugins, fused_adamw, plain_adamw, promise
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader
 
@@ -45,10 +57,9 @@ def rate(trainer: L.Trainer) -> list[float]:
 @pytest.mark.parametrize("bad", [(0,), (3, 4)])
 @promise(1, stock=f"{DIFFERS}|lr_scheduler.step.* before `optimizer.step", raises=(AssertionError, UserWarning))
 def test_schedules_see_applied_steps(plugins: Plugins, bad: tuple[int, ...], schedule: str, optimizer: str) -> None:
-    module = functools.partial(Toy, OPTIMIZERS[optimizer], None, SCHEDULES[schedule])
-    trainer = fit(module, plugins.scaled(), data(), callbacks=[Poison(gradient=bad)])
-    reference = fit(module, None, data(without=bad))
-    assert_same(trainer, reference)
+    make = functools.partial(Toy, OPTIMIZERS[optimizer], None, SCHEDULES[schedule])
+    poison = [Poison(gradient=bad)]
+    trainer, reference = assert_as_fp32(make, plugins.scaled(), data(), data(without=bad), callbacks=poison)
     torch.testing.assert_close(rate(trainer), rate(reference), rtol=0, atol=0)
     ours, theirs = (t.lr_scheduler_configs[0].scheduler for t in (trainer, reference))
     assert getattr(ours, "last_epoch", None) == getattr(theirs, "last_epoch", None)
@@ -58,11 +69,10 @@ def test_schedules_see_applied_steps(plugins: Plugins, bad: tuple[int, ...], sch
 @promise(1, stock=DIFFERS)
 def test_schedules_with_accumulation(plugins: Plugins) -> None:
     """A skip drops the whole window: batches 2 and 3 here, though only 2 is bad."""
-    module = functools.partial(Toy, fused_adamw, None, SCHEDULES["lambda"])
-    kwargs: dict[str, Any] = {"accumulate_grad_batches": 2}
-    trainer = fit(module, plugins.scaled(), data(), callbacks=[Poison(gradient=[2])], **kwargs)
-    reference = fit(module, None, data(without=[2, 3]), **kwargs)
-    assert_same(trainer, reference)
+    make, poison = functools.partial(Toy, fused_adamw, None, SCHEDULES["lambda"]), [Poison(gradient=[2])]
+    trainer, reference = assert_as_fp32(
+        make, plugins.scaled(), data(), data(without=[2, 3]), callbacks=poison, accumulate_grad_batches=2
+    )
     torch.testing.assert_close(rate(trainer), rate(reference))
 
 
@@ -124,17 +134,13 @@ def test_other_verbs(plugins: Plugins, optimizer: str) -> None:
     assert "lr_scheduler_step" not in vars(trainer.lightning_module)
 
 
-class ManualSchedule(Toy):
+class ManualSchedule(Manual):
     def __init__(self, per: str) -> None:
         super().__init__(fused_adamw)
-        self.automatic_optimization = False
         self.per = per
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+        super().training_step(batch, batch_idx)
         if self.per == "batch":
             self.lr_schedulers().step()
 
@@ -149,10 +155,10 @@ class ManualSchedule(Toy):
 
 @promise(1, stock=DIFFERS)
 def test_manual_schedules_per_batch(plugins: Plugins) -> None:
-    trainer = fit(lambda: ManualSchedule("batch"), plugins.scaled(), data(4), callbacks=[Poison(gradient=[0, 2])])
-    reference = fit(lambda: ManualSchedule("batch"), None, data(4, without=[0, 2]))
+    trainer, reference = assert_as_fp32(
+        lambda: ManualSchedule("batch"), plugins.scaled(), data(4), data(4, [0, 2]), callbacks=[Poison([0, 2])]
+    )
     torch.testing.assert_close(rate(trainer), rate(reference))
-    assert_same(trainer, reference)
 
 
 @promise(1, stock=None)
@@ -184,17 +190,13 @@ def test_averages_see_applied_steps(plugins: Plugins, optimizer: str, accumulate
 # -- normalisation buffers ---------------------------------------------------------------
 
 
-def batch_norm() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
-
-
 class BadForward(Toy):
     """Overflows in the forward, before the BatchNorm."""
 
     bad: tuple[int, ...] = ()
 
     def __init__(self, optimizer: Any, bad: tuple[int, ...] = ()) -> None:
-        super().__init__(optimizer, batch_norm())
+        super().__init__(optimizer, with_batch_norm())
         self.bad = bad
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -235,15 +237,15 @@ def test_a_batch_without_a_loss_is_dropped_with_its_window(without_loss: int) ->
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@promise("2+8", stock="Tensor-likes|nan|False")
+@promise("2+8", stock="not finite")
 def test_buffers_stay_finite_without_a_scaler(plugins: Plugins, precision: str) -> None:
     plugin = plugins.bf16() if precision == "bf16" else plugins.fp32()
     trainer = fit(lambda: BadForward(plain_adamw, (2,)), plugin, data())
-    assert all(bool(value.isfinite().all()) for value in weights(trainer).values()) is True
+    assert_finite(trainer)
 
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
-@promise(2, stock="False")
+@promise(2, stock="not finite")
 def test_the_batch_norm_pass_of_swa(plugins: Plugins) -> None:
     class LastEpoch(BadForward):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -253,7 +255,7 @@ def test_the_batch_norm_pass_of_swa(plugins: Plugins) -> None:
 
     swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
     trainer = fit(lambda: LastEpoch(plain_adamw), plugins.scaled(), data(), max_epochs=3, callbacks=[swa])
-    assert all(bool(value.isfinite().all()) for value in weights(trainer).values()) is True
+    assert_finite(trainer)
 
 
 # -- bf16 and fp32 ---------------------------------------------------------------
@@ -265,17 +267,17 @@ def test_the_batch_norm_pass_of_swa(plugins: Plugins) -> None:
 @promise(8, stock=DIFFERS)
 def test_one_bad_batch_in_fp32(plugins: Plugins, kind: str, optimizer: str, clip: float | None) -> None:
     module = functools.partial(Toy, OPTIMIZERS[optimizer])
-    poison = Poison(gradient=[3] if kind == "gradient" else [], loss=[3] if kind == "loss" else [])
-    trainer = fit(module, plugins.fp32(), data(), callbacks=[poison], gradient_clip_val=clip)
-    reference = fit(module, None, data(without=[3]), gradient_clip_val=clip)
-    assert_same(trainer, reference, **({"rtol": 1e-5, "atol": 1e-6} if clip else {}))
+    assert_as_fp32(
+        module, plugins.fp32(), data(), data(without=[3]), callbacks=[Poison(**{kind: [3]})], gradient_clip_val=clip,
+        tolerance={"rtol": 1e-5, "atol": 1e-6} if clip else {},
+    )  # fmt: skip
 
 
-@promise(8, stock="False")
+@promise(8, stock="not finite")
 def test_one_bad_batch_in_bf16(plugins: Plugins) -> None:
     poison = Poison(loss=[3])
     trainer = fit(lambda: Toy(plain_adamw), plugins.bf16(), data(), callbacks=[poison], gradient_clip_val=0.5)
-    assert all(bool(value.isfinite().all()) for value in weights(trainer).values()) is True
+    assert_finite(trainer)
 
 
 @pytest.mark.usefixtures("where_flags_live")

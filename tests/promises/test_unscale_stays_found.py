@@ -11,7 +11,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support import CountReads, Toy, WithoutAutocast, assert_same, batches, fit, flags_on_a_device
+from support import (
+    CountReads,
+    Manual,
+    Records,
+    Toy,
+    WithoutAutocast,
+    assert_as_fp32,
+    assert_same,
+    batches,
+    fit,
+    flags_on_a_device,
+)
 from support.promises import Plugins, fused_adamw, plain_adamw, plain_sgd
 from torch import Tensor, nn
 
@@ -52,34 +63,24 @@ def overflow(module: nn.Module) -> None:
     next(module.parameters()).grad.view(-1)[0] = torch.inf  # pyright: ignore[reportOptionalMemberAccess]
 
 
-class Manual(Toy):
+class Unscales(Manual):
     """Unscales by hand and edits; the gradients of one batch are not finite."""
 
-    automatic_optimization = property(lambda self: False)
-
     def __init__(
-        self,
-        edit: Callable[[nn.Module], None] = nothing,
-        call: str = "function",
-        optimizer: Any = plain_sgd,
-        step: Callable[[Any, Any], None] = lambda module, optimizer: optimizer.step(),
+        self, then: Callable[[nn.Module], None] = nothing, call: str = "function", optimizer: Any = plain_sgd
     ) -> None:
         super().__init__(optimizer)
-        self.edit, self.call, self.step = edit, CALLS[call], step
+        self.then, self.call = then, CALLS[call]
 
-    def before(self, batch_idx: int) -> None:
+    def before(self) -> None:
         """Between the backward and `unscale_`."""
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
+    def edit(self, optimizer: Any, batch_idx: int) -> None:
         if batch_idx == BAD:
             overflow(self)
-        self.before(batch_idx)
+        self.before()
         self.call(self, optimizer)
-        self.edit(self)
-        self.step(self, optimizer)
+        self.then(self)
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -89,9 +90,9 @@ class Manual(Toy):
 @pytest.mark.parametrize("precision", ["scaled", "fp16", "bf16", "fp32"])
 def test_in_manual_optimization(precision: str, optimizer: str, edit: str) -> None:
     plugin = plugin_for(precision)
-    edited = fit(lambda: Manual(EDITS[edit], optimizer=OPTIMIZERS[optimizer]), plugin)
+    edited = fit(lambda: Unscales(EDITS[edit], optimizer=OPTIMIZERS[optimizer]), plugin)
     assert (plugin.num_steps, plugin.num_skipped) == (7, 1)
-    assert_same(edited, fit(lambda: Manual(optimizer=OPTIMIZERS[optimizer]), plugin_for(precision)))
+    assert_same(edited, fit(lambda: Unscales(optimizer=OPTIMIZERS[optimizer]), plugin_for(precision)))
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -99,17 +100,22 @@ def test_in_manual_optimization(precision: str, optimizer: str, edit: str) -> No
 @pytest.mark.parametrize("call", CALLS)
 def test_whichever_call(call: str, edit: str) -> None:
     plugin = plugin_for("scaled")
-    fit(lambda: Manual(EDITS[edit], call), plugin)
+    fit(lambda: Unscales(EDITS[edit], call), plugin)
     assert (plugin.num_skipped, plugin.scaler.get_scale()) == (1, 2.0**9)
 
 
 def test_the_step_of_the_scaler() -> None:
-    def step(module: Any, optimizer: Any) -> None:
-        module.trainer.precision_plugin.scaler.step(optimizer)
-        module.trainer.precision_plugin.scaler.update()
+    class ByTheScaler(Unscales):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizer, scaler = self.optimizers(), self.trainer.precision_plugin.scaler
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.edit(optimizer, batch_idx)
+            scaler.step(optimizer)
+            scaler.update()
 
     plugin = plugin_for("scaled")
-    fit(lambda: Manual(clip, "scaler", step=step), plugin)
+    fit(lambda: ByTheScaler(clip, "scaler"), plugin)
     assert plugin.num_skipped == 1
 
 
@@ -131,7 +137,7 @@ def test_as_torchs_own_recipe(threshold: float) -> None:
         scaler.step(optimizer)
         scaler.update()
     plugin = WithoutAutocast("fp16", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
-    assert_same(fit(lambda: Manual(clip_at, "scaler", plain_adamw), plugin), module)
+    assert_same(fit(lambda: Unscales(clip_at, "scaler", plain_adamw), plugin), module)
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -140,13 +146,12 @@ def test_as_torchs_own_recipe(threshold: float) -> None:
 def test_mended_before_is_a_step_as_in_fp32(optimizer: str, precision: str) -> None:
     """Row 40."""
 
-    class Mends(Manual):
-        def before(self, batch_idx: int) -> None:
+    class Mends(Unscales):
+        def before(self) -> None:
             replace(self)
 
     plugin = plugin_for(precision)
-    make = lambda: Mends(clip, optimizer=OPTIMIZERS[optimizer])  # noqa: E731
-    assert_same(fit(make, plugin), fit(make))
+    assert_as_fp32(lambda: Mends(clip, optimizer=OPTIMIZERS[optimizer]), plugin)
     assert plugin.num_skipped == 0
 
 
@@ -215,7 +220,7 @@ def test_in_ones_own_clipping(precision: str, optimizer: str, kind: type[InHook]
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_clip_gradients_by_value_by_hand(optimizer: str, precision: str) -> None:
-    class Clips(Manual):
+    class Clips(Unscales):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             optimizer = self.optimizers()
             optimizer.zero_grad()
@@ -234,7 +239,7 @@ def test_clip_gradients_by_value_by_hand(optimizer: str, precision: str) -> None
 # -- until the step ----------------------------------------------------------------------------------------------------
 
 
-class TwoBackwards(Manual):
+class TwoBackwards(Unscales):
     """Another backward between `unscale_` and the step; `drop` is called before it."""
 
     def __init__(self, optimizer: Any, drop: Callable[[Any], None] = lambda optimizer: None) -> None:
@@ -242,16 +247,13 @@ class TwoBackwards(Manual):
         self.drop = drop
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        if batch_idx == BAD:
-            overflow(self)
-        self.call(self, optimizer)
-        self.edit(self)
+        self.again = batch
+        super().training_step(batch, batch_idx)
+
+    def edit(self, optimizer: Any, batch_idx: int) -> None:
+        super().edit(optimizer, batch_idx)
         self.drop(optimizer)
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+        self.manual_backward(self.loss(self.again))
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -269,8 +271,7 @@ def test_another_backward_does_not_end_it(optimizer: str, precision: str) -> Non
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_gradients_that_were_dropped_do_end_it(optimizer: str, precision: str, to_none: bool) -> None:
     plugin = plugin_for(precision)
-    make = lambda: TwoBackwards(OPTIMIZERS[optimizer], lambda o: o.zero_grad(set_to_none=to_none))  # noqa: E731
-    assert_same(fit(make, plugin), fit(make))
+    assert_as_fp32(lambda: TwoBackwards(OPTIMIZERS[optimizer], lambda o: o.zero_grad(set_to_none=to_none)), plugin)
     assert plugin.num_skipped == 0
 
 
@@ -300,17 +301,12 @@ class TwoOptimizers(L.LightningModule):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_of_two_optimizers_one_is_skipped(optimizer: str) -> None:
     """Although the backward of the second comes between `unscale_` of the first and its step."""
-    plugin, records = plugin_for("scaled"), []
-
-    class Listens(L.Callback):
-        def on_train_start(self, *args: Any) -> None:
-            plugin.records.subscribe(records.extend)
-
-    fit(lambda: TwoOptimizers(OPTIMIZERS[optimizer]), plugin, callbacks=[Listens()])
-    assert [(r.index, r.optimizer_idx) for r in records if r.skipped] == [(2 * BAD, 0)]
+    records = Records()
+    fit(lambda: TwoOptimizers(OPTIMIZERS[optimizer]), plugin_for("scaled"), callbacks=[records])
+    assert [(r.index, r.optimizer_idx) for r in records.all if r.skipped] == [(2 * BAD, 0)]
 
 
-@pytest.mark.parametrize("make", [TwoBackwards, lambda optimizer: Manual(clip, optimizer=optimizer)])
+@pytest.mark.parametrize("make", [TwoBackwards, lambda optimizer: Unscales(clip, optimizer=optimizer)])
 def test_a_fused_optimizer_is_not_waited_for(make: Callable[[Any], Any]) -> None:
     with flags_on_a_device(), CountReads() as reads:
         fit(lambda: make(OPTIMIZERS["fused adamw"]), plugin_for("scaled"))

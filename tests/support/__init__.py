@@ -1,11 +1,11 @@
 """What the tests share: a quiet Trainer, small models, injected overflow, and comparisons with fp32."""
 
-from zoo.toy import FEATURES, Toy, assert_same, attributes, batches, weights
+from zoo.toy import FEATURES, Manual, Toy, assert_finite, assert_same, attributes, batches, weights, with_batch_norm
 
-from support.devices import DEVICE, CountReads, ForbidSync, flags_on_a_device, run_scenarios, set_sync_mode
+from support.callbacks import Poison, Recorder, Records, all_of_ours
+from support.devices import DEVICE, CountReads, ForbidSync, flags_on_a_device, set_sync_mode
 from support.plugins import STOCK_CACHES_CASTS, StockWithoutAutocast, WithoutAutocast, scaled_fp32, stock, stock_fp32
-from support.poison import Poison, Recorder
-from support.trainers import fit, quiet_trainer
+from support.trainers import assert_as_fp32, evaluate, fit, quiet_trainer
 
 __all__ = [
     "DEVICE",
@@ -13,21 +13,27 @@ __all__ = [
     "STOCK_CACHES_CASTS",
     "CountReads",
     "ForbidSync",
+    "Manual",
     "Poison",
     "Recorder",
+    "Records",
     "StockWithoutAutocast",
     "Toy",
     "WithoutAutocast",
+    "all_of_ours",
+    "assert_as_fp32",
+    "assert_finite",
     "assert_same",
     "attributes",
     "batches",
+    "evaluate",
     "fit",
     "flags_on_a_device",
     "quiet_trainer",
-    "run_scenarios",
     "scaled_fp32",
     "set_sync_mode",
     "stock",
     "stock_fp32",
     "weights",
+    "with_batch_norm",
 ]

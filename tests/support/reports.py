@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 from lightning_amp.verdicts._arm_run import ArmRun, Point
 from lightning_amp.verdicts._plan import CONTROL, Margin, Plan
 from lightning_amp.verdicts._report import PrecisionReport

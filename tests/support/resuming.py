@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_amp import (
@@ -21,7 +21,7 @@ from lightning_amp import (
     OverflowLocator,
     ScaleMonitor,
 )
-from support import FEATURES, Toy, batches, quiet_trainer
+from support import FEATURES, Toy, all_of_ours, batches, quiet_trainer, with_batch_norm
 from support.averages import WeightAveraging
 from support.promises import plain_adamw
 
@@ -99,8 +99,8 @@ class Overflow(L.Callback):
 
 class Net(Toy):
     def __init__(self, optimizer: Callable[..., torch.optim.Optimizer], schedule: bool = True) -> None:
-        net = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
-        super().__init__(optimizer, net, functools.partial(ExponentialLR, gamma=0.97) if schedule else None)
+        decay = functools.partial(ExponentialLR, gamma=0.97) if schedule else None
+        super().__init__(optimizer, with_batch_norm(), decay)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))
@@ -114,12 +114,7 @@ def plugin_for(precision: str, **scaler: Any) -> AmpPrecision:
 
 def ours(folder: Path | None = None) -> list[L.Callback]:
     """All callbacks of this package."""
-    return [
-        ScaleMonitor(log_every_n_steps=7, dirpath=folder),
-        OverflowLocator(dirpath=folder, max_reports=6),
-        GradientMonitor(every_n_steps=6),
-        MetricComparison(),
-    ]
+    return all_of_ours(folder, every_n_steps=6, log_every_n_steps=7, max_reports=6)
 
 
 def train(

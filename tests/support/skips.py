@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_amp.findings import StepRecord
 from lightning_amp.reports import OverflowReport
-from lightning_amp.scaling import StepRecord
 from lightning_amp.tracing import Diagnosis, Operation
 
 EXP = Operation(

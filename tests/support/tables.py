@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_amp.findings import ComparisonRow, GradientRow
+from lightning_amp.findings import ComparisonRow, GradientRow, StepRecord
 from lightning_amp.reports import ComparisonTable
-from lightning_amp.scaling import StepRecord
 
 
 def comparisons() -> ComparisonTable:

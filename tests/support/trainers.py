@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities import registry
-from zoo.toy import batches
+from zoo.toy import assert_same, batches
 
 from support.devices import DEVICE
 
@@ -17,18 +17,20 @@ from support.devices import DEVICE
 registry.entry_points = functools.cache(registry.entry_points)
 
 
+QUIET: dict[str, Any] = {
+    "accelerator": DEVICE,
+    "devices": 1,
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+}
+
+
 def quiet_trainer(**kwargs: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": DEVICE,
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-    }
-    return L.Trainer(**(defaults | kwargs))
+    return L.Trainer(**(QUIET | kwargs))
 
 
 def fit(
@@ -46,3 +48,23 @@ def fit(
     trainer = quiet_trainer(plugins=None if plugin is None else [plugin], **kwargs)
     trainer.fit(module, batches() if data is None else data, ckpt_path=ckpt_path)
     return trainer
+
+
+def assert_as_fp32(
+    make: Callable[[], L.LightningModule], plugin: Any, data: Any = None, without: Any = None, **kwargs: Any
+) -> tuple[L.Trainer, L.Trainer]:
+    """Train with a plugin, and without one: the same bits. `without` are the batches that the latter draws instead.
+
+    `callbacks` and `tolerance` are those of the run with the plugin, and of the comparison.
+    """
+    callbacks, tolerance = kwargs.pop("callbacks", None), kwargs.pop("tolerance", {})
+    trainer = fit(make, plugin, data, callbacks=callbacks, **kwargs)
+    reference = fit(make, None, data if without is None else without, **kwargs)
+    assert_same(trainer, reference, **tolerance)
+    return trainer, reference
+
+
+def evaluate(run: str, module: L.LightningModule, data: Any, **kwargs: Any) -> tuple[L.Trainer, Any]:
+    """Run "validate", "test" or "predict" quietly; return the Trainer and what it returns."""
+    trainer = quiet_trainer(**kwargs)
+    return trainer, getattr(trainer, run)(module, data, **({} if run == "predict" else {"verbose": False}))

@@ -23,8 +23,8 @@ from lightning_amp import (
     OverflowLocator,
     ScaleMonitor,
 )
+from support.callbacks import Poison
 from support.plugins import stock
-from support.poison import Poison
 from support.trainers import fit
 
 Loop = Literal["automatic", "manual", "two optimizers"]

@@ -7,11 +7,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from support.callbacks import Recorder
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_amp.shadow._module_copy import copy_module
-from zoo.watched import Rows
 
 
 class Tracker:
@@ -37,7 +37,7 @@ class Module(pl.LightningModule):
         self.log_dict(self.metrics)
         self.trainer.should_stop = True
         self.print("hello")
-        assert isinstance(self.logger, Rows)
+        assert isinstance(self.logger, Recorder)
         self.logger.log_metrics({"by hand": 1.0}, step=0)
         self.logger.experiment.append("call")
         return loss

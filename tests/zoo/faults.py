@@ -181,7 +181,7 @@ def fault(
             expected.setdefault("module", part)
             make: Callable[[bool], Any] = lambda cured: Net(loss(part), **{part: found(cured)})  # noqa: E731
         else:
-            make = found if isinstance(ill, type) else lambda cured: Net(partial(found, cured=cured))
+            make = found if isinstance(found, type) else lambda cured: Net(partial(found, cured=cured))
         add(Fault(name=name, cause=cause, operation=operation, line=line, make=make, **expected))
         return ill
 

@@ -43,6 +43,27 @@ class Toy(L.LightningModule):
         }
 
 
+class Manual(Toy):
+    """The same by hand: what a test does with the gradients is its `edit`."""
+
+    automatic_optimization = property(lambda self: False)
+
+    def edit(self, optimizer: Any, batch_idx: int) -> None:
+        """Between the backward and the step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.edit(optimizer, batch_idx)
+        optimizer.step()
+
+
+def with_batch_norm(**first: Any) -> nn.Sequential:
+    """Return another net for `Toy`."""
+    return nn.Sequential(nn.Linear(FEATURES, 16, **first), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
 def batches(count: int = 8, size: int = 4, seed: int = 0) -> DataLoader[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return DataLoader(torch.randn(count * size, FEATURES, generator=generator), batch_size=size)
@@ -57,6 +78,10 @@ def assert_same(a: Any, b: Any, **tolerance: float) -> None:
     """Bit for bit, unless a tolerance is given."""
     a, b = (weights(x) if isinstance(x, (nn.Module, L.Trainer)) else x for x in (a, b))
     torch.testing.assert_close(a, b, **(tolerance or {"rtol": 0.0, "atol": 0.0}), equal_nan=True)
+
+
+def assert_finite(trained: nn.Module | L.Trainer) -> None:
+    assert all(bool(value.isfinite().all()) for value in weights(trained).values()), "not finite"
 
 
 def attributes(module: nn.Module) -> dict[str, set[str]]:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from support.devices import DEVICE
+from support.trainers import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -87,20 +88,8 @@ def data() -> DataLoader[Any]:
 
 
 def make_trainer(*callbacks: Callback, **kwargs: Any) -> pl.Trainer:
-    options: dict[str, Any] = {
-        "accelerator": DEVICE,
-        "devices": 1,
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 2,
-        "log_every_n_steps": 1,
-        "plugins": MixedPrecision("bf16-mixed", DEVICE),
-        "callbacks": list(callbacks),
-    }
-    return pl.Trainer(**(options | kwargs))
+    options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 2, "callbacks": list(callbacks)}
+    return quiet_trainer(**(options | {"plugins": MixedPrecision("bf16-mixed", DEVICE)} | kwargs))
 
 
 def fit(comparison: MetricComparison, module: pl.LightningModule | None = None, **kwargs: Any) -> pl.Trainer:

@@ -7,8 +7,9 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins import MixedPrecision
+from support.callbacks import Recorder
+from support.trainers import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
@@ -122,38 +123,14 @@ class Everything(pl.LightningModule):
         self.log("mse_of_all", self.trainer.callback_metrics[key])
 
 
-class Rows(Logger):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
-        self.calls: list[str] = []
-
-    @property
-    def experiment(self) -> Any:
-        return self.calls
-
-    @property
-    def name(self) -> str:
-        return "rows"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, dict(metrics)))
-
-
 def loaders(num: int, *, length: int = 24) -> list[DataLoader[Any]]:
     """Loaders that draw from the global generators in this process."""
     return [DataLoader(Noisy(length - 4 * i, 10 + i), batch_size=8, shuffle=True, num_workers=0) for i in range(num)]
 
 
-def fit(model: Everything, *extra: Callback, tmp_path: Any, logger: Rows | None = None, **kwargs: Any) -> pl.Trainer:
+def fit(
+    model: Everything, *extra: Callback, tmp_path: Any, logger: Recorder | None = None, **kwargs: Any
+) -> pl.Trainer:
     """Fit two epochs with everything that watches metrics."""
     monitor = "mse" if model.num_loaders == 1 else "mse/dataloader_idx_1"
     callbacks = [
@@ -161,25 +138,16 @@ def fit(model: Everything, *extra: Callback, tmp_path: Any, logger: Rows | None 
         *extra,
         ModelCheckpoint(tmp_path, monitor=monitor, save_top_k=2, filename="{epoch}-{step}"),
     ]
-    options: dict[str, Any] = {
-        "plugins": MixedPrecision("bf16-mixed", "cpu"),
-        "max_epochs": 3,
-        "accelerator": "cpu",
-        "devices": 1,
-        "num_sanity_val_steps": 1,
-        "log_every_n_steps": 1,
-        "logger": logger if logger is not None else False,
-        "callbacks": callbacks,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        **kwargs,
-    }
-    trainer = pl.Trainer(**options)
+    options: dict[str, Any] = {"plugins": MixedPrecision("bf16-mixed", "cpu"), "num_sanity_val_steps": 1, **kwargs}
+    trainer = quiet_trainer(
+        accelerator="cpu", max_epochs=options.pop("max_epochs", 3), logger=logger or False, callbacks=callbacks,
+        enable_checkpointing=True, **options,
+    )  # fmt: skip
     trainer.fit(model, DataLoader(Noisy(32, 0), batch_size=8, shuffle=True), loaders(model.num_loaders))
     return trainer
 
 
-def everything_of(model: Everything, trainer: pl.Trainer, logger: Rows | None) -> dict[str, Any]:
+def everything_of(model: Everything, trainer: pl.Trainer, logger: Recorder | None) -> dict[str, Any]:
     """All state that training has produced, as comparable values; keys of the comparison itself left out."""
     optimizer = trainer.optimizers[0]
     checkpoint: Any = trainer.checkpoint_callback
@@ -208,9 +176,7 @@ def everything_of(model: Everything, trainer: pl.Trainer, logger: Rows | None) -
         "callback_metrics": _without_ours(trainer.callback_metrics),
         "logged_metrics": _without_ours(trainer.logged_metrics),
         "progress_bar_metrics": _without_ours(trainer.progress_bar_metrics),
-        "rows": None
-        if logger is None
-        else [row for s, m in logger.rows if (row := (s, _without_ours(m)))[1] and not _ours(m)],
+        "rows": None if logger is None else [row for row in logger.rows if not _ours(row[1])],
         "checkpoints": {k.split("/")[-1]: float(v) for k, v in checkpoint.best_k_models.items()},
         "early": (float(early.best_score), early.wait_count, early.stopped_epoch),
         "progress": (

@@ -13,8 +13,8 @@ from typing_extensions import final
 from lightning_amp._compat import _modules
 from lightning_amp.findings import EvaluationReport
 from lightning_amp.numerics import count_nonfinite, fidelity
-from lightning_amp.shadow import COMPARISONS_WITH_TARGETS, OperationComparison, OperationOutput, OutputComparison
-from lightning_amp.tracing import nonfinite_entries
+from lightning_amp.shadow import OutputComparison
+from lightning_amp.tracing import COMPARISONS_WITH_TARGETS, OperationCall, OperationWatch, nonfinite_entries, plain
 
 _WRONG_DB = 20.0
 """Below it an output is wrong: its error is more than a tenth of it, or of what differs between the samples."""
@@ -107,7 +107,7 @@ def origin_in_fp32(report: EvaluationReport, outputs: OutputComparison, batch: o
     return Blame(replace(report, cause="weights", names=spoilt) if spoilt else replace(report, cause="operation"))
 
 
-def blame_operation(blame: Blame, fp32_run: OperationComparison, amp_run: OperationComparison) -> Blame:
+def blame_operation(blame: Blame, fp32_run: OperationWatch, amp_run: OperationWatch) -> Blame:
     """Add the operation and the user's line; where no module is to blame, see whether one outside of modules is."""
     report = blame.report
     if not blame.may_be_an_operation:
@@ -118,36 +118,47 @@ def blame_operation(blame: Blame, fp32_run: OperationComparison, amp_run: Operat
                 continue
         elif call.module is not None:
             continue
-        before = min((worst_db(source.sums) for source in call.sources), default=math.inf)
-        after = math.nan if bool(call.is_bad) else worst_db(call.sums)
+        beside = call.beside
+        assert beside is not None  # each call of a watch that compares has it
+        before = min((_worst_db_of(source) for source in call.makers), default=math.inf)
+        after = math.nan if beside.is_bad else worst_db(beside.sums)
         if _is_guilty(call, report, before, after):
-            report = replace(report, operation=_plain(call.name), place="" if call.place is None else str(call.place))
+            place = "" if call.key.place is None else str(call.key.place)
+            report = replace(report, operation=_plain(beside.written), place=place)
             if report.cause == "module":
                 return replace(blame, report=report)
             report = replace(report, cause="operation", input_sqnr_db=before, output_sqnr_db=after)
-            return Blame(report, _source(call), only_varying=_plain_db(call.sums) >= _WRONG_DB)
+            return Blame(report, _source(call), only_varying=_plain_db(beside.sums) >= _WRONG_DB)
     return blame
 
 
-def _is_guilty(call: OperationOutput, report: EvaluationReport, before: float, after: float) -> bool:
-    if bool(call.is_bad):
-        fine_in_fp32 = call.reference is not None and not bool(call.reference.is_bad)
-        return not bool(call.takes_bad) and (report.in_fp32_too or fine_in_fp32)
-    if not math.isfinite(report.batch_amp) or call.is_blameless:
+def _is_guilty(call: OperationCall, report: EvaluationReport, before: float, after: float) -> bool:
+    beside = call.beside
+    if beside is None:
         return False
-    return _is_lost(before, after) and not (call.takes_exact and call.name in COMPARISONS_WITH_TARGETS)
+    if beside.is_bad:
+        fp32_run = None if beside.reference is None else beside.reference.beside
+        return not beside.takes_bad and (report.in_fp32_too or (fp32_run is not None and not fp32_run.is_bad))
+    if not math.isfinite(report.batch_amp) or beside.is_blameless:
+        return False
+    has_target = beside.takes_exact and plain(call.name) in COMPARISONS_WITH_TARGETS
+    return _is_lost(before, after) and not has_target
 
 
-def _source(call: OperationOutput) -> str | None:
+def _worst_db_of(call: OperationCall) -> float:
+    return worst_db(None if call.beside is None else call.beside.sums)
+
+
+def _source(call: OperationCall) -> str | None:
     """Name the module whose output reaches an operation on the shortest way."""
-    queue, seen = list(call.sources), set[int]()
+    queue, seen = list(call.makers), set[int]()
     while queue:
         one = queue.pop(0)
         if one.module is not None:
             return one.module
         if id(one) not in seen:
             seen.add(id(one))
-            queue.extend(one.sources)
+            queue.extend(one.makers)
     return None
 
 

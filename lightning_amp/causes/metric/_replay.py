@@ -17,11 +17,10 @@ from lightning_amp.shadow import (
     ComparedEvaluation,
     EvaluationPass,
     FirstBatch,
-    OperationComparison,
     OutputComparison,
     Stage,
 )
-from lightning_amp.tracing import paired_random
+from lightning_amp.tracing import OperationWatch, paired_random
 
 Watch = Callable[[LightningModule], AbstractContextManager[Any]]
 
@@ -53,14 +52,19 @@ class EvaluationReplay:
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, compared: ComparedEvaluation, metric: str) -> None:
-        self.trainer, self.module = trainer, module
+        self._trainer, self.module = trainer, module
         self.stage: Stage = compared.stage
         self._metric, self._weights = metric, compared.weights
         self._device_type = trainer.strategy.root_device.type
 
+    @property
+    def trainer(self) -> Trainer:
+        """Return the real trainer."""
+        return self._trainer
+
     def in_fp32(self, steps: Sequence[FirstBatch], watch: Watch | None = None, *, upcast: bool = True) -> Replayed:
         """Run them in fp32; without `upcast` as `eval_precision="fp32"` would."""
-        return self._run(EvaluationPass.in_fp32(self.trainer, self.module, self.stage, upcast=upcast), steps, watch)
+        return self._run(EvaluationPass.in_fp32(self._trainer, self.module, self.stage, upcast=upcast), steps, watch)
 
     def in_amp(
         self,
@@ -76,15 +80,15 @@ class EvaluationReplay:
             ValueError: If a module among these has half-precision parameters.
 
         """
-        one = EvaluationPass.in_amp(self.trainer, self.module, self.stage, upcast=upcast)
+        one = EvaluationPass.in_amp(self._trainer, self.module, self.stage, upcast=upcast)
         return self._run(one, steps, watch, rules)
 
-    def operations(self, steps: Sequence[FirstBatch]) -> tuple[OperationComparison, OperationComparison]:
+    def operations(self, steps: Sequence[FirstBatch]) -> tuple[OperationWatch, OperationWatch]:
         """Run them in fp32 and in AMP, and return the operations of both. Waits for the device."""
         names = OutputComparison()
-        fp32 = OperationComparison(names, EVALUATION_FILE)
+        fp32 = OperationWatch(None, EVALUATION_FILE, running=names.running)
         self.in_fp32(steps, _both(names, fp32))
-        amp = OperationComparison(names, EVALUATION_FILE, fp32)
+        amp = OperationWatch(None, EVALUATION_FILE, running=names.running, reference=fp32)
         self.in_amp(steps, _both(names, amp))
         return fp32, amp
 
@@ -111,7 +115,7 @@ class EvaluationReplay:
             one.close()
 
 
-def _both(names: OutputComparison, operations: OperationComparison) -> Watch:
+def _both(names: OutputComparison, operations: OperationWatch) -> Watch:
     @contextmanager
     def watch(module: LightningModule) -> Generator[None]:
         with names.naming(module), operations:

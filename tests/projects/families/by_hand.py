@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from projects.families.functional import MAML, Classifier, mlp, rows, sinusoids
+from projects.learner import Learner
 from projects.registry import Setup, project
 
 
@@ -428,8 +429,10 @@ def dropout_in_a_checkpointed_block() -> Setup:
     return Setup(DropoutCheckpoint(), rows(), rows(seed=1))
 
 
-class DeepKernel(L.LightningModule):
+class DeepKernel(Learner):
     """A Gaussian process on learned features: Cholesky of the kernel, in fp32 as one has to."""
+
+    lr = 1e-2
 
     def __init__(self):
         super().__init__()
@@ -446,9 +449,6 @@ class DeepKernel(L.LightningModule):
         nll = 0.5 * (y @ alpha.squeeze(1)) + chol.diagonal().log().sum() + 0.5 * len(y) * math.log(2 * math.pi)
         self.log("nll", nll / len(y))
         return nll
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
 @project("by hand")

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from projects.learner import Learner
 from projects.registry import Setup, project
 
 
@@ -28,10 +29,8 @@ def rows(batch_size=8, **kwargs):
     return DataLoader(table(**kwargs), batch_size=batch_size)
 
 
-class Classifier(L.LightningModule):
+class Classifier(Learner):
     """What the projects below have in common: `forward`, cross entropy, Adam."""
-
-    lr = 1e-3
 
     def __init__(self, net=None):
         super().__init__()
@@ -52,15 +51,11 @@ class Classifier(L.LightningModule):
         logits = self(x)
         self.log("val_loss", F.cross_entropy(logits, y))
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=self.lr)
-
 
 def mlp(i=8, h=32, o=4):
     return nn.Sequential(nn.Linear(i, h), nn.GELU(), nn.Linear(h, h), nn.GELU(), nn.Linear(h, o))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class HyperNetwork(Classifier):
     def __init__(self):
         super().__init__()
@@ -82,7 +77,6 @@ def hypernetwork() -> Setup:
     return Setup(HyperNetwork(), rows(), rows(seed=1))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class MoE(nn.Module):
     """Top-2 routing with `index_add_`, as in Mixtral's code, and a load balancing loss."""
 
@@ -128,8 +122,7 @@ def mixture_of_experts_top2() -> Setup:
     return Setup(LitMoE(), rows(16, n=96))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-class MAML(L.LightningModule):
+class MAML(Learner):
     """Inner steps by `autograd.grad(create_graph=True)` and `functional_call`."""
 
     def __init__(self, inner_lr=0.05, inner_steps=3):
@@ -149,9 +142,6 @@ class MAML(L.LightningModule):
         loss = torch.stack(losses).mean()
         self.log("meta_loss", loss)
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def sinusoids(tasks=24, shots=5):
@@ -253,7 +243,6 @@ def ensemble_vmap_stack_module_state() -> Setup:
     return Setup(Ensemble(), rows(), rows(seed=1))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class Compiled(Classifier):
     def __init__(self, backend):
         super().__init__()
@@ -307,7 +296,6 @@ def checkpointing_not_reentrant() -> Setup:
     return Setup(Checkpointed(False), rows(), rows(seed=1))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class GradientReversal(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, alpha):
@@ -358,7 +346,6 @@ def gradient_reversal_combined_loader() -> Setup:
     return Setup(DomainAdversarial(), loaders)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class Symmetric(nn.Module):
     def forward(self, w):
         return w.triu() + w.triu(1).transpose(-1, -2)
@@ -404,7 +391,6 @@ def old_spectral_norm_reused() -> Setup:
     return Setup(OldNorms(), rows(), rows(seed=1))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class TiedAutoencoder(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -473,8 +459,7 @@ def fourier_neural_operator() -> Setup:
     return Setup(FNO(), DataLoader(TensorDataset(u, u.roll(1, 1) - u.mean(1, keepdim=True)), batch_size=8))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-class PINN(L.LightningModule):
+class PINN(Learner):
     """u'' = -pi^2 sin(pi x), u(0) = u(1) = 0; all in the default precision of the parameters."""
 
     def __init__(self):
@@ -493,9 +478,6 @@ class PINN(L.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 @project("functional")
 def physics_informed_second_derivatives() -> Setup:
@@ -511,7 +493,6 @@ def physics_informed_float64() -> Setup:
     return Setup(PINN().double(), DataLoader(TensorDataset(x), batch_size=16))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 @dataclass
 class Sample:
     features: Tensor
@@ -557,7 +538,6 @@ def dataclass_batches() -> Setup:
     return Setup(DictBatches(mlp()), DataLoader(Samples(), batch_size=8, collate_fn=as_dataclass))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class SetEncoder(Classifier):
     """Sets of any size, also empty ones: mean by lengths."""
 
@@ -612,7 +592,6 @@ def accumulate_clip_by_value() -> Setup:
     return Setup(Classifier(mlp()), rows(n=62), rows(seed=1), trainer=kwargs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class SpeechCTC(L.LightningModule):
     def __init__(self, blank=0, symbols=6):
         super().__init__()
@@ -644,8 +623,7 @@ def speech_ctc() -> Setup:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-class PCGrad(L.LightningModule):
+class PCGrad(Learner):
     """Gradient surgery by hand: the tasks' gradients one by one, projected, put into `.grad`."""
 
     def __init__(self):
@@ -678,9 +656,6 @@ class PCGrad(L.LightningModule):
             p.grad = g.view_as(p)
         optimizer.step()
         self.log_dict({"task_0": losses[0], "task_1": losses[1]})
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 class PCGradFromAutograd(PCGrad):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from projects.learner import Learner
 from projects.registry import Setup, project
 
 
@@ -36,7 +37,6 @@ def images(n=32, batch_size=8):
     return DataLoader(TensorDataset(torch.exp(-8 * (grid - centre).square().sum(-1))), batch_size=batch_size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class SinusoidalPosEmb(nn.Module):
     def __init__(self, dim):
         super().__init__()
@@ -111,7 +111,6 @@ def ddpm_min_snr_ema() -> Setup:
     return Setup(DDPM(), points(), points(16), trainer={"gradient_clip_val": 1.0})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class FlowMatching(L.LightningModule):
     """Rectified flow with logit-normal times and a sample by Euler steps in the validation."""
 
@@ -146,8 +145,7 @@ def flow_matching() -> Setup:
     return Setup(FlowMatching(), points(), points(8))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-class VAE(L.LightningModule):
+class VAE(Learner):
     def __init__(self, latent=4, beta=0.5):
         super().__init__()
         self.save_hyperparameters()
@@ -168,9 +166,6 @@ class VAE(L.LightningModule):
         self.log_dict({"bce": bce, "kld": kld, "loss": loss})
         return {"loss": loss, "mu": mu.detach()}
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 @project("generative")
 def vae_summed_loss() -> Setup:
@@ -178,7 +173,6 @@ def vae_summed_loss() -> Setup:
     return Setup(VAE(), images())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class EMAQuantizer(nn.Module):
     """Codebook by exponential averages of what was assigned; buffers that the forward writes."""
 
@@ -205,7 +199,7 @@ class EMAQuantizer(nn.Module):
         return z + (quantized - z).detach(), commitment, index
 
 
-class VQVAE(L.LightningModule):
+class VQVAE(Learner):
     def __init__(self):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(36, 32), nn.ReLU(), nn.Linear(32, 8))
@@ -221,9 +215,6 @@ class VQVAE(L.LightningModule):
         )
         return recon + 0.25 * commitment
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 @project("generative")
 def vqvae_ema_codebook() -> Setup:
@@ -231,7 +222,6 @@ def vqvae_ema_codebook() -> Setup:
     return Setup(VQVAE(), images())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class Coupling(nn.Module):
     def __init__(self, mask):
         super().__init__()
@@ -276,7 +266,6 @@ def normalizing_flow_realnvp() -> Setup:
     return Setup(RealNVP(), points(), trainer={"gradient_clip_val": 5.0})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 def critic():
     return nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
 
@@ -404,7 +393,6 @@ def wgan_gp_scaled_grad() -> Setup:
     return Setup(WGANGPWithHelper(), points(80))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class ReplayBuffer:
     """The last fakes, as in CycleGAN; half of the time an old one is given back."""
 
@@ -490,7 +478,6 @@ def cyclegan_frozen_features() -> Setup:
     return Setup(CycleGAN(), data, trainer={"max_epochs": 2})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class EnergyBased(L.LightningModule):
     """Contrastive divergence: Langevin steps on the input inside of the training step, the net frozen meanwhile."""
 
@@ -541,8 +528,7 @@ def energy_based_langevin() -> Setup:
     return Setup(EnergyBased(), points(), trainer={"gradient_clip_val": 0.1})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-class ScoreMatching(L.LightningModule):
+class ScoreMatching(Learner):
     """Sliced score matching: a Hessian-vector product inside of the loss."""
 
     def __init__(self):
@@ -558,9 +544,6 @@ class ScoreMatching(L.LightningModule):
         loss = ((v * grad).sum(-1) + 0.5 * (s * v).sum(-1) ** 2).mean()
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 @project("generative")

@@ -97,138 +97,104 @@ def setup(model: nn.Module, make_data: Callable[[], DataLoader[Any]], predict: b
     return Setup(FromConfig(model), data, make_data(), predict=data if predict else None, trainer=trainer)
 
 
-def add_bert(attention: str) -> None:
-    what = f"BERT for classification, {attention} attention, warm-up, clipping."
+def of_transformers(model: str, config: dict[str, Any]) -> Any:
+    """Make a model, as in "BertForMaskedLM", with a configuration."""
+    import transformers
 
-    @hugging_face(name=f"bert_{attention}", what=what)
-    def bert() -> Setup:
-        from transformers import BertConfig, BertForSequenceClassification
-
-        config = BertConfig(**SMALL, attn_implementation=attention)
-        return setup(BertForSequenceClassification(config), lambda: text("class"), gradient_clip_val=1.0)
+    kind = getattr(transformers, model.partition("For")[0].partition("LMHead")[0] + "Config")
+    return getattr(transformers, model)(kind(**config))
 
 
-def add_gpt2(attention: str) -> None:
-    what = f"GPT-2, tied embeddings, `Conv1D` layers, {attention} attention, accumulation."
+def add(
+    name: str,
+    what: str,
+    model: str,
+    config: dict[str, Any],
+    labels: str,
+    *,
+    quick: bool = False,
+    predict: bool = True,
+    checkpointing: dict[str, Any] | None = None,
+    **trainer: Any,
+) -> None:
+    """Add a model with a small configuration, and texts with labels of a kind."""
 
-    @hugging_face(name=f"gpt2_{attention}", what=what, quick=attention == "sdpa")
-    def gpt2() -> Setup:
-        from transformers import GPT2Config, GPT2LMHeadModel
+    @hugging_face(name=name, what=what, quick=quick)
+    def make() -> Setup:
+        made = of_transformers(model, config)
+        if checkpointing is not None:
+            made.gradient_checkpointing_enable(checkpointing)
+        return setup(made, lambda: text(labels), predict, **trainer)
 
-        config = GPT2Config(
-            vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, attn_implementation=attention
-        )
-        return setup(GPT2LMHeadModel(config), lambda: text("words"), accumulate_grad_batches=2)
 
+GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
+LLAMA: dict[str, Any] = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 64, **ENDS}
+T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+SEQ2SEQ: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_start_token_id": 1, **ENDS,
+}  # fmt: skip
 
 for _attention in ("eager", "sdpa"):
-    add_bert(_attention)
-    add_gpt2(_attention)
-
-
-@hugging_face()
-def bert_masked_words() -> Setup:
-    """BERT for masked words: the head shares its weight with the embedding."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    return setup(BertForMaskedLM(BertConfig(**SMALL)), lambda: text("words"))
-
-
-@hugging_face()
-def distilbert_tags() -> Setup:
-    """DistilBERT for token classification."""
-    from transformers import DistilBertConfig, DistilBertForTokenClassification
-
-    config = DistilBertConfig(vocab_size=VOCABULARY, dim=32, n_layers=2, n_heads=4, hidden_dim=64, num_labels=3)
-    return setup(DistilBertForTokenClassification(config), lambda: text("tags"))
-
-
-@hugging_face()
-def roberta_regression() -> Setup:
-    """RoBERTa for regression: the squared error is in half precision."""
-    from transformers import RobertaConfig, RobertaForSequenceClassification
-
-    config = RobertaConfig(**SMALL, num_labels=1, problem_type="regression", **ENDS, max_position_embeddings=32)
-    return setup(RobertaForSequenceClassification(config), lambda: text("value"))
-
-
-@hugging_face(quick=True)
-def albert_shared_layers() -> Setup:
-    """ALBERT: one layer is used twelve times."""
-    from transformers import AlbertConfig, AlbertForSequenceClassification
-
-    config = AlbertConfig(**{**SMALL, "num_hidden_layers": 12}, embedding_size=16)
-    return setup(AlbertForSequenceClassification(config), lambda: text("class"))
-
-
-@hugging_face()
-def electra_checkpointing() -> Setup:
-    """ELECTRA with gradient checkpointing: the forward of each layer runs again in the backward."""
-    from transformers import ElectraConfig, ElectraForSequenceClassification
-
-    model = ElectraForSequenceClassification(ElectraConfig(**SMALL, embedding_size=16))
-    model.gradient_checkpointing_enable()
-    return setup(model, lambda: text("class"))
-
-
-@hugging_face()
-def t5_translation() -> Setup:
-    """T5: relative positions, shared embeddings, RMS norm, a feed-forward that asks for the dtype of its weight."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    return setup(T5ForConditionalGeneration(config), lambda: text("words"))
-
-
-@hugging_face()
-def bart_summary() -> Setup:
-    """BART: encoder and decoder, learned positions, a head tied to the embedding."""
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    config = BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_position_embeddings=32,
-        decoder_start_token_id=1,
-        **ENDS,
-    )
-    return setup(BartForConditionalGeneration(config), lambda: text("words"))
-
-
-@hugging_face(quick=True)
-def llama() -> Setup:
-    """LLaMA-like: rotary positions, grouped queries, RMS norm, SwiGLU."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**SMALL, num_key_value_heads=2, max_position_embeddings=64, **ENDS)
-    return setup(LlamaForCausalLM(config), lambda: text("words"), gradient_clip_val=1.0)
-
-
-@hugging_face()
-def llama_checkpointing_clip_value() -> Setup:
-    """LLaMA-like with gradient checkpointing (not reentrant) and clipping by value."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2, max_position_embeddings=64, **ENDS))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return setup(model, lambda: text("words"), gradient_clip_val=0.1, gradient_clip_algorithm="value")
-
-
-@hugging_face()
-def mixture_of_experts() -> Setup:
-    """Mixtral-like: a router decides which experts see which token; rounding may send one elsewhere."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, **ENDS)
-    return setup(MixtralForCausalLM(config), lambda: text("words"), predict=False)
+    add(
+        f"bert_{_attention}", f"BERT for classification, {_attention} attention, warm-up, clipping.",
+        "BertForSequenceClassification", {**SMALL, "attn_implementation": _attention}, "class", gradient_clip_val=1.0,
+    )  # fmt: skip
+    add(
+        f"gpt2_{_attention}", f"GPT-2, tied embeddings, `Conv1D` layers, {_attention} attention, accumulation.",
+        "GPT2LMHeadModel", {**GPT2, "attn_implementation": _attention}, "words", quick=_attention == "sdpa",
+        accumulate_grad_batches=2,
+    )  # fmt: skip
+add(
+    "bert_masked_words", "BERT for masked words: the head shares its weight with the embedding.",
+    "BertForMaskedLM", SMALL, "words",
+)  # fmt: skip
+add(
+    "distilbert_tags", "DistilBERT for token classification.", "DistilBertForTokenClassification",
+    {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "num_labels": 3}, "tags",
+)  # fmt: skip
+add(
+    "roberta_regression", "RoBERTa for regression: the squared error is in half precision.",
+    "RobertaForSequenceClassification",
+    {**SMALL, "num_labels": 1, "problem_type": "regression", **ENDS, "max_position_embeddings": 32}, "value",
+)  # fmt: skip
+add(
+    "albert_shared_layers", "ALBERT: one layer is used twelve times.", "AlbertForSequenceClassification",
+    {**SMALL, "num_hidden_layers": 12, "embedding_size": 16}, "class", quick=True,
+)  # fmt: skip
+add(
+    "electra_checkpointing",
+    "ELECTRA with gradient checkpointing: the forward of each layer runs again in the backward.",
+    "ElectraForSequenceClassification", {**SMALL, "embedding_size": 16}, "class", checkpointing={},
+)  # fmt: skip
+add(
+    "t5_translation",
+    "T5: relative positions, shared embeddings, RMS norm, a feed-forward that asks for the dtype of its weight.",
+    "T5ForConditionalGeneration", T5, "words",
+)  # fmt: skip
+add(
+    "bart_summary", "BART: encoder and decoder, learned positions, a head tied to the embedding.",
+    "BartForConditionalGeneration", {**SEQ2SEQ, "max_position_embeddings": 32}, "words",
+)  # fmt: skip
+add(
+    "llama", "LLaMA-like: rotary positions, grouped queries, RMS norm, SwiGLU.", "LlamaForCausalLM", LLAMA, "words",
+    quick=True, gradient_clip_val=1.0,
+)  # fmt: skip
+add(
+    "llama_checkpointing_clip_value",
+    "LLaMA-like with gradient checkpointing (not reentrant) and clipping by value.", "LlamaForCausalLM", LLAMA,
+    "words", checkpointing={"use_reentrant": False}, gradient_clip_val=0.1, gradient_clip_algorithm="value",
+)  # fmt: skip
+add(
+    "mixture_of_experts",
+    "Mixtral-like: a router decides which experts see which token; rounding may send one elsewhere.",
+    "MixtralForCausalLM",
+    {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True, **ENDS}, "words",
+    predict=False,
+)  # fmt: skip
 
 
 @hugging_face()
@@ -317,22 +283,9 @@ def whisper() -> Setup:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
-        vocab_size=VOCABULARY,
-        num_mel_bins=8,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_source_positions=16,
-        max_target_positions=16,
-        decoder_start_token_id=1,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        **ENDS,
-    )
+        **SEQ2SEQ, num_mel_bins=8, max_source_positions=16, max_target_positions=16,
+        suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
 
     def speech() -> DataLoader[Any]:
         return dataset(lambda: {"input_features": torch.randn(8, 32), "labels": torch.randint(3, VOCABULARY, (8,))}, 16)
@@ -366,7 +319,7 @@ def preference_pairs() -> Setup:
     """Direct preference optimisation: log-probabilities of two answers under a policy and a frozen reference."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4)
+    config = GPT2Config(**GPT2)
 
     class DPO(FromConfig):
         def __init__(self) -> None:
@@ -399,7 +352,7 @@ def loaded_in_bf16_frozen() -> Setup:
     """A GPT-2 that was loaded in bfloat16 and frozen, with a head of its own in float32."""
     from transformers import GPT2Config, GPT2Model
 
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4)
+    config = GPT2Config(**GPT2)
 
     class Probe(L.LightningModule):
         def __init__(self) -> None:

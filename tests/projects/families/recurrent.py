@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from projects import Setup, project
+from projects.learner import Learner
 
 
-class GRUCellLoop(L.LightningModule):
+class GRUCellLoop(Learner):
     """The loop of every tutorial about recurrent cells."""
 
     def __init__(self, hidden: int = 32) -> None:
@@ -25,9 +25,6 @@ class GRUCellLoop(L.LightningModule):
             state = self.cell(x, state)
             outputs.append(self.head(state))
         return nn.functional.mse_loss(torch.stack(outputs, 1).float(), batch.cumsum(1).mean(2, keepdim=True))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 @project("recurrent")

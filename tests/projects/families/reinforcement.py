@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributions import Categorical, Normal
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from projects.learner import Learner
 from projects.registry import Setup, project
 
 
@@ -72,7 +73,6 @@ def net(i, o, h=32):
     return nn.Sequential(nn.Linear(i, h), nn.ReLU(), nn.Linear(h, h), nn.ReLU(), nn.Linear(h, o))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class DQN(L.LightningModule):
     """As in the Lightning examples: it plays one step per batch and learns from a replay dataset."""
 
@@ -123,7 +123,6 @@ def dqn_replay_iterable() -> Setup:
     return Setup(DQN(), trainer={"max_epochs": 2})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 def rollouts(n=64, actions=2):
     """Recorded ones, so that all precisions learn from the same."""
     g = torch.Generator().manual_seed(0)
@@ -197,8 +196,7 @@ def ppo_eighty_steps_in_a_batch() -> Setup:
     return Setup(PPOManySteps(update_epochs=20, minibatches=4), DataLoader(rollouts(), batch_size=64))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-class REINFORCE(L.LightningModule):
+class REINFORCE(Learner):
     """An episode per step, log probabilities collected in a list; the dataset is a dummy."""
 
     def __init__(self):
@@ -225,9 +223,6 @@ class REINFORCE(L.LightningModule):
         self.log("episode_reward", sum(rewards))
         return loss
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 @project("reinforcement")
 def reinforce_episode_per_step() -> Setup:
@@ -235,7 +230,6 @@ def reinforce_episode_per_step() -> Setup:
     return Setup(REINFORCE(), DataLoader(range(8)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class ActorCritic(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -270,7 +264,6 @@ def actor_critic_two_optimizers() -> Setup:
     return Setup(ActorCritic(), DataLoader(rollouts(), batch_size=8))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class SAC(L.LightningModule):
     """Twin critics, a squashed Gaussian, a learned temperature: three optimizers, polyak targets."""
 

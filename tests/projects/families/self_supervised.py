@@ -45,7 +45,6 @@ def loader(**kwargs):
     return DataLoader(TwoViews(**kwargs), batch_size=8)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class MoCo(L.LightningModule):
     def __init__(self, dim=16, K=64, m=0.99, T=0.07):
         super().__init__()
@@ -93,7 +92,6 @@ def moco_queue() -> Setup:
     return Setup(MoCo(), loader())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class BYOL(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -128,7 +126,6 @@ def byol_ema_target() -> Setup:
     return Setup(BYOL(), loader())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class DINOHead(nn.Module):
     def __init__(self, in_dim, out_dim, hidden=32, bottleneck=16):
         super().__init__()
@@ -189,7 +186,6 @@ def dino_centre_multi_crop() -> Setup:
     return Setup(DINO(), loader(views=4), trainer={"max_epochs": 2, "gradient_clip_val": 3.0})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class SimCLR(L.LightningModule):
     def __init__(self, temperature=0.07, learn_temperature=False):
         super().__init__()
@@ -239,7 +235,6 @@ def contrastive_learned_temperature() -> Setup:
     return Setup(SimCLRHalfSafe(learn_temperature=True), loader(), trainer={"max_epochs": 2})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class MAE(L.LightningModule):
     """Masked autoencoder on a sequence of patches: random masking by argsort and gather, loss on the masked ones."""
 
@@ -300,7 +295,6 @@ def masked_autoencoder() -> Setup:
     return Setup(MAE(), DataLoader(x, batch_size=8))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class JEPA(L.LightningModule):
     """Predicts the teacher's latent of hidden patches; variance and covariance terms as in VICReg."""
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from projects.learner import Learner
 from projects.registry import Setup, project
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class AddingProblem(Dataset):
     """Two marked numbers among many: their sum is the target."""
 
@@ -72,7 +72,6 @@ def lstm_cell_128_steps() -> Setup:
     return Setup(LitCell("lstm"), DataLoader(AddingProblem(), batch_size=8), trainer={"gradient_clip_val": 1.0})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 def collate_sentences(samples):
     tokens, labels = zip(*samples, strict=True)
     lengths = torch.tensor([len(t) for t in tokens])
@@ -134,7 +133,6 @@ def packed_gru() -> Setup:
     return Setup(LitTextRNN("GRU", bidirectional=False), data)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 SOS, EOS, PAD = 1, 2, 0
 
 
@@ -152,7 +150,7 @@ class Attention(nn.Module):
         return torch.bmm(weights, keys), weights
 
 
-class Seq2Seq(L.LightningModule):
+class Seq2Seq(Learner):
     def __init__(self, vocab=24, hidden=32, teacher_forcing_ratio=0.5):
         super().__init__()
         self.teacher_forcing_ratio = teacher_forcing_ratio
@@ -182,9 +180,6 @@ class Seq2Seq(L.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
 
 @project("recurrent")
 def seq2seq_attention_teacher_forcing() -> Setup:
@@ -195,7 +190,6 @@ def seq2seq_attention_teacher_forcing() -> Setup:
     return Setup(Seq2Seq(), data, trainer={"gradient_clip_val": 1.0, "gradient_clip_algorithm": "norm"})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class UniversalTransformer(L.LightningModule):
     """One encoder layer, used `depth` times, with ALBERT's factorised embeddings and a tied head."""
 
@@ -240,7 +234,6 @@ def universal_transformer() -> Setup:
     return Setup(UniversalTransformer(), DataLoader(TensorDataset(x), batch_size=8), trainer={"gradient_clip_val": 1.0})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class DEQFixedPoint(nn.Module):
     """Forward iteration without a graph, implicit gradient by a backward hook (as in the NeurIPS tutorial)."""
 
@@ -283,7 +276,7 @@ class DEQCell(nn.Module):
         return self.norm2(torch.tanh(z + x + 0.1 * self.fc2(self.norm1(F.relu(self.fc1(z))))))
 
 
-class LitDEQ(L.LightningModule):
+class LitDEQ(Learner):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 32), DEQFixedPoint(DEQCell(32)), nn.Linear(32, 4))
@@ -291,9 +284,6 @@ class LitDEQ(L.LightningModule):
     def training_step(self, batch, batch_idx):
         x, y = batch
         return F.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 @project("recurrent")
@@ -304,7 +294,6 @@ def deep_equilibrium_implicit_gradient() -> Setup:
     return Setup(LitDEQ(), DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=8))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class ODEFunc(nn.Module):
     def __init__(self):
         super().__init__()
@@ -358,7 +347,6 @@ def neural_ode_rk4_spiral() -> Setup:
     return Setup(LitNeuralODE(), DataLoader(TensorDataset(y0[keep], trajectory[keep]), batch_size=4))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class Chomp1d(nn.Module):
     def __init__(self, size):
         super().__init__()
@@ -387,7 +375,9 @@ class TemporalBlock(nn.Module):
         return F.relu(self.net(x) + self.downsample(x))
 
 
-class LitTCN(L.LightningModule):
+class LitTCN(Learner):
+    lr = 2e-3
+
     def __init__(self):
         super().__init__()
         self.tcn = nn.Sequential(*[TemporalBlock(2 if i == 0 else 8, 8, 2**i) for i in range(3)])
@@ -397,9 +387,6 @@ class LitTCN(L.LightningModule):
         x, y = batch
         return F.mse_loss(self.linear(self.tcn(x.transpose(1, 2))[:, :, -1]).squeeze(1), y)
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=2e-3)
-
 
 @project("recurrent", precisions=("bf16",))
 def temporal_convolutional_net_weight_norm() -> Setup:
@@ -407,7 +394,6 @@ def temporal_convolutional_net_weight_norm() -> Setup:
     return Setup(LitTCN(), DataLoader(AddingProblem(32, 24), batch_size=8), trainer={"gradient_clip_val": 0.5})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class LitDeepSequential(L.LightningModule):
     """Stateful truncated backpropagation by hand: the state goes on from batch to batch, detached."""
 

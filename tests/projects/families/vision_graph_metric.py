@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from projects.learner import Learner
 from projects.registry import Setup, project
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class Boxes(Dataset):
     """Images of different sizes as lists of patches, with zero to three boxes each."""
 
@@ -97,7 +97,6 @@ def detection_lists_of_dicts() -> Setup:
     return Setup(LitDetector(), data, data)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class DiceLoss(nn.Module):
     def forward(self, logits, targets, smooth=1.0):
         inputs = torch.sigmoid(logits).reshape(-1)
@@ -141,7 +140,6 @@ def segmentation_dice_plateau() -> Setup:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 def ring_graph(n=40):
     g = torch.Generator().manual_seed(0)
     src = torch.arange(n).repeat(3)
@@ -211,8 +209,10 @@ def gcn_sparse_mm_autocast_off() -> Setup:
     return Setup(LitGCNFp32Sparse(), DataLoader(range(40), batch_size=10))
 
 
-class MessagePassing(L.LightningModule):
+class MessagePassing(Learner):
     """Scatter by `index_add` and attention by `scatter_reduce`, by hand."""
+
+    lr = 5e-3
 
     def __init__(self):
         super().__init__()
@@ -237,9 +237,6 @@ class MessagePassing(L.LightningModule):
     def training_step(self, idx, batch_idx):
         return F.cross_entropy(self()[idx], self.y[idx])
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=5e-3)
-
 
 @project("graph")
 def message_passing_index_add() -> Setup:
@@ -254,7 +251,9 @@ def torch_geometric_gat_batches() -> Setup:
     from torch_geometric.data import Data  # pyright: ignore[reportMissingImports]
     from torch_geometric.nn import GATConv, GCNConv, global_mean_pool  # pyright: ignore[reportMissingImports]
 
-    class LitGNN(L.LightningModule):
+    class LitGNN(Learner):
+        lr = 5e-3
+
         def __init__(self):
             super().__init__()
             self.conv1, self.conv2, self.lin = GCNConv(8, 16), GATConv(16, 8, heads=2), nn.Linear(16, 2)
@@ -266,9 +265,6 @@ def torch_geometric_gat_batches() -> Setup:
             self.log("loss", loss, batch_size=data.num_graphs)
             return loss
 
-        def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters(), lr=5e-3)
-
     graphs = []
     for i in range(32):
         g = torch.Generator().manual_seed(i)
@@ -278,7 +274,6 @@ def torch_geometric_gat_batches() -> Setup:
     return Setup(LitGNN(), torch_geometric.loader.DataLoader(graphs, batch_size=8))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 class Recommender(L.LightningModule):
     """Sparse embeddings with SparseAdam beside a dense tower with AdamW, by hand."""
 
@@ -315,20 +310,16 @@ def sparse_embeddings_sparse_adam() -> Setup:
     return Setup(Recommender(), DataLoader(TensorDataset(user, history, (user % 2).float()), batch_size=8))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 def clusters(n=64, dim=16, classes=8):
     g = torch.Generator().manual_seed(0)
     y = torch.arange(n) % classes
     return TensorDataset(torch.randn(classes, dim, generator=g)[y] + 0.5 * torch.randn(n, dim, generator=g), y)
 
 
-class Embedder(L.LightningModule):
+class Embedder(Learner):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 32), nn.PReLU(), nn.Linear(32, 16))
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 class BatchHardTriplet(Embedder):

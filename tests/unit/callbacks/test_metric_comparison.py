@@ -15,10 +15,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import HalfPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from support import DEVICE
+from support import DEVICE, Recorder
 from torch import Tensor, nn
 from zoo.validated import Fails, Model, OnlyTest, WithTest, count, data, fit, make_trainer, values
-from zoo.watched import Rows
 
 from lightning_amp.callbacks._metric_comparison import ABS_DIFF_PREFIX, DIFF_PREFIX, FP32_PREFIX, MetricComparison
 
@@ -29,7 +28,7 @@ pytestmark = [
 
 
 def test_keys_rows_and_steps() -> None:
-    comparison, logger = MetricComparison(), Rows()
+    comparison, logger = MetricComparison(), Recorder()
     trainer = fit(comparison, logger=logger)
     names = {"val_loss", "autocast", "batches"}
     prefixes = (FP32_PREFIX, DIFF_PREFIX, ABS_DIFF_PREFIX)
@@ -58,7 +57,7 @@ def test_a_logged_step_is_the_axis() -> None:
         def on_validation_epoch_end(self) -> None:
             self.log("step", 100.0 + self.current_epoch)
 
-    comparison, logger = MetricComparison(), Rows()
+    comparison, logger = MetricComparison(), Recorder()
     fit(comparison, WithStep(), logger=logger)
     assert [step for step, row in logger.rows if DIFF_PREFIX + "val_loss" in row] == [100, 101]
     assert {row.step for row in comparison.table} == {100, 101}
@@ -95,7 +94,7 @@ def test_validate_alone_compares(caplog: pytest.LogCaptureFixture) -> None:
 def test_test_is_compared(
     module: type[WithTest], num_loaders: int, limit: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    comparison, logger, model = MetricComparison(limit_batches=limit), Rows(), module()
+    comparison, logger, model = MetricComparison(limit_batches=limit), Recorder(), module()
     trainer = make_trainer(comparison, logger=logger)
     with caplog.at_level(logging.INFO):
         trainer.test(model, [data() for _ in range(num_loaders)], verbose=False)
@@ -175,7 +174,7 @@ NAN, INF = math.nan, math.inf
     ],
 )
 def test_tolerance(amp: float, fp32: float, tolerance: Any, exceeds: bool) -> None:
-    comparison, logger = MetricComparison(tolerance=tolerance, on_exceed="raise"), Rows()
+    comparison, logger = MetricComparison(tolerance=tolerance, on_exceed="raise"), Recorder()
     if exceeds:
         with pytest.raises(RuntimeError, match=r"more than the tolerance in epoch 0: `metric`: AMP"):
             fit(comparison, Off(amp, fp32), logger=logger)

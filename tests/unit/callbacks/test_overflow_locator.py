@@ -35,8 +35,8 @@ class TwoFaults(BadRow):
 def test_keys_are_those_of_the_docstring() -> None:
     recorder = Recorder()
     trainer = fit(BadRow, fp16(), with_bad(1, 2), logger=recorder, callbacks=[OverflowLocator(max_reports=1)])
-    rows = [row for row in recorder.rows if any(key.startswith("amp/") for key in row)]
-    assert {key for row in rows for key in row} == {"step", _overflow_locator.OVERFLOWS}
+    rows = [row for _, row in recorder.rows if any(key.startswith("amp/") for key in row)]
+    assert {key for row in rows for key in row} == {_overflow_locator.OVERFLOWS}
     assert f"`{_overflow_locator.OVERFLOWS}`" in OverflowLocator.__doc__
     assert [row["amp/overflows"] for row in rows] == [0, 1, 2, 2, 2, 2, 2, 2]
     assert trainer.callback_metrics["amp/overflows"] == 2
@@ -202,7 +202,7 @@ def test_every_skip_counts_at_every_log_point(max_reports: int) -> None:
     recorder, locator = Recorder(), OverflowLocator(max_reports=max_reports)
     bad = Poison(gradient=[1, 2, 5])
     fit(Toy, fp16(), callbacks=[locator, bad], logger=recorder, log_every_n_steps=2)
-    assert [row["amp/overflows"] for row in recorder.rows if "amp/overflows" in row] == [1, 2, 3, 3]
+    assert [row["amp/overflows"] for _, row in recorder.rows if "amp/overflows" in row] == [1, 2, 3, 3]
     assert len(locator.reports) == min(max_reports, 3)
 
 

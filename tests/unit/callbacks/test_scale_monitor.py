@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from support import Poison, Toy, batches, fit, stock
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from support import Poison, Recorder, Toy, batches, fit, stock
 from support.stores import Bucket
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
@@ -18,19 +18,6 @@ from lightning_amp.callbacks import _scale_monitor
 from lightning_amp.reports import ScaleHistory
 
 KEYS = {_scale_monitor.LOSS_SCALE, _scale_monitor.SKIPPED_STEPS, _scale_monitor.SKIP_RATE}
-
-
-class Recorder(Logger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    name = version = "recorder"  # type: ignore[assignment]
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, metrics))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def fp16(**kwargs: Any) -> AmpPrecision:

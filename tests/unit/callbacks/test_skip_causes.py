@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lightning_amp.callbacks._skip_causes import SkipCauses
+from lightning_amp.findings import StepRecord
 from lightning_amp.reports import OverflowReport, Remedy
-from lightning_amp.scaling import Saved, StepRecord
+from lightning_amp.scaling import Saved
 from lightning_amp.tracing import Diagnosis
 
 

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp.numerics import all_finite, nonfinite, nonfinite_flag, nonfinite_gradients
+from lightning_amp.numerics import all_finite, extremes, is_finite, nonfinite, nonfinite_flag, nonfinite_gradients
 
 BAD = [math.inf, -math.inf, math.nan]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -69,3 +70,25 @@ def test_names_of_gradients() -> None:
     net[1].bias.grad = torch.tensor([0.0, math.inf])
     net[1].weight.grad = torch.full((2, 2), math.nan)
     assert nonfinite_gradients(dict(net.named_parameters())) == ("1.weight", "1.bias")
+
+
+def test_extremes() -> None:
+    low, high = extremes(torch.tensor([[3.0, -math.inf], [1.0, 2.0]], requires_grad=True))
+    assert (float(low), float(high), low.requires_grad) == (-math.inf, 3, False)
+    assert all(end.isnan() for end in extremes(torch.tensor([1.0, math.nan, math.inf], dtype=torch.float16)))
+    assert [float(end) for end in extremes(torch.complex(torch.tensor([1.0]), torch.tensor([-2.0])))] == [-2, 1]
+    assert extremes(torch.empty(0)) == extremes(torch.tensor([1, 2])) == ()
+
+
+def test_modes_do_not_see_what_is_measured() -> None:
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    values = torch.tensor([1.0, math.inf])
+    with Mode():
+        assert not is_finite(values)
+    assert seen == []

@@ -15,7 +15,7 @@ from support.promises import OPTIMIZERS, fused_adamw
 from torch import Tensor
 
 from lightning_amp import AmpPrecision
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 
 
 class Asks(Toy):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Toy, WithoutAutocast, assert_same, fit, scaled_fp32, stock, stock_fp32
+from support import Toy, WithoutAutocast, assert_same, fit, scaled_fp32, stock
 from support.promises import OPTIMIZERS, plain_sgd
 from torch import Tensor, nn
 
@@ -48,51 +48,37 @@ def test_without_our_loss_scaling_it_is_torchs(make: Any) -> None:
 class LooksByHand(Toy):
     """Clips by itself, with one line that depends on no plugin."""
 
-    def __init__(self, optimizer: Any, unscale: bool = True, skip_step: bool = False) -> None:
+    def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.automatic_optimization = False
-        self.unscale, self.skip_step = unscale, skip_step
         self.norms: list[Tensor] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
-        if self.unscale:
-            unscale_(self.trainer, optimizer)
-            unscale_(self.trainer, optimizer)  # idempotent
+        unscale_(self.trainer, optimizer)
+        unscale_(self.trainer, optimizer)  # idempotent
         self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 0.2).detach())
-        if not (self.skip_step and batch_idx == 2):
-            optimizer.step()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("plugin", ["none", "ours", "ours bf16", "stock", "stock bf16"])
+@pytest.mark.parametrize("plugin", ["none", "ours", "ours bf16"])
 def test_unscale(plugin: str, optimizer: str) -> None:
     plugins: dict[str, Any] = {
         "none": lambda: None,
         "ours": lambda: scaled_fp32(init_scale=2.0**10, growth_interval=3),
         "ours bf16": lambda: WithoutAutocast("bf16"),
-        "stock": lambda: stock_fp32(init_scale=2.0**10, growth_interval=3),
-        "stock bf16": lambda: None,
     }
     make = lambda: LooksByHand(OPTIMIZERS[optimizer])  # noqa: E731
     plugin_ = plugins[plugin]()
     trainer, reference = fit(make, plugin_), fit(make)
     assert_same(trainer.lightning_module.norms, reference.lightning_module.norms)
     assert_same(trainer, reference)
-    if plugin == "stock":
-        assert plugin_.scaler.get_scale() == 2.0**12
-        assert "unscale_" not in vars(plugin_.scaler)
 
 
-def test_stock_without_it_clips_scaled_gradients() -> None:
-    make = lambda: LooksByHand(plain_sgd, unscale=False)  # noqa: E731
-    norms = fit(make, stock_fp32(init_scale=2.0**10)).lightning_module.norms
-    assert norms[0] > 100 * fit(make).lightning_module.norms[0]
-
-
-def test_stock_still_says_what_it_says_twice() -> None:
-    """A step that the user leaves out leaves Lightning's scaler as it would: the next `unscale_` is one too many."""
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
-        fit(lambda: LooksByHand(plain_sgd, skip_step=True), stock_fp32(init_scale=2.0**10))
+def test_lightnings_loss_scaling_is_refused() -> None:
+    """Its plugin unscales in the step, and the scaler raises if that is the second time."""
+    with pytest.raises(RuntimeError, match=r"`unscale_` cannot unscale under `MixedPrecision`.*AmpPrecision\('fp16'\)"):
+        fit(lambda: LooksByHand(plain_sgd), stock("fp16"))

@@ -85,17 +85,26 @@ def test_a_device_that_cannot_run_it_is_refused_before_a_fit(monkeypatch: pytest
         fallback.begin(Choice.of("fp16"), CPU, goes_on=False, fitting=True)
 
 
+def go_on(fallback: Fallback) -> Choice:
+    changed: list[Choice] = []
+    fallback.note_stuck("Because.")
+    with pytest.warns(UserWarning, match=r"Because\. Training in 'fp16' is stuck, and goes on in '\w+', without a"):
+        fallback.go_on(Choice.of("fp16"), changed.append)
+    assert (changed, fallback.why_stuck) == ([fallback.reached], "")
+    return changed[0]
+
+
 def test_a_run_goes_along_it() -> None:
     fallback, start = Fallback(["bf16", "fp32"], "fp16"), Choice.of("fp16")
     assert fallback.state() == {}
     assert fallback.begin(start, CPU, goes_on=False, fitting=True) == start
-    assert fallback.advance() == Choice.of("bf16")
+    assert go_on(fallback) == Choice.of("bf16")
     assert (names(fallback), fallback.state()) == (["fp32"], {"precision": "bf16", "began_in": "fp16"})
     # the same Trainer goes on, another one does not
     assert fallback.begin(start, CPU, goes_on=True, fitting=False) == Choice.of("bf16")
     assert fallback.begin(start, CPU, goes_on=False, fitting=False) == start
     assert fallback.begin(start, CPU, goes_on=True, fitting=True) == Choice.of("bf16")
-    assert fallback.advance() == Choice.of("fp32")
+    assert go_on(fallback) == Choice.of("fp32")
     assert names(fallback) == []
     assert fallback.restart() == start
     assert fallback.begin(start, CPU, goes_on=False, fitting=True) == start

@@ -10,7 +10,7 @@ from support import Toy, fit, quiet_trainer
 from support.promises import fused_adamw, plain_sgd
 
 from lightning_amp import AmpPrecision
-from lightning_amp.precision._fold_plan import FoldPlan
+from lightning_amp.precision._clipping import FoldPlan
 
 
 class ComesLate(L.Callback):

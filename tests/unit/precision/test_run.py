@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 
 from lightning_amp import AmpPrecision
 from lightning_amp.casting import Choice
-from lightning_amp.precision._run import Run
+from lightning_amp.precision._fit import Run
 from lightning_amp.scaling import RecordLog
 
 RUNS = ["fit", "validate", "test", "predict"]
@@ -69,13 +69,13 @@ def run(function: TrainerFn | None, module: L.LightningModule | None = None) -> 
     module = Toy() if module is None else module
     module.trainer = quiet_trainer()
     module.trainer.state.fn = function
-    return Run(AmpPrecision("fp16"), module, Choice.of("fp16"), Choice.of("fp32"), ["net.2"], autocast_stays=True)
+    return Run(AmpPrecision("fp16"), module, Choice.of("fp16"), Choice.of("fp32"), ["net.2"])
 
 
 def connect(run: Run) -> None:
     optimizer = torch.optim.SGD(run.module.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
-    run.connect([optimizer], scaler=scaler, skip_nonfinite=True, log=RecordLog(), own_norm=False)
+    run.connect([optimizer], scaler, True, RecordLog())
 
 
 @pytest.mark.parametrize("function", TrainerFn)

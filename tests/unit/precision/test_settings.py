@@ -15,6 +15,10 @@ from lightning_amp.precision._settings import Settings
 CPU = torch.device("cpu")
 
 
+def scaler_of(settings: Settings, precision: str) -> torch.amp.GradScaler | None:
+    return settings.next_scaler(Choice.of(precision), None, "cpu")
+
+
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", torch.bfloat16])
 @pytest.mark.parametrize("scaler", [DynamicLossScaler(), torch.amp.GradScaler("cpu"), 128.0])
 def test_a_scaler_where_none_is_used(precision: Any, scaler: Any) -> None:
@@ -31,14 +35,14 @@ def test_not_a_scaler(scaler: Any) -> None:
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
 def test_where_none_is_needed_a_scaler_is_left_unused(precision: str) -> None:
     settings = Settings(precision, None, 128.0)
-    assert settings.scaler("fp32") is None
-    assert settings.scaler("bf16") is None
-    assert settings.scaler("fp16") is settings.given_scaler is not None
+    assert scaler_of(settings, "fp32") is None
+    assert scaler_of(settings, "bf16") is None
+    assert scaler_of(settings, "fp16") is settings.given_scaler is not None
 
 
 @pytest.mark.parametrize("scale", [128.0, 128])
 def test_a_number_is_a_scale_that_never_moves(scale: float) -> None:
-    scaler = Settings("fp16", None, scale).scaler("fp16")
+    _, scaler = Settings("fp16", None, scale).first()
     assert isinstance(scaler, DynamicLossScaler)
     for found_inf in (torch.ones(()), *[torch.zeros(())] * 3):
         scaler.advance(found_inf)
@@ -48,9 +52,9 @@ def test_a_number_is_a_scale_that_never_moves(scale: float) -> None:
 def test_its_own_scaler_is_made_once() -> None:
     """A second Trainer resets it; it is not another one, whose records and settings somebody holds."""
     settings = Settings("fp16", None, None)
-    assert settings.scaler("fp16") is settings.scaler("fp16")
+    assert scaler_of(settings, "fp16") is scaler_of(settings, "fp16")
     assert settings.given_scaler is None
-    assert settings.scaler("bf16") is None
+    assert scaler_of(settings, "bf16") is None
 
 
 @pytest.mark.parametrize("kind", [DynamicLossScaler, partial(torch.amp.GradScaler, "cpu")])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.skips import EXP, report
 
+from lightning_amp.findings import StepRecord
 from lightning_amp.reports import Remedy
-from lightning_amp.scaling import StepRecord
 from lightning_amp.tracing import Operation
 
 

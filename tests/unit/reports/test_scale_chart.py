@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.scale_runs import fallen_back, scale_run
 
+from lightning_amp.findings import StepRecord
 from lightning_amp.reports import ScaleHistory, scale_chart
-from lightning_amp.scaling import StepRecord
 
 
 def test_a_short_run_has_several_characters_for_each_step() -> None:

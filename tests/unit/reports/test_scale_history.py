@@ -8,8 +8,8 @@ import torch
 from support.scale_runs import fallen_back, scale_run
 from support.tables import scale_records
 
+from lightning_amp.findings import StepRecord
 from lightning_amp.reports import ScaleHistory
-from lightning_amp.scaling import StepRecord
 
 
 def test_keeps_only_what_changed() -> None:

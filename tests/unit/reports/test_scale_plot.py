@@ -11,8 +11,8 @@ import pytest
 from support.scale_runs import fallen_back, scale_run
 from support.tables import scale_records
 
+from lightning_amp.findings import StepRecord
 from lightning_amp.reports import ScaleHistory, plot_histories
-from lightning_amp.scaling import StepRecord
 
 
 @pytest.mark.parametrize("steps", [0, 50])

@@ -11,7 +11,7 @@ from support import CountReads, flags_on_a_device
 from torch import Tensor, nn
 
 from lightning_amp.scaling import HalfGradientsError, Scaled, Skip, Unscaled
-from lightning_amp.scaling._gradient_state import UNSEEN, Folded, Form, GradientState
+from lightning_amp.scaling._gradient_state import UNCHECKED, Folded, Form, GradientState
 
 INF, NAN = float("inf"), float("nan")
 
@@ -28,7 +28,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def state(*grads: Any, form: Form = UNSEEN, make: Callable[[Any], torch.optim.Optimizer] = sgd) -> GradientState:
+def state(*grads: Any, form: Form = UNCHECKED, make: Callable[[Any], torch.optim.Optimizer] = sgd) -> GradientState:
     values = [torch.as_tensor(grad) for grad in grads]
     params = [nn.Parameter(torch.ones_like(value)) for value in values]
     for param, value in zip(params, values, strict=True):
@@ -45,7 +45,7 @@ def found(of: GradientState) -> float | None:
 
 
 def overflow(of: GradientState) -> bool | None:
-    return None if of.overflow is None else of.overflow.wait()
+    return None if of.overflow_before_edits is None else of.overflow_before_edits.wait()
 
 
 # -- from backward to backward -----------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def test_from_scaled_to_unscaled_and_back_to_another_scale() -> None:
     assert (of.found_inf, of.used_scale) == (None, None)
 
 
-@pytest.mark.parametrize(("before", "expected"), [(UNSEEN, 32.0), (Scaled(scalar(8.0)), 4.0)])
+@pytest.mark.parametrize(("before", "expected"), [(UNCHECKED, 32.0), (Scaled(scalar(8.0)), 4.0)])
 def test_what_is_still_there_is_carried_to_the_scale_of_the_next_backward(before: Form, expected: float) -> None:
     of = state([1.0], form=before)
     of.carry(Scaled(scalar(32.0)), ())
@@ -94,7 +94,7 @@ def test_a_fused_step_makes_true_gradients_if_it_is_taken(value: float, expected
             assert grads(of) == [[2.0], [expected]]
         else:
             of.unfold()
-            assert of.form is UNSEEN
+            assert of.form is UNCHECKED
             assert grads(of) == [[1.0], [expected / 2]]
 
 
@@ -103,7 +103,7 @@ def test_a_loss_makes_what_was_known_out_of_date() -> None:
     of.check()
     assert found(of) == 0.0
     of.add_loss(scalar(1.0), may_have_none=False)
-    assert of.form is UNSEEN
+    assert of.form is UNCHECKED
     of = state([1.0], form=Scaled(scalar(2.0)))
     of.add_loss(scalar(1.0), may_have_none=False)
     assert isinstance(of.form, Scaled)
@@ -136,7 +136,7 @@ def test_a_step_begins_anew_and_leaves_scaled_gradients_as_they_are() -> None:
         of.form = form
         of.finish()
         assert of.loss_probe is None
-        assert of.form is (form if form in kept else UNSEEN)
+        assert of.form is (form if form in kept else UNCHECKED)
 
 
 # -- unscale and check -------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_what_is_kept_ends_where_the_gradients_are_dropped(to_none: bool) -> Non
     assert found(of) == 0.0
 
 
-@pytest.mark.parametrize("form", [UNSEEN, Scaled(scalar(8.0)), Folded(scalar(0.0), None)])
+@pytest.mark.parametrize("form", [UNCHECKED, Scaled(scalar(8.0)), Folded(scalar(0.0), None)])
 def test_nothing_is_checked_again_that_was_not_checked(form: Form) -> None:
     of = state([NAN], form=form)
     of.check_again()
@@ -311,7 +311,7 @@ def test_folding_changes_no_gradient() -> None:
 def test_clipping_is_folded_into_the_scale(scale: float | None, max_norm: float, divisor: float) -> None:
     """A true norm of 5/8: the kernel divides by the scale and by what clipping would divide by."""
     true = 1.0 if scale is None else scale
-    of = state([3.0 * true / 8, 4.0 * true / 8], form=UNSEEN if scale is None else Scaled(scalar(scale)), make=adamw)
+    of = state([3.0 * true / 8, 4.0 * true / 8], form=UNCHECKED if scale is None else Scaled(scalar(scale)), make=adamw)
     assert of.fold(max_norm, may_overflow=True)
     assert of.optimizer.grad_scale.item() == pytest.approx(true * divisor, rel=1e-5)
     assert found(of) == 0.0

@@ -15,15 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.scale_runs import scale_run
 
+from lightning_amp.findings import StepRecord
 from lightning_amp.reports import ScaleHistory
-from lightning_amp.scaling import (
-    POLICY_SETTINGS,
-    DynamicLossScaler,
-    ReplayedRun,
-    StepRecord,
-    replay_policy,
-    scaler_of_policy,
-)
+from lightning_amp.scaling import POLICY_SETTINGS, DynamicLossScaler, ReplayedRun, replay_policy, scaler_of_policy
 
 TRACES = json.loads((Path(__file__).parent / "traces.json").read_text())
 TRACED = {"init_scale": 64.0, "growth_interval": 4, "min_scale": 1.0, "max_consecutive_skips": 100}

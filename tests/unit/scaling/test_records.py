@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +11,38 @@ import torch
 from support import CountReads
 
 from lightning_amp._compat import _torch
-from lightning_amp.scaling import RecordLog, Skip, StepRecord, _records
+from lightning_amp.findings import StepRecord
+from lightning_amp.scaling import RecordLog, Skip, StepResult, Subscription, _records
 
 
 def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value)
+
+
+def note(
+    log: RecordLog,
+    idx: int,
+    scale: torch.Tensor | None,
+    skip: Skip,
+    loss: torch.Tensor | None,
+    bad_loss: Skip = Skip.NO,
+) -> None:
+    log.append(StepResult(skip, loss, idx, scale, reported_bad_loss=bad_loss))
+
+
+def test_records_are_immutable() -> None:
+    record = StepRecord(0, 0, 1.0, 1.0, False, "none")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.scale = 2.0  # type: ignore[misc]
+
+
+def test_a_subscription_is_closed_once_and_for_all() -> None:
+    everybody = list[Subscription]()
+    one, two = (Subscription(lambda records: None, everybody) for _ in range(2))
+    assert everybody == [one, two]
+    one.close()
+    one.close()
+    assert (everybody, one.is_open, two.is_open) == ([two], False, True)
 
 
 def test_reads_back_in_blocks() -> None:
@@ -23,7 +51,7 @@ def test_reads_back_in_blocks() -> None:
     log.subscribe(blocks.append)
     with CountReads() as reads:
         for i in range(9):
-            log.append(0, scalar(8.0), Skip(scalar(float(i == 2))), scalar(1.0))
+            note(log, 0, scalar(8.0), Skip(scalar(float(i == 2))), scalar(1.0))
             log.close_batch(scalar(4.0))
     assert reads.count == 0  # a block is one transfer, not an `.item()` per record
     assert [len(block) for block in blocks] == [4, 4]
@@ -48,7 +76,7 @@ def test_who_must_act_at_once_hears_of_a_skip_in_its_batch(monkeypatch: pytest.M
     for i in range(6):
         read.clear()
         skip = Skip(scalar(float(i == 3))) if i % 2 else Skip.NO
-        log.append(0, scalar(8.0), skip, scalar(1.0))
+        note(log, 0, scalar(8.0), skip, scalar(1.0))
         log.close_batch(scalar(4.0))
         if i != 3:
             assert sum(read) == i % 2  # one flag, once; none that the host knows
@@ -65,7 +93,7 @@ def test_who_must_act_at_once_hears_of_a_skip_in_its_batch(monkeypatch: pytest.M
 def test_reason_is_the_loss_only_if_the_loss_was_not_finite(loss: float) -> None:
     log = RecordLog()
     for value in (loss, 1.0):
-        log.append(1, None, Skip.YES, scalar(value))
+        note(log, 1, None, Skip.YES, scalar(value))
         log.close_batch(None)
         log.flush()
         assert log.last.reason == ("gradient" if value == 1.0 else "loss")
@@ -76,10 +104,10 @@ def test_known_skips_stop_at_once() -> None:
     log = RecordLog(3, describe_skips=lambda: "Parameter `x` is bad")
     with pytest.raises(FloatingPointError, match=r"3 optimizer steps in a row.*1 with a non-finite loss, 2 with.*`x`"):
         for i in range(4):
-            log.append(0, None, Skip.YES, scalar(float("nan") if i == 1 else 1.0))
+            note(log, 0, None, Skip.YES, scalar(float("nan") if i == 1 else 1.0))
             log.close_batch(None)
     assert log.num_skipped == 3
-    log.append(0, None, Skip.NO, None)  # and the log can be used again
+    note(log, 0, None, Skip.NO, None)  # and the log can be used again
     log.close_batch(None)
     log.flush()
     assert log.num_steps == 1
@@ -88,7 +116,7 @@ def test_known_skips_stop_at_once() -> None:
 def test_skips_on_the_device_stop_one_read_back_later() -> None:
     log = RecordLog(3, block=8)
     for _ in range(7):
-        log.append(0, None, Skip(scalar(1.0)), None)
+        note(log, 0, None, Skip(scalar(1.0)), None)
         log.close_batch(None)
     with pytest.raises(FloatingPointError, match="in a row"):
         log.flush()
@@ -97,7 +125,7 @@ def test_skips_on_the_device_stop_one_read_back_later() -> None:
 def test_a_step_in_between_breaks_the_row() -> None:
     log = RecordLog(3, block=100)
     for i in range(20):
-        log.append(0, None, Skip(scalar(float(i % 3 != 0))), None)
+        note(log, 0, None, Skip(scalar(float(i % 3 != 0))), None)
         log.close_batch(None)
     log.flush()
     assert log.streak == ("gradient",)
@@ -105,7 +133,7 @@ def test_a_step_in_between_breaks_the_row() -> None:
 
 def skips(log: RecordLog, count: int, *, known: bool = True, losses: int = 0) -> None:
     for i in range(count):
-        log.append(0, None, Skip.YES if known else Skip(scalar(1.0)), scalar(float("nan") if i < losses else 1.0))
+        note(log, 0, None, Skip.YES if known else Skip(scalar(1.0)), scalar(float("nan") if i < losses else 1.0))
         log.close_batch(None)
 
 
@@ -114,14 +142,14 @@ def test_records_have_the_precision_of_their_step() -> None:
     log.subscribe(found.extend)
     for precision in ("fp16", "bf16"):
         log.go_on_in(precision, 64)
-        log.append(0, None, Skip.NO, None)
+        note(log, 0, None, Skip.NO, None)
         log.close_batch(None)
         log.flush()
     assert [record.precision for record in found] == ["fp16", "bf16"]
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_who_comes_to_the_rescue_is_told_at_the_end_of_a_batch(known: bool) -> None:
+def test_who_asks_is_told_of_a_stuck_run_at_the_end_of_a_batch(known: bool) -> None:
     log, told = RecordLog(block=8, describe_skips=lambda: "Parameter `x` is bad"), list[str]()
     log.go_on_in("fp16", 3, told.append)
     skips(log, 2, known=known)
@@ -150,7 +178,7 @@ def test_a_good_step_does_not_end_what_was_found() -> None:
     skips(log, 3, known=False)
     log.flush()
     for _ in range(5):
-        log.append(0, None, Skip(scalar(0.0)), None)
+        note(log, 0, None, Skip(scalar(0.0)), None)
         log.close_batch(None)
     assert len(told) == 1
 
@@ -173,7 +201,7 @@ def test_a_smaller_limit_than_a_checkpoint_had_stops_at_the_next_skip() -> None:
     log.restore(0, 10, ["gradient"] * 10, None)
     log.go_on_in("fp16", 5)
     assert len(log.streak) == 10
-    log.append(0, None, Skip.NO, None)
+    note(log, 0, None, Skip.NO, None)
     log.close_batch(None)
     log.flush()
     assert log.streak == ()
@@ -189,7 +217,7 @@ def test_the_error_offers_a_fallback_in_fp16_alone(fallback: bool) -> None:
         log.go_on_in(precision, 2)
         with pytest.raises(FloatingPointError) as error:
             for _ in range(2):
-                log.append(0, scalar(8.0), Skip.YES, scalar(1.0))
+                note(log, 0, scalar(8.0), Skip.YES, scalar(1.0))
                 log.close_batch(scalar(8.0))
         assert ("`fallback=['bf16']`" in str(error.value)) == (fallback and precision == "fp16")
 
@@ -202,7 +230,7 @@ def test_a_step_taken_with_a_bad_loss_is_told_to_who_asks() -> None:
         for i in range(6):
             flag = scalar(float(i in (2, 4)))
             skip = Skip.YES if i == 4 else Skip.NO
-            log.append(0, None, skip, scalar(1.0), (Skip.on_device(flag) if known else Skip(flag)) if asks else Skip.NO)
+            note(log, 0, None, skip, scalar(1.0), (Skip.on_device(flag) if known else Skip(flag)) if asks else Skip.NO)
             log.close_batch(None)
             assert [record.index for record in told] == ([2] if asks and i >= 2 else [])
         assert [(record.skipped, record.reason) for record in told] == ([(False, "none")] if asks else [])
@@ -227,7 +255,7 @@ def test_the_error_claims_no_more_than_is_known(reason: str, precision: Any) -> 
 def test_the_error_repeats_a_cause_that_was_found(cause: str) -> None:
     log, asked = RecordLog(), list[int]()
     log.go_on_in("fp16", 2)
-    log.append(0, None, Skip.NO, None)
+    note(log, 0, None, Skip.NO, None)
     log.subscribe(lambda records: None, cause=lambda since: asked.append(since) or cause)
     with pytest.raises(FloatingPointError) as error:
         skips(log, 2)
@@ -241,6 +269,6 @@ def test_nothing_is_read_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPat
     log.subscribe(blocks.append)
     for i in range(4):
         monkeypatch.setattr(_torch, "is_capturing", lambda captured=i in {1, 2}: captured)
-        log.append(0, scalar(8.0), Skip(scalar(0.0)), scalar(1.0))
+        note(log, 0, scalar(8.0), Skip(scalar(0.0)), scalar(1.0))
         log.close_batch(scalar(4.0))
     assert [len(block) for block in blocks] == [4]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_amp.scaling import DynamicLossScaler, Saved, StepRecord, check_scaler_state
+from lightning_amp.findings import StepRecord
+from lightning_amp.scaling import DynamicLossScaler, Saved, check_scaler_state
 
 NAN, INF = float("nan"), float("inf")
 RECORD = StepRecord(3, 1, 8.0, 4.0, True, "gradient")

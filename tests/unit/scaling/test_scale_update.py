@@ -8,8 +8,8 @@ import pytest
 import torch
 from support import CountReads, flags_on_a_device
 
-from lightning_amp.scaling import DynamicLossScaler, Skip
-from lightning_amp.scaling._scale_update import Attempt, BatchAttempts, lower_scale, move_scale
+from lightning_amp.scaling import DynamicLossScaler, Skip, StepResult
+from lightning_amp.scaling._scale_update import BatchSteps, lower_scale, move_scale
 
 CPU = torch.device("cpu")
 BAD_LOSS = torch.tensor(float("nan"))
@@ -19,51 +19,52 @@ SCALERS: dict[str, Callable[[], torch.amp.GradScaler]] = {
 }
 
 
-def attempt(optimizer_idx: int = 0, overflow: bool = False, bad_loss: bool = False, gradients: bool = True) -> Attempt:
+def step(optimizer_idx: int = 0, overflow: bool = False, bad_loss: bool = False, gradients: bool = True) -> StepResult:
     skip = Skip.on_device(torch.tensor(float(overflow or bad_loss)))
-    return Attempt(optimizer_idx, skip, BAD_LOSS if bad_loss else torch.tensor(1.0), gradients)
+    loss = BAD_LOSS if bad_loss else torch.tensor(1.0)
+    return StepResult(skip, loss, optimizer_idx, overflow=skip, had_gradients=gradients)
 
 
-def moved(*attempts: Attempt, scaler: str = "ours", by: Callable[..., object] = move_scale) -> float:
+def moved(*steps: StepResult, scaler: str = "ours", by: Callable[..., object] = move_scale) -> float:
     """The scale afterwards; 1024 before, 2048 after a clean batch, 512 after an overflow."""
     made = SCALERS[scaler]()
-    by(made, attempts)
+    by(made, steps)
     return made.get_scale()
 
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_a_batch_moves_it_once(scaler: str) -> None:
-    assert moved(attempt(0), scaler=scaler) == 2048.0
-    assert moved(attempt(0), attempt(1), attempt(1), scaler=scaler) == 2048.0
-    assert moved(attempt(0, overflow=True), scaler=scaler) == 512.0
-    assert moved(attempt(0, overflow=True), attempt(1, overflow=True), attempt(2), scaler=scaler) == 512.0
+    assert moved(step(0), scaler=scaler) == 2048.0
+    assert moved(step(0), step(1), step(1), scaler=scaler) == 2048.0
+    assert moved(step(0, overflow=True), scaler=scaler) == 512.0
+    assert moved(step(0, overflow=True), step(1, overflow=True), step(2), scaler=scaler) == 512.0
     assert moved(scaler=scaler) == 1024.0
 
 
 @pytest.mark.usefixtures("where_flags_live")
 def test_a_bad_loss_leaves_it_alone_unless_gradients_of_another_step_overflowed() -> None:
-    assert moved(attempt(0, bad_loss=True)) == 1024.0
-    assert moved(attempt(0, bad_loss=True), attempt(1, bad_loss=True)) == 1024.0
-    assert moved(attempt(0, bad_loss=True), attempt(1)) == 1024.0
-    assert moved(attempt(0, bad_loss=True), attempt(1, overflow=True)) == 512.0
-    assert moved(attempt(0, bad_loss=True), scaler="torch's") == 512.0  # which knows no losses
+    assert moved(step(0, bad_loss=True)) == 1024.0
+    assert moved(step(0, bad_loss=True), step(1, bad_loss=True)) == 1024.0
+    assert moved(step(0, bad_loss=True), step(1)) == 1024.0
+    assert moved(step(0, bad_loss=True), step(1, overflow=True)) == 512.0
+    assert moved(step(0, bad_loss=True), scaler="torch's") == 512.0  # which knows no losses
 
 
 @pytest.mark.usefixtures("where_flags_live")
 def test_an_overflow_without_a_loss_is_one_of_gradients() -> None:
-    alone = Attempt(0, Skip.on_device(torch.tensor(1.0)), None, True)
+    alone = StepResult(Skip.YES, overflow=Skip.on_device(torch.tensor(1.0)))
     assert alone.gradient_overflow(CPU).item() == 1.0
-    assert attempt(overflow=True).gradient_overflow(CPU).item() == 1.0
-    assert attempt(bad_loss=True).gradient_overflow(CPU).item() == 0.0
+    assert step(overflow=True).gradient_overflow(CPU).item() == 1.0
+    assert step(bad_loss=True).gradient_overflow(CPU).item() == 0.0
     assert moved(alone) == 512.0
 
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_in_the_middle_of_a_batch_it_only_falls(scaler: str) -> None:
-    assert moved(attempt(0), scaler=scaler, by=lower_scale) == 1024.0
-    assert moved(attempt(0, bad_loss=True), scaler=scaler, by=lower_scale) == 1024.0
+    assert moved(step(0), scaler=scaler, by=lower_scale) == 1024.0
+    assert moved(step(0, bad_loss=True), scaler=scaler, by=lower_scale) == 1024.0
 
 
 class OwnUpdate(torch.amp.GradScaler):
@@ -77,12 +78,12 @@ def test_an_update_of_ones_own_is_called_only_where_nobody_waits() -> None:
 
     for make in (SCALERS["ours"], SCALERS["torch's"], own):
         scaler = make()
-        assert lower_scale(scaler, [attempt(0, overflow=True)])
+        assert lower_scale(scaler, [step(0, overflow=True)])
         assert scaler.get_scale() == 512.0
     with flags_on_a_device():
         scalers = [SCALERS["ours"](), SCALERS["torch's"](), own()]
         with CountReads() as reads:
-            lowered = [lower_scale(scaler, [attempt(0, overflow=True)]) for scaler in scalers]
+            lowered = [lower_scale(scaler, [step(0, overflow=True)]) for scaler in scalers]
         assert reads.count == 0
     assert lowered == [True, True, False]
     assert [scaler.get_scale() for scaler in scalers] == [512.0, 512.0, 1024.0]
@@ -90,12 +91,12 @@ def test_an_update_of_ones_own_is_called_only_where_nobody_waits() -> None:
 
 def test_a_round_is_over_when_all_have_stepped() -> None:
     """Two optimizers that step once each are one round."""
-    batch = BatchAttempts()
+    batch = BatchSteps()
     assert not batch.round_is_over(2)
-    batch.add(attempt(0))
+    batch.add(step(0))
     assert not batch.round_is_over(2)
     assert batch.round_is_over(1)
-    batch.add(attempt(1))
+    batch.add(step(1))
     assert batch.round_is_over(2)
     batch.end_round(SCALERS["ours"]())
     assert not batch.round_is_over(2)
@@ -103,52 +104,52 @@ def test_a_round_is_over_when_all_have_stepped() -> None:
 
 def test_a_round_is_over_when_one_has_stepped_again() -> None:
     """A critic among three optimizers; from its second step on, every one of its steps is a round."""
-    batch, scaler = BatchAttempts(), SCALERS["ours"]()
-    batch.add(attempt(0))
+    batch, scaler = BatchSteps(), SCALERS["ours"]()
+    batch.add(step(0))
     assert not batch.round_is_over(3)
     for _ in range(2):
-        batch.add(attempt(0))
+        batch.add(step(0))
         assert batch.round_is_over(3)
         batch.end_round(scaler)
-    batch.add(attempt(1))
+    batch.add(step(1))
     assert not batch.round_is_over(3)
-    batch.end_batch(scaler)
-    batch.add(attempt(0))
+    batch.end(scaler)
+    batch.add(step(0))
     assert not batch.round_is_over(3)  # in the next batch
 
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_an_overflow_lowers_it_once_whether_in_the_middle_or_at_the_end(scaler: str) -> None:
-    batch, made = BatchAttempts(), SCALERS[scaler]()
-    batch.add(attempt(0, overflow=True))
+    batch, made = BatchSteps(), SCALERS[scaler]()
+    batch.add(step(0, overflow=True))
     batch.end_round(made)
-    batch.end_batch(made)
+    batch.end(made)
     assert made.get_scale() == 512.0
-    assert not batch.end_batch(made)
+    assert not batch.end(made)
 
 
 @pytest.mark.usefixtures("where_flags_live")
 def test_each_round_that_overflows_lowers_it_and_clean_ones_count_once_for_growth() -> None:
-    batch, scaler = BatchAttempts(), DynamicLossScaler(1024.0, growth_interval=2)
+    batch, scaler = BatchSteps(), DynamicLossScaler(1024.0, growth_interval=2)
     for overflow in (True, False, True, False, False):
         batch.end_round(scaler)  # as another backward begins
-        batch.add(attempt(0, overflow=overflow))
+        batch.add(step(0, overflow=overflow))
     assert scaler.get_scale() == 256.0
-    assert batch.end_batch(scaler)
+    assert batch.end(scaler)
     assert scaler.get_scale() == 256.0  # one clean batch of the two that growth takes
-    batch.add(attempt(0))
-    batch.end_batch(scaler)
+    batch.add(step(0))
+    batch.end(scaler)
     assert scaler.get_scale() == 512.0
 
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_a_step_without_gradients_says_nothing(scaler: str) -> None:
-    batch, made = BatchAttempts(), SCALERS[scaler]()
-    batch.add(attempt(0, gradients=False))
+    batch, made = BatchSteps(), SCALERS[scaler]()
+    batch.add(step(0, gradients=False))
     batch.end_round(made)
-    batch.end_batch(made)
+    batch.end(made)
     assert made.get_scale() == 1024.0
 
 
@@ -156,16 +157,16 @@ def test_a_step_without_gradients_says_nothing(scaler: str) -> None:
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_a_backward_after_the_last_step_does_not_end_growth(scaler: str) -> None:
     """A loop that steps first, with the gradients of the batch before, ends the round of its only step by itself."""
-    batch, made = BatchAttempts(), SCALERS[scaler]()
+    batch, made = BatchSteps(), SCALERS[scaler]()
     for growth in (1, 2, 3):
-        batch.add(attempt(0))
+        batch.add(step(0))
         batch.end_round(made)
-        batch.end_batch(made)
+        batch.end(made)
         assert made.get_scale() == 1024.0 * 2**growth
 
 
 def test_a_batch_without_steps_moves_nothing() -> None:
-    assert not BatchAttempts().end_batch(scaler := SCALERS["ours"]())
+    assert not BatchSteps().end(scaler := SCALERS["ours"]())
     assert scaler.get_scale() == 1024.0
 
 
@@ -175,5 +176,5 @@ def test_records_keep_the_scale_that_they_were_given() -> None:
         scaler = make()
         before = scaler.scale(torch.ones(()))
         scale = scaler._scale
-        move_scale(scaler, [attempt(0, overflow=True)])
+        move_scale(scaler, [step(0, overflow=True)])
         assert (before.item(), scale.item(), scaler.get_scale()) == (1024.0, 1024.0, 512.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_amp.scaling._stays_found import StaysFound
+from lightning_amp.scaling._gradient_state import _StaysFound as StaysFound
 
 BAD, FINE = torch.tensor(1.0), torch.tensor(0.0)
 

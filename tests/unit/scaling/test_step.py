@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_amp._compat import _torch
 from lightning_amp.scaling import DynamicLossScaler, OptimizerSteps, RecordLog, Skip, StepPlan, StepResult
-from lightning_amp.scaling._step import snapshot
+from lightning_amp.scaling._steps import _snapshot
 
 INF, NAN = float("inf"), float("nan")
 SCALE = 8.0
@@ -102,7 +102,7 @@ class Loop:
         self.true = None if self.param.grad is None else self.param.grad.tolist()
 
     def step(self, *gradients: tuple[float, float] | BaseException, **kwargs: Any) -> StepResult:
-        """With a closure that computes these gradients, one after the other."""
+        """With a closure that computes these gradients, one after the other; keeps the `output`."""
         coming = iter(gradients)
 
         def closure() -> Any:
@@ -112,7 +112,8 @@ class Loop:
             return "nothing" if gradient is None else self.backward(*gradient)
 
         plan = kwargs.pop("plan", StepPlan())
-        return self.steps.step(self.optimizer, closure, self.look, plan, **kwargs)
+        self.output, result = self.steps.step(self.optimizer, closure, self.look, plan, **kwargs)
+        return result
 
     @property
     def weights(self) -> list[float]:
@@ -132,7 +133,7 @@ def test_a_step_sees_true_gradients_and_so_does_who_looks() -> None:
     result = loop.step((1.0, 2.0))
     assert (loop.optimizer.seen, loop.true, loop.weights) == ([[1.0, 2.0]], [1.0, 2.0], [-0.5, -1.0])
     assert result.skip.known is False
-    assert (result.output.item(), result.bad_loss.wait()) == (0.0, False)
+    assert (loop.output.item(), result.bad_loss.wait()) == (0.0, False)
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -142,7 +143,7 @@ def test_a_skipped_step_returns_what_the_closure_did(scaler: float | None, bad: 
     loop = Loop(Once, scaler)
     result = loop.step((1.0, bad))
     assert result.skip is Skip.YES
-    assert (result.output.item(), result.bad_loss.wait()) == (0.0, False)
+    assert (loop.output.item(), result.bad_loss.wait()) == (0.0, False)
     assert (loop.optimizer.seen, loop.weights, loop.looked) == ([], [0.0, 0.0], 1)
 
 
@@ -174,7 +175,7 @@ def test_a_closure_that_is_never_called_has_true_gradients_before() -> None:
     loop = Loop(Never)
     loop.backward(1.0, 2.0)
     result = loop.step(closure_runs_backward=False)
-    assert (loop.optimizer.seen, result.output, result.skip) == ([[1.0, 2.0]], "own output", Skip.NO)
+    assert (loop.optimizer.seen, loop.output, result.skip) == ([[1.0, 2.0]], "own output", Skip.NO)
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -188,10 +189,10 @@ def test_an_optimizer_that_takes_no_closure_gets_its_gradients_first(by_hand: bo
     else:
         result = loop.step((1.0, 2.0), temperature=0.5)
     assert (loop.optimizer.seen, loop.optimizer.temperature) == ([[1.0, 2.0]], 0.5)
-    assert (result.output, result.skip) == ("own output", Skip.NO)
+    assert (loop.output, result.skip) == ("own output", Skip.NO)
     result = loop.step((INF, 2.0))
     assert result.skip is Skip.YES
-    assert not isinstance(result.output, str)
+    assert not isinstance(loop.output, str)
     assert loop.weights == [-0.5, -1.0]
 
 
@@ -227,7 +228,8 @@ def test_an_exception_of_the_optimizer_leaves_nothing_behind() -> None:
 def test_user_code_cannot_catch_a_skip() -> None:
     loop = Loop(CatchesEverything)
     assert loop.step((INF, 1.0)).skip is Skip.YES
-    assert loop.step(ValueError()).output == "caught"
+    loop.step(ValueError())
+    assert loop.output == "caught"
 
 
 def test_a_step_inside_of_a_closure_is_no_part_of_it() -> None:
@@ -240,11 +242,11 @@ def test_a_step_inside_of_a_closure_is_no_part_of_it() -> None:
     def closure() -> None:
         inner.grad = torch.tensor([NAN, 1.0])
         stepping.append(steps.stepping)
-        assert steps.step(other, lambda: None, lambda: None, StepPlan()).skip is Skip.YES
+        assert steps.step(other, lambda: None, lambda: None, StepPlan())[1].skip is Skip.YES
         stepping.append(steps.stepping)
         loop.param.grad = torch.ones(2)
 
-    assert steps.step(loop.optimizer, closure, lambda: None, StepPlan()).skip is Skip.NO
+    assert steps.step(loop.optimizer, closure, lambda: None, StepPlan())[1].skip is Skip.NO
     assert stepping == [False, False]
     assert (steps.stepping, inner.tolist(), loop.weights) == (False, [0.0, 0.0], [-0.5, -0.5])
 
@@ -345,7 +347,7 @@ def test_a_bad_loss_is_told_of_whatever_the_gradients_are() -> None:
     def closure() -> None:
         loop.steps.scale_loss(loop.param.sum() + INF).backward()
 
-    result = loop.steps.step(loop.optimizer, closure, lambda: None, StepPlan())
+    _, result = loop.steps.step(loop.optimizer, closure, lambda: None, StepPlan())
     assert (result.skip, result.bad_loss) == (Skip.NO, Skip.YES)
 
 
@@ -358,7 +360,7 @@ def test_a_snapshot_puts_back_the_state_of_an_optimizer_inside_the_optimizer() -
     outer.base = torch.optim.SGD([param], lr=0.1, momentum=0.9)
     param.grad = torch.ones(2)
     outer.base.step()
-    restore = snapshot(outer)
+    restore = _snapshot(outer)
     before, momentum = param.tolist(), outer.base.state[param]["momentum_buffer"].tolist()
     outer.descend()
     outer.base.step()

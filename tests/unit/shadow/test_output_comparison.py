@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
-from lightning_amp.numerics import fidelity
-from lightning_amp.shadow._output_comparison import OutputComparison, output_sums
+from lightning_amp.numerics import fidelity, output_sums
+from lightning_amp.shadow._output_comparison import OutputComparison
 
 
 def decibels(reference: Tensor, values: Tensor) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from lightning_amp.shadow._remedies import (
     trials_of_scale,
 )
 from lightning_amp.tracing import Key, Operation, OperationCall, Place
-from lightning_amp.tracing._operation_facts import Facts, facts_of
+from lightning_amp.tracing._operation_calls import Facts, facts_of
 
 PLACE = Place("losses.py", 7)
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from support import Recorder
 from torch.utils.data import DataLoader
 from zoo.copies import Module
-from zoo.watched import Rows
 
 from lightning_amp.shadow._shadow import Shadow
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec.*is deprecated")
 def test_a_step_of_the_shadow_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    module, logger, found = Module(), Rows(), {}
+    module, logger, found = Module(), Recorder(), {}
 
     class Probe(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

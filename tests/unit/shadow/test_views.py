@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from zoo.watched import Rows
+from support import Recorder
 
 from lightning_amp import AmpPrecision
 from lightning_amp.shadow._views import NOTHING, SilentLogger, SilentProgressBar, View, replaying
@@ -41,9 +41,9 @@ def test_a_computed_attribute_is_asked_each_time() -> None:
 
 
 def test_a_silent_logger_looks_like_the_real_one_and_writes_nothing() -> None:
-    logger = Rows()
+    logger = Recorder()
     silent: Any = SilentLogger(logger)
-    assert isinstance(silent, Rows)
+    assert isinstance(silent, Recorder)
     assert silent.name == logger.name
     silent.log_metrics({"a": 1.0}, step=0)
     silent.experiment.add_scalar("a", 1.0)

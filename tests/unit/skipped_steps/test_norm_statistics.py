@@ -38,7 +38,7 @@ class Loop:
 
     def step(self, skip: Skip | bool = False, loss: float = 1.0, inside_step: bool = False) -> None:
         skip = skip if isinstance(skip, Skip) else Skip.YES if skip else Skip.NO
-        self.statistics.observe(StepResult(None, skip, torch.tensor(loss)), inside_step)
+        self.statistics.observe(StepResult(skip, torch.tensor(loss)), inside_step)
 
     @property
     def seen(self) -> list[float]:

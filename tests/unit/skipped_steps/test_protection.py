@@ -51,7 +51,7 @@ class Fit:
         self.protection.leave_step()
         self.protection.note_backward()
         self.protection.before_step(self.optimizer)
-        self.protection.observe(self.optimizer, StepResult(None, skip, torch.tensor(loss)))
+        self.protection.observe(self.optimizer, StepResult(skip, torch.tensor(loss)))
         self.scheduler.step()
         averages = self.average.should_update(step_idx=0)
         return float(self.scheduler.get_last_lr()[0]), self.module.mean, self.module.queue.item(), averages
@@ -79,7 +79,7 @@ def test_who_needs_to_know_at_once() -> None:
 
 def test_a_schedule_that_was_noted_is_decided_before_the_next_step() -> None:
     fit = Fit(Toy())
-    fit.protection.observe(fit.optimizer, StepResult(None, Skip(torch.tensor(0.0)), None))
+    fit.protection.observe(fit.optimizer, StepResult(Skip(torch.tensor(0.0)), None))
     fit.scheduler.step()
     assert fit.optimizer.param_groups[0]["lr"] == 1.0
     fit.protection.before_step(fit.optimizer)
@@ -99,10 +99,10 @@ def test_in_manual_optimization_a_forward_may_follow_a_step(manual: bool, expect
     fit.protection.enter_step(manual)
     fit.module.net(torch.full((4, 2), 4.0))
     fit.protection.note_backward()
-    fit.protection.observe(fit.optimizer, StepResult(None, Skip.NO, None))
+    fit.protection.observe(fit.optimizer, StepResult(Skip.NO, None))
     fit.module.net(torch.full((4, 2), 8.0))
     fit.protection.note_backward()
-    fit.protection.observe(fit.optimizer, StepResult(None, Skip.YES, None))
+    fit.protection.observe(fit.optimizer, StepResult(Skip.YES, None))
     assert fit.module.mean == expected
 
 

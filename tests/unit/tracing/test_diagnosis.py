@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from support.traces import backward
 from torch import Tensor, nn
 
 from lightning_amp.numerics import nonfinite_gradients
@@ -77,7 +78,7 @@ def run(
     with Trace(module) as trace:
         with torch.autocast("cpu", dtype=torch.float16):
             loss = loss_fn(module(batch))
-        trace.backward(loss * scale)
+        backward(trace, loss * scale)
     return diagnose(trace, loss, batch)
 
 
@@ -123,7 +124,7 @@ def test_labels() -> None:
     batch = {"x": torch.randn(4, 8), "y": torch.tensor([1.0, float("nan")])}
     with Trace(net()) as trace:
         loss = (trace.module(batch["x"]).sum() - batch["y"]).mean()
-        trace.backward(loss)
+        backward(trace, loss)
     found = diagnose(trace, loss, batch)
     assert (found.cause, found.module, found.entries) == ("batch", None, (("['y']", 1),))
 
@@ -177,7 +178,7 @@ def test_sparse_gradients() -> None:
     embedding = nn.Embedding(10, 4, sparse=True)
     with Trace(embedding) as trace:
         loss = embedding(torch.tensor([1, 1, 2])).sum()
-        trace.backward(loss * torch.inf)
+        backward(trace, loss * torch.inf)
     assert diagnose(trace, loss, None).cause == "backward"
     assert nonfinite_gradients({"w": embedding.weight}) == ("w",)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_amp.numerics import fidelity
 from lightning_amp.tracing import Key, OperationWatch
 
 BOUNDARY = "nobody.py"
@@ -81,7 +83,7 @@ def test_the_backward_of_one_branch_only() -> None:
 
 
 def test_gradients_whose_sum_is_too_large() -> None:
-    x = torch.ones(1, dtype=torch.float16, requires_grad=True)
+    x = torch.full((1,), 0.5, dtype=torch.float16, requires_grad=True)
 
     def loss() -> Tensor:
         y = x * 1
@@ -172,3 +174,71 @@ def test_what_code_computes_of_gradients_is_no_cause(use: Callable[[nn.Parameter
         loss = (module.weight / 0).sum()
     assert not loss.isfinite()
     assert [call.name for call in watch.bad] == ["div", "sum"]
+
+
+# -- beside a reference ------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = (self.fc(x) + 1000).relu()
+        return angles.cos()
+
+
+def _enter(running: list[str], name: str, *_: Any) -> None:
+    running.append(name)
+
+
+def _leave(running: list[str], *_: Any) -> None:
+    running.pop()
+
+
+def both(net: nn.Module, x: Tensor) -> tuple[OperationWatch, OperationWatch]:
+    running: list[str] = []
+    for name, module in net.named_modules():
+        module.register_forward_pre_hook(partial(_enter, running, name))
+        module.register_forward_hook(partial(_leave, running))
+    with OperationWatch(None, BOUNDARY, running=running) as fp32:
+        net(x)
+    with (
+        OperationWatch(None, BOUNDARY, running=running, reference=fp32) as amp,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        net(x)
+    return fp32, amp
+
+
+def test_each_operation_beside_its_reference_has_its_line_and_its_makers() -> None:
+    fp32, amp = both(Net(), torch.randn(16, 4))
+    assert [call.name for call in amp.calls] == [call.name for call in fp32.calls] == ["linear", "add", "relu", "cos"]
+    assert [call.module for call in amp.calls] == ["fc", None, None, None]
+    cos = amp.calls[-1]
+    assert cos.key.place is not None
+    assert cos.key.place.code == "return angles.cos()"
+    assert [maker.name for maker in cos.makers] == ["relu"]
+    assert cos.beside is not None
+    assert cos.beside.reference is fp32.calls[-1]
+    assert cos.beside.sums is not None
+    assert float(fidelity(cos.beside.sums[:3])[0]) < 10
+    assert amp.calls[0].beside is not None
+    assert amp.calls[0].beside.takes_exact
+
+
+def test_where_a_result_beside_its_reference_is_not_finite() -> None:
+    class Bad(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.log(x.relu() * 0)
+            return (y * 0 == y).float()
+
+    fp32, _ = both(Bad(), torch.randn(4, 4))
+    found = [(call.beside.written, call.beside.is_bad, call.beside.takes_bad) for call in fp32.calls if call.beside]
+    assert found == [
+        ("relu", False, False), ("mul", False, False), ("log", True, False), ("mul", True, False),
+        ("__eq__", False, True), ("float", False, False),
+    ]  # fmt: skip
+    assert fp32.calls[4].beside is not None
+    assert fp32.calls[4].beside.is_blameless

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.traces import backward
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +31,7 @@ def test_hooks_come_off(fails: bool) -> None:
             raise ZeroDivisionError
     else:
         with Trace(module) as trace:
-            trace.backward(module(torch.randn(4, 8)).sum())
+            backward(trace, module(torch.randn(4, 8)).sum())
         assert len(trace.arrivals) > len(trace.calls)
     assert hooks() == before
 
@@ -48,7 +49,7 @@ def test_activation_checkpointing() -> None:
 
     module = Checkpointed()
     with Trace(module) as trace:
-        trace.backward(module(torch.randn(4, 8)).sum() * 1e36)
+        backward(trace, module(torch.randn(4, 8)).sum() * 1e36)
     assert [call.name for call in trace.calls] == ["net.0", "net.1", "net.2", "net.3", "net", ""]
 
 
@@ -75,13 +76,13 @@ def test_gradients_in_half() -> None:
     with Trace(module, values=False) as trace:
         with torch.autocast("cpu", torch.float16):
             loss = module(torch.randn(4, 8)).float().sum()
-        trace.backward(loss)
-    assert all(call.largest_output is None for call in trace.calls)
+        backward(trace, loss)
+    assert all(call.output_ends == [] for call in trace.calls)
     found = trace.gradients_in_half(trace.half_places)
     assert {arrival.parameter for arrival in found if arrival.parameter} == dict(module.named_parameters()).keys()
     assert all(arrival.dtype is torch.float16 for arrival in found if arrival.where == "output")
     with Trace(module) as full:
-        full.backward(module(torch.randn(4, 8)).sum())
+        backward(full, module(torch.randn(4, 8)).sum())
     assert full.half_places == set()
     assert len(full.gradients_in_half(trace.half_places)) == len(found)
 
@@ -94,7 +95,7 @@ def test_the_loss_scale_does_not_multiply_the_gradients_of_a_derivative(by_hand:
         (gradient,) = torch.autograd.grad(1000 * module(x).sum(), x, create_graph=True)
         inner = list(trace.arrivals)
         loss = gradient.square().mean() * 1e-6
-        loss.backward() if by_hand else trace.backward(loss)
+        loss.backward() if by_hand else backward(trace, loss)
     assert {arrival.is_inner for arrival in inner} == {True}
     counted = trace.gradients_in_half(set())
     assert counted == [arrival for arrival in trace.arrivals if arrival not in inner]

@@ -8,7 +8,7 @@ import pytest
 from support.scale_runs import fallen_back
 from support.synthetic import curve, failed, make_run
 
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 from lightning_amp.verdicts._arm import Arm, ArmMetric, best, mean, time_to
 from lightning_amp.verdicts._arm_run import ArmRun, Point
 from lightning_amp.verdicts._statistics import Difference, Quartiles

@@ -10,7 +10,7 @@ from support.reports import make_report
 from support.scale_runs import fallen_back
 from support.synthetic import failed
 
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 from lightning_amp.verdicts._arm_run import ArmRun, Point
 
 FULL = ArmRun(

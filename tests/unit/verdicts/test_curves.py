@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lightning_amp.scaling import StepRecord
+from lightning_amp.findings import StepRecord
 from lightning_amp.verdicts._arm_run import Point
 from lightning_amp.verdicts._curves import XY, Time, line_of, scale_line, thinned, unit_of_time
 

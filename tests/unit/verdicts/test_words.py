@@ -12,8 +12,8 @@ from support.scale_runs import fallen_back
 from support.synthetic import compared, curve, failed, make_plan, make_run
 
 from lightning_amp._plain_data import line
+from lightning_amp.findings import StepRecord
 from lightning_amp.measure import SpeedComparison
-from lightning_amp.scaling import StepRecord
 from lightning_amp.verdicts import _words
 from lightning_amp.verdicts._arm import Arm
 from lightning_amp.verdicts._plan import CONTROL

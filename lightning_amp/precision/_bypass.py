@@ -1,4 +1,4 @@
-"""The four calls of torch's own recipe, on the scaler of a run whose steps the plugin owns."""
+"""What goes past the plugin: the four calls of torch's own recipe on its scaler, and steps of an optimizer alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import final, override
 
 from lightning_amp._compat import _lightning, _torch
 from lightning_amp.casting import MethodOverride
-from lightning_amp.scaling import OptimizerSteps
+from lightning_amp.scaling import BackwardWatch, OptimizerSteps, Scaled, Unscaled, has_gradients
 
 
 @final
@@ -86,12 +87,12 @@ class ScalerByHand:
                 "The loss was multiplied by the loss scale before the run went on in another precision, which has none."
                 " Compute the loss anew before its backward."
             )
-        self._steps.begin_backward_by_hand(loss, scale)
+        self._steps.gradients.begin_backward_by_hand(loss, scale)
         self._on_backward()
 
     def _unscale(self, optimizer: Any) -> None:
         optimizer = _lightning.unwrap_optimizer(optimizer)
-        self._steps.adopt(optimizer)
+        self._steps.assume_scaled(optimizer)
         self._steps.unscale_(optimizer)
 
     def _step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +102,7 @@ class ScalerByHand:
                 f"`scaler.step(optimizer)` was called inside of a step of `{type(optimizer).__name__}`, which it would"
                 " begin anew. In a plugin with an `optimizer_step` of its own, call `super().optimizer_step(...)`."
             )
-        self._steps.adopt(optimizer)
+        self._steps.assume_scaled(optimizer)
         self._stepping.add(id(optimizer))
         try:
             return self._way_to_step(optimizer)(*args, **kwargs)
@@ -146,3 +147,72 @@ def _as_lists(outputs: Any) -> Any:
 
 def _do_nothing() -> None:
     return None
+
+
+@final
+class BypassedSteps:
+    """Steps that an optimizer takes past the plugin while its gradients are multiplied by the loss scale.
+
+    It raises before such a step, which would move the weights by the gradients times the scale, in silence.
+
+    torch tells it of each step of every optimizer, through its public registry of step hooks, from which it is taken
+    at the end of the fit. The plugin's own steps pass. Any other is legal as long as its gradients are not those of a
+    scaled backward. For the plugin's optimizers it is known whether they are; for others the watch tells.
+
+    Args:
+        steps: The plugin's.
+        watch: On their backwards; detached with this.
+
+    Cost: two calls per optimizer step. Nothing without loss scaling, where it is not needed.
+
+    """
+
+    only_looks = True  # a step with no other hook than this one may still be decided on the device
+
+    def __init__(self, steps: OptimizerSteps, watch: BackwardWatch) -> None:
+        self._steps, self._watch = steps, watch
+        self._handles = [register_optimizer_step_pre_hook(self), register_optimizer_step_post_hook(self)]
+
+    def detach(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watch.detach()
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Look before and after any step (after: for a closure that has run a scaled backward)."""
+        steps = self._steps
+        if steps.stepping:
+            return
+        state = steps.gradients.known_state(optimizer)
+        if state is None:
+            scale, unscaled = steps.gradients.scale_of_unknown(optimizer), False
+        else:
+            form = state.form
+            unscaled = isinstance(form, Unscaled) and form.found_inf is not None
+            scale = form.scale if isinstance(form, Scaled) else state.used_scale if unscaled else None
+        if scale is not None and has_gradients(optimizer):
+            raise RuntimeError(self._message(optimizer, float(scale), known=state is not None, unscaled=unscaled))
+
+    def _message(self, optimizer: Optimizer, scale: float, *, known: bool, unscaled: bool) -> str:
+        if unscaled:
+            why = "which therefore cannot skip it if its gradients have overflowed"
+        else:
+            why = f"while its gradients are multiplied by the loss scale ({scale:.10g}), unscaled and checked by nobody"
+        if self._watch.scale is not None:
+            fix = (
+                "It was called inside the backward: step after it, by `step()` of what `self.optimizers()` returns, or"
+                " use precision 'bf16', which needs no loss scale"
+            )
+        elif known:
+            fix = (
+                "Call `step()` of what `self.optimizers()` returns, not of its `.optimizer`, nor with"
+                " `use_pl_optimizer=False`"
+            )
+        else:
+            fix = (
+                "Return it from `configure_optimizers`, and call `step()` of what `self.optimizers()` returns (several"
+                " optimizers need `self.automatic_optimization = False`)"
+            )
+        return f"`{type(optimizer).__name__}.step()` was called past the precision plugin, {why}. {fix}."

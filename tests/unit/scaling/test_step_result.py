@@ -10,7 +10,7 @@ from support import CountReads, flags_on_a_device
 from torch import Tensor
 
 from lightning_amp.scaling import Skip
-from lightning_amp.scaling._skip import constant
+from lightning_amp.scaling._step_result import constant
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")

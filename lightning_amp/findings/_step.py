@@ -1,0 +1,65 @@
+"""One attempted optimizer step; and where the steps of a run show that it fell back to another precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from typing_extensions import final
+
+StepReason = Literal["none", "loss", "gradient"]
+StepPrecision = Literal["", "fp16", "bf16", "fp8", "fp32"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One attempted optimizer step. Immutable.
+
+    .. code-block:: python
+
+        plugin = AmpPrecision("fp16")
+        L.Trainer(plugins=[plugin], max_epochs=1).fit(model, data)
+        print(plugin.last_step)  # StepRecord(index=7, optimizer_idx=0, scale=2048.0, ..., precision='fp16')
+
+    Attributes:
+        index: Optimizer steps attempted before this one, over all optimizers of the run.
+        optimizer_idx: Which optimizer, in the order of `configure_optimizers`.
+        scale: Loss scale used for this step; 1.0 without scaling.
+        next_scale: Loss scale after the update that followed, at the end of the batch.
+        skipped: Whether the step was dropped.
+        reason: `"none"`; `"loss"` if the loss itself was not finite; `"gradient"` if only gradients were.
+        precision: What it was taken in: `"fp16"`, `"bf16"`, `"fp8"` or `"fp32"`; empty outside of a plugin.
+
+    """
+
+    index: int
+    optimizer_idx: int
+    scale: float
+    next_scale: float
+    skipped: bool
+    reason: StepReason
+    precision: StepPrecision = ""
+
+
+def fallbacks(records: Iterable[StepRecord]) -> list[StepRecord]:
+    """Return the first step of each precision but the first."""
+    found: list[StepRecord] = []
+    before = ""
+    for record in records:
+        if before and record.precision and record.precision != before:
+            found.append(record)
+        before = record.precision or before
+    return found
+
+
+def before_fallback(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """Return the steps in the precision in which the run began: from a fallback on there is no loss scale."""
+    later = fallbacks(records)
+    return records[: records.index(later[0])] if later else records
+
+
+def describe_fallbacks(records: Iterable[StepRecord]) -> str:
+    """Write them behind other words: `, bf16 from step 64 on`; empty if there are none."""
+    return "".join(f", {record.precision} from step {record.index:,} on" for record in fallbacks(records))

@@ -1,0 +1,17 @@
+"""What many projects have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+
+
+class Learner(L.LightningModule):
+    """Learns by Adam: for the projects that are not about their optimizer."""
+
+    lr: float = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
