@@ -10,7 +10,7 @@ if _typing.TYPE_CHECKING:
     from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
     from lightning_amp.profiling import doctor
     from lightning_amp.scaling import DynamicLossScaler
-    from lightning_amp.tuning import find_batch_size, find_fp32_modules
+    from lightning_amp.tune import find_batch_size, find_fp32_modules
     from lightning_amp.verdicts import PrecisionReport
 
 __version__ = "0.1.0"
@@ -39,7 +39,7 @@ _PUBLIC = {
     "precision": ("AmpPrecision", "FSDPAmpPrecision"),
     "profiling": ("doctor",),
     "scaling": ("DynamicLossScaler",),
-    "tuning": ("find_batch_size", "find_fp32_modules"),
+    "tune": ("find_batch_size", "find_fp32_modules"),
     "verdicts": ("PrecisionReport",),
 }
 _ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}

@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
     precision = _precision(options.precision, options.precisions)
     check_output("--json", options.json)
     user, seed = user_classes(_NAME, options, others)
-    from lightning_amp.tuning import NothingHelps
+    from lightning_amp.tune import NothingHelps
 
     try:
         found = _find(user, seed, precision, options.tolerance)
@@ -89,7 +89,7 @@ def _find(user: Any, seed: int | None, precision: str, tolerance: float) -> Any:
     from lightning.pytorch import seed_everything
 
     from lightning_amp import find_fp32_modules
-    from lightning_amp.tuning import NothingHelps
+    from lightning_amp.tune import NothingHelps
 
     with users_errors(NothingHelps):
         seed_everything(seed or 0, verbose=False)

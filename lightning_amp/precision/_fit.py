@@ -203,7 +203,7 @@ class Fit:
     ) -> None:
         self._plugin, self._module = plugin, (module := run.module)
         self._automatic = module.automatic_optimization
-        self._optimizers, self._skip_nonfinite, self._named_buffers = optimizers, skip_nonfinite, run.named_buffers
+        self._optimizers, self._skip_nonfinite = optimizers, skip_nonfinite
         self._after_batch = after_batch
         watch = self._watch(scaler)
         several = module.trainer.world_size > 1 and torch.distributed.is_initialized()
@@ -213,7 +213,7 @@ class Fit:
             scaler, skip_nonfinite, log, optimizers, watch=watch, all_reduce_max=all_reduce_max, device=device
         )
         self._bypassed_steps = None if watch is None else BypassedSteps(self.steps, watch)
-        self._protection = SkipProtection(module, run.named_buffers) if self.steps.skips else None
+        self._protection = SkipProtection(module, run.named_buffers, on=self.steps.skips)
         self._fold_plan = FoldPlan(module, own_norm)
         self._anomaly: AnomalyCheck | None = None
         self._may_turn_half = run.forward.training.mixed  # the first step tells whether parameters do
@@ -241,8 +241,6 @@ class Fit:
         self.steps.change_scaler(scaler, self._skip_nonfinite, watch)
         self._bypassed_steps = None if watch is None else BypassedSteps(self.steps, watch)
         self._by_hand = self._scaler_by_hand()
-        if self.steps.skips and self._protection is None:
-            self._protection = SkipProtection(self._module, self._named_buffers)
         self._may_turn_half = mixed
 
     # -- training step -------------------------------------------------------------------------------------------------
@@ -251,15 +249,11 @@ class Fit:
         """Prepare for a training step; in manual optimization, end the batch of what hooks have stepped since."""
         if not self._automatic:
             self._finish_batch()
-        if self._protection is not None and not self.steps.skips:  # from here on nothing is skipped
-            self._protection.detach()
-            self._protection = None
-        if self._protection is not None:
-            self._protection.enter_step(manual=not self._automatic)
+        self._protection.enter_step(manual=not self._automatic, on=self.steps.skips)
 
     def end_training_step(self) -> None:
         """End a training step; in automatic optimization its optimizer step is still to come."""
-        if self._protection is not None and self._protection.active:
+        if self._protection.active:
             self._protection.leave_step()
         if not self._automatic:
             self._finish_batch()
@@ -270,8 +264,7 @@ class Fit:
 
     def settle(self) -> None:
         """Leave everything as it ought to be for somebody who looks now: validation, or a checkpoint."""
-        if self._protection is not None:
-            self._protection.settle()
+        self._protection.settle()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -286,7 +279,7 @@ class Fit:
         return scaled
 
     def _note_backward(self) -> None:
-        if self._protection is not None and self._protection.active:
+        if self._protection.active:
             self._protection.note_backward()
 
     def backward(self, run: Callable[..., None]) -> None:
@@ -333,7 +326,7 @@ class Fit:
             )
         except HalfGradientsError as error:
             raise ValueError(f"lightning_amp: {_refusals.half_in_a_step(self._module) or error}.") from error
-        if self._protection is not None and self._protection.active:
+        if self._protection.active:
             self._protection.observe(optimizer, result)
         if self._may_turn_half:
             self._may_turn_half = False
@@ -345,7 +338,7 @@ class Fit:
     def _plan(self, optimizer: Optimizer) -> StepPlan:
         fold, max_norm = self._fold_plan.current().fold()
         protection = self._protection
-        if protection is None or not protection.active:  # who has nothing to protect is not asked in each step
+        if not protection.active:  # who has nothing to protect is not asked in each step
             return StepPlan(fold, max_norm)
         return StepPlan(fold, max_norm, protection.host_must_know(optimizer), protection.asks_for_loss)
 
@@ -355,7 +348,7 @@ class Fit:
         else:
             with context():
                 output = closure()
-        if self._protection is not None and self._protection.active:
+        if self._protection.active:
             self._protection.before_step(optimizer)
         return output
 
@@ -375,14 +368,12 @@ class Fit:
 
     def mend(self, state_dict: dict[str, Any]) -> None:
         """Take what an overflow wrote into buffers out of a checkpoint."""
-        if self._protection is not None:
-            self._protection.mend(state_dict)
+        self._protection.mend(state_dict)
 
     def detach(self) -> None:
         """Leave the user's objects, and torch, as they were."""
         try:
-            if self._protection is not None:
-                self._protection.detach()
+            self._protection.detach()
         finally:
             self._let_go()
             self._compiling.stop()

@@ -17,34 +17,36 @@ class HeldAverages:
 
     Updating an average reads its counter on the host anyway, so the flag is read there too. `StochasticWeightAveraging`
     averages once per epoch: nothing to hold.
-
-    Args:
-        callbacks: Of the Trainer.
-
     """
 
     def __init__(self, callbacks: list[Callback]) -> None:
+        self._callbacks = callbacks
         self._applied = 0
-        self._gates = [(c, type(c), self._gate(c)) for c in callbacks if _lightning.is_weight_averaging(c)]
+        self._held: list[tuple[Callback, type[Any], type[Any]]] = []
+
+    def attach(self) -> None:
+        """Hold them, until :meth:`detach`."""
+        averaging = [callback for callback in self._callbacks if _lightning.is_weight_averaging(callback)]
+        self._held = [(callback, type(callback), self._hold(callback)) for callback in averaging]
 
     def __bool__(self) -> bool:
-        return bool(self._gates)
+        return bool(self._held)
 
     def observe(self, skip: Skip) -> None:
         """Count a step that was not skipped. The host knows, see `SkipProtection.host_must_know`."""
         self._applied += not skip.wait()
 
-    def _gate(self, callback: Any) -> type[Any]:
+    def _hold(self, callback: Any) -> type[Any]:
         """Give a callback a class that holds it, and return that."""
         base: type[Any] = type(callback)
-        counted, gate = self._applied, self
+        counted, averages = self._applied, self
 
         def should_update(this: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
             nonlocal counted
-            if step_idx is not None and gate._gates:  # else a class that somebody derived has outlived it
-                if gate._applied == counted:
+            if step_idx is not None and averages._held:  # else a class that somebody derived has outlived it
+                if averages._applied == counted:
                     return False
-                counted = gate._applied
+                counted = averages._applied
             return base.should_update(this, step_idx=step_idx, epoch_idx=epoch_idx)
 
         def __reduce_ex__(this: Any, protocol: Any) -> Any:  # noqa: N807
@@ -57,7 +59,7 @@ class HeldAverages:
 
     def detach(self) -> None:
         """Leave callbacks as they were; one that somebody has given another class since keeps it."""
-        for callback, base, held in self._gates:
+        for callback, base, held in self._held:
             if type(callback) is held:
                 callback.__class__ = base
-        self._gates.clear()
+        self._held.clear()

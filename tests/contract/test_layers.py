@@ -19,7 +19,7 @@ LAYERS = [
     ["causes"],
     ["callbacks"],
     ["comparison"],
-    ["profiling", "tuning"],
+    ["profiling", "tune"],
     ["__init__"],
     ["cli"],
     ["__main__"],
@@ -32,6 +32,17 @@ LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_ut
 _PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports", "verdicts", "advice")
 WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in _PLAIN} | {
     "casting": LIGHTNING,
+    **{
+        f"tune/{file}.py": LIGHTNING
+        for file in (
+            "__init__",
+            "batch_size/_learning_rate",
+            "batch_size/_next_size",
+            "batch_size/_result",
+            "fp32_modules/_result",
+            "fp32_modules/_search",
+        )
+    },
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},
     "_compat/_modules.py": {*LIGHTNING, "torchmetrics"},
 }

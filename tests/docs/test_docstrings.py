@@ -130,8 +130,8 @@ def run_example(example: Example) -> dict[str, Any]:
 def whole_runs(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file `models`, arms in this process, and the report of a comparison."""
     import lightning_amp.comparison._compare as compare
-    import lightning_amp.tuning._probe as probe
-    import lightning_amp.tuning._runs as short_runs
+    import lightning_amp.tune.batch_size._probe as probe
+    import lightning_amp.tune.batch_size._short_runs as short_runs
 
     for module in (compare, short_runs):
         monkeypatch.setattr(module, "run_in_process", here)

@@ -21,7 +21,7 @@ from lightning_amp.comparison import Task
 from lightning_amp.measure import DeviceClock
 from lightning_amp.measure import _device_clock as clock_module
 from lightning_amp.profiling import _machine
-from lightning_amp.tuning import _probe, _runs
+from lightning_amp.tune.batch_size import _probe, _short_runs
 from lightning_amp.verdicts import ArmRun
 
 pytestmark = [
@@ -81,7 +81,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         gc.collect()
         return here(pickle.loads(pickle.dumps(task)))
 
-    monkeypatch.setattr(_runs, "run_in_process", run)
+    monkeypatch.setattr(_short_runs, "run_in_process", run)
     monkeypatch.setattr(_probe, "_STEADY_S", 0.0)
 
 

@@ -18,7 +18,7 @@ from support.cli_classes import Net, Rows
 
 import lightning_amp
 from lightning_amp.cli import main
-from lightning_amp.tuning import BatchSizeResult, BatchSizes, Measurement
+from lightning_amp.tune import BatchSizeResult, BatchSizes, Measurement
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jsonargparse, about how Lightning calls it

@@ -14,7 +14,7 @@ from support.cli_classes import Counter, Net, Rows
 
 import lightning_amp
 from lightning_amp.cli import main
-from lightning_amp.tuning import Fp32Rules, NothingHelps
+from lightning_amp.tune import Fp32Rules, NothingHelps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jsonargparse, about how Lightning calls it

@@ -45,7 +45,7 @@ def test_one_of_a_library_about_what_the_user_wrote() -> None:
     assert str(usage_error(error)) == "RuntimeError: No optimizer"
 
 
-@pytest.mark.parametrize("file", ["lightning_amp.tuning", "lightning_amp.cli"])
+@pytest.mark.parametrize("file", ["lightning_amp.tune", "lightning_amp.cli"])
 def test_one_of_ours_is_an_error_of_the_command(file: str) -> None:
     import importlib
 

@@ -24,13 +24,19 @@ class EveryEpochToo(WeightAveraging):
         return ("step", step_idx) if step_idx is not None else ("epoch", epoch_idx)
 
 
+def holding(callbacks: list[Any]) -> HeldAverages:
+    held = HeldAverages(callbacks)
+    held.attach()
+    return held
+
+
 @pytest.fixture
 def average() -> WeightAveraging:
     return EveryEpochToo()
 
 
 def test_a_step_is_averaged_once_and_a_skipped_one_never(average: WeightAveraging) -> None:
-    held = HeldAverages([average])
+    held = holding([average])
     assert average.should_update(step_idx=0) is False
     held.observe(Skip.NO)
     assert average.should_update(step_idx=1) == ("step", 1)
@@ -43,7 +49,7 @@ def test_a_step_is_averaged_once_and_a_skipped_one_never(average: WeightAveragin
 
 
 def test_each_average_counts_for_itself(average: WeightAveraging) -> None:
-    held = HeldAverages([average, other := WeightAveraging()])
+    held = holding([average, other := WeightAveraging()])
     held.observe(Skip.NO)
     assert average.should_update(step_idx=0) == ("step", 0)
     assert other.should_update(step_idx=0) is True
@@ -51,20 +57,20 @@ def test_each_average_counts_for_itself(average: WeightAveraging) -> None:
 
 
 def test_the_end_of_an_epoch_is_no_step(average: WeightAveraging) -> None:
-    HeldAverages([average])
+    holding([average])
     assert average.should_update(epoch_idx=0) == ("epoch", 0)
 
 
 def test_other_callbacks_are_left_alone() -> None:
     others = [ModelCheckpoint(), StochasticWeightAveraging(swa_lrs=0.1)]
-    held = HeldAverages(list(others))
+    held = holding(list(others))
     assert not held
     assert [type(c) for c in others] == [ModelCheckpoint, StochasticWeightAveraging]
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda c: pickle.loads(pickle.dumps(c))])
 def test_copies_are_plain(average: WeightAveraging, how: Any) -> None:
-    held = HeldAverages([average])
+    held = holding([average])
     assert isinstance(average, EveryEpochToo)
     copied = how(average)
     assert type(copied) is EveryEpochToo
@@ -74,7 +80,7 @@ def test_copies_are_plain(average: WeightAveraging, how: Any) -> None:
 
 
 def test_afterwards_they_are_as_they_were(average: WeightAveraging) -> None:
-    held = HeldAverages([average])
+    held = holding([average])
     held.detach()
     held.detach()
     assert type(average) is EveryEpochToo
@@ -84,7 +90,7 @@ def test_afterwards_they_are_as_they_were(average: WeightAveraging) -> None:
 
 @pytest.mark.parametrize("derives", [False, True])
 def test_a_class_that_somebody_else_gives_a_callback_stays(average: WeightAveraging, derives: bool) -> None:
-    held = HeldAverages([average])
+    held = holding([average])
     theirs = type("Theirs", (type(average) if derives else EveryEpochToo,), {})
     average.__class__ = theirs
     held.detach()

@@ -136,7 +136,7 @@ class SeesRates(L.Callback):
     def on_train_batch_end(self, *args: Any) -> None: ...
 
 
-class OwnVerb(Toy):
+class OwnSchedulerStep(Toy):
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step()
 
@@ -144,7 +144,7 @@ class OwnVerb(Toy):
 @pytest.mark.parametrize(
     ("module", "callbacks", "expected"),
     [(Toy, [], False), (Toy, [LearningRateMonitor], True), (Toy, [SeesRates], True), (Toy, [L.Callback], False),
-     (OwnVerb, [], True)],
+     (OwnSchedulerStep, [], True)],
 )  # fmt: skip
 def test_whether_the_host_must_know(module: type[Toy], callbacks: list[type[L.Callback]], expected: bool) -> None:
     run = Run(module(), *(make() for make in callbacks))
@@ -153,7 +153,7 @@ def test_whether_the_host_must_know(module: type[Toy], callbacks: list[type[L.Ca
 
 
 def test_afterwards_all_is_decided_and_as_it_was() -> None:
-    run = Run(OwnVerb())
+    run = Run(OwnSchedulerStep())
     assert "lr_scheduler_step" in vars(run.module)
     run.step(later(False))
     run.held.detach()

@@ -1,0 +1,34 @@
+"""Which settings fit this module and this machine: measured on the user's own module and data.
+
+Read `batch_size/_find_batch_size.py` or `fp32_modules/_find_fp32_modules.py` first. Results, and the arithmetic of the
+searches, import nothing of Lightning.
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_amp.tune.batch_size._result import BatchSizeResult, BatchSizes, Measurement
+from lightning_amp.tune.fp32_modules._result import Fp32Rules, NothingHelps
+
+if TYPE_CHECKING:
+    from lightning_amp.tune.batch_size._find_batch_size import find_batch_size
+    from lightning_amp.tune.fp32_modules._find_fp32_modules import find_fp32_modules
+
+__all__ = [
+    "BatchSizeResult",
+    "BatchSizes",
+    "Fp32Rules",
+    "Measurement",
+    "NothingHelps",
+    "find_batch_size",
+    "find_fp32_modules",
+]
+
+_NEED_LIGHTNING = {"find_batch_size": "batch_size", "find_fp32_modules": "fp32_modules"}
+"""The folder of each function that is imported only when it is asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_LIGHTNING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_import_module(f"{__name__}.{_NEED_LIGHTNING[name]}._{name}"), name)

@@ -1,0 +1,84 @@
+"""Where a module or a data module keeps its batch size, and how it is set: `batch_size`, or `hparams.batch_size`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, MutableMapping
+from numbers import Integral
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import final, override
+
+NAME = "batch_size"
+_MISSING = object()
+
+
+def held_sizes(*owners: Any) -> list[Any]:
+    """Return all values that are held, those that Lightning's own finder would read last."""
+    return [value for owner in owners for value in _values(owner)]
+
+
+def hold_size(owner: Any, size: int) -> None:
+    """Set the batch size wherever the owner holds one, as Lightning's finder does."""
+    if _attribute(owner) is not _MISSING:
+        with contextlib.suppress(AttributeError):  # a property that reads `hparams`
+            setattr(owner, NAME, size)
+    hparams = _hparams(owner)
+    if NAME in hparams:
+        hparams[NAME] = size
+
+
+def is_size(value: object) -> bool:
+    """Return whether this is a number of rows."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+@final
+class FactoryWithBatchSize:
+    """Makes what a factory makes, and sets its batch size before anything asks for it; `None` leaves what is there."""
+
+    def __init__(self, factory: Callable[[], Any], size: int | None) -> None:
+        self.__wrapped__ = factory  # where another process finds the user's file
+        self._size = size
+
+    def __call__(self) -> Any:
+        made = self.__wrapped__()
+        if isinstance(made, LightningDataModule) and not is_overridden("train_dataloader", made):
+            made = ModuleLoaders()
+        if self._size is not None and isinstance(made, (LightningModule, LightningDataModule)):
+            hold_size(made, self._size)
+        return made
+
+
+@final
+class ModuleLoaders(LightningDataModule):
+    """Has the training loaders of the module: with a data module, Lightning does not ask for them."""
+
+    @override
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return self.trainer.lightning_module.train_dataloader()
+
+
+def _values(owner: Any) -> Iterator[Any]:
+    attribute = _attribute(owner)
+    if attribute is not _MISSING:
+        yield attribute
+    hparams = _hparams(owner)
+    if NAME in hparams:
+        yield hparams[NAME]
+
+
+def _attribute(owner: Any) -> Any:
+    try:
+        value = getattr(owner, NAME, _MISSING)
+    except Exception:  # a property that asks for a Trainer
+        return _MISSING
+    return _MISSING if callable(value) else value
+
+
+def _hparams(owner: Any) -> MutableMapping[str, Any]:
+    hparams = getattr(owner, "hparams", None)
+    return hparams if isinstance(hparams, MutableMapping) else {}

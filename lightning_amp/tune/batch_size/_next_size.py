@@ -1,0 +1,122 @@
+"""Which batch size to run next, from what was measured so far. Plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lightning_amp.tune.batch_size._result import Measurement
+
+MOST_RUNS = 10
+"""For one precision. A straight line takes three: two sizes, and the one that the line leads to."""
+
+_ROUND_FROM = 64
+_MULTIPLE = 8
+_SMALL_GAIN = 1.01
+"""After :data:`_ENOUGH_RUNS` a size that is larger by less is not worth a run."""
+_ENOUGH_RUNS = 3
+_APART = 1.25
+"""How far two sizes are apart at least for a line through them."""
+_MARGIN = 0.01
+"""So much farther below what did not fit a guess is with each size that did not: peaks vary from run to run."""
+_STEP = 4
+"""A line leads to so many times the largest size at most, unless it was found to be straight: it may bend upwards."""
+_FIRST_STEP = 32
+_NOISE = 0.05
+
+
+def largest_within(points: Sequence[Measurement], limit_gib: float) -> Measurement | None:
+    """Return the largest size that was run and is within the limit."""
+    return max((p for p in points if p.peak_gib <= limit_gib), key=lambda p: p.batch_size, default=None)
+
+
+def floor_size(size: float, most: int | None = None) -> int:
+    """Round down: from 64 on to a multiple of 8, which costs an eighth at most and is what tensor cores want.
+
+    The size may be infinite. `most`, the number of rows, is never exceeded, and is not rounded itself.
+    """
+    if most is not None and size >= most:
+        return most
+    whole = int(size * (1 + 1e-9))
+    return whole // _MULTIPLE * _MULTIPLE if whole >= _ROUND_FROM else whole
+
+
+def next_size(points: Sequence[Measurement], limit_gib: float, most: int | None = None) -> int | None:
+    """Return the size to run next; `None` if no run could find a larger one, or if not even one row fits.
+
+    Memory is a straight line, or bends upwards: small batches leave the peak to the optimizer's step, and a loss over
+    all pairs grows with the square. So a line through two sizes may lead beyond the limit, and the line from there back
+    to a size that fits is within it again.
+
+    At least one point is needed; `most` is the number of rows of the data, `None` if unknown or endless.
+    """
+    best = largest_within(points, limit_gib)
+    if best is None:
+        return _smaller(points, limit_gib)
+    if most is not None and best.batch_size >= most:
+        return None
+    if len(points) == 1:
+        guess = floor_size(min(_proportional(best, limit_gib), _FIRST_STEP * best.batch_size), most)
+        if guess >= _APART * best.batch_size or guess == most:
+            return guess
+        return best.batch_size // 2 or 2
+    beyond = [p for p in points if p.batch_size > best.batch_size]
+    guess = floor_size(_estimate(points, best, limit_gib), most)
+    if beyond:
+        nearest = min(p.batch_size for p in beyond)
+        guess = min(guess, floor_size(nearest - max(1, _MARGIN * nearest * (len(beyond) - 1))))
+    needed = best.batch_size * (_SMALL_GAIN if len(points) >= _ENOUGH_RUNS else 1)
+    return guess if guess > needed else None
+
+
+def _estimate(points: Sequence[Measurement], best: Measurement, limit_gib: float) -> float:
+    below = sorted((p for p in points if p.batch_size < best.batch_size), key=lambda p: p.batch_size)
+    above = min((p for p in points if p.batch_size > best.batch_size), key=lambda p: p.batch_size, default=None)
+    onwards = _on_line(below[-1], best, limit_gib) if below else math.inf
+    if above is None:
+        trusted = math.isfinite(onwards) and _is_straight(below, best)
+        return min(onwards, (_FIRST_STEP if trusted else _STEP) * best.batch_size)
+    if not math.isfinite(above.peak_gib):
+        return min(onwards, (best.batch_size + above.batch_size) / 2)
+    back = _on_line(best, above, limit_gib)
+    # What bends upwards lies between the two lines, nearer to the one back.
+    return (2 * back + min(onwards, above.batch_size)) / 3 if below else back
+
+
+def _is_straight(below: Sequence[Measurement], best: Measurement) -> bool:
+    """Return whether the line through two sizes led to what a third one held, so that it may be trusted far off.
+
+    Not while all of them hold about the same: the optimizer's state hides what a row takes.
+    """
+    if len(below) < 2:
+        return False
+    (size, peak, _), (other_size, other_peak, _) = below[-2:]
+    if best.peak_gib - peak < 2 * _NOISE * best.peak_gib:
+        return False
+    expected = peak + (other_peak - peak) / (other_size - size) * (best.batch_size - size)
+    return abs(expected - best.peak_gib) <= _NOISE * best.peak_gib
+
+
+def _smaller(points: Sequence[Measurement], limit_gib: float) -> int | None:
+    """Return a size below all that were run, none of which fits."""
+    smallest, *others = sorted(points, key=lambda p: p.batch_size)
+    if smallest.batch_size == 1:
+        return None
+    guess = math.inf
+    if others and math.isfinite(others[0].peak_gib):
+        guess = _on_line(smallest, others[0], limit_gib)
+    elif math.isfinite(smallest.peak_gib):
+        guess = _proportional(smallest, limit_gib)
+    if math.isinf(guess):
+        guess = smallest.batch_size / _STEP
+    return max(1, min(floor_size(guess), smallest.batch_size // 2))
+
+
+def _proportional(point: Measurement, limit_gib: float) -> float:
+    return point.batch_size * limit_gib / point.peak_gib if point.peak_gib > 0 else math.inf
+
+
+def _on_line(one: Measurement, other: Measurement, limit_gib: float) -> float:
+    """Return the size at which the line through two points reaches the limit."""
+    slope = (other.peak_gib - one.peak_gib) / (other.batch_size - one.batch_size)
+    return one.batch_size + (limit_gib - one.peak_gib) / slope if slope > 0 else math.inf

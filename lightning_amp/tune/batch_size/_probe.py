@@ -1,0 +1,219 @@
+"""What goes along with a short training in its process: it stops it, and notes what a batch really is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Sized as HasLength
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import final, override
+
+from lightning_amp._text import literal
+from lightning_amp.comparison import num_rows
+from lightning_amp.measure import is_settled
+from lightning_amp.shadow import remove_callbacks
+from lightning_amp.tune.batch_size._batch_size_attribute import ModuleLoaders, held_sizes, is_size
+from lightning_amp.tune.batch_size._learning_rate import UsedRate
+
+_LEFT_OUT = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelSummary, ProgressBar, Timer)
+"""Callbacks that write, stop, or try sizes of their own."""
+
+_STEADY_BATCHES, _STEADY_S = 6, 2.0
+_MOST_STEADY_BATCHES = 100
+_LONG_S = 10.0
+"""Seconds of steady steps after which fewer of them do."""
+_MOST_BATCHES = 1000
+"""For a module that takes no optimizer step."""
+
+_NO_PLACE = (
+    "`make_data` or `make_module` must have a `batch_size`, an attribute or one of `hparams`, that the loaders are made"
+    " with; there is none in {found}. Write `self.batch_size = batch_size` in `__init__`, and"
+    " `DataLoader(..., batch_size=self.batch_size)` in `train_dataloader`."
+)
+
+
+@final
+@dataclass(frozen=True)
+class Facts:
+    """What a process notes beside the numbers of its run.
+
+    Attributes:
+        refused: Why it cannot be measured at all, in words for the user.
+        own_size: The batch size that was set.
+        num_rows: Rows that an epoch draws, on each device; `None` if unknown or endless.
+        loader_sizes: The batch size of each training loader, as it says itself; `None` where it says none.
+        batch_rows: Rows of the largest batch, by its tensors' first dimension; `None` if unknown.
+        num_batches: How many were trained.
+        accumulated: Batches for each optimizer step.
+        world_size: Number of devices.
+        device: Its type; empty if training did not begin.
+        device_gib: What the device has free for this process; `None` if it does not say.
+        rates: Of each parameter group.
+
+    """
+
+    refused: str | None = None
+    own_size: int = 0
+    num_rows: int | None = None
+    loader_sizes: tuple[int | None, ...] = ()
+    batch_rows: int | None = None
+    num_batches: int = 0
+    accumulated: int = 1
+    world_size: int = 1
+    device: str = ""
+    device_gib: float | None = None
+    rates: tuple[UsedRate, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> Facts | None:
+        """Read what :class:`Probe` wrote; `None` if there is nothing, or half of it."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        data["loader_sizes"] = tuple(data["loader_sizes"])
+        data["rates"] = tuple(UsedRate(*rate) for rate in data["rates"])
+        return cls(**data)
+
+
+@final
+class Probe(Callback):
+    """Ends a training as soon as its memory and its speed are known, and writes the facts to `path`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._facts: dict[str, Any] = asdict(Facts())
+        self._settled_at: tuple[int, float] | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        remove_callbacks(trainer, _LEFT_OUT)
+        sizes = held_sizes(pl_module, data)
+        known = [int(size) for size in sizes if is_size(size)]
+        if not sizes:
+            owners = [pl_module] if isinstance(data, ModuleLoaders) else [data, pl_module]
+            self._refuse(_NO_PLACE.format(found=" and ".join(f"`{type(owner).__name__}`" for owner in owners)))
+        elif not known:
+            self._refuse(f"`batch_size` must be an integer of 1 or more to begin with, got {literal(sizes[-1])}.")
+        self._note(own_size=known[-1])
+
+    def _refuse(self, text: str) -> None:
+        self._note(refused=text)
+        raise ValueError(text)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for config in trainer.lr_scheduler_configs:
+            config.strict = False  # what a schedule watches may be a metric of validation, which does not run
+        self._note(
+            **_facts_of_data(trainer),
+            accumulated=trainer.accumulate_grad_batches,
+            world_size=trainer.world_size,
+            device=trainer.strategy.root_device.type,
+            device_gib=_free_gib(trainer.strategy.root_device),
+            rates=[rate for optimizer in trainer.optimizers for rate in _rates(optimizer)],
+        )
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        rows = num_rows(batch)
+        if rows is not None and rows > (self._facts["batch_rows"] or 0):
+            self._note(batch_rows=rows)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._facts["num_batches"] += 1
+        count, now = self._facts["num_batches"], time.monotonic()
+        skipped = getattr(trainer.precision_plugin, "num_skipped", 0)
+        if self._settled_at is None and is_settled(count, trainer.global_step, skipped):
+            self._settled_at = count, now
+        if count >= _MOST_BATCHES or (self._settled_at is not None and self._is_enough(count, now)):
+            trainer.should_stop = True
+
+    def _is_enough(self, count: int, now: float) -> bool:
+        assert self._settled_at is not None
+        batches, seconds = count - self._settled_at[0], now - self._settled_at[1]
+        if batches >= _STEADY_BATCHES:
+            return seconds >= _STEADY_S or batches >= _MOST_STEADY_BATCHES
+        return batches >= 2 and seconds >= _LONG_S
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._facts["num_batches"] == 0:  # `fit` ended before it began: how much data is there?
+            with contextlib.suppress(Exception):
+                self._facts.update(_facts_of_data(trainer))
+        self._note()
+
+    def _note(self, **facts: Any) -> None:
+        self._facts.update(facts)
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+            return
+        Path(self._path).write_text(json.dumps(self._facts), encoding="utf-8")
+
+
+def _facts_of_data(trainer: Trainer) -> dict[str, Any]:
+    loaders = CombinedLoader(trainer.train_dataloader, "sequential").flattened
+    rows = [_num_rows(loader) for loader in loaders]
+    known = [number for number in rows if number is not None]
+    return {
+        "num_rows": max(known) if known and len(known) == len(rows) else None,
+        "loader_sizes": [_loader_size(loader) for loader in loaders],
+    }
+
+
+def _loader_size(loader: Any) -> int | None:
+    places = loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    sizes: list[Any] = [getattr(place, "batch_size", None) for place in places]
+    return next((int(size) for size in sizes if is_size(size)), None)
+
+
+def _num_rows(loader: Any) -> int | None:
+    """Return how many rows an epoch draws; never by walking through them."""
+    if not isinstance(loader, DataLoader):
+        return None
+    rows: Any = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
+    if loader.batch_sampler is None:  # `batch_size=None`: each index that is drawn is a whole batch
+        rows = getattr(rows, "sampler", None)  # of a `BatchSampler`
+    try:
+        return len(rows) if isinstance(rows, HasLength) else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _free_gib(device: torch.device) -> float | None:
+    """Return what this process could hold: what is free, and what it holds already."""
+    if device.type == "cpu":
+        return None
+    backend: Any = torch.get_device_module(device.type)
+    with contextlib.suppress(Exception):  # not every device tells
+        free, _ = backend.mem_get_info(device)
+        return (free + backend.memory_reserved(device)) / 2**30
+    return None
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[UsedRate]:
+    """Return the rate of each group, as it was set: a schedule may have changed it already."""
+    found: list[UsedRate] = []
+    for group in optimizer.param_groups:
+        rate: Any = group.get("max_lr", group.get("initial_lr", group.get("lr")))
+        with contextlib.suppress(TypeError, ValueError):
+            found.append(UsedRate(type(optimizer).__name__, float(rate)))
+    return found

@@ -1,0 +1,129 @@
+"""One short training at one batch size, in a process of its own, and what ended it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
+from typing_extensions import final
+
+from lightning_amp._user_line import is_own_project
+from lightning_amp.comparison import ArmSpec, Task, run_in_process
+from lightning_amp.tune.batch_size._batch_size_attribute import FactoryWithBatchSize
+from lightning_amp.tune.batch_size._probe import Facts, Probe
+from lightning_amp.tune.batch_size._result import Measurement
+from lightning_amp.verdicts import ArmRun
+
+_LEFT_OUT = (
+    "barebones",
+    "check_val_every_n_epoch",
+    "default_root_dir",
+    "enable_checkpointing",
+    "max_epochs",
+    "max_steps",
+    "max_time",
+    "min_epochs",
+    "min_steps",
+    "model_registry",
+    "overfit_batches",
+    "profiler",
+    "val_check_interval",
+)
+"""Arguments of the user's Trainer that say how long, or what is written; a profiler would take the place of ours."""
+
+_MANY_EPOCHS, _MANY_STEPS = 1000, 10_000
+"""Never reached. Schedules that ask how many steps there are get a number."""
+
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|out of memory|can't allocate memory|MemoryError|bad_alloc|ALLOC_FAILED", re.IGNORECASE
+)
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+@final
+class ShortRuns:
+    """Trains for some steps, each run in a folder of its own; `on_progress` is told how far a run is."""
+
+    def __init__(
+        self,
+        make_module: Any,
+        make_data: Any,
+        trainer_kwargs: Mapping[str, Any],
+        folder: Path,
+        on_progress: Callable[[float | None, str], None],
+    ) -> None:
+        self._factories = make_module, make_data
+        self._kwargs, self._folder, self._on_progress = trainer_kwargs, folder, on_progress
+        self.num_runs = 0
+
+    def run(self, arm: ArmSpec, size: int | None) -> tuple[ArmRun, Facts]:
+        """Train at this batch size, or at the user's own; returns the run, and what was noted beside it."""
+        self.num_runs += 1
+        folder = self._folder / str(self.num_runs)
+        folder.mkdir(parents=True)
+        make_module, make_data = (FactoryWithBatchSize(factory, size) for factory in self._factories)
+        task = Task(
+            label=arm.label,
+            seed=0,
+            arm=arm,
+            moved=False,
+            make_module=make_module,
+            make_data=make_data,
+            trainer_kwargs=short_trainer(self._kwargs, Probe(str(folder / "facts.json"))),
+            work_folder=str(folder),
+        )
+        found = run_in_process(task, self._on_progress)
+        return found, Facts.read(folder / "facts.json") or Facts()
+
+
+def short_trainer(trainer_kwargs: Mapping[str, Any], probe: Callback) -> dict[str, Any]:
+    """Return the arguments of a Trainer that trains until the probe ends it, and neither validates nor writes."""
+    kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
+    if isinstance(kwargs.get("limit_train_batches"), float):  # a share of few large batches is none
+        del kwargs["limit_train_batches"]
+    given = kwargs.pop("callbacks", None) or []
+    return {
+        **kwargs,
+        "callbacks": [*([given] if not isinstance(given, (list, tuple)) else given), probe],
+        "enable_progress_bar": True,  # the user's own may be among the callbacks; the probe takes all of them out
+        "limit_val_batches": 0,
+        "logger": DummyLogger(),
+        "max_epochs": _MANY_EPOCHS,
+        "max_steps": max(trainer_kwargs.get("max_steps") or 0, _MANY_STEPS),
+        "num_sanity_val_steps": 0,
+    }
+
+
+def is_out_of_memory(run: ArmRun) -> bool:
+    """Return whether memory ran out, of the device or of the machine."""
+    error = run.error or ""
+    return bool(_OUT_OF_MEMORY.search(error)) or "killed by SIGKILL" in error
+
+
+def measurement(run: ArmRun, facts: Facts, size: int) -> Measurement:
+    """Return what a run measured at `size`; without a peak it ran out of memory."""
+    if run.error is not None:
+        return Measurement(size, float("inf"), float("nan"))
+    assert run.peak_memory_bytes is not None
+    speed = float("nan")
+    if facts.batch_rows == size and run.samples_per_s:
+        speed = median(run.samples_per_s)
+    elif run.step_s:  # rows are not the first dimension
+        speed = size * facts.world_size / median(run.step_s)
+    return Measurement(size, run.peak_memory_bytes / 2**30, speed)
+
+
+def failure(run: ArmRun) -> str:
+    """Write the error that ended a run, with the line of the user's own file that it came from."""
+    text = " ".join((run.error or "").split()).rstrip(".")
+    frames = _FRAME.findall(run.log)
+    own = [frame for frame in frames if is_own_project(frame[0])]
+    if not own:
+        return text
+    file, line, function = own[-1]
+    return f"{text} ({file}, line {line}, in {function})"

@@ -1,0 +1,179 @@
+"""`find_fp32_modules`: which modules must stay in fp32, searched for and proved on the user's own batches."""
+
+from __future__ import annotations
+
+import glob
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from typing_extensions import final
+
+from lightning_amp._text import counted, listed
+from lightning_amp.tune.fp32_modules._bench import Bench
+from lightning_amp.tune.fp32_modules._request import Request
+from lightning_amp.tune.fp32_modules._result import DistanceToFp32, Fp32Rules, NothingHelps, as_percent
+from lightning_amp.tune.fp32_modules._search import Found, as_rules, search
+from lightning_amp.tune.fp32_modules._short_fit import in_a_short_fit
+
+_STEPS: tuple[int, ...] = (0, 10)
+"""Batches of training that are measured. At the start a norm may have weights of 1 and an output layer of 0, behind
+which no gradient passes; after some steps they have not."""
+
+_FURTHER = 3
+"""How many batches later the result is checked."""
+
+_ROUNDS = 3
+"""Searches, each with the batch on which the result of the one before was not enough."""
+
+
+def find_fp32_modules(
+    make_module: Callable[[], LightningModule],
+    make_data: Callable[[], LightningDataModule],
+    precision: str | int | torch.dtype | Mapping[str, Any] = "fp16",
+    *,
+    tolerance: float,
+    trainer_kwargs: Mapping[str, Any] | None = None,
+) -> Fp32Rules:
+    """Find which modules must stay in fp32, so that gradients and metrics are close enough to those of fp32.
+
+    .. code-block:: python
+
+        rules = find_fp32_modules(lambda: model, lambda: data, "bf16", tolerance=0.05)
+        print(rules.message)
+        trainer = L.Trainer(plugins=[AmpPrecision("bf16", fp32_modules=rules)])
+
+    The module is trained in fp32 for some steps, on copies and without a trace. At the first step and at the eleventh
+    the gradient of all parameters is computed in fp32 and in `precision`, with the same weights and random numbers;
+    after that some batches are validated in both. Then the search begins: with all modules in fp32, as many as possible
+    are left out while every error stays within `tolerance`, and what is left is replaced by parts of it. At the end the
+    rules are given to `AmpPrecision` in another such fit and checked on a later batch; where they are not enough there,
+    the search goes on with that batch. For fp16 the loss scale is chosen so that gradients fit, if there is such a
+    scale.
+
+    It knows the first steps, a few batches, and one initialisation: compare whole runs before you rely on it
+    (`compare_precisions`). You do not need it where a run in `precision` is as good as one in fp32.
+
+    Args:
+        make_module: Returns a LightningModule; no other process imports it, so it may be a lambda.
+        make_data: Returns a LightningDataModule.
+        precision: `"fp16"`, `"bf16"`, another spelling of these, `"auto"`, or the arguments of `AmpPrecision` as a
+            dict, whose own `fp32_modules` are kept. Scaler and fallback make no difference.
+        tolerance: Largest relative error: of the gradient, the norm of the difference over the norm; of each metric
+            that is logged in validation, the difference over the value (the difference itself where that is 0). The
+            gradients of healthy networks are off by 0.003 to 0.02 in bf16 and by 0.0005 to 0.001 in fp16: 0.05 is fair.
+        trainer_kwargs: For the Trainer; it runs on the first device that this one would train on.
+
+    Returns:
+        Globs on module names, for `fp32_modules=`; empty if nothing is needed. No rule can be left out, unless
+        `.message` says that the search was ended early.
+
+    Raises:
+        ValueError: If an argument is out of its range; if fp32 itself is not finite; if it is not enough to have all
+            modules in fp32; if there are no batches.
+        TypeError: If a factory returns something else.
+
+    Cost: two fits of some 14 steps, and about 2k log2(n) times a step and a validation of 3 batches, for k of n
+    modules; at most some hundred. A gradient and a copy of the weights for each measured step, and once the activations
+    in fp32.
+
+    """
+    request = Request.checked(make_module, make_data, precision, tolerance, trainer_kwargs)
+    steps, num_tried = [*_STEPS], 0
+    while True:
+        answer = in_a_short_fit(request, steps, partial(_search, request))
+        num_tried += answer.num_tried
+        rules, further = (*request.rules, *answer.rules), steps[-1] + _FURTHER
+        checked = in_a_short_fit(request, [0, further], Bench.distance, rules=rules, later=len(steps) - 1)
+        if checked.within(tolerance) or len(steps) - len(_STEPS) == _ROUNDS - 1:
+            break
+        steps.append(further)
+    without, found = answer.without, answer.distance
+    more = "" if checked.within(tolerance) else f" On a later batch, {checked.describe(tolerance)}."
+    return Fp32Rules(
+        rules,
+        cost=answer.cost,
+        message=_message(request, answer, num_tried) + more,
+        tried=num_tried,
+        gradient_errors=(without.gradient, found.gradient),
+        metric_errors={name: (without.metrics.get(name, math.inf), error) for name, error in found.metrics.items()},
+    )
+
+
+@final
+class _Answer(NamedTuple):
+    """What one search found: rules, and how far a run is from fp32 without them and with them."""
+
+    rules: tuple[str, ...]
+    without: DistanceToFp32
+    distance: DistanceToFp32
+    cost: float
+    num_tried: int
+    complete: bool
+    num_training: int
+    num_validation: int
+
+
+def _search(request: Request, bench: Bench) -> _Answer:
+    """Search in a fit."""
+    without, tree, tolerance = bench.distance(), bench.tree(), request.tolerance
+
+    def passes(kept: Sequence[str]) -> bool:
+        return bench.distance(_escaped(kept), until=tolerance).within(tolerance)
+
+    found = Found((), 1, complete=True)
+    if not without.within(tolerance):
+        found = search(tree, passes, bench.suspicion(tree))
+    if found.names is None:
+        own = bench.repeats_itself()
+        if own > tolerance:
+            raise NothingHelps(
+                f"The step is not reproducible: in fp32, too, its gradients differ by {as_percent(own)} from one run to"
+                " the next with the same weights, batch and random state. Draw from torch's, NumPy's or Python's global"
+                " generators, which are put back, or raise the tolerance."
+            )
+        raise NothingHelps(_nothing_helps(request, without, bench.distance(_escaped(tree[""]))))
+    rules = as_rules(found.names, [name for name in tree if name and name not in found.names])
+    distance = bench.distance(rules) if rules else without
+    cost = bench.step_time_ratio(rules) if rules else 1.0
+    counts = len(bench.points), len(bench.batches)
+    return _Answer(rules, without, distance, cost, found.num_tried, found.complete, *counts)
+
+
+def _escaped(names: Sequence[str]) -> list[str]:
+    return [glob.escape(name) for name in names]
+
+
+def _nothing_helps(request: Request, without: DistanceToFp32, with_all: DistanceToFp32) -> str:
+    return (
+        f"No set of modules in fp32 is enough: with all of them in fp32, in {request.name!r} {with_all.describe()}, and"
+        f" `tolerance` is {as_percent(request.tolerance)} (without any, {without.describe()}). What remains is computed"
+        " outside of modules, in `training_step`, `validation_step` or `forward` of the LightningModule itself, or in"
+        " another method of a module than its `forward`: put that arithmetic under"
+        " `lightning_amp.precision.fp32_region`, with `.float()` on what goes in, or into the `forward` of a module."
+        " Gradients that the step itself takes in fp16 want `lightning_amp.precision.scaled_grad`. Or raise the"
+        " tolerance."
+    )
+
+
+def _message(request: Request, answer: _Answer, num_tried: int) -> str:
+    validation = f"{answer.num_validation} validation batch{'' if answer.num_validation == 1 else 'es'}"
+    seen = f"{answer.num_training} training and {validation}"
+    if not answer.distance.metrics:
+        why = "the module logs nothing in it" if answer.num_validation else "there is no validation"
+        seen = f"{answer.num_training} training batches, gradients alone: {why}"
+    own = " beside your own rules" if request.rules else ""
+    if not answer.rules:
+        return f"Nothing{own} needs fp32: in {request.name!r} {answer.without.describe()} ({seen})."
+    what = listed([repr(rule) for rule in answer.rules], most=5)
+    end = "" if answer.complete else " The search was ended there: fewer modules may be enough."
+    time = f"A training step takes {answer.cost:.2f} times as long."
+    if math.isnan(answer.cost):
+        time = "A training step does not run without."
+    return (
+        f"{what} in fp32{own}: {answer.distance.describe()}; without, {answer.without.describe()} ({seen}). {time}"
+        f" {counted(num_tried, 'set')} of modules tried.{end}"
+    )

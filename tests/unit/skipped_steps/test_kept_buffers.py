@@ -1,0 +1,219 @@
+"""What a skipped batch wrote into buffers is taken back with everything since the last attempted step, and no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from support import FEATURES, WithoutAutocast, fit
+from support.promises import OPTIMIZERS
+from torch import Tensor, nn
+
+from lightning_amp.scaling import Skip, StepResult
+from lightning_amp.skipped_steps import matching_places
+from lightning_amp.skipped_steps._kept_buffers import KeptBuffers
+from lightning_amp.skipped_steps._named_buffers import norm_places
+
+NAN = float("nan")
+
+
+class Loop:
+    """A training loop as far as statistics are concerned; a batch is one number."""
+
+    def __init__(self) -> None:
+        self.module = nn.Sequential(nn.BatchNorm1d(2, momentum=0.5))
+        self.module.register_buffer("queue", torch.zeros(2))
+        named = matching_places(self.module, ["queue"])
+        self.kinds = [KeptBuffers(norm_places(self.module), counted=True), KeptBuffers(named, counted=False)]
+
+    def batch(self, value: float, *, backward: bool = True) -> None:
+        for kept in self.kinds:
+            kept.enter_step()
+        self.forward(value)
+        if backward:
+            self.backward()
+
+    def backward(self) -> None:
+        for kept in self.kinds:
+            kept.note_backward()
+
+    def settle(self) -> None:
+        for kept in self.kinds:
+            kept.settle()
+
+    def mended(self) -> dict[str, Tensor]:
+        """A checkpoint."""
+        state = dict(self.module.state_dict())
+        for kept in self.kinds:
+            kept.mend(state)
+        return state
+
+    def forward(self, value: float) -> None:
+        self.module(torch.full((4, 2), value))
+        self.module.queue = self.module.queue + value
+
+    def step(self, skip: Skip | bool = False, loss: float = 1.0, inside_step: bool = False) -> None:
+        skip = skip if isinstance(skip, Skip) else Skip.YES if skip else Skip.NO
+        for kept in self.kinds:
+            kept.observe(StepResult(skip, torch.tensor(loss)), inside_step)
+
+    @property
+    def seen(self) -> list[float]:
+        """Running mean and queue; the number of batches too, which no rounding hides."""
+        norm = self.module[0]
+        return [norm.running_mean[0].item(), self.module.queue[0].item(), float(norm.num_batches_tracked)]
+
+
+@pytest.fixture
+def loop() -> Loop:
+    return Loop()
+
+
+FLAGS = {True: (Skip.YES, Skip(torch.tensor(1.0))), False: (Skip.NO, Skip(torch.tensor(0.0)))}
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["on the host", "on a device"])
+def test_a_skipped_batch_was_never_drawn(loop: Loop, where: int) -> None:
+    loop.batch(4.0)
+    loop.step(FLAGS[False][where])
+    assert loop.seen == [2.0, 4.0, 1.0]
+    loop.batch(NAN)
+    loop.step(FLAGS[True][where])
+    assert loop.seen == [2.0, 4.0, 1.0]
+    loop.batch(2.0)
+    loop.step(FLAGS[False][where])
+    assert loop.seen == [2.0, 6.0, 2.0]
+
+
+def test_all_batches_of_an_accumulation_are_dropped_with_its_step(loop: Loop) -> None:
+    loop.batch(4.0)
+    loop.step()
+    for value in (8.0, 16.0, 32.0):
+        loop.batch(value)
+    loop.step(skip=True)
+    assert loop.seen == [2.0, 4.0, 1.0]
+
+
+def test_a_second_optimizer_of_the_same_forward_takes_it_back_too(loop: Loop) -> None:
+    """Backward, backward, step, step: the first was applied, the second skipped."""
+    loop.batch(4.0)
+    loop.step()
+    loop.batch(8.0)
+    loop.step(skip=False, inside_step=True)
+    loop.step(skip=True, inside_step=True)
+    assert loop.seen[0] == 2.0
+    assert loop.seen[2] == 1.0
+
+
+def test_a_forward_between_two_steps_belongs_to_the_second(loop: Loop) -> None:
+    loop.batch(4.0)
+    loop.step(inside_step=True)
+    before = loop.seen
+    loop.forward(8.0)
+    loop.backward()
+    loop.step(skip=True, inside_step=True)
+    assert loop.seen == before == [2.0, 4.0, 1.0]
+
+
+@pytest.mark.parametrize(("value", "stays"), [(8.0, True), (NAN, False)])
+def test_a_step_without_a_backward_is_kept_if_it_is_finite(loop: Loop, value: float, stays: bool) -> None:
+    """SWA's pass that only updates BatchNorm: no flag will ever tell."""
+    loop.batch(4.0)
+    loop.step()
+    loop.batch(value, backward=False)
+    loop.settle()
+    assert (loop.seen == [2.0, 4.0, 1.0]) is not stays
+    kept = loop.seen
+    loop.batch(NAN)
+    loop.step(skip=True)  # goes back to what was kept, not further
+    assert loop.seen == kept
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["on the host", "on a device"])
+@pytest.mark.parametrize(("value", "stays"), [(8.0, True), (NAN, False)])
+def test_a_mended_batch_leaves_no_nan(loop: Loop, where: int, value: float, stays: bool) -> None:
+    """The step was taken, with a loss that is not finite."""
+    loop.batch(4.0)
+    loop.step()
+    loop.batch(value)
+    loop.step(FLAGS[False][where], loss=NAN)
+    assert (loop.seen == [2.0, 4.0, 1.0]) is not stays
+
+
+def test_a_checkpoint_in_the_middle_of_an_accumulation_has_no_nan(loop: Loop) -> None:
+    loop.batch(4.0)
+    loop.step()
+    loop.batch(8.0)
+    finite = {name: value.clone() for name, value in loop.module.state_dict().items()}
+    torch.testing.assert_close(loop.mended(), finite, rtol=0, atol=0)
+    loop.batch(NAN)
+    before = loop.module[0].running_mean.clone()
+    state = loop.mended()
+    assert (state["0.running_mean"][0].item(), state["queue"][0].item()) == (2.0, 4.0)
+    torch.testing.assert_close(loop.module[0].running_mean, before, equal_nan=True)  # only the entries are mended
+    assert loop.module[0].running_mean.isnan().all()
+
+
+def test_after_a_step_there_is_nothing_to_mend(loop: Loop) -> None:
+    loop.batch(NAN)
+    loop.step()
+    state = loop.mended()
+    assert state["0.running_mean"].isnan().all()
+
+
+def test_without_buffers_there_is_nothing_to_do() -> None:
+    for module in (nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)):
+        assert not KeptBuffers(norm_places(module), counted=True)
+    assert KeptBuffers(norm_places(nn.BatchNorm1d(2)), counted=True)
+
+
+def test_what_a_step_without_a_backward_replaced_is_not_what_the_next_one_goes_back_to(loop: Loop) -> None:
+    loop.batch(4.0)
+    loop.step()
+    loop.batch(NAN, backward=False)
+    loop.batch(NAN)
+    loop.step(skip=True)
+    assert loop.seen == [2.0, 4.0, 1.0]
+
+
+# -- in a Trainer ------------------------------------------------------------------------------------------------------
+
+
+class StepsLate(L.LightningModule):
+    """The second optimizer steps at the start of the next batch, before its forward."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(FEATURES, 4), nn.Linear(4, 1)
+        self.norm = nn.BatchNorm1d(4)
+        self.make_optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return [self.make_optimizer(net.parameters()) for net in (self.first, self.second)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        if batch_idx:
+            second.step()
+        self.means = [*getattr(self, "means", []), self.norm.running_mean.clone()]
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(self.second(self.norm(self.first(batch))).float().pow(2).mean())
+        if batch_idx == 3:
+            self.second.weight.grad[0, 0] = torch.inf  # the first one's gradients are finite: it is applied
+        first.step()
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_statistics_go_back_for_a_step_in_the_next_batch(optimizer: str) -> None:
+    plugin = WithoutAutocast("fp16")
+    trainer = fit(lambda: StepsLate(OPTIMIZERS[optimizer]), plugin)
+    means = trainer.lightning_module.means
+    assert plugin.num_skipped == 1
+    assert torch.equal(means[4], means[3])  # as before the bad batch
+    assert not torch.equal(means[3], means[2])
+    assert not torch.equal(means[5], means[4])
