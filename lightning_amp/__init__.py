@@ -4,11 +4,11 @@ import importlib as _importlib
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
+    from lightning_amp.advice import doctor
     from lightning_amp.callbacks import GradientMonitor, MetricComparison, OverflowLocator, ScaleMonitor
     from lightning_amp.comparison import compare_precisions
     from lightning_amp.findings import StepRecord
     from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
-    from lightning_amp.profiling import doctor
     from lightning_amp.scaling import DynamicLossScaler
     from lightning_amp.tune import find_batch_size, find_fp32_modules
     from lightning_amp.verdicts import PrecisionReport
@@ -33,18 +33,17 @@ __all__ = [
 ]
 
 _PUBLIC = {
+    "advice": ("doctor",),
     "callbacks": ("GradientMonitor", "MetricComparison", "OverflowLocator", "ScaleMonitor"),
     "comparison": ("compare_precisions",),
     "findings": ("StepRecord",),
     "precision": ("AmpPrecision", "FSDPAmpPrecision"),
-    "profiling": ("doctor",),
     "scaling": ("DynamicLossScaler",),
     "tune": ("find_batch_size", "find_fp32_modules"),
     "verdicts": ("PrecisionReport",),
 }
 _ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
 _ROOMS = (
-    "advice",
     "casting",
     "causes",
     "cli",

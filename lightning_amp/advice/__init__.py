@@ -1,64 +1,39 @@
-"""What follows from what was measured: findings, each with its number and the next thing to do. Plain data."""
+"""What can this machine do, and why is a module not faster in mixed precision? Read `_doctor.py` first.
+
+It examines the machine (`_examine_machine.py`) and a few training steps (`_examine_step.py`), whose record is in
+`_record.py`. Each of the `findings` reads that record; `DoctorReport` holds them. The record, the findings and the
+report import nothing of Lightning.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from lightning_amp.advice._decision import Decision
-from lightning_amp.advice._findings import Finding
-from lightning_amp.advice._gains import (
-    AS_IT_IS,
-    CHANNELS_LAST,
-    FUSED,
-    IN_FP32,
-    LARGER_BATCH,
-    TIMES_LARGER,
-    WITHOUT_RULES,
-    compare,
-)
-from lightning_amp.advice._machine_facts import Convolution, Format, Machine, Product, Support, Trap, judged
+from lightning_amp.advice._machine import Machine
+from lightning_amp.advice._page import SIGNS, details, title
+from lightning_amp.advice._record import Step
 from lightning_amp.advice._report import DoctorReport
-from lightning_amp.advice._step_facts import (
-    CastSite,
-    Loading,
-    Memory,
-    OptimizerFacts,
-    Reason,
-    SlowProduct,
-    Step,
-    Unaligned,
-    Variant,
-    Wait,
-)
-from lightning_amp.advice._words import SIGNS, details, summary, title
+from lightning_amp.advice.findings import Finding, summary
+
+if TYPE_CHECKING:
+    from lightning_amp.advice._doctor import doctor
 
 __all__ = [
-    "AS_IT_IS",
-    "CHANNELS_LAST",
-    "FUSED",
-    "IN_FP32",
-    "LARGER_BATCH",
     "SIGNS",
-    "TIMES_LARGER",
-    "WITHOUT_RULES",
-    "CastSite",
-    "Convolution",
     "Decision",
     "DoctorReport",
     "Finding",
-    "Format",
-    "Loading",
     "Machine",
-    "Memory",
-    "OptimizerFacts",
-    "Product",
-    "Reason",
-    "SlowProduct",
     "Step",
-    "Support",
-    "Trap",
-    "Unaligned",
-    "Variant",
-    "Wait",
-    "compare",
     "details",
-    "judged",
+    "doctor",
     "summary",
     "title",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `doctor`, and Lightning with it, when it is asked for."""
+    if name != "doctor":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}._doctor").doctor

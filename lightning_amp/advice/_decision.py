@@ -8,8 +8,8 @@ from typing import Literal
 from typing_extensions import final
 
 from lightning_amp.advice._gains import speed_up
-from lightning_amp.advice._machine_facts import Machine
-from lightning_amp.advice._step_facts import Step
+from lightning_amp.advice._machine import Machine
+from lightning_amp.advice._record import Step
 from lightning_amp.measure import SpeedComparison
 
 FP32 = "fp32"

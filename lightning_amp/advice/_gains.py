@@ -6,50 +6,48 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_amp.advice._step_facts import Step
-from lightning_amp.measure import SpeedComparison, times_as_fast
-
-AS_IT_IS = "as it is"
-IN_FP32 = "fp32"
-FUSED = "fused=True"
-CHANNELS_LAST = "channels_last"
-WITHOUT_RULES = "without fp32_modules"
-LARGER_BATCH = "4 times the batch"
-TIMES_LARGER = 4
+from lightning_amp.advice._record import (
+    AS_IT_IS,
+    CHANNELS_LAST,
+    FUSED,
+    IN_FP32,
+    LARGER_BATCH,
+    TIMES_LARGER,
+    WITHOUT_RULES,
+    Label,
+    Step,
+)
+from lightning_amp.measure import BACKWARD, DATA, FORWARD, OPTIMIZER, SCALING, SpeedComparison
 
 LOOKS = 2
 """A race is looked at twice, after its first rounds and at its end."""
 
 _WORTH = 1.05
 """A gain below 5 % is no warning, however sure it is."""
-_PARTS: dict[str, tuple[str, ...]] = {
-    FUSED: ("optimizer", "checks, unscaling and clipping"),
-    CHANNELS_LAST: ("forward", "backward"),
-    WITHOUT_RULES: ("forward", "backward"),
+_PARTS: dict[Label, tuple[str, ...]] = {
+    FUSED: (OPTIMIZER, SCALING),
+    CHANNELS_LAST: (FORWARD, BACKWARD),
+    WITHOUT_RULES: (FORWARD, BACKWARD),
     LARGER_BATCH: (),
 }
 """The parts of a step that a change can make faster."""
 
 
 def compare(contestant_s: Sequence[float], reference_s: Sequence[float], among: int = LOOKS) -> SpeedComparison | None:
-    """Compare two series of times, paired by round; `None` without a round of both.
+    """Compare two series of seconds, paired by round; `None` without a round of both.
 
-    Args:
-        contestant_s: Seconds by round.
-        reference_s: Likewise.
-        among: How many comparisons lead to one sentence; all of them together err in 1 % at most.
-
+    `among` says how many comparisons lead to one sentence; all of them together err in 1 % at most.
     """
     return SpeedComparison.of_rounds(contestant_s, reference_s, 1 - 0.01 / among)
 
 
-def measured(step: Step, label: str, base: str = AS_IT_IS) -> SpeedComparison | None:
+def measured(step: Step, label: Label, base: Label = AS_IT_IS) -> SpeedComparison | None:
     """Return how much faster a variant is than another one, as measured; `None` if one of them was not timed."""
     changed, before = step.variant(label), step.variant(base)
     return None if changed is None or before is None else compare(changed.step_s, before.step_s)
 
 
-def gain(step: Step, label: str) -> SpeedComparison | None:
+def gain(step: Step, label: Label) -> SpeedComparison | None:
     """Return how much faster a variant is than the step as it is, within :func:`most_gain`.
 
     `None` if it was not timed, or if its whole interval lies above what is possible: that is noise.
@@ -62,11 +60,11 @@ def gain(step: Step, label: str) -> SpeedComparison | None:
     return replace(found, ratio=most, high=min(found.high, most))
 
 
-def most_gain(step: Step, label: str) -> float:
+def most_gain(step: Step, label: Label) -> float:
     """Return what a change can gain at most (Amdahl): the parts that it does not touch take their time all the same."""
     if label not in _PARTS or not step.parts:
         return math.inf
-    whole = sum(seconds for part, seconds in step.parts.items() if part != "data")  # which is not in the race
+    whole = sum(seconds for part, seconds in step.parts.items() if part != DATA)  # which is not in the race
     share = sum(step.parts.get(part, 0.0) for part in _PARTS[label]) / max(whole, 1e-12)
     return 1 / (1 - share) if share < 1 else math.inf
 
@@ -91,25 +89,6 @@ def more_rows(step: Step) -> SpeedComparison | None:
 
 
 def best_speed_up(step: Step, products: float) -> float:
-    """Return what is possible at best, by Amdahl's law.
-
-    Args:
-        step: With the share of products in fp32.
-        products: How many times as fast these products are in half precision.
-
-    """
+    """Return what is possible at best (Amdahl), if products are so many times as fast in half precision."""
     share = step.fp32_product_share
     return 1 / (1 - share + share / products) if products > 0 else 1.0
-
-
-def in_fp32(speed: SpeedComparison) -> str:
-    """Write a comparison with fp32: `3.8x as slow (3.5 to 4.1) as in fp32`, `as fast as in fp32, within 5 %`."""
-    match speed.claim:
-        case "same":
-            return "as fast as in fp32, within 5 %"
-        case "undecided":
-            return f"{speed} of fp32's" if speed.interval else str(speed)
-        case "one run":
-            return f"{times_as_fast(speed.ratio)} as in fp32, one run of each"
-        case _:
-            return f"{speed} as in fp32"

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from typing_extensions import final, override
 
 from lightning_amp._files import write_atomically
 from lightning_amp._plain_data import plain
-from lightning_amp.advice import _words
+from lightning_amp.advice import _page
 from lightning_amp.advice._decision import Decision, decide
-from lightning_amp.advice._findings import Finding, worst_first
-from lightning_amp.advice._gains import AS_IT_IS
-from lightning_amp.advice._machine_facts import Machine
-from lightning_amp.advice._machine_rules import machine_findings, verdict
-from lightning_amp.advice._memory_rules import memory_findings
-from lightning_amp.advice._speed_rules import speed_findings
-from lightning_amp.advice._step_facts import Step
+from lightning_amp.advice._machine import Machine
+from lightning_amp.advice._record import Recording, Step
+from lightning_amp.advice.findings import Finding, all_findings, facts_of
 
 _FORMAT = 1
 
@@ -54,31 +51,12 @@ class DoctorReport:
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """Return what was found, worst first; never empty."""
-        decision = self.decision
-        found = list(machine_findings(self.machine, decision, self.step))
-        if self.step is None:
-            found.append(verdict(self.machine, decision))
-        else:
-            found += [*speed_findings(self.step, self.machine, decision), *memory_findings(self.step, self.machine)]
-            as_it_is = self.step.variant(AS_IT_IS)
-            if as_it_is is None:
-                errors = [variant.error for variant in self.step.variants if variant.label == AS_IT_IS]
-                text = f"The step could not be timed beside others, so nothing was tried: {' '.join(errors)}."
-                found.append(Finding("note", "not-timed", text, "Look at the table of parts, which was measured."))
-            elif not any(finding.is_problem for finding in found):
-                found.append(Finding("ok", "nothing-to-do", f"{self._nothing} {_words.summary(self.step)}"))
-        return worst_first(found)
+        return all_findings(self.machine, self.decision, self.step)
 
     @cached_property
     def decision(self) -> Decision:
         """Return the recommended precision and its basis; every finding agrees with it."""
         return decide(self.machine, self.precision, self.step)
-
-    @property
-    def _nothing(self) -> str:
-        speed = self.decision.speed
-        is_open = speed is not None and self.decision.use is None and speed.decided_ratio is None
-        return "Nothing was found to change." if is_open else "Nothing to do."
 
     @property
     def has_problems(self) -> bool:
@@ -95,7 +73,7 @@ class DoctorReport:
 
     def to_markdown(self) -> str:
         """Write the findings, and what was measured, as Markdown."""
-        return _words.to_markdown(self.findings, self.machine, self.step)
+        return _page.to_markdown(self.findings, self.machine, self.step)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the findings and all that was measured, to a path or a URL. NaN and infinities are texts."""
@@ -106,7 +84,29 @@ class DoctorReport:
                 "decision": asdict(self.decision),
                 "findings": [asdict(finding) for finding in self.findings],
                 "machine": asdict(self.machine),
-                "step": None if self.step is None else asdict(self.step),
+                "step": None if self.step is None else _measured(self.step),
             }
         )
         write_atomically(path, lambda file: file.write(json.dumps(data, indent=1, allow_nan=False)))
+
+
+def _measured(step: Step) -> dict[str, object]:
+    """Return what was measured of a step and what findings derive from it, without the operations one by one."""
+    own = asdict(replace(step, recorded=Recording(()), fp32_recorded=None))
+    del own["recorded"], own["fp32_recorded"]
+    recorded = step.recorded
+    sums: dict[str, object] = {
+        "flops": recorded.flops,
+        "module_flops": recorded.module_flops,
+        "product_s": recorded.product_s,
+        "recorded_s": recorded.seconds,
+        "convolution_flops": recorded.convolution_flops,
+        "channels_last": recorded.channels_last,
+    }
+    return {**own, **sums, **{name: _data(fact) for name, fact in facts_of(step).items()}}
+
+
+def _data(fact: Any) -> Any:
+    if isinstance(fact, tuple):
+        return [_data(item) for item in fact]
+    return asdict(fact) if is_dataclass(fact) and not isinstance(fact, type) else fact

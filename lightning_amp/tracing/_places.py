@@ -13,7 +13,7 @@ from torch import nn
 from lightning_amp._user_line import Place, is_users, owner_of
 
 _ROOMS = str(Path(__file__).parent.parent)
-_WATCHERS = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "profiling"))
+_WATCHERS = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "advice"))
 _OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)
 _MODES = {"__torch_function__", "__torch_dispatch__"}
 _MEASURING = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "numerics"))

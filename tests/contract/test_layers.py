@@ -13,13 +13,13 @@ LAYERS = [
     ["numerics"],
     ["findings", "measure"],
     ["scaling", "casting", "tracing"],
-    ["reports", "verdicts", "advice", "skipped_steps"],
+    ["reports", "verdicts", "skipped_steps"],
     ["precision"],
     ["shadow"],
     ["causes"],
     ["callbacks"],
     ["comparison"],
-    ["profiling", "tune"],
+    ["advice", "tune"],
     ["__init__"],
     ["cli"],
     ["__main__"],
@@ -29,8 +29,12 @@ LAYERS = [
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
-_PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports", "verdicts", "advice")
-WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in _PLAIN} | {
+_PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports", "verdicts")
+_PLAIN_OF_ADVICE = ("__init__", "_decision", "_gains", "_machine", "_page", "_record", "_report", "findings")
+"""Of the doctor: what was measured and what is said of it; the rest trains."""
+WITHOUT = {
+    room: {*LIGHTNING, "torchmetrics"} for room in (*_PLAIN, *(f"advice/{name}" for name in _PLAIN_OF_ADVICE))
+} | {
     "casting": LIGHTNING,
     **{
         f"tune/{file}.py": LIGHTNING
@@ -75,11 +79,16 @@ def imported_at_run_time(package: Package, source: Source) -> set[str]:
     return names
 
 
+def is_below(path: str, place: str) -> bool:
+    """Whether a place of two parts, such as `advice/findings`, is the file, or a folder around it."""
+    return "/" in place and (path == f"{place}.py" or path.startswith(f"{place}/"))
+
+
 def forbidden_chains(package: Package) -> Iterator[Finding]:
     """Each way out of plain torch: from a plain room, over whatever it imports, to what it must not reach."""
     graph = {name: imported_at_run_time(package, source) for name, source in package.modules.items()}
     for place, forbidden in WITHOUT.items():
-        chains = {s.module: s.module for s in package if place in (s.room, s.path)}
+        chains = {s.module: s.module for s in package if place in (s.room, s.path) or is_below(s.path, place)}
         for name in (queue := list(chains)):
             for target in sorted(graph[name]):
                 if target.split(".")[0] in forbidden:
@@ -144,6 +153,7 @@ def test_a_right_direction_is_not(path: str, text: str) -> None:
         ({"scaling/_bad.py": "import lightning"}, "scaling._bad -> lightning"),
         ({"tracing/_bad.py": "def f():\n    from pytorch_lightning import Trainer"}, "-> pytorch_lightning"),
         ({"numerics/_bad.py": "from torchmetrics import Metric"}, "-> torchmetrics"),
+        ({"advice/findings/_bad.py": "from lightning_amp.advice._watch import Watch"}, "_watch -> lightning"),
         ({"casting/_bad.py": "import lightning_utilities.core"}, "-> lightning_utilities.core"),
         ({"reports/_bad.py": "import importlib\nimportlib.import_module('lightning.fabric')"}, "-> lightning.fabric"),
         ({"scaling/_bad.py": "from lightning_amp import AmpPrecision"}, "scaling._bad -> lightning_amp -> "),

@@ -54,7 +54,7 @@ def test_a_public_name_and_a_room_are_imported_when_they_are_asked_for() -> None
 def test_import_is_light() -> None:
     """No plotting, no CLI, no distributed start-up on import, for all that is public; tests/benchmarks has the time."""
     heavy = ("matplotlib", "jsonargparse", "rich", "sklearn", "transformers", "torchao", "torch._dynamo.eval_frame")
-    heavy = (*heavy, "scipy", "jinja2", "lightning_amp.comparison", "lightning_amp.tune", "lightning_amp.profiling")
+    heavy = (*heavy, "scipy", "jinja2", "lightning_amp.comparison", "lightning_amp.tune")
     heavy = (*heavy, "lightning_amp.advice", "lightning_amp.cli")
     whole = {"PrecisionReport", "compare_precisions", "doctor", "find_batch_size", "find_fp32_modules"}
     training = ", ".join(set(lightning_amp.__all__) - whole)

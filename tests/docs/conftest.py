@@ -10,13 +10,13 @@ import pytest
 
 @functools.cache
 def examined(*arguments: Any, **settings: Any) -> Any:
-    from lightning_amp.profiling import _machine
+    from lightning_amp.advice import _examine_machine
 
-    return _machine.examine(*arguments, **settings)
+    return _examine_machine.examine(*arguments, **settings)
 
 
 @pytest.fixture(autouse=True)
 def one_examination(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_amp.profiling import _doctor
+    from lightning_amp.advice import _doctor
 
     monkeypatch.setattr(_doctor, "examine", examined)

@@ -13,8 +13,9 @@ from unittest import mock
 from support.doctor_facts import machine
 from support.planned_race import planned_race
 
-from lightning_amp.advice import AS_IT_IS, IN_FP32, LARGER_BATCH
-from lightning_amp.profiling import _analysis, _doctor, _examine_step
+from lightning_amp.advice import _doctor, _examine_step
+from lightning_amp.advice._record import AS_IT_IS, IN_FP32, LARGER_BATCH
+from lightning_amp.advice.findings import _not_faster
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "symptoms.py"
 SMALL_MS = {AS_IT_IS: 1.0, IN_FP32: 0.8, LARGER_BATCH: 1.1}
@@ -25,6 +26,6 @@ if __name__ == "__main__":
     with (
         mock.patch.object(_doctor, "examine", return_value=machine()),
         mock.patch.object(_examine_step, "race", race),
-        mock.patch.object(_analysis, "slower_products", return_value=()),
+        mock.patch.object(_not_faster, "slower_products", return_value=()),
     ):
         runpy.run_path(str(EXAMPLE), run_name="__main__")

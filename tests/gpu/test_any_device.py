@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo.compared import here
 
 from lightning_amp import doctor, find_batch_size
+from lightning_amp.advice import _examine_machine
 from lightning_amp.comparison import Task
 from lightning_amp.measure import DeviceClock
 from lightning_amp.measure import _device_clock as clock_module
-from lightning_amp.profiling import _machine
 from lightning_amp.tune.batch_size import _probe, _short_runs
 from lightning_amp.verdicts import ArmRun
 
@@ -61,8 +61,8 @@ class Rows(L.LightningDataModule):
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that a CPU computes at once."""
     for name in ("_SIZES", "_SHORT_SIZES"):
-        monkeypatch.setattr(_machine, name, {"cuda": (32, 64), "other": (32, 64)})
-    monkeypatch.setattr(_machine, "_IMAGES", dict.fromkeys(("cuda", "other"), ((2, 4, 8),)))
+        monkeypatch.setattr(_examine_machine, name, {"cuda": (32, 64), "other": (32, 64)})
+    monkeypatch.setattr(_examine_machine, "_IMAGES", dict.fromkeys(("cuda", "other"), ((2, 4, 8),)))
 
 
 @pytest.mark.usefixtures("small")

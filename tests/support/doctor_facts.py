@@ -5,10 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_amp.advice import Format, Loading, Machine, Memory, OptimizerFacts, Product, Step, Variant, compare
-from lightning_amp.measure import SpeedComparison
+from lightning_amp._user_line import Place
+from lightning_amp.advice._decision import decide
+from lightning_amp.advice._gains import compare
+from lightning_amp.advice._machine import Format, Machine, Product
+from lightning_amp.advice._record import (
+    Loading,
+    Memory,
+    Operation,
+    OptimizerFacts,
+    Recording,
+    Step,
+    Variant,
+    Wait,
+)
+from lightning_amp.advice.findings import OF_A_STEP, Finding
+from lightning_amp.advice.findings._finding import Seen
+from lightning_amp.measure import BACKWARD, FORWARD, REST, SpeedComparison
 
 MIB = 2**20
+FORWARD_FLOPS = 3 * 10**8
+LINE = Place("nowhere.py", 7)
 
 
 def speed(ratio: float, *, noise: float = 0.01, rounds: int = 9) -> SpeedComparison:
@@ -53,7 +70,50 @@ def machine(**changes: Any) -> Machine:
     return replace(found, **changes)
 
 
-def step(**changes: Any) -> Step:
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def product(module: str = "net", dtype: str = "bfloat16", flops: int = 100, **changes: Any) -> Operation:
+    return Operation(**{"name": "mm", "part": FORWARD, "module": module, "dtype": dtype, "flops": flops, **changes})
+
+
+def without_autocast(flops: int, place: Place | None = LINE, **changes: Any) -> Operation:
+    return product("", "float32", flops, place=place, **changes)
+
+
+def in_fp32_modules(module: str, flops: int) -> Operation:
+    return product(module, "float32", flops, in_fp32_module=True)
+
+
+def cast(seconds: float = 0.1, num_bytes: int = 10, **changes: Any) -> Operation:
+    own = {"name": "_to_copy", "part": FORWARD, "module": "net", "cast_bytes": num_bytes, "seconds": seconds}
+    return Operation(**{**own, **changes})
+
+
+def explicit_cast(seconds: float = 0.1, num_bytes: int = 10, place: Place = LINE) -> Operation:
+    return cast(seconds, num_bytes, asked="torch.Tensor.float", place=place)
+
+
+def convolution(flops: int, *, channels_last: bool = False) -> Operation:
+    return product(flops=flops, name="convolution", is_convolution=True, channels_last=channels_last)
+
+
+def recorded(
+    *extra: Operation, recorded_s: float = 0.1, product_s: float = 0.05, waits: tuple[Wait, ...] = (), **more: Any
+) -> Recording:
+    """Return a step of 10^9 FLOPs, 3 10^8 in the forward, with further operations in the place of some of them."""
+    forward = FORWARD_FLOPS - sum(o.flops for o in extra if o.part == FORWARD)
+    products = (
+        product(flops=max(1, forward), seconds=0.3 * product_s),
+        product(part=BACKWARD, flops=7 * 10**8, seconds=0.7 * product_s),
+    )
+    rest_s = recorded_s - product_s - sum(operation.seconds for operation in extra)
+    return Recording((*products, *extra, Operation("gelu", REST, seconds=rest_s)), waits=waits, **more)
+
+
+def step(*extra: Operation, **changes: Any) -> Step:
+    """Return a healthy step, with further operations; arguments of :func:`recorded`, and fields of the record."""
+    own = {name: changes.pop(name) for name in ("recorded_s", "product_s", "waits", "losses") if name in changes}
     found = Step(
         precision="bf16",
         plugin="AmpPrecision('bf16')",
@@ -62,32 +122,39 @@ def step(**changes: Any) -> Step:
         parts={"data": 0.001, "forward": 0.03, "backward": 0.06, "optimizer": 0.002, "rest": 0.001},
         num_timed=20,
         callbacks={},
-        loading=Loading(0, 0.001),
-        flops={"bfloat16": 10**9},
-        module_flops={"net": {"bfloat16": 3 * 10**8}},
-        product_s=0.05,
+        recorded=recorded(*extra, **own),
+        fp32_recorded=None,
         fp32_product_share=0.8,
-        slower=(),
-        recorded_s=0.1,
-        reasons=(),
-        unaligned=(),
-        alignment=8,
-        casts=(),
-        waits=(),
-        variants=(Variant("as it is", (0.1,) * 5), Variant("fp32", (0.25,) * 5)),
         memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 100 * MIB, 0, 0, 0, 140 * MIB, 100 * MIB),
         fp32_memory=Memory(10 * MIB, 10 * MIB, 20 * MIB, 180 * MIB, 0, 0, 0, 220 * MIB, 180 * MIB),
-        logits=None,
-        optimizers=(OptimizerFacts("AdamW", True, False, 8.0, 1000),),
-        convolutions=0,
-        channels_last=False,
+        optimizers=(OptimizerFacts("AdamW", False, 1000),),
+        loading=Loading(0, 0.001),
+        unaligned=(),
+        alignment=8,
+        variants=(Variant("as it is", (0.1,) * 5), Variant("fp32", (0.25,) * 5)),
     )
     return replace(found, **changes)
 
 
-def timed(label: str, seconds: float, *, rounds: int = 5) -> Variant:
+def timed(label: Any, seconds: float, *, rounds: int = 5) -> Variant:
     return Variant(label, (seconds,) * rounds)
 
 
-def noisy(label: str, seconds: float, *, rounds: int = 9, noise: float = 0.6) -> Variant:
+def noisy(label: Any, seconds: float, *, rounds: int = 9, noise: float = 0.6) -> Variant:
     return Variant(label, tuple(seconds * (1 + noise * (-1) ** number) for number in range(rounds)))
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def said(facts: Step, on: Machine | None = None) -> list[Finding]:
+    """Return what the findings about a step say, in their order."""
+    on = on or machine()
+    seen = Seen(facts, on, decide(on, facts.precision, facts))
+    return [finding for rule in OF_A_STEP for finding in rule.find(seen)]
+
+
+def only(facts: Step, on: Machine | None = None) -> Finding:
+    found = said(facts, on)
+    assert len(found) == 1, found
+    return found[0]

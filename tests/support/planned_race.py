@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_amp.advice import AS_IT_IS, Variant
+from lightning_amp.advice._record import AS_IT_IS, Variant
 
 ROUNDS = (1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0)
 """Of which each is that much longer or shorter."""
@@ -26,19 +26,19 @@ class PlannedClock:
 
 
 def planned_race(step_ms: Callable[[Any], Mapping[str, float]]) -> Callable[..., tuple[Variant, ...]]:
-    """Return what to put into the place of `lightning_amp.profiling._examine_step.race`: every step runs, once.
+    """Return what to put into the place of `lightning_amp.advice._examine_step.race`: every step runs, once.
 
     Args:
         step_ms: Gets the data module and returns milliseconds by label; who is not in it, is not in the result.
 
     """
 
-    def race(contestants: Sequence[Any], device: Any, kwargs: Any, data: Any, **_: Any) -> tuple[Variant, ...]:
+    def race(contestants: Sequence[Any], track: Any, **_: Any) -> tuple[Variant, ...]:
         for contestant in contestants:
-            contestant.round(device, kwargs, data, 1)
+            contestant.round(track, 1)
         ran = [contestant.result() for contestant in contestants]
         assert [variant.error for variant in ran if variant.error or len(variant.step_s) != 1] == []
-        planned = step_ms(data)
+        planned = step_ms(track.data_module)
         return tuple(
             Variant(v.label, tuple(planned[v.label] * share / 1e3 for share in _rounds(v.label)))
             for v in ran

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from typing import Any
 
 import pytest
-from support.doctor_facts import machine, machine_with, noisy, speed, step, timed
-
-from lightning_amp.advice import (
-    CastSite,
-    Convolution,
-    DoctorReport,
-    Format,
-    Machine,
-    OptimizerFacts,
-    Product,
-    Reason,
-    SlowProduct,
-    Step,
-    Variant,
+from support.doctor_facts import (
+    convolution,
+    explicit_cast,
+    in_fp32_modules,
+    machine,
+    machine_with,
+    noisy,
+    product,
+    speed,
+    step,
+    timed,
+    without_autocast,
 )
+
+from lightning_amp.advice import DoctorReport, Machine, Step
 from lightning_amp.advice._decision import decide
+from lightning_amp.advice._machine import Convolution, Format, Product
+from lightning_amp.advice._record import OptimizerFacts, Recording, Variant
+from lightning_amp.measure import BACKWARD
 
 NUM_PAGES = 1500
 
@@ -102,16 +106,21 @@ def random_step(rng: random.Random, precision: str) -> Step:
         if rng.random() < 0.5:
             variants.append(variant(label, rng.choice([0.05, 0.08, 0.1, 0.2])))
     optimizer = rng.choice([0.002, 0.05])
+    slow_kernel = {"name": "convolution_backward", "part": BACKWARD}
+    extra = [
+        rng.choice([(), (without_autocast(2 * 10**8),), (in_fp32_modules("b", 2 * 10**8),)]),
+        rng.choice([(), (product(**slow_kernel, seconds=0.5),)]),
+        rng.choice([(), [explicit_cast(0.005, 2**17)] * 8]),
+        rng.choice([(), (convolution(10**8),)]),
+    ]
     return step(
+        *itertools.chain(*extra),
+        fp32_recorded=Recording((product(**slow_kernel, seconds=0.01),)),
         precision=precision,
         variants=tuple(variants),
         parts={"data": rng.choice([0.001, 0.1]), "forward": 0.03, "backward": 0.06, "optimizer": optimizer},
         fp32_product_share=rng.choice([0.0, 0.05, 0.5, 0.9]),
-        optimizers=(OptimizerFacts("AdamW", False, True, 8.0, 1000),),
-        reasons=rng.choice([(), (Reason("autocast off", "a", 2 * 10**8),), (Reason("fp32_modules", "b", 2 * 10**8),)]),
-        slower=rng.choice([(), (SlowProduct("backward", "mm", 0.5, 0.01),)]),
-        casts=rng.choice([(), (CastSite("explicit", "c", 9, 2**20, 0.04),)]),
-        convolutions=rng.choice([0, 10**8]),
+        optimizers=(OptimizerFacts("AdamW", True, 1000),),
     )
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from support.doctor_facts import machine, step, timed
+import pytest
+from support.doctor_facts import machine, product, speed, step, timed, without_autocast
 
-from lightning_amp.advice import DoctorReport, Finding, Memory, Reason, Variant
-from lightning_amp.advice._findings import worst_first
+from lightning_amp._user_line import Place
+from lightning_amp.advice import DoctorReport, Finding, details, summary, title
+from lightning_amp.advice._machine import Convolution
+from lightning_amp.advice._record import Loss, Memory, Recording, Variant
+from lightning_amp.advice.findings._finding import worst_first
 
 
 def test_the_worst_comes_first() -> None:
@@ -45,7 +50,7 @@ def test_a_machine_alone_has_a_verdict() -> None:
 
 def test_markdown() -> None:
     slow = step(
-        reasons=(Reason("autocast off", 'net.py:3 "a | b"', 10**8),),
+        without_autocast(10**8, Place("net.py", 3)),
         notes=("channels_last: out of memory",),
         skipped=3,
         variants=(*step().variants, timed("fused=True", 0.09), Variant("channels_last", (), "out of memory")),
@@ -70,10 +75,17 @@ def test_a_step_in_fp32_is_compared_with_nothing() -> None:
 
 
 def test_json_is_valid(tmp_path: Path) -> None:
-    broken = step(memory=Memory(1, 1, 1, 1, 0, 0, 0, 4, 1), product_s=float("nan"))
+    memory = Memory(1, 1, 1, 1, 0, 0, 0, 4, 1)
+    broken = step(without_autocast(10**8), memory=memory, losses=(Loss(4, 10),), fp32_product_share=float("nan"))
     DoctorReport(machine(), broken).to_json(tmp_path / "report.json")
     data = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda _: 1 / 0)
-    assert data["step"]["product_s"] == "nan"
+    assert data["step"]["fp32_product_share"] == "nan"
+    assert data["step"]["product_s"] == pytest.approx(0.05)
+    assert data["step"]["module_flops"] == {"net": {"bfloat16": 2 * 10**8}, "": {"float32": 10**8}}
+    assert data["step"]["reasons"] == [{"why": "autocast off", "where": "nowhere.py:7", "flops": 10**8}]
+    assert data["step"]["logits"] == [4, 10]
+    assert data["step"]["casts"] == data["step"]["waits"] == data["step"]["slower"] == []
+    assert not {"recorded", "fp32_recorded"} & data["step"].keys()
     assert data["precision"] == "bf16"
     assert data["machine"]["formats"][1]["support"] == "native"
     assert {*data["findings"][0]} == {"severity", "code", "message", "action", "share"}
@@ -83,3 +95,64 @@ def test_json_is_valid(tmp_path: Path) -> None:
 
 def test_its_name() -> None:
     assert repr(DoctorReport(machine(), step())) == "DoctorReport(['nothing-to-do'])"
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_title_and_the_summary() -> None:
+    assert title(machine(), None) == "a CPU, 2 threads"
+    assert title(machine(), step()) == "AmpPrecision('bf16') on a CPU, 2 threads"
+    assert summary(step()) == (
+        "A step in bf16 takes 100 ms without its data, and 250 ms in fp32 (2.50x as fast (2.50 to 2.50)); its"
+        " peak of memory is 140 MiB, and 220 MiB in fp32."
+    )
+
+
+def test_modules_beyond_the_first_ones_are_one_row() -> None:
+    outside = product("", "float32", 10**9)
+    blocks = [product(f"block.{i}", flops=10**9) for i in range(9)]
+    text = "\n".join(details(machine(), step(recorded=Recording((*blocks, outside)))))
+    assert "| `block.5` | 1 | bfloat16 |" in text
+    assert "| 4 more | 4 | bfloat16, float32 |" in text
+    assert "| outside of modules |" in "\n".join(details(machine(), step(recorded=Recording((outside,)))))
+
+
+def test_what_the_machine_could_not_measure_is_said() -> None:
+    text = DoctorReport(machine(notes=("bf16 products of 512 were not measured: no kernel",))).to_markdown()
+    assert "- bf16 products of 512 were not measured: no kernel" in text
+
+
+def test_parts_that_do_not_add_up_to_the_step_of_the_race_are_explained() -> None:
+    assert "Without data" not in "\n".join(details(machine(), step()))
+    busy = step(parts={"data": 0.5, "forward": 0.4, "backward": 0.9}, num_timed=6)
+    text = "\n".join(details(machine(), busy))
+    assert "Without data, the parts add up to 1.3 s, the mean of 6 steps." in text
+    assert "their median is 100 ms" in text
+    assert "takes 100 ms without its data" in summary(busy)
+
+
+def test_a_ratio_below_one_is_written_as_slow() -> None:
+    slow = step(variants=(timed("as it is", 0.4), timed("fp32", 0.1)))
+    text = "\n".join([summary(slow), *details(machine(), slow)])
+    assert "100 ms in fp32 (4.00x as slow (4.00 to 4.00))" in text
+    assert "| in fp32 | 100 ms | 4.00x as fast (4.00 to 4.00) |" in text
+
+
+def test_convolutions_have_a_table() -> None:
+    probed = (Convolution("fp16", "forward", 1, speed(1.0)), Convolution("fp16", "backward", 1, speed(0.01)))
+    text = "\n".join(details(machine(convolutions=probed), None))
+    assert "| 3x3 convolution | forward | backward |" in text
+    assert "| fp16, stride 1 | as fast as in fp32, within 5 % | 100x as slow" in text
+
+
+@pytest.mark.parametrize(
+    ("on", "device_type", "words"),
+    [
+        ("on", "cpu", "on: fp32 products may be computed in bf16 (`set_float32_matmul_precision`)"),
+        ("on", "cuda", "on: fp32 products are computed in TF32"),
+        ("off", "cuda", "off: fp32 products are computed in full precision"),
+    ],
+)
+def test_the_switch_of_tf32(on: Any, device_type: str, words: str) -> None:
+    assert f"TF32 is {words}." in [*details(machine(tf32=on, device_type=device_type), None)]

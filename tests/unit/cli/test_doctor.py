@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from support.cli_classes import Counter
-from support.doctor_facts import machine, step
+from support.doctor_facts import machine, step, without_autocast
 
 import lightning_amp
-from lightning_amp.advice import DoctorReport, Reason
+from lightning_amp._user_line import Place
+from lightning_amp.advice import DoctorReport
 from lightning_amp.cli import main
 
 HEALTHY = DoctorReport(machine(), step())
-SLOW = DoctorReport(machine(), step(reasons=(Reason("autocast off", 'net.py:3 "x @ w"', 10**8),)))
+SLOW = DoctorReport(machine(), step(without_autocast(10**8, Place("net.py", 3))))
 CLASSES = ["--model", "support.cli_classes.Net", "--model.width", "3", "--data", "support.cli_classes.Rows"]
 
 

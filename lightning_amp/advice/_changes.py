@@ -1,0 +1,99 @@
+"""What can be changed of a training step: a fused optimizer, another layout of images, larger batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_amp._compat import _torch
+from lightning_amp.shadow import copy_batch
+
+
+def fuse_optimizers(module: LightningModule) -> LightningModule:
+    """Let the optimizers that this module configures be fused; the module is ours."""
+    configure = module.configure_optimizers
+
+    def configure_optimizers() -> Any:
+        found = configure()
+        for optimizer in _optimizers_in(found):
+            if can_fuse(optimizer):
+                _fuse(optimizer)
+        return found
+
+    vars(module)["configure_optimizers"] = configure_optimizers
+    return module
+
+
+def _fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer fused that has not stepped yet; schedules that know it go on with it."""
+    groups: list[Any] = optimizer.param_groups
+    for group in groups:
+        group.update(fused=True, foreach=False)
+    legal = inspect.signature(type(optimizer)).parameters
+    settings: Any = {name: value for name, value in optimizer.defaults.items() if name in legal}
+    make: Any = type(optimizer).__init__
+    make(optimizer, groups, **{**settings, "fused": True, "foreach": False})
+
+
+def can_fuse(optimizer: Any) -> bool:
+    """Return whether an optimizer has one kernel for its step, and does not use it."""
+    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    if type(optimizer) not in kinds or _torch.is_fused(optimizer):
+        return False
+    groups = optimizer.param_groups
+    if any(group.get("differentiable") or group.get("foreach") for group in groups):
+        return False
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    kinds_of_device = ["cpu"] if type(optimizer) is torch.optim.Adagrad else _torch.fused_device_types()
+    return all(p.is_floating_point() and p.device.type in kinds_of_device for p in parameters)
+
+
+def _optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(found, torch.optim.Optimizer):
+        yield found
+    elif isinstance(found, Mapping):
+        yield from _optimizers_in(found.get("optimizer"))
+    elif isinstance(found, (list, tuple)):
+        for item in found:
+            yield from _optimizers_in(item)
+
+
+def has_convolutions(module: nn.Module) -> bool:
+    """Return whether there are convolutions over images."""
+    return any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in module.modules())
+
+
+def to_channels_last(module: LightningModule) -> LightningModule:
+    """Keep its images with the channels last; the module is ours."""
+    return module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def joined(batches: Sequence[Any], times: int) -> list[Any] | None:
+    """Return batches that are `times` as large; `None` if nobody knows how to join them."""
+    if not batches:
+        return None
+    parts = [copy_batch(batches[i % len(batches)]) for i in range(times)]
+    try:
+        return [_join(parts)]
+    except (ValueError, TypeError, RuntimeError):
+        return None
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        if not first.dim():
+            raise ValueError("a number has no rows")
+        return torch.cat(list(parts))
+    if type(first) is dict:
+        return {name: _join([part[name] for part in parts]) for name in first}
+    if type(first) in (list, tuple):
+        if not all(isinstance(item, (Tensor, dict, list, tuple)) for item in first):
+            raise ValueError("it holds what cannot be joined")
+        return type(first)(_join(items) for items in zip(*parts, strict=True))
+    raise ValueError(f"{type(first).__name__} cannot be joined")

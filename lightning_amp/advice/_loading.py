@@ -1,0 +1,93 @@
+"""How fast a DataLoader is with other numbers of worker processes, tried by itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_amp.advice._record import Loading
+from lightning_amp.comparison import num_rows
+
+_TRIAL_S = 2.0
+"""Seconds that a trial takes at most, beyond the start of its workers."""
+_LEAST_BATCHES, _MOST_BATCHES = 8, 40
+
+
+def loading_of(loader: Any, wait_s: float, restart_s: float, notes: list[str], *, is_slow: bool) -> Loading | None:
+    """Return how batches are loaded; `None` if that is not a plain `DataLoader`.
+
+    Args:
+        loader: Of the fit.
+        wait_s: Seconds that a step waits for its batch.
+        restart_s: Of them, those in which the loader began an epoch.
+        notes: Gets what could not be tried.
+        is_slow: Whether other numbers of workers are tried.
+
+    """
+    if type(loader) is not DataLoader:
+        return None
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    found = Loading(loader.num_workers, wait_s, restart_s, loader.persistent_workers, is_stream=is_stream)
+    if not is_slow:
+        return found
+    tried: list[tuple[int, float]] = []
+    for workers in sorted({0, max(2, min(8, os.cpu_count() or 2)), 2 * loader.num_workers} - {loader.num_workers}):
+        try:
+            if is_stream and workers and not serves_each_row_once(loader, workers):
+                continue
+            tried.append((workers, batch_s(loader, workers, wait_s)))
+        except Exception as error:
+            notes.append(f"loading with {workers} workers was not tried: {type(error).__name__}: {error}")
+    return replace(found, tried=tuple(tried))
+
+
+def batch_s(loader: DataLoader[Any], workers: int, alone_s: float) -> float:
+    """Return the seconds per batch that a loader takes with so many workers, between their start and their end."""
+    wanted = max(_LEAST_BATCHES, 2 * workers, min(_MOST_BATCHES, int(_TRIAL_S / max(alone_s, 1e-4))))
+    began = ended = time.perf_counter()
+    number, before = 0, 2 * workers
+    batches = iter(_with_workers(loader, workers))  # held, so that its workers are not ended within the time
+    for _ in batches:
+        number += 1
+        ended = time.perf_counter()
+        if workers and number == before:  # those that were loaded while it started
+            began = ended
+        if number >= before + wanted:
+            break
+    if number - before < 1:
+        raise ValueError("there are too few batches")
+    return (ended - began) / (number - before)
+
+
+def serves_each_row_once(loader: DataLoader[Any], workers: int) -> bool:
+    """Return whether a stream, read to its end, has as many rows with workers as without; `False` if it is too long.
+
+    A dataset that does not divide its rows by `get_worker_info` serves all of them once per worker.
+    """
+    alone = _rows(loader, 0, most=None)
+    return alone is not None and _rows(loader, workers, most=alone) == alone
+
+
+def _rows(loader: DataLoader[Any], workers: int, most: int | None) -> int | None:
+    """Return how many rows a stream has; `None` if reading it takes too long, or if it has more than `most`."""
+    began, number = time.perf_counter(), 0
+    for batch in _with_workers(loader, workers):
+        number += (num_rows(batch) or 1) if loader.batch_size is not None else 1
+        if (most is None and time.perf_counter() - began > _TRIAL_S) or (most is not None and number > most):
+            return None
+    return number
+
+
+def _with_workers(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
+    settings: dict[str, Any] = {"dataset": loader.dataset, "collate_fn": loader.collate_fn, "num_workers": workers}
+    if isinstance(loader.dataset, IterableDataset):
+        settings.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
+    elif loader.batch_sampler is not None:
+        settings["batch_sampler"] = loader.batch_sampler
+    else:
+        settings.update(batch_size=loader.batch_size, sampler=loader.sampler)
+    return DataLoader(**settings)

@@ -1,0 +1,197 @@
+"""`doctor`: its arguments, what it leaves alone, what it says of what cannot be run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from support import Toy, batches
+from zoo.slow import Project, mlp, rows
+
+from lightning_amp import AmpPrecision, DynamicLossScaler, doctor
+from lightning_amp.advice import _examine_step
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, count: int = 8) -> None:
+        super().__init__()
+        self.count = count
+
+    def train_dataloader(self) -> Any:
+        return batches(self.count)
+
+
+def examined(make_module: Any = Toy, make_data: Any = Data, **arguments: Any) -> Any:
+    return doctor(
+        make_module, make_data, **{"precision": "bf16", "trainer_kwargs": {"accelerator": "cpu"}, **arguments}
+    )
+
+
+def test_the_machine_alone() -> None:
+    report = doctor(device="cpu")
+    assert report.step is None
+    assert report.findings[-1].code == "precision"
+
+
+def test_module_and_random_state_are_as_before() -> None:
+    module, data = Toy(), Data()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    report = examined(lambda: module, lambda: data)
+    assert report.step.num_parameters == sum(p.numel() for p in module.parameters())
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
+    assert all(p.grad is None for p in module.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+    assert set(vars(data)) == set(vars(Data()))
+
+
+def test_it_says_nothing_by_itself(capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+    examined()
+    assert capsys.readouterr() == ("", "")
+    assert len(recwarn) == 0
+
+
+def test_every_step_is_trained_and_its_parts_add_up() -> None:
+    step = examined().step
+    assert step.num_timed >= 3
+    assert {"data", "forward", "backward", "optimizer"} <= set(step.parts)
+    assert all(seconds > 0 for seconds in step.parts.values())
+    assert step.recorded.flops.keys() <= {"bfloat16", "float32"}
+    assert step.batch_size == 4
+    assert [v.label for v in step.variants][:2] == ["as it is", "fp32"]
+    assert all(v.step_s and not v.error for v in step.variants)
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        ("fp32", "fp32"),
+        ({"precision": "fp16", "scaler": DynamicLossScaler(init_scale=2.0**10)}, "fp16"),
+        (AmpPrecision("bf16"), "bf16"),
+        (MixedPrecision("bf16-mixed", "cpu"), "bf16"),
+    ],
+)
+def test_anything_that_is_an_arm(precision: Any, name: str) -> None:
+    step = examined(precision=precision).step
+    assert step.precision == name
+    dtype = {"fp32": "float32", "fp16": "float16"}.get(name, "bfloat16")
+    assert step.recorded.flops.keys() == {dtype}
+
+
+def test_steps_that_are_skipped_while_the_scale_settles_are_not_looked_at() -> None:
+    scaler = DynamicLossScaler(init_scale=2.0**24, max_scale=2.0**24)
+    step = examined(lambda: Toy(net=torch.nn.Linear(8, 1)), precision={"precision": "fp16", "scaler": scaler}).step
+    assert step.skipped > 0
+    assert step.parts["optimizer"] > 0
+
+
+def test_a_loader_of_the_modules_own() -> None:
+    class WithLoader(Toy):
+        def train_dataloader(self) -> Any:
+            return batches()
+
+    assert examined(WithLoader, None).step.batch_size == 4
+
+
+def test_schedules_that_ask_how_many_steps_there_are() -> None:
+    class Scheduled(Toy):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            total = int(self.trainer.estimated_stepping_batches)
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)]
+
+    assert examined(Scheduled).step.num_timed
+
+
+def test_a_short_epoch_and_a_schedule_that_waits_for_validation() -> None:
+    class Plateau(Toy):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+    class Both(Data):
+        def val_dataloader(self) -> Any:
+            return batches(2)
+
+    assert examined(Plateau, lambda: Both(2)).step.num_timed >= 3
+
+
+def test_what_the_users_code_raises_comes_out() -> None:
+    class Raises(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        examined(Raises)
+
+
+def test_a_loader_without_batches() -> None:
+    with pytest.raises(ValueError, match="The training loader gave no batch"):
+        examined(Toy, lambda: Data(0))
+
+
+def test_a_variant_that_fails_is_said_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(module: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(_examine_step, "fuse_optimizers", fails)
+    step = examined(lambda: Project(mlp(256), fused=False), rows(8, 512)).step
+    assert "fused=True: there was not enough memory" in step.notes
+    assert step.variant("fp32") is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precision": "fp7"}, "`precision` must be one of"),
+        ({"precision": "fp8"}, "cannot run precision 'fp8'"),
+        ({"device": "gpu7"}, "`device` must be a device such as 'cpu' or 'cuda:0', got 'gpu7'"),
+        ({"trainer_kwargs": {"precision": "bf16"}}, "`trainer_kwargs` must not have 'precision'"),
+        ({"make_module": Toy()}, "`make_module` must be callable without arguments"),
+        ({"make_module": None}, "`make_data` must be passed together with `make_module`"),
+    ],
+)
+def test_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        examined(**arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="there is no CUDA device here"):
+        doctor(device="cuda")
+
+
+def test_the_last_device_is_looked_at_and_the_current_one_stays(device: torch.device) -> None:
+    where, before = device, 0
+    if device.type != "cpu":
+        where, before = torch.device(device.type, 1), torch.accelerator.current_device_index()
+    seen: list[torch.device] = []
+
+    class Sees(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(batch.device)
+            return super().training_step(batch, batch_idx)
+
+        def train_dataloader(self) -> Any:
+            return batches(4)
+
+    kwargs = {"accelerator": device.type, "devices": [1] if where != device else 1}
+    for asked in ({"device": str(where)}, {"trainer_kwargs": kwargs}):
+        report = doctor(Sees, precision="bf16", **asked)
+        assert report.step is not None
+        assert report.step.parts["forward"] > 0
+        assert set(seen) == {where}
+        assert device.type == "cpu" or torch.accelerator.current_device_index() == before

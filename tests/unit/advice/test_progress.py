@@ -1,0 +1,38 @@
+"""One line on a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from lightning_amp.advice._progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress() as say:
+        say("a long text about the machine")
+        say("short")
+        shown = stream.getvalue().split("\r")
+        assert shown[1].startswith("doctor: a long text about the machine (0 s)")
+        assert shown[2].startswith("doctor: short (0 s)")
+        assert len(shown[2]) == len(shown[1])
+        assert "\n" not in stream.getvalue()
+    assert stream.getvalue().endswith("\r")
+    assert not stream.getvalue().split("\r")[-2].strip()
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), None])
+def test_elsewhere_it_is_silent(stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress() as say:
+        say("anything")
+    assert stream is None or stream.getvalue() == ""

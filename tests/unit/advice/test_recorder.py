@@ -1,0 +1,254 @@
+"""Every operation of a step, where it was called, and what it allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_amp.advice._record import Operation, Recording
+from lightning_amp.advice._recorder import Recorder
+from lightning_amp.casting import Fp32Modules
+from lightning_amp.measure import BACKWARD, FORWARD, OPTIMIZER
+
+CPU = torch.device("cpu")
+
+
+class Step:
+    """A step by hand, that says which part is running."""
+
+    def __init__(self, net: nn.Module, fp32: tuple[nn.Module, ...] = (), held: Sequence[Tensor] = ()) -> None:
+        self.part = FORWARD
+        self.net = net
+        kept = [m for f in fp32 for m in f.modules()]
+        self.recorder = Recorder(net, CPU, kept, held, lambda: self.part, "nobody.py")
+
+    def run(self, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None = None) -> Recording:
+        with self.recorder:
+            with torch.autocast("cpu", torch.bfloat16):
+                value = loss()
+            self.part = BACKWARD
+            value.backward()
+            self.part = OPTIMIZER
+            if optimizer is not None:
+                optimizer.step()
+        return self.recorder.close()
+
+
+def named(recorded: Recording, name: str, part: str = FORWARD) -> list[Operation]:
+    return [o for o in recorded.operations if o.name == name and o.part == part]
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def test_products_have_flops_sizes_dtype_and_module() -> None:
+    model = net()
+    recorded = Step(model).run(lambda: model(torch.ones(3, 8)).sum())
+    first, second = named(recorded, "addmm")
+    assert (first.module, first.sizes, first.dtype, first.flops) == ("0", (3, 8, 16), "bfloat16", 2 * 3 * 8 * 16)
+    assert (second.module, second.sizes) == ("2", (3, 16, 4))
+    assert first.autocast
+    assert first.asked.endswith("linear")
+    assert len(named(recorded, "mm", BACKWARD)) == 3  # the first layer has no gradient of its input
+    assert all(operation.seconds > 0 for operation in recorded.operations)
+
+
+def test_where_autocast_is_off_is_seen_with_its_line() -> None:
+    model = net()
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return model[0](torch.ones(3, 8)).sum()
+
+    (product,) = named(Step(model).run(loss), "addmm")
+    assert (product.dtype, product.autocast) == ("float32", False)
+    assert "model[0](torch.ones(3, 8)).sum()" in str(product.place)
+
+
+def test_modules_in_fp32_are_told_apart() -> None:
+    model = net()
+    recorded = Step(model, (model[2],)).run(lambda: model(torch.ones(3, 8)).sum())
+    assert [o.in_fp32_module for o in named(recorded, "addmm")] == [False, True]
+
+
+def test_casts_and_who_asked_for_them() -> None:
+    model = net()
+
+    def loss() -> Tensor:
+        h = model[0](torch.ones(3, 8))
+        return model[2](h.float()).sum()
+
+    casts = [o for o in Step(model).run(loss).operations if o.cast_bytes and o.part == FORWARD]
+    weights = [o for o in casts if o.cast_of]
+    assert {o.cast_bytes for o in weights} == {2 * n for n in (8 * 16, 16, 16 * 4, 4)}
+    (explicit,) = [o for o in casts if o.asked == "torch.Tensor.float"]
+    assert explicit.cast_bytes == 3 * 16 * 4
+    assert "h.float()" in str(explicit.place)
+
+
+def test_casts_of_this_package_are_not_the_users() -> None:
+    """It casts what goes into a module that is kept in fp32: the line that calls the module asked for nothing."""
+    model = net()
+    Fp32Modules(model, ["2"], "cpu", active=True)
+
+    def loss() -> Tensor:
+        return model(torch.ones(3, 8)).double().sum()
+
+    recorded = Step(model).run(loss)
+    casts = [o for o in recorded.operations if o.cast_bytes and o.part == FORWARD and not o.cast_of]
+    (into,) = [o for o in casts if o.cast_bytes == 3 * 16 * 4]
+    assert into.asked in ("torch.Tensor.float", "torch.Tensor.to")
+    assert into.place is None
+    (explicit,) = [o for o in casts if o.asked == "torch.Tensor.double"]
+    assert ".double().sum()" in str(explicit.place)
+
+
+def test_waits_of_the_user_and_not_those_of_optimizers() -> None:
+    model = net()
+
+    def loss() -> Tensor:
+        out = model(torch.ones(3, 8))
+        if out.sum().item() > 1e9 or bool(out.isnan().any()):
+            raise ValueError
+        return out[out > -1e9].sum() + out.sum().cpu()
+
+    recorded = Step(model).run(loss, torch.optim.Adam(model.parameters()))
+    found = {wait.operation: (wait.count, wait.by_user) for wait in recorded.waits}
+    assert found == {
+        ".item()": (1, True),
+        ".bool()": (1, True),
+        "a mask as an index": (1, True),
+        ".cpu()": (1, True),
+    }
+
+
+def test_memory_is_followed_until_it_is_freed() -> None:
+    model = net()
+
+    def loss() -> Tensor:
+        kept = torch.ones(100, 8)
+        gone = torch.ones(1000, 1000)
+        del gone
+        return model(kept).sum()
+
+    allocations = Step(model).run(loss).allocations
+    (large,) = [a for a in allocations if a.num_bytes == 4_000_000]
+    assert large.end is not None
+    assert large.end - large.begin <= 2
+    gradients = [a for a in allocations if a.end is None]
+    assert {a.num_bytes for a in gradients} >= {4 * 8 * 16, 4 * 16}
+
+
+def test_what_is_freed_after_the_step_lasts_to_its_end() -> None:
+    model, kept = net(), list[Tensor]()
+
+    def loss() -> Tensor:
+        kept.append(torch.ones(1000, 1000))
+        return model(torch.ones(3, 8)).sum()
+
+    recorded = Step(model).run(loss)
+    kept.clear()
+    (made,) = [allocation for allocation in recorded.allocations if allocation.num_bytes == 4_000_000]
+    assert made.end is None
+
+
+def test_what_was_there_before_the_step_is_no_new_memory() -> None:
+    """Operations in place give it out again: on weights, buffers, the states of optimizers and the batch."""
+    model, batch = nn.Sequential(*net(), nn.BatchNorm1d(4)), torch.ones(300, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    model(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    states = [state["momentum_buffer"] for state in optimizer.state.values()]
+    before = {"weights": [*model.parameters()], "buffers": [*model.buffers()], "states": states, "batch": [batch]}
+    recorded = Step(model, held=[*states, batch]).run(lambda: model(batch.mul_(2)).sum(), optimizer)
+    made = {allocation.pointer for allocation in recorded.allocations}
+    for name, tensors in before.items():
+        assert tensors
+        assert not made & {tensor.untyped_storage().data_ptr() for tensor in tensors}, name
+    assert {name for name in ("mul_", "add_") if named(recorded, name) or named(recorded, name, OPTIMIZER)} == {
+        "mul_", "add_",
+    }  # fmt: skip
+
+
+def test_gradients_that_are_left_from_before_are_memory_of_the_step() -> None:
+    model = net()
+    model(torch.ones(3, 8)).sum().backward()
+    recorded = Step(model).run(lambda: model(torch.ones(3, 8)).sum())
+    left = {allocation.num_bytes for allocation in recorded.allocations if allocation.begin == -1}
+    assert left == {4 * n for n in (8 * 16, 16, 16 * 4, 4)}
+
+
+def test_losses_over_classes() -> None:
+    model = net()
+    recorded = Step(model).run(lambda: F.cross_entropy(model(torch.ones(3, 8)), torch.tensor([0, 1, 2])))
+    (loss,) = recorded.losses
+    assert (loss.rows, loss.classes) == (3, 4)
+
+
+def test_the_layout_of_convolutions() -> None:
+    for layout in (torch.contiguous_format, torch.channels_last):
+        model = nn.Sequential(nn.Conv2d(4, 8, 3)).to(memory_format=layout)  # type: ignore[call-overload]
+        recorded = Step(model).run(lambda model=model: model(torch.ones(2, 4, 6, 6)).sum())  # type: ignore[misc]
+        (convolution,) = [o for o in recorded.operations if o.is_convolution]
+        assert convolution.channels_last == (layout == torch.channels_last)
+
+
+def test_everything_comes_off() -> None:
+    model = net()
+    Step(model).run(lambda: model(torch.ones(3, 8)).sum())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    before = len(torch.overrides._get_current_function_mode_stack())
+    recorder = Step(model).recorder
+    try:
+        with recorder:
+            raise KeyError
+    except KeyError:
+        pass
+    recorder.close()
+    assert len(torch.overrides._get_current_function_mode_stack()) == before
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_the_step_computes_what_it_would_without() -> None:
+    def weights(record: bool) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(net(), nn.Dropout(0.5))
+        optimizer = torch.optim.Adam(model.parameters())
+        step = Step(model)
+        if record:
+            step.run(lambda: model(torch.ones(3, 8)).sum(), optimizer)
+        else:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.ones(3, 8)).sum()
+            loss.backward()
+            optimizer.step()
+        return model.state_dict()
+
+    torch.testing.assert_close(weights(True), weights(False), rtol=0, atol=0)
+
+
+def test_a_forward_that_raises_inside_leaves_the_names_right() -> None:
+    class Raises(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError
+
+    class Catches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bad, self.good = Raises(), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.bad(x)
+            except ValueError:
+                return x @ self.good.weight.T
+
+    model = Catches()
+    (product,) = [o for o in Step(model).run(lambda: model(torch.ones(3, 8)).sum()).operations if o.flops][:1]
+    assert product.module == ""

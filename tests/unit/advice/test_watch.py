@@ -1,0 +1,249 @@
+"""The callback that watches a fit, and the profiler that tells it what Lightning is doing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from support import Toy, batches
+
+from lightning_amp import AmpPrecision, DynamicLossScaler
+from lightning_amp.advice import _watch
+from lightning_amp.advice._watch import PartsProfiler, Watch, Watched
+from lightning_amp.measure import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, PartTimer
+from lightning_amp.shadow import private_trainer, run_private_fit, unnoticed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_watch, "_TIMED", (4, 4))
+    monkeypatch.setattr(_watch, "_TIMED_S", (0.0, 60.0))
+
+
+def watched(module: LightningModule, plugin: Any = None, loader: Any = None, **kwargs: Any) -> tuple[Watched, Trainer]:
+    watch = Watch(CPU, __file__)
+    with unnoticed(CPU):
+        trainer = private_trainer(CPU, plugin or AmpPrecision("bf16"), [watch], kwargs)
+        trainer.profiler = watch.profiler()  # type: ignore[attr-defined]
+        run_private_fit(trainer, module, train_dataloaders=loader or batches(4))
+    assert watch.watched is not None
+    return watch.watched, trainer
+
+
+def test_some_steps_settle_some_are_timed_one_is_recorded() -> None:
+    seen, trainer = watched(Toy())
+    assert trainer.global_step == 3 + 4 + 1
+    assert seen.num_timed == 4
+    assert seen.batch_size == 4
+    assert len(seen.batches) == 4
+    assert {o.part for o in seen.recorded.operations} >= {FORWARD, BACKWARD, OPTIMIZER}
+
+
+def test_the_parts_are_those_that_took_the_time() -> None:
+    class Sleeps(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            time.sleep(0.02)
+            return super().training_step(batch, batch_idx)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            time.sleep(0.03)
+
+    class Rests(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            time.sleep(0.04)
+
+    class SlowLoader:
+        def __iter__(self) -> Any:
+            for batch in batches(4):
+                time.sleep(0.05)
+                yield batch
+
+        def __len__(self) -> int:
+            return 4
+
+    seen, _ = watched(Sleeps(), loader=SlowLoader(), callbacks=[Rests()])
+    expected = {FORWARD: 0.02, SCALING: 0.03, CALLBACKS: 0.04, DATA: 0.05}
+    for part, seconds in expected.items():
+        assert seen.parts[part] >= seconds
+    assert seen.parts[OPTIMIZER] < seen.parts[FORWARD]
+    assert seen.callbacks["Rests"] >= 0.04
+    assert sum(seen.parts.values()) < 0.4
+
+
+def test_validation_is_no_part_of_a_step() -> None:
+    class Validates(Toy):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            time.sleep(0.5)
+
+        def val_dataloader(self) -> Any:
+            return batches(1)
+
+    seen, _ = watched(Validates(), loader=batches(5))
+    assert 4 * sum(seen.parts.values()) < 0.5
+
+
+def test_a_scale_that_settles_is_waited_for() -> None:
+    scaler = DynamicLossScaler(init_scale=2.0**24)
+    seen, trainer = watched(Toy(), AmpPrecision("fp16", scaler=scaler))
+    assert seen.num_skipped > 0
+    assert trainer.global_step > 8
+    assert seen.parts[OPTIMIZER] > 0
+
+
+def test_manual_optimization_and_accumulation() -> None:
+    class Manual(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    for seen, _ in (watched(Manual()), watched(Toy(), accumulate_grad_batches=2)):
+        parts = [o.part for o in seen.recorded.operations]
+        assert {FORWARD, BACKWARD, OPTIMIZER} <= set(parts)
+
+
+def test_nothing_stays_on_the_module_or_the_optimizer() -> None:
+    module = Toy()
+    _, trainer = watched(module)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert all(not o._optimizer_step_pre_hooks for o in trainer.optimizers)
+
+
+def test_the_profiler_knows_its_actions() -> None:
+    clock = PartTimer(CPU)
+    profiler = PartsProfiler(clock, ("Watch",))
+    seen = {}
+    for action in (
+        "[_TrainingEpochLoop].train_dataloader_next",
+        "[Strategy]SingleDeviceStrategy.training_step",
+        "[LightningModule]Net.optimizer_step",
+        "[Callback]Mine{'a': 1}.on_train_batch_end",
+        "[Callback]Watch.on_train_batch_end",
+        "[Strategy]SingleDeviceStrategy.batch_to_device",
+    ):
+        profiler.start(action)
+        seen[action.rpartition("]")[2]] = clock.part
+        profiler.stop(action)
+    assert list(seen.values()) == [DATA, FORWARD, SCALING, CALLBACKS, "rest", "rest"]
+    profiler.stop("something else")
+
+
+# -- the batches that are kept -----------------------------------------------------------------------------------------
+
+HOOK = "on_before_batch_transfer"
+
+
+class Doubling(Toy):
+    """Its hook changes batches in place, and its step empties them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: list[float] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch.mul_(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sums.append(float(batch.sum()))
+        loss = super().training_step(batch, batch_idx)
+        batch.detach().zero_()
+        return loss
+
+
+class Numbers:
+    """Batches that are new each time."""
+
+    def __init__(self, *numbers: float) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Any:
+        return (torch.full((4, 8), number) for number in self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+FOUR = Numbers(1.0, 2.0, 3.0, 4.0)
+
+
+def test_batches_are_kept_as_the_loader_gave_them() -> None:
+    """As copies, from before the hook of the user, which goes on working."""
+    module = Doubling()
+    seen, _ = watched(module, loader=FOUR)
+    assert [float(batch.sum()) for batch in seen.batches] == [32.0, 64.0, 96.0, 128.0]
+    assert module.sums == [64.0, 128.0, 192.0, 256.0] * 2
+
+
+def test_batches_of_validation_are_not_kept() -> None:
+    class Validates(Toy):
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+        def val_dataloader(self) -> Any:
+            return Numbers(0.0)
+
+    seen, _ = watched(Validates(), loader=Numbers(1.0, 2.0), val_check_interval=1)
+    assert len(seen.batches) == 4
+    assert all(bool(batch.all()) for batch in seen.batches)
+
+
+class Fails(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise KeyError
+
+
+@pytest.mark.parametrize("kind", [Doubling, Toy])
+def test_the_hook_of_the_class_is_back_after_a_fit(kind: type[LightningModule]) -> None:
+    module = kind()
+    seen, _ = watched(module, loader=FOUR)
+    assert seen.batches
+    assert HOOK not in vars(module)
+
+
+def test_the_hook_of_an_instance_is_back_after_a_fit() -> None:
+    called: list[int] = []
+
+    def own(batch: Any, dataloader_idx: int) -> Any:
+        called.append(dataloader_idx)
+        return batch
+
+    module = Toy()
+    vars(module)[HOOK] = own
+    seen, _ = watched(module, loader=FOUR)
+    assert seen.batches
+    assert len(called) >= 8
+    assert vars(module)[HOOK] is own
+
+
+def test_the_hook_is_back_after_an_exception() -> None:
+    module = Fails()
+    with pytest.raises(KeyError):
+        watched(module, loader=FOUR)
+    assert HOOK not in vars(module)
+
+
+def test_the_hook_of_a_data_module_is_the_one_that_runs() -> None:
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return FOUR
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch * 3
+
+    module, data, watch = Doubling(), Data(), Watch(CPU, __file__)
+    with unnoticed(CPU):
+        trainer = private_trainer(CPU, AmpPrecision("bf16"), [watch], {})
+        run_private_fit(trainer, module, data)
+    assert [float(batch.sum()) for batch in watch.batches] == [32.0, 64.0, 96.0, 128.0]
+    assert module.sums[:4] == [96.0, 192.0, 288.0, 384.0]
+    assert HOOK not in vars(data)
+    assert HOOK not in vars(module)
