@@ -17,7 +17,7 @@ from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import exact
 from lightning_amp.callbacks._first_step import FirstStep
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
-from lightning_amp.causes import GradientSearch
+from lightning_amp.causes.gradient import GradientSearch
 from lightning_amp.findings import TOTAL, GradientRow
 from lightning_amp.numerics import ExponentHistogram, fitting_scale
 from lightning_amp.reports import (

@@ -20,7 +20,7 @@ from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import named
 from lightning_amp.callbacks._comparison_tolerance import OnExceed, Tolerance, require_tolerance
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
-from lightning_amp.causes import MetricSearch
+from lightning_amp.causes.metric import MetricSearch
 from lightning_amp.findings import ComparisonRow, EvaluationReport, ModuleRow
 from lightning_amp.reports import MAX_ROWS, ComparisonTable, ModuleTable
 from lightning_amp.scaling import Saved

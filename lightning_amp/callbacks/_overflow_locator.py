@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import final, override
@@ -19,17 +21,16 @@ from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
 from lightning_amp._urls import location
 from lightning_amp.callbacks._early_checks import EarlyChecks
-from lightning_amp.callbacks._report_files import ReportFiles
-from lightning_amp.callbacks._run_facts import largest_weight, scale_is
-from lightning_amp.callbacks._skip_causes import SkipCauses
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.casting import Choice
+from lightning_amp.causes.overflow import Explained, KnownCauses, ReportFiles, explain
 from lightning_amp.findings import StepRecord
-from lightning_amp.numerics import nonfinite_gradients
+from lightning_amp.numerics import largest_finite, nonfinite_gradients, stack_scalars
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.reports import OverflowReport
+from lightning_amp.reports import OverflowReport, ScaleIs
 from lightning_amp.scaling import Saved, Subscription
-from lightning_amp.shadow import BatchWindow, Finding, find, gather
+from lightning_amp.shadow import BatchWindow, gather
+from lightning_amp.tracing import Diagnosis
 
 OVERFLOWS = "amp/overflows"
 
@@ -130,7 +131,7 @@ class OverflowLocator(Callback):
         self._begin_fit()
 
     def _forget(self) -> None:
-        self._causes = SkipCauses(self.max_reports)
+        self._causes = KnownCauses(self.max_reports)
         self._files = None if self.dirpath is None else ReportFiles(self.dirpath, self.save_bundles)
         self._num_overflows = 0
 
@@ -184,7 +185,7 @@ class OverflowLocator(Callback):
             self._looking = plugin.records.subscribe(self._receive, at_once=True, on_bad_loss=self._on_bad_loss)
             self._num_attempted = plugin.records.num_attempted
             if self._largest_weight is None:  # a resumed run has that of its first start
-                self._largest_weight = largest_weight(pl_module)
+                self._largest_weight = _largest_weight(pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -248,7 +249,7 @@ class OverflowLocator(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Saved(state_dict, "OverflowLocator")
-        num_overflows, causes = saved.count("num_overflows"), SkipCauses(self.max_reports)
+        num_overflows, causes = saved.count("num_overflows"), KnownCauses(self.max_reports)
         causes.restore(saved, state_dict)
         largest_weight = saved.number("largest_weight") if "largest_weight" in state_dict else None
         self._num_overflows, self._causes, self._largest_weight = num_overflows, causes, largest_weight
@@ -286,15 +287,17 @@ class OverflowLocator(Callback):
         steps, self._steps = self._steps, []
         if steps and self._window:
             self._warn(self._early_checks.read_late(trainer))
-            finding: Finding | None = None
+            mine: Explained | None = None
             for record in steps:
                 if self._causes.is_complete:
                     break
-                is_dynamic, known = scale_is(self._plugin.scaler, record) == "dynamic", self._causes.known
-                finding = finding or find(
-                    trainer, module, self._window, record.scale, record.precision, known=known, is_dynamic=is_dynamic
-                )
-                self._report(trainer, module, record, finding)
+                blank = self._blank(trainer, module, record)
+                if mine is None:
+                    mine = explain(trainer, module, self._window, blank, self._causes.known)
+                else:  # of another optimizer, which stepped with the same batches
+                    same = {"record": record, "precision": blank.precision, "scale_is": blank.scale_is}
+                    mine = mine._replace(report=replace(mine.report, **same))
+                self._report(trainer, module, mine)
         num_attempted = self._plugin.records.num_attempted
         if num_attempted != self._num_attempted:  # the next window begins
             self._num_attempted = num_attempted
@@ -306,36 +309,39 @@ class OverflowLocator(Callback):
         for text in texts:
             _messages.warn(f"`OverflowLocator`: {text}")
 
-    def _report(self, trainer: Trainer, module: LightningModule, record: StepRecord, finding: Finding) -> None:
-        """Report to all ranks. All are here, for the same step: they agree on what is skipped."""
+    def _blank(self, trainer: Trainer, module: LightningModule, record: StepRecord) -> OverflowReport:
+        """Return what is known of a step before it is run again."""
         assert self._plugin is not None
-        parameters = _modules.plain_parameters(module)
-        grown = None if self._largest_weight is None else (self._largest_weight, largest_weight(module))
-        mine = OverflowReport(
+        first, last = self._window.span
+        start = self._largest_weight
+        return OverflowReport(
             record=record,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             epoch=trainer.current_epoch,
-            batch_idx=finding.batch_idx,
-            window=self._window.span,
-            num_replayed=finding.num_replayed,
-            cause="not reproduced" if finding.diagnosis.cause == "none" else finding.diagnosis.cause,
-            diagnosis=finding.diagnosis,
-            parameters=nonfinite_gradients(parameters) or finding.parameters,
-            largest_gradient=finding.largest_gradient,
-            note=finding.note or (self._early_checks.bad_setting if finding.diagnosis.cause == "weights" else ""),
+            batch_idx=last,
+            window=(first, last),
+            num_replayed=0,
+            cause="not reproduced",
+            diagnosis=Diagnosis("none"),
+            parameters=nonfinite_gradients(_modules.plain_parameters(module)),
             precision=Choice.of(record.precision).canonical,
-            remedies=finding.remedies,
-            largest_weights=grown,
-            scale_is=scale_is(self._plugin.scaler, record),
+            largest_weights=None if start is None else (start, _largest_weight(module)),
+            scale_is=_scale_is(self._plugin.scaler, record),
         )
-        everybodys = gather(trainer, (mine, finding.key or f"{mine.cause}: {mine.note}"))
-        found = [(r, key) for r, key in everybodys if r.cause != "not reproduced" or r.note] or everybodys[:1]
-        taken = self._causes.add(found)
+
+    def _report(self, trainer: Trainer, module: LightningModule, mine: Explained) -> None:
+        """Report to all ranks. All are here, for the same step: they agree on what is skipped."""
+        report = mine.report
+        if report.cause == "weights" and not report.note:
+            report = replace(report, note=self._early_checks.bad_setting)
+        everybodys = gather(trainer, Explained(report, mine.key))
+        found = [one for one in everybodys if one.report.cause != "not reproduced" or one.report.note]
+        taken = self._causes.add(found or everybodys[:1])
         if trainer.global_rank == 0:
             self._print([report for report in taken if not report.is_repeated])
         if self._files is not None and taken:
-            self._files.save(trainer, module, taken, finding)
+            self._files.save(trainer, module, taken, mine.step)
 
     def _print(self, reports: list[OverflowReport]) -> None:
         with own_lines():
@@ -349,3 +355,19 @@ class OverflowLocator(Callback):
         """Return what a pickle or a deep copy takes along: the settings and the reports, not the run."""
         nothing: dict[str, Any] = {"_plugin": None, "_counting": None, "_looking": None, "_steps": []}
         return {**vars(self), **nothing, "_window": BatchWindow(), "_early_checks": EarlyChecks()}
+
+
+def _scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> ScaleIs:
+    """Say how the loss scale of a step moves; empty without one."""
+    if scaler is None or record.precision != "fp16":
+        return ""
+    lowest = getattr(scaler, "min_scale", 0.0)
+    if scaler.get_backoff_factor() >= 1 or lowest == getattr(scaler, "max_scale", None):
+        return "static"
+    return "lowest" if record.scale <= lowest else "dynamic"
+
+
+def _largest_weight(module: LightningModule) -> float:
+    """Return the largest magnitude of its parameters. Waits for the device."""
+    found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.is_floating_point()]
+    return float(stack_scalars(found).max()) if found else 0.0

@@ -13,7 +13,7 @@ from lightning_amp.reports._comparison_table import ComparisonTable, ModuleTable
 from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import GradientTable
 from lightning_amp.reports._gradient_words import describe_derivative, describe_fault, describe_healthy
-from lightning_amp.reports._overflow_report import OverflowReport
+from lightning_amp.reports._overflow_report import OverflowReport, ScaleIs, cause_of
 from lightning_amp.reports._scale_chart import scale_chart
 from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory
 from lightning_amp.reports._scale_plot import plot_histories
@@ -36,7 +36,9 @@ __all__ = [
     "Quantity",
     "Remedy",
     "ScaleHistory",
+    "ScaleIs",
     "TriedRemedy",
+    "cause_of",
     "describe_derivative",
     "describe_fault",
     "describe_healthy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -10,11 +11,31 @@ from typing import Any, Literal
 from typing_extensions import final, override
 
 from lightning_amp._plain_data import plain
+from lightning_amp._text import exact, listed, named, rounded
 from lightning_amp.findings import Remedy, StepRecord
-from lightning_amp.reports._overflow_words import in_one_line, overflow_words
-from lightning_amp.tracing import Diagnosis, Operation
+from lightning_amp.numerics import fitting_scale
+from lightning_amp.reports._overflow_cause import cause_words, line_of
+from lightning_amp.reports._overflow_remedies import (
+    EPSILONS,
+    by_hand,
+    failed,
+    fitting_epsilon,
+    for_any_precision,
+    that_worked,
+    worked,
+)
+from lightning_amp.tracing import Diagnosis, Operation, domain
 
+_GROWN = 1e2
+_IN_ANY_PRECISION = {"logsigmoid", "epsilon", "finite mask", "clamp", "zero_infinity"}
+
+ScaleIs = Literal["", "dynamic", "static", "lowest"]
 Cause = Literal["batch", "weights", "forward", "loss", "backward", "not reproduced"]
+
+
+def cause_of(found: Diagnosis) -> Cause:
+    """Return the cause as a report has it."""
+    return "not reproduced" if found.cause == "none" else found.cause
 
 
 @final
@@ -44,7 +65,7 @@ class OverflowReport:
         parameters: Names of all parameters whose gradients were not finite.
         largest_gradient: With cause `"backward"` the largest true gradient of the batch, computed in fp32.
         note: Why the replay may not be exact, or why there was none; empty if all is well.
-        precision: Of the run: `"16-mixed"`, `"bf16-mixed"`, `"32-true"`; empty in reports of older checkpoints.
+        precision: Of the run: `"16-mixed"`, `"bf16-mixed"`, `"32-true"`.
         remedies: What was tried in replays of the step, and whether it worked; empty if the cause was known.
         is_repeated: Whether an earlier report names the same cause, so that nothing was tried.
         largest_weights: Largest magnitude of a parameter at the start of the fit, and now.
@@ -67,7 +88,7 @@ class OverflowReport:
     remedies: tuple[Remedy, ...] = ()
     is_repeated: bool = False
     largest_weights: tuple[float, float] | None = None
-    scale_is: Literal["", "dynamic", "static", "lowest"] = ""
+    scale_is: ScaleIs = ""
 
     @property
     def working_scale(self) -> float | None:
@@ -77,7 +98,8 @@ class OverflowReport:
     @property
     def in_one_line(self) -> str:
         """Return the cause, the line and what helps, in one line."""
-        return in_one_line(self)
+        line = line_of(self.diagnosis)
+        return f"{_cause(self)}{f'; in {line}' if line else ''}. Try: {_cure(self)}"
 
     @property
     def is_calibration(self) -> bool:
@@ -90,19 +112,18 @@ class OverflowReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
-        """Return the report that :meth:`as_dict` was made of; older versions kept tuples."""
+        """Return the report that :meth:`as_dict` was made of."""
         found = dict(values["diagnosis"])
         shape = found["shape"]
         found["shape"] = None if shape is None else tuple(shape)
         found["entries"] = tuple((path, count) for path, count in found["entries"])
-        operation = found.get("operation")
+        operation = found["operation"]
         if operation is not None:
             lists: dict[str, Any] = {name: tuple(operation[name]) for name in ("shape", "index")}
             found["operation"] = Operation(**{**operation, **lists})
         own: dict[str, Any] = dict(values)
-        remedies = values.get("remedies", ())
+        remedies, weights = values["remedies"], values["largest_weights"]
         own["remedies"] = tuple(Remedy(kind, tuple(inside), worked) for kind, inside, worked in remedies)
-        weights = values.get("largest_weights")
         own["largest_weights"] = None if weights is None else tuple(weights)
         own["record"] = StepRecord(**values["record"])
         own["window"], own["parameters"] = tuple(values["window"]), tuple(values["parameters"])
@@ -115,4 +136,155 @@ class OverflowReport:
 
     @override
     def __str__(self) -> str:
-        return overflow_words(self)
+        where = f"batch {self.batch_idx}"
+        if self.window[0] != self.window[1]:
+            where += f" (of batches {self.window[0]} to {self.window[1]}, which make one step)"
+        rank = f", rank {self.rank}" if self.world_size > 1 else ""
+        taken = "was taken although its loss is not finite, since its gradients are"
+        lines = [
+            f"step {self.record.index} {'was skipped' if self.record.skipped else taken}: epoch {self.epoch},"
+            f" {where}{rank}, loss scale {exact(self.record.scale)}",
+            f"  cause: {_cause(self)}",
+        ]
+        if line := line_of(self.diagnosis):
+            lines.append(f"  line: {line}")
+        lines += [f"  before it: {text}" for text in _rounded_before(self)]
+        if self.parameters:
+            lines.append(f"  non-finite gradients: {named(self.parameters)}")
+        if self.note:
+            lines.append(f"  note: {self.note}")
+        if _was_replayed(self):
+            lines.append(f"  try: {_cure(self)}")
+        return "\n".join(lines)
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _was_replayed(report: OverflowReport) -> bool:
+    return report.cause != "not reproduced" or report.num_replayed > 0
+
+
+def _cause(report: OverflowReport) -> str:
+    if report.cause != "not reproduced":
+        return cause_words(report.diagnosis, is_scaled=report.record.scale != 1)
+    if not _was_replayed(report):
+        return "not looked for"
+    where = f", on all of {report.world_size} ranks" if report.world_size > 1 else ""
+    return f"not found: every replay of the batch was finite, forward and backward{where}"
+
+
+def _rounded_before(report: OverflowReport) -> list[str]:
+    """Say which operation lost the digits, where that was found."""
+    operation, line = report.diagnosis.operation, line_of(report.diagnosis)
+    if operation is None:
+        return []
+    where = domain(operation.name)
+    becomes = where.end if operation.kind == "zero" else where.outside
+    so = "" if operation.in_backward else f", so that the argument of `{operation.name}` is {becomes}"
+    lost = [remedy.values[2:4] for remedy in report.remedies if remedy.kind == "source in fp32" and remedy.worked]
+    return [
+        f"the result of `{name}`{f' in {place}' if place not in ('', line) else ''} is rounded to half precision{so}"
+        for name, place in lost
+    ]
+
+
+def _cure(report: OverflowReport) -> str:
+    """Say what helps: what was tried and worked first, and never what did not."""
+    found, operation, remedies = report.diagnosis, report.diagnosis.operation, report.remedies
+    if report.cause == "batch":
+        return "clean the data, or leave this batch out; no precision can help"
+    if report.cause == "weights":
+        return "go back to a checkpoint in which it is finite; no step can be taken with such a value, in any precision"
+    if report.cause == "not reproduced" and not report.record.skipped:
+        return "look at non-deterministic operations, and at earlier batches of the window"
+    if report.cause == "not reproduced":
+        return (
+            "look at what edits gradients between the backward and the step (hooks, callbacks), at non-deterministic"
+            " operations, and at earlier batches of the window"
+        )
+    grown = _grown(report)
+    if grown:
+        return grown
+    if found.in_fp32 == "not finite":
+        return f"{for_any_precision(operation, remedies)}; no precision can help"
+    if found.in_fp32 == "" and any(r.worked for r in remedies if r.kind in _IN_ANY_PRECISION):
+        return for_any_precision(operation, remedies)
+    if report.cause == "backward":
+        return _on_scale(report)
+    helps = [*that_worked(remedies, operation), *filter(None, [by_hand(operation, remedies)])]
+    if not helps:
+        return _in_general(report)
+    text = "; or ".join(helps)
+    return f"{text}. Lowering the loss scale cannot help" if report.record.scale != 1 else text
+
+
+def _grown(report: OverflowReport) -> str:
+    if report.largest_weights is None:
+        return ""
+    before, now = report.largest_weights
+    if not (math.isfinite(now) and now > _GROWN * max(before, 1.0)):
+        return ""
+    return (
+        f"a lower learning rate, or gradient clipping: the largest weight has grown from {rounded(before)} to"
+        f" {rounded(now)} since the start of this fit"
+    )
+
+
+def _on_scale(report: OverflowReport) -> str:
+    operation, remedies = report.diagnosis.operation, report.remedies
+    helps = [*that_worked(remedies, operation), *filter(None, [fitting_epsilon(operation, remedies)])]
+    size = ""
+    if report.largest_gradient is not None:
+        size = f": the largest true gradient of this batch is {rounded(report.largest_gradient)}"
+    if _has_range_of_fp32(report):
+        first = "; or ".join(helps) or f"{EPSILONS}, or what computes their arguments in fp32 (`fp32_modules`)"
+        return f"{first}{size}{' in fp32, where nothing is rounded to zero before it' if size else ''}"
+    scale = report.working_scale
+    if scale is not None and report.scale_is == "dynamic":
+        return (
+            f"nothing, if it happens now and then: at a scale of {exact(scale)} the step is finite (tried: works), and"
+            " the scaler goes there by itself"
+        )
+    if scale is not None:
+        why = "static" if report.scale_is == "static" else "at its `min_scale`, which should be lower"
+        other = ", or a dynamic one" if report.scale_is == "static" else ""
+        return f"a loss scale of {exact(scale)} or below (tried: works){other}{size}, and this scale is {why}"
+    if divisor := worked(remedies, "divisor"):
+        largest, room = report.largest_gradient, divisor[0]
+        if largest is not None:
+            room = max(room, 1 / fitting_scale(largest, lowest=-126))
+        return (
+            f"dividing the loss by a constant ({exact(room)} at least; tried: works), or 'bf16'{size},"
+            " which does not fit into fp16 even without a loss scale"
+        )
+    tried = [exact(r.values[0]) for r in remedies if r.kind == "scale"]
+    none = f"; no loss scale helps (tried: {listed(tried, 4)})" if tried else ""
+    fits = size and (report.largest_gradient or 0) <= 65504
+    lost = ", which fits; something on the way to it does not" if fits else ""
+    if not helps and report.diagnosis.in_fp32 == "finite" and not failed(remedies, "bf16"):
+        helps = ["'bf16', whose range is that of fp32"]
+    return f"{'; or '.join(helps) or 'look at that line'}{none}{size}{lost}"
+
+
+def _in_general(report: OverflowReport) -> str:
+    """Advise where no operation is known, or nothing that was tried has worked."""
+    found = report.diagnosis
+    if report.cause == "loss":
+        return (
+            "compute the loss in fp32 (`.float()` on what goes into it) and in a stable form (`cross_entropy`,"
+            " `logsumexp`, an epsilon under roots and quotients)"
+        )
+    if _has_range_of_fp32(report) or found.dtype == "bfloat16":
+        return (
+            "making what goes into the module smaller (a normalisation before it), and epsilons under roots,"
+            " logarithms and quotients; 'fp32' holds no larger numbers than bfloat16"
+        )
+    tried = any(remedy.kind == "bf16" for remedy in report.remedies)
+    first = "" if tried else "'bf16', whose range is that of fp32; or "
+    smaller = "make what goes into the module smaller (a normalisation before it)"
+    return f"{first}{smaller}. Lowering the loss scale cannot help"
+
+
+def _has_range_of_fp32(report: OverflowReport) -> bool:
+    return report.precision in ("bf16-mixed", "32-true")

@@ -1,6 +1,6 @@
 """Run the user's step a second time, unseen: on a copy, with its own random numbers and loggers."""
 
-from lightning_amp.shadow._batch_window import BatchWindow
+from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
 from lightning_amp.shadow._evaluation_pass import EVALUATION_FILE, EvaluationPass, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
 from lightning_amp.shadow._first_batches import FirstBatch, FirstBatches
@@ -8,7 +8,6 @@ from lightning_amp.shadow._gradient_sample import RowsBy, Sample, rows_of_parame
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._output_comparison import OutputComparison
-from lightning_amp.shadow._overflow_search import Finding, find
 from lightning_amp.shadow._paired_evaluation import ComparedEvaluation, PairedEvaluation
 from lightning_amp.shadow._private_fit import (
     PRIVATE_CALLBACKS,
@@ -19,21 +18,21 @@ from lightning_amp.shadow._private_fit import (
     run_private_fit,
 )
 from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather, gather_on_zero
-from lightning_amp.shadow._step_bundle import packed_step, unpacked_step
 from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives, true_gradients, use
 from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
-from lightning_amp.shadow._training_pass import TrainingPass
+from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
 
 __all__ = [
+    "BOUNDARY",
     "EVALUATION_FILE",
     "PRIVATE_CALLBACKS",
     "BatchWindow",
     "ComparedEvaluation",
     "EvaluationPass",
     "Failure",
-    "Finding",
     "FirstBatch",
     "FirstBatches",
+    "KeptBatch",
     "Lockstep",
     "OtherRankFailedError",
     "OutputComparison",
@@ -45,7 +44,6 @@ __all__ = [
     "TrainingPass",
     "copy_batch",
     "device_of_trainer",
-    "find",
     "gather",
     "gather_on_zero",
     "in_one_line",
@@ -54,7 +52,6 @@ __all__ = [
     "matmul_flops",
     "own_data",
     "own_module",
-    "packed_step",
     "private_trainer",
     "remove_callbacks",
     "rows_of_parameters",
@@ -62,6 +59,5 @@ __all__ = [
     "take_sample",
     "true_gradients",
     "unnoticed",
-    "unpacked_step",
     "use",
 ]

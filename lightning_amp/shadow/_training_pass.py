@@ -24,6 +24,9 @@ from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.shadow._views import View, replaying
 from lightning_amp.tracing import Fp32Draws, OperationWatch, RandomState, Trace, fp32_throughout, paired_random
 
+BOUNDARY = __file__
+"""What calls the step: no line above it is the step's."""
+
 
 @final
 class TrainingPass:

@@ -174,6 +174,30 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert len(locator.reports) == 2
 
 
+def test_one_file_per_report_and_its_step(tmp_path: Path) -> None:
+    fit(BadRow, fp16(), with_bad(2, 5), callbacks=[OverflowLocator(dirpath=tmp_path, save_bundles=True)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "overflow_step00002_rank0.json", "overflow_step00002_rank0.pt",
+        "overflow_step00005_rank0.json", "overflow_step00005_rank0.pt",
+    ]  # fmt: skip
+
+
+def test_a_batch_that_cannot_be_pickled_is_said_once(tmp_path: Path) -> None:
+    class Odd(BadRow):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return {"x": batch, "odd": lambda: None}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch["x"])
+
+    locator = OverflowLocator(dirpath=tmp_path, save_bundles=True)
+    with pytest.warns(UserWarning, match="could not write") as caught:
+        fit(Odd, fp16(), with_bad(1, 2), callbacks=[locator])
+    assert sum("could not write" in str(w.message) for w in caught) == 1
+    assert len(locator.reports) == 2
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
 def test_without_our_plugin_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         fit(Toy, stock("fp16", init_scale=64.0), batches(2), callbacks=[OverflowLocator()])

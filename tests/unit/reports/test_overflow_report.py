@@ -1,4 +1,4 @@
-"""What a report says, and whether its advice helps."""
+"""What a report says, from what was found and tried; and whether its advice helps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,215 @@ from typing import Any
 import pytest
 import torch
 from support import Toy, batches, fit
+from support.skips import EXP, report
 from torch import Tensor, nn
-from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator
-from lightning_amp.reports._overflow_report import OverflowReport
+from lightning_amp.findings import Remedy, StepRecord
+from lightning_amp.tracing import Operation
+
+
+def test_a_whole_report() -> None:
+    remedies = (Remedy("bf16", (), True), Remedy("fp32_modules", ("head",), False))
+    assert str(report("forward", EXP, remedies=remedies, parameters=("head.weight",))) == (
+        "step 0 was skipped: epoch 0, batch 3, loss scale 2**16\n"
+        "  cause: the forward: the result of `exp` in `head` (Contrast), float16 [4, 4], is not finite; in fp32 it is"
+        " finite, up to 199,000; the largest finite input is 12.2\n"
+        '  line: losses.py:75 "log_z = torch.exp(sim).sum(-1)"\n'
+        "  non-finite gradients: `head.weight`\n"
+        "  try: 'bf16', whose range is that of fp32 (tried: works); or subtract the maximum before the exponential"
+        " (`torch.logsumexp`, `log_softmax`). Lowering the loss scale cannot help"
+    )
+
+
+def test_what_stands_out_is_said_beside_what_fp32_makes_of_it() -> None:
+    zero = Operation("div", dtype="float16", shape=(3,), kind="zero", index=(1,), count=2, largest_in_fp32=4.0)
+    assert (
+        "is not finite: a divisor is 0, the first at [1], which it is not in fp32; in fp32 it is finite, up to 4"
+        in str(report("loss", zero))
+    )
+    either = Operation("softmax", dtype="float32", shape=(2, 3), kind="masked", index=(1,), count=1)
+    assert "is not finite, nor is it in fp32: a row is masked entirely, all of it minus infinity at [1]" in str(
+        report("loss", either, "not finite")
+    )
+
+
+def test_a_gradient_that_is_cast_back() -> None:
+    cast = Operation("float", dtype="float16", shape=(4, 1), in_backward=True)
+    assert "the gradient, which that line casts back to float16 [4, 1], is not finite" in str(report("backward", cast))
+
+
+def test_the_operation_that_lost_the_digits_is_named() -> None:
+    log = Operation("log", "gan.py", 10, "torch.log(1 - p)", dtype="float16", shape=(4,), kind="zero", count=1)
+    values = ("sigmoid", 'gan.py:9 "p = torch.sigmoid(x)"')
+    text = str(report("loss", log, remedies=(Remedy("source in fp32", values * 2, True),)))
+    assert (
+        '\n  line: gan.py:10 "torch.log(1 - p)"\n'
+        '  before it: the result of `sigmoid` in gan.py:9 "p = torch.sigmoid(x)"'
+        " is rounded to half precision, so that the argument of `log` is 0\n" in text
+    )
+    assert "try: `.float()` on what goes into `sigmoid` (tried: works). Lowering" in text
+    same = ("sigmoid", 'gan.py:10 "torch.log(1 - p)"')
+    text = str(report("loss", log, remedies=(Remedy("source in fp32", same * 2, True),)))
+    assert "before it: the result of `sigmoid` is rounded" in text
+    failed = str(report("loss", log, remedies=(Remedy("source in fp32", values * 2, False),)))
+    assert "before it" not in failed
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("log1p", "zero", "an argument is -1"),
+        ("atanh", "zero", "an argument is 1 or -1"),
+        ("logit", "zero", "an argument is 0 or 1"),
+        ("log1p", "negative", "an argument is below -1"),
+        ("acos", "negative", "an argument is beyond 1 or -1"),
+        ("sqrt_", "negative", "an argument is below 0"),
+    ],
+)
+def test_where_an_operation_ends(name: str, kind: Any, words: str) -> None:
+    assert words in str(report("loss", Operation(name, kind=kind, count=1), "not finite"))
+
+
+def test_a_step_that_was_taken() -> None:
+    record = StepRecord(3, 0, 1.0, 1.0, skipped=False, reason="none", precision="bf16")
+    text = str(report("loss", record=record, precision="bf16-mixed"))
+    assert text.startswith(
+        "step 3 was taken although its loss is not finite, since its gradients are: epoch 0, batch 3, loss scale 1\n"
+    )
+    assert "was skipped" not in text
+    again = str(report("not reproduced", record=record))
+    assert again.endswith("try: look at non-deterministic operations, and at earlier batches of the window")
+
+
+def test_in_one_line() -> None:
+    one = report("forward", EXP, remedies=(Remedy("bf16", (), True),))
+    line = 'losses.py:75 "log_z = torch.exp(sim).sum(-1)"'
+    assert one.in_one_line == (
+        "the forward: the result of `exp` in `head` (Contrast), float16 [4, 4], is not finite; in fp32 it is finite, up"
+        f" to 199,000; the largest finite input is 12.2; in {line}. Try: 'bf16', whose range is that of fp32 (tried:"
+        " works); or subtract the maximum before the exponential (`torch.logsumexp`, `log_softmax`). Lowering the loss"
+        " scale cannot help"
+    )
+
+
+# -- advice ------------------------------------------------------------------------------------------------------------
+
+
+def advice(*args: Any, **kwargs: Any) -> str:
+    return report(*args, **kwargs).in_one_line.partition(". Try: ")[2]
+
+
+def test_what_did_not_work_is_not_advised() -> None:
+    remedies = (Remedy("bf16", (), False), Remedy("fp32_modules", ("head",), False), Remedy("operation in fp32"))
+    text = advice("forward", EXP, remedies=remedies)
+    assert "'bf16'" not in text
+    assert "fp32_modules" not in text
+    assert ".float()" not in text
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        (Operation("div", kind="zero"), "an epsilon in the divisor (1e-6, tried: works)"),
+        (Operation("log", kind="zero"), "an epsilon in the argument of `log` (1e-6, tried: works)"),
+        (Operation("sqrt", kind="negative"), "from below 0: `.clamp(min=eps)` (1e-6, tried: works)"),
+        (Operation("sqrt", kind="zero", in_backward=True), "`torch.where` behind it does not help"),
+        (Operation("softmax", kind="masked"), "leave at least one entry of each row unmasked"),
+        (Operation("std", kind="one"), "`correction=0`"),
+        (Operation("mean", kind="empty"), "leave out what is empty"),
+        (Operation("cross_entropy", kind="ignored"), "leave out batches without a label"),
+        (Operation("exp", largest_input=120.0, followed_by="sum"), "subtract the maximum"),
+        (Operation("linear", largest_input=1e25), "find out where 1e+25 comes from"),
+    ],
+)
+def test_what_fp32_cannot_either(operation: Operation, words: str) -> None:
+    text = advice("loss", operation, "not finite", remedies=(Remedy("epsilon", (1e-6,), True),))
+    assert words in text
+    assert text.endswith("no precision can help")
+    assert "'bf16'" not in text
+
+
+def test_weights_that_have_grown() -> None:
+    text = advice("forward", EXP, "not finite", largest_weights=(0.4, 3e15))
+    assert text.startswith(
+        "a lower learning rate, or gradient clipping: the largest weight has grown from 0.4 to 3e+15"
+    )
+    assert "learning rate" not in advice("forward", EXP, "not finite", largest_weights=(0.4, 30.0))
+
+
+def test_a_gradient_that_no_scale_saves() -> None:
+    tried = [Remedy("scale", (2.0**k,), False) for k in (15, 13, 9, 3)]
+    text = advice("backward", remedies=(*tried, Remedy("bf16", (), True)), largest_gradient=3.0)
+    assert text.startswith("'bf16'")
+    assert "no loss scale helps (tried: 2**15, 2**13, 512, 8)" in text
+    assert "nothing, if" not in text
+
+
+def test_an_epsilon_that_failed_is_not_advised() -> None:
+    failed = tuple(Remedy("epsilon", (eps,), False) for eps in (1e-8, 1e-3))
+    text = advice("loss", Operation("div", kind="zero"), "not finite", remedies=failed)
+    assert text == "look at that line: an epsilon there does not help (tried: 1e-8 to 0.001); no precision can help"
+
+
+@pytest.mark.parametrize(
+    ("scale_is", "words"),
+    [
+        ("dynamic", "the scaler goes there by itself"),
+        ("static", "or a dynamic one"),
+        ("lowest", "`min_scale`, which should be lower"),
+    ],
+)
+def test_a_lower_scale(scale_is: Any, words: str) -> None:
+    assert words in advice(
+        "backward", remedies=(Remedy("scale", (8.0,), True),), scale_is=scale_is, largest_gradient=3.0
+    )
+
+
+def test_what_does_not_fit_is_not_said_to() -> None:
+    text = advice("backward", remedies=(Remedy("bf16", (), True),), largest_gradient=115_000.0)
+    assert "which fits" not in text
+
+
+def test_where_fp32_is_unknown_only_what_worked_is_advised() -> None:
+    zero = Operation("div", kind="zero")
+    assert advice("loss", zero, "", remedies=(Remedy("epsilon", (1e-6,), True),)).startswith(
+        "an epsilon in the divisor"
+    )
+
+
+def test_a_clamp_that_failed_is_not_advised() -> None:
+    exp = Operation("exp", file="vae.py", dtype="float16")
+    failed = tuple(Remedy("clamp", (largest,), False) for largest in (80.0, 5.0))
+    assert "clamp" in advice("loss", exp)
+    assert "clamp" not in advice("loss", exp, remedies=(Remedy("bf16", (), True), *failed))
+    assert advice("loss", exp, "not finite", remedies=failed).startswith("look at what goes into that line")
+
+
+def test_what_was_tried_on_several_lines_says_which() -> None:
+    log = Operation("log", kind="zero", dtype="float32")
+    text = advice("loss", log, "not finite", remedies=(Remedy("logsigmoid", ("-x", "gan.py:55"), True),))
+    assert text == (
+        "`F.logsigmoid(-x)` in the place of `log(1 - sigmoid(x))` (tried: works), and the same in gan.py:55;"
+        " no precision can help"
+    )
+    text = advice("loss", log, "not finite", remedies=(Remedy("epsilon", (1e-8, "gan.py:55"), True),))
+    assert text.startswith("an epsilon in the argument of `log` (1e-8, tried: works), and the same in gan.py:55;")
+
+
+def test_the_place_to_mend_may_be_another_than_the_one_that_lost_the_digits() -> None:
+    values = ("mul", 'net.py:3 "z * mask"', "add", 'net.py:4 "z.sum() + 1e-8"')
+    text = advice("forward", Operation("div", kind="zero"), remedies=(Remedy("source in fp32", values, True),))
+    assert text.startswith('`.float()` on what goes into `mul` in net.py:3 "z * mask" (tried: works). Lowering')
+
+
+def test_a_sum() -> None:
+    total = Operation("sum", kind="sum", count=32, dtype="float16")
+    text = advice("loss", total, remedies=(Remedy("operation in fp32", (), True),))
+    assert text.startswith("`.float()` before that sum (tried: works)")
+
+
+# -- advice that helps -------------------------------------------------------------------------------------------------
 
 
 def test_the_scale_that_would_fit() -> None:
@@ -130,12 +334,3 @@ def test_no_precision_is_advised_for_what_fp32_cannot_either(precision: str) -> 
     assert "no precision can help" in str(report)
     assert "'bf16'" not in str(report)
     assert ("the scaled backward alone" in str(report)) == (precision == "fp16")
-
-
-def test_reports_of_older_checkpoints_still_load() -> None:
-    locator = OverflowLocator()
-    fit(BadRow, fp16(), with_bad(5), callbacks=[locator])
-    (report,) = locator.reports
-    values = report.as_dict()
-    del values["precision"]
-    assert OverflowReport.from_dict(values).precision == ""

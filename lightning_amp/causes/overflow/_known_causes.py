@@ -10,15 +10,16 @@ from typing_extensions import final
 
 from lightning_amp._arguments import is_count
 from lightning_amp._text import counted
+from lightning_amp.causes.overflow._search import Explained
 from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import Saved
 
-_LOOKS = 20
-"""How many skips are looked into for each report there may be: most show what is known, or a scale that settles."""
+MAX_REPLAYS = 20
+"""How many skips are run again for each report there may be: most show what is known, or a scale that settles."""
 
 
 @final
-class SkipCauses:
+class KnownCauses:
     """The reports of one Trainer, and how often each kind of skip was seen.
 
     Args:
@@ -35,41 +36,41 @@ class SkipCauses:
         self.reports: list[OverflowReport] = []
         self.known: set[str] = set()
         self._num_steps = 0
-        self._num_looks = self._num_causes = self._num_calibrating = self._num_repeated = 0
+        self._num_replays = self._num_causes = self._num_calibrating = self._num_repeated = 0
         self._by_key: dict[str, OverflowReport] = {}  # of this process: with all that was tried
         self._latest: tuple[int, str] | None = None  # the last skip, and the key of its cause
 
     @property
     def is_complete(self) -> bool:
         """Return whether nothing more will be looked into."""
-        return self._num_causes >= self.max_reports or self._num_looks >= _LOOKS * self.max_reports
+        return self._num_causes >= self.max_reports or self._num_replays >= MAX_REPLAYS * self.max_reports
 
     @property
     def has_all_causes(self) -> bool:
         """Return whether as many causes were found as there may be."""
         return self._num_causes >= self.max_reports
 
-    def add(self, found: Sequence[tuple[OverflowReport, str]]) -> list[OverflowReport]:
-        """Take what the ranks found out about one skipped step, each with the key of its cause.
+    def add(self, found: Sequence[Explained]) -> list[OverflowReport]:
+        """Take what the ranks found out about one skipped step.
 
         Returns:
             What was taken into :attr:`reports`.
 
         """
-        self._num_looks += 1
-        record = found[0][0].record
-        faults = [(report, key) for report, key in found if not report.is_calibration]
+        self._num_replays += 1
+        record = found[0].report.record
+        faults = [one for one in found if not one.report.is_calibration]
         if record.skipped:
-            self._latest = (record.index, faults[0][1]) if faults else None
+            self._latest = (record.index, faults[0].key) if faults else None
         if not faults:
             self._num_calibrating += record.skipped
             return []
-        taken = [replace(report, is_repeated=key in self.known) for report, key in faults]
+        taken = [replace(one.report, is_repeated=one.key in self.known) for one in faults]
         is_new = not all(report.is_repeated for report in taken)
         if not is_new and not record.skipped:
             return []
-        self._by_key |= {key: report for report, key in faults if key not in self.known}
-        self.known.update(key for _, key in faults)
+        self._by_key |= {one.key: one.report for one in faults if one.key not in self.known}
+        self.known.update(one.key for one in faults)
         self._num_repeated += not is_new
         if self._num_steps >= self.max_reports:
             if not is_new:
@@ -101,13 +102,13 @@ class SkipCauses:
         state: dict[str, Any] = {
             "num_located": self._num_steps, "reports": [report.as_dict() for report in self.reports],
         }  # fmt: skip
-        if self._num_looks:
-            state["looks"] = [self._num_looks, self._num_causes, self._num_calibrating, self._num_repeated]
+        if self._num_replays:
+            state["looks"] = [self._num_replays, self._num_causes, self._num_calibrating, self._num_repeated]
             state["known"] = sorted(self.known)
         return state
 
     def restore(self, saved: Saved, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` returned; older checkpoints have less.
+        """Go on from what :meth:`state` returned.
 
         Raises:
             ValueError: If it is not that. Nothing is changed then.
@@ -118,12 +119,12 @@ class SkipCauses:
             reports = [OverflowReport.from_dict(values) for values in saved.entries("reports")]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise saved.wrong("reports", "a list of reports, as `OverflowReport.as_dict()` writes them") from error
-        looks = saved.entries("looks") if "looks" in state else [num_steps, num_steps, 0, 0]
+        looks = saved.entries("looks") if "looks" in state else [0, 0, 0, 0]
         if not (len(looks) == 4 and all(is_count(number, 0) for number in looks)):
             raise saved.wrong("looks", "four whole numbers of 0 or more")
         known = saved.entries("known") if "known" in state else []
         self.reports, self.known, self._num_steps = reports, set(map(str, known)), num_steps
-        self._num_looks, self._num_causes, self._num_calibrating, self._num_repeated = looks
+        self._num_replays, self._num_causes, self._num_calibrating, self._num_repeated = looks
 
     def _forget_a_repeated_one(self) -> None:
         """Make room for a new cause: of those that were reported before, the latest goes."""

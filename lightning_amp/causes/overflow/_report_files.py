@@ -1,9 +1,11 @@
-"""The files of `OverflowLocator`: a report as JSON, and the step it is about, to run it again."""
+"""The files of `OverflowLocator`: a report as JSON, and the step it is about, for `lightning_amp.tracing.replay`."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,7 +15,8 @@ from lightning_amp import _messages
 from lightning_amp._files import write_atomically
 from lightning_amp._urls import child
 from lightning_amp.reports import OverflowReport
-from lightning_amp.shadow import Finding, gather_on_zero, packed_step, unpacked_step
+from lightning_amp.shadow import KeptBatch, gather_on_zero
+from lightning_amp.tracing import make_bundle
 
 
 @final
@@ -31,21 +34,14 @@ class ReportFiles:
         self._warned = False
 
     def save(
-        self, trainer: Trainer, module: LightningModule, reports: Sequence[OverflowReport], finding: Finding
+        self, trainer: Trainer, module: LightningModule, reports: Sequence[OverflowReport], step: KeptBatch | None
     ) -> None:
-        """Write the reports of one skipped step. All ranks must call: what one alone has is sent.
-
-        Args:
-            trainer: The trainer.
-            module: What it trains.
-            reports: Of all ranks.
-            finding: Of this one.
-
-        """
+        """Write the reports of all ranks on one skipped step. All must call: the batch of each is sent."""
         bundles: list[bytes | None] = []
         if self._save_bundles:
             mine = next((r for r in reports if r.rank == trainer.global_rank), None)
-            bundles = gather_on_zero(trainer, None if mine is None else self._packed(trainer, module, mine, finding))
+            packed = None if mine is None or step is None else self._packed(trainer, module, mine, step)
+            bundles = gather_on_zero(trainer, packed)
         if trainer.global_rank != 0:
             return
         try:
@@ -54,24 +50,43 @@ class ReportFiles:
                 write_atomically(f"{stem}.json", lambda file, report=report: file.write(report.to_json()))
                 packed = bundles[report.rank] if bundles else None
                 if packed is not None:
-                    bundle = unpacked_step(packed, module)
+                    bundle = _unpacked(packed, module)
                     write_atomically(f"{stem}.pt", lambda file, bundle=bundle: torch.save(bundle, file), mode="binary")
         except Exception as error:  # a full disk
             self._warn(error)
 
     def _packed(
-        self, trainer: Trainer, module: LightningModule, report: OverflowReport, finding: Finding
+        self, trainer: Trainer, module: LightningModule, report: OverflowReport, step: KeptBatch
     ) -> bytes | None:
-        if finding.step is None:
-            return None
+        """Pack what rank 0 does not have of a bundle: all but the parameters."""
+        parameters = dict(module.named_parameters())
+        file = io.BytesIO()
         try:
-            return packed_step(trainer, module, finding.step, report.record.scale, report.as_dict())
+            bundle = make_bundle(
+                module_state={name: value for name, value in module.state_dict().items() if name not in parameters},
+                batch=step.batch,
+                batch_idx=step.batch_idx,
+                random_state=step.random_state,
+                scale=report.record.scale,
+                loss_divisor=float(trainer.accumulate_grad_batches) if module.automatic_optimization else 1.0,
+                report=report.as_dict(),
+            )
+            torch.save(bundle, file)
         except Exception as error:  # a batch that cannot be pickled
             self._warn(error)
             return None
+        return file.getvalue()
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
             text = f"`OverflowLocator` could not write to `{self._dirpath}`: {error}. Training is not affected."
             _messages.warn_on_this_rank(text)
+
+
+def _unpacked(packed: bytes, module: LightningModule) -> dict[str, Any]:
+    """Return the whole bundle, with the parameters of this rank, which are those of all."""
+    bundle = torch.load(io.BytesIO(packed), weights_only=False)
+    state = {name: value for name, value in module.state_dict().items() if name not in bundle["module_state"]}
+    state = {name: value.detach().cpu() for name, value in state.items()}
+    return {**bundle, "module_state": {**state, **bundle["module_state"]}}

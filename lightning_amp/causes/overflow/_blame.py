@@ -38,7 +38,7 @@ class Blame(NamedTuple):
     is_swallowed: bool = False
 
 
-def cause_key(found: Diagnosis, watch: OperationWatch) -> str:
+def key_as_it_was(found: Diagnosis, watch: OperationWatch) -> str:
     """Return what is the same for one cause, whichever batch shows it; before anybody knows what fp32 does."""
     call: OperationCall | None = None
     if found.cause == "backward":
@@ -52,7 +52,7 @@ def cause_key(found: Diagnosis, watch: OperationWatch) -> str:
     return f"{call.key.name}, {place.file}:{place.line}" if place is not None else f"{call.key.name}, {call.module}"
 
 
-def final_key(found: Diagnosis, before: str) -> str:
+def key_beside_fp32(found: Diagnosis, before: str) -> str:
     """Return the same, of a diagnosis that fp32 has corrected."""
     operation = found.operation
     if found.cause in ("batch", "weights"):

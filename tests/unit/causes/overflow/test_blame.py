@@ -11,7 +11,7 @@ from zoo.faults import Net, Table, holes, mse, plain_data, through
 from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import AmpPrecision, OverflowLocator
-from lightning_amp.shadow._blame import cause_key
+from lightning_amp.causes.overflow._blame import key_as_it_was
 from lightning_amp.tracing import Diagnosis, OperationWatch
 
 
@@ -23,7 +23,7 @@ def test_the_same_cause_has_the_same_key_in_each_batch() -> None:
 
 def test_what_has_no_operation_is_told_apart_by_its_module() -> None:
     watch = OperationWatch(nn.Identity(), "nobody.py")
-    keys = {cause_key(Diagnosis("backward", module=name, parameter="w"), watch) for name in ("a", "b", "a")}
+    keys = {key_as_it_was(Diagnosis("backward", module=name, parameter="w"), watch) for name in ("a", "b", "a")}
     assert len(keys) == 2
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import Poison, Toy, assert_same, batches, fit
 from torch import Tensor, nn
+from zoo.faults import Net, mse, plain_data
 from zoo.overflows import BadRow, HalfBody, fp16, with_bad
 
 from lightning_amp import AmpPrecision, OverflowLocator
@@ -186,3 +187,42 @@ def test_gan() -> None:
     assert (
         watched.lr_scheduler_configs[0].scheduler.state_dict() == alone.lr_scheduler_configs[0].scheduler.state_dict()
     )
+
+
+class OnlyHalf(torch.autograd.Function):
+    """A kernel that takes half precision alone."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        if x.dtype == torch.float32:
+            raise RuntimeError("only half")
+        return x / 0
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        return gradient * torch.inf
+
+
+def test_a_step_that_does_not_run_in_fp32_is_looked_at_as_it_was() -> None:
+    def loss(module: Net, batch: Tensor) -> Tensor:
+        return OnlyHalf.apply(module.encoder(batch)).float().mean()  # type: ignore[attr-defined]
+
+    locator = OverflowLocator(max_reports=1)
+    fit(lambda: Net(loss), AmpPrecision("bf16"), plain_data(), callbacks=[locator])
+    (report,) = locator.reports
+    assert report.diagnosis.in_fp32 == ""
+    assert report.note == "it could not be run in fp32 (RuntimeError: only half)"
+    assert not any(remedy.worked for remedy in report.remedies)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_remedies_leave_the_run_as_it_is(precision: str) -> None:
+    def loss(module: Net, batch: Tensor) -> Tensor:
+        return mse(module, batch) + torch.log(batch[0, 0].clamp(max=0).abs() * 0) * module.head.bias.sum()
+
+    ends = []
+    for callbacks in ([], [OverflowLocator()]):
+        torch.manual_seed(0)
+        trainer = fit(lambda: Net(loss), AmpPrecision(precision), plain_data(), callbacks=callbacks)
+        ends.append((trainer.lightning_module.state_dict(), torch.get_rng_state()))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=0)

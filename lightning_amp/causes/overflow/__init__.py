@@ -1,0 +1,7 @@
+"""Why a step was skipped, and what helps. Read `_search.py` first."""
+
+from lightning_amp.causes.overflow._known_causes import KnownCauses
+from lightning_amp.causes.overflow._report_files import ReportFiles
+from lightning_amp.causes.overflow._search import Explained, explain
+
+__all__ = ["Explained", "KnownCauses", "ReportFiles", "explain"]
