@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Literal
+from types import CodeType
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final
 
 from lightning_amp import _messages
-from lightning_amp.callbacks._comparison_settings import why_not_logged
+from lightning_amp._arguments import is_number, require
+from lightning_amp.findings import LOADER_SUFFIX
 from lightning_amp.reports import ComparisonTable
 from lightning_amp.shadow import Stage
+
+OnExceed = Literal["warn", "raise"]
+
+
+def require_tolerance(tolerance: object) -> None:
+    """Refuse what is no tolerance."""
+    numbers: Any = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"": tolerance}
+    fine = all(isinstance(k, str) and is_number(v, finite=False) and v >= 0 for k, v in numbers.items())
+    rule = "a number of at least 0, a mapping from metric names to such numbers or `None`"
+    require(fine, "tolerance", rule, tolerance, "It is absolute, in the unit of the metric.")
 
 
 @final
 class Tolerance:
-    """Holds for one run.
+    """What `MetricComparison` accepts in one run."""
 
-    Args:
-        tolerance: As of `MetricComparison`.
-        on_exceed: Likewise.
-
-    """
-
-    def __init__(self, tolerance: float | Mapping[str, float] | None, on_exceed: Literal["warn", "raise"]) -> None:
+    def __init__(self, tolerance: float | Mapping[str, float] | None, on_exceed: OnExceed) -> None:
         self._tolerance, self._on_exceed = tolerance, on_exceed
         self._names_checked = False
 
@@ -41,7 +49,7 @@ class Tolerance:
         if not trainer.sanity_checking:
             self._names_checked = True
         stage: Stage = "test" if trainer.testing else "validation"
-        error = why_not_logged(self._tolerance, logged, module, stage, sanity=trainer.sanity_checking)
+        error = _why_not_logged(self._tolerance, logged, module, stage, sanity=trainer.sanity_checking)
         # A metric that is logged on rank 0 only is unknown to the others.
         if trainer.strategy.reduce_boolean_decision(error is not None, all=True):
             raise ValueError(error)
@@ -64,3 +72,55 @@ class Tolerance:
         if self._on_exceed == "raise":
             raise RuntimeError(f"{text}. Keep sensitive modules in fp32, or raise the tolerance")
         _messages.warn(f"{text}.")
+
+
+def _why_not_logged(
+    names: Iterable[str], logged: Iterable[str], module: LightningModule, stage: Stage, *, sanity: bool
+) -> str | None:
+    """Tell a user which metrics that `tolerance` names are not logged; `None` if all are.
+
+    One tolerance serves validation and test. If the module has both steps, a name with "test" in it is test's.
+
+    A metric may be left out of the sanity check, or depend on values that it did not see. So there a name stays in
+    doubt if the module's code writes it out, and all do if that code asks for `sanity_checking`. One that was logged
+    for each loader (`<name>/dataloader_idx_0`) is not in doubt.
+    """
+    if is_overridden("validation_step" if stage == "test" else "test_step", module):
+        names = [name for name in names if ("test" in name.lower()) == (stage == "test")]
+    available = sorted(logged)
+    unknown = sorted(set(names).difference(available))
+    if sanity and unknown:
+        words = set(_words(module))
+        per_loader = {known.partition(LOADER_SUFFIX)[0] for known in available}
+        unknown = [name for name in unknown if name not in words or name in per_loader]
+        if "sanity_checking" in words:
+            unknown = []
+    if not unknown:
+        return None
+    text = f"`tolerance` names metrics that {stage} does not log: {unknown}. Choose from {available}"
+    later = "; for one that is logged only later, `num_sanity_val_steps=0` leaves this check to the first comparison"
+    return text + later if sanity else text
+
+
+def _words(module: LightningModule) -> Iterator[str]:
+    """Yield names and strings in the code of a module's class and its bases, short of Lightning's own."""
+    for cls in type(module).__mro__:
+        if cls is LightningModule:
+            return
+        for value in vars(cls).values():
+            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if inspect.isfunction(function):
+                yield from _words_of_code(inspect.unwrap(function).__code__)
+
+
+def _words_of_code(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    waiting = list(code.co_consts)
+    while waiting:
+        constant = waiting.pop()
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, (tuple, frozenset)):  # the keys of a dictionary
+            waiting.extend(constant)
+        elif isinstance(constant, CodeType):
+            yield from _words_of_code(constant)

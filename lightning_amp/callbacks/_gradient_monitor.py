@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,24 +14,22 @@ from typing_extensions import final, override
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp._text import exact, percent, rounded
+from lightning_amp._text import exact
 from lightning_amp.callbacks._first_step import FirstStep
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
+from lightning_amp.causes.gradient import GradientSearch
+from lightning_amp.findings import TOTAL, GradientRow
 from lightning_amp.numerics import ExponentHistogram, fitting_scale
-from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import (
-    LOW_DB,
     MAX_ROWS,
-    TOTAL,
-    GradientRow,
     GradientTable,
     Quantity,
-    Trial,
-    describe_loss,
-    find_gradient_loss,
+    describe_derivative,
+    describe_fault,
+    describe_healthy,
 )
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import Failure, GradientTrials, LossyDerivative, Sample, take_sample
+from lightning_amp.shadow import Failure, RowsBy, Sample, take_sample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,8 +38,6 @@ UNDERFLOW_FRACTION = "amp/underflow_fraction"
 HEADROOM_BITS = "amp/headroom_bits"
 GRADIENT_SQNR_DB = "amp/gradient_sqnr_db"
 FP8_UNDERFLOW_FRACTION = "amp/fp8_underflow_fraction"
-
-_MOST_CAUSES = 8  # for which it is tried what helps, in one run
 
 
 @final
@@ -110,11 +106,11 @@ class GradientMonitor(Callback):
     count of steps is read back. You do not want it in every step.
     """
 
-    def __init__(self, every_n_steps: int = 100, *, by: Literal["module", "parameter"] = "module") -> None:
+    def __init__(self, every_n_steps: int = 100, *, by: RowsBy = "module") -> None:
         require_count("every_n_steps", every_n_steps)
         require_choice("by", by, ("module", "parameter"))
         self.every_n_steps = every_n_steps
-        self.by = by
+        self.by: RowsBy = by
         self._last_trainer = LastTrainer()
         self._forget()
 
@@ -124,9 +120,9 @@ class GradientMonitor(Callback):
         self._largest = 0.0
         self._next_step = 0
         self._runs = True
-        self._said_unseen = self._said_clipped = self._said_derivative = False
+        self._said_unseen = self._said_clipped = False
         self._verdict = ""
-        self._tried: dict[tuple[str, str, float], list[Trial]] = {}
+        self._search = GradientSearch()
         self._first = FirstStep()
 
     @property
@@ -208,7 +204,7 @@ class GradientMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        last = self._total()
+        last = next((row for row in self._table.last if row.name == TOTAL), None)
         if last is not None:
             _messages.info(
                 f"GradientMonitor, step {last.step}, loss scale {exact(last.scale)}:\n{self._table}\n"
@@ -228,12 +224,9 @@ class GradientMonitor(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = Saved(state_dict, "GradientMonitor")
         largest, next_step = saved.number("largest"), saved.count("next_step")
-        try:
-            rows = [GradientRow(*row) for row in saved.entries("rows")]
-        except TypeError as error:
-            raise saved.wrong("rows", f"a list of rows of {len(GradientRow._fields)} values") from error
+        rows, verdict = saved.rows("rows", GradientRow), str(saved.any("verdict"))
         self._table, self._largest, self._next_step = GradientTable(rows), largest, next_step
-        self._verdict = str(saved.any("verdict")) if "verdict" in saved else ""
+        self._verdict = verdict
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -271,78 +264,20 @@ class GradientMonitor(Callback):
         who = f"`GradientMonitor` on rank {trainer.global_rank}"
         _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
 
-    def _total(self) -> GradientRow | None:
-        return next((row for row in self._table.last if row.name == TOTAL), None)
-
     def _examine(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, sample: Sample) -> None:
-        """Read the sample, and try what may help against what it shows, once for each cause."""
-        total = sample.rows[-1]
-        trials = GradientTrials(trainer, module, batch, batch_idx, self.by, total.scale)
-        if sample.derivatives and not self._said_derivative and isinstance(trainer.precision_plugin, AmpPrecision):
-            self._said_derivative = True
-            self._report_derivative(sample.derivatives[0], trials.scaled_grad_helps())
-        found = find_gradient_loss(sample.rows, sample.order, sample.clipped)
-        self._verdict = self._healthy(total)
-        if found is not None:
-            if found.cause not in self._tried and len(self._tried) < _MOST_CAUSES:
-                self._tried[found.cause] = trials.run(found, self.recommended_scale)
-            faded = total.largest / self._largest if self._largest > 0 else 1.0
-            self._verdict = describe_loss(found, self._tried.get(found.cause, ()), faded=faded)
-            if found.clipped:
-                if not self._said_clipped:
-                    _messages.warn(f"`GradientMonitor`, step {total.step}: {self._verdict}")
-                self._said_clipped = True
-                self._verdict = "The gradient is clipped while it is multiplied with the loss scale: see the warning."
-
-    def _report_derivative(self, lossy: LossyDerivative, helps: bool) -> None:
-        lost = f"{percent(lossy.zero)} of it becomes zero" if lossy.zero > 0 else f"its SQNR is {lossy.sqnr_db:.1f} dB"
-        lost = "it overflows" if math.isnan(lossy.sqnr_db) else lost
-        cure = "`lightning_amp.precision.scaled_grad(self.trainer, ...)` in the place of `torch.autograd.grad`"
-        helped = f". {cure} helps (tried)" if helps else ""
-        _messages.warn(
-            f"`GradientMonitor`: the derivative inside of the loss, {lossy.line}, is computed in fp16 without a loss"
-            f" scale, and is not that of fp32: {lost}{helped}."
-        )
-
-    def _healthy(self, last: GradientRow) -> str:
-        """Return the last line for a sample that lost nothing."""
-        if last.largest == 0:
-            return "All gradients of the last sample are zero."
-        if last.precision == "fp8":
-            return self._fp8_verdict(last)
-        rows = [row for row in self._table.last if row.name != TOTAL and row.largest > 0]
-        least = min(rows, key=lambda row: row.sqnr_db, default=last)
-        if last.precision not in ("fp16", ""):
-            if math.isinf(last.sqnr_db):
-                return "The gradient is that of fp32."
-            text = f"The gradient is that of fp32 up to rounding (SQNR {last.sqnr_db:.1f} dB)"
-            return f"{text}; the least near is that of `{least.name}`, {least.sqnr_db:.1f} dB."
-        scale = self.recommended_scale
-        if scale is None:
-            return "There was no finite gradient to recommend a scale by."
-        if scale < 1:
-            return (
-                f"The largest gradient, {rounded(self._largest)}, fits into fp16 only with a scale of {exact(scale)}:"
-                f" divide the loss by a constant, {exact(1 / scale)} at least."
-            )
-        text = f"For fp16, start with `DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})`"
-        if last.underflow_fraction > 0.01 and last.scale < scale:
-            return f"{text}: at {exact(last.scale)}, {last.underflow_fraction:.0%} of the gradients become zero."
-        if last.headroom_bits < 0:
-            now = f"at {exact(last.scale)} the largest gradient leaves the range of fp16"
-            return f"{text}: {now}. It does not overflow, since this run computes it in float32."
-        if least.sqnr_db < LOW_DB:  # of a bias before a normalisation, whose gradient is zero but for rounding
-            return f"{text}. The least near to fp32 is the gradient of `{least.name}`, {least.sqnr_db:.1f} dB."
-        return f"{text}, or leave it as it is: at {exact(last.scale)} the gradients fit."
-
-    def _fp8_verdict(self, last: GradientRow) -> str:
-        noise = percent(10 ** (-last.sqnr_db / 20))
-        text = f"The noise of fp8 (and bf16) is {noise} of the gradient"
-        lost = {row.name: row.fp8_underflow_fraction or 0.0 for row in self._table.last if row.name != TOTAL}
-        worst = max(lost, key=lambda name: lost[name])
-        if lost[worst] < 0.01:
-            return f"{text}; casts to 8 bits make less than 1 % of what reaches any layer zero."
-        return (
-            f"{text}; casts to 8 bits make {percent(lost[worst])} of what reaches `{worst}` zero."
-            " `compare_precisions` tells whether that costs quality."
-        )
+        """Have it found out what the sample shows and what helps, and keep it in words."""
+        scale, step = self.recommended_scale, sample.rows[-1].step
+        found = self._search.examine(trainer, module, batch, batch_idx, self.by, sample, scale)
+        if found.derivative is not None:
+            text = describe_derivative(found.derivative, found.scaled_grad_helps)
+            _messages.warn(f"`GradientMonitor`: {text}")
+        if found.fault is None:
+            self._verdict = describe_healthy(sample.rows, self._largest, scale)
+            return
+        faded = sample.rows[-1].largest / self._largest if self._largest > 0 else 1.0
+        self._verdict = describe_fault(found.fault, found.tried, faded=faded)
+        if found.fault.clipped:
+            if not self._said_clipped:
+                _messages.warn(f"`GradientMonitor`, step {step}: {self._verdict}")
+            self._said_clipped = True
+            self._verdict = "The gradient is clipped while it is multiplied with the loss scale: see the warning."

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 from lightning_amp import _messages
+from lightning_amp._arguments import is_count, require, require_bool, require_choice
 from lightning_amp._compat import _lightning
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp.callbacks._comparison_keys import AXES, as_metrics
-from lightning_amp.callbacks._comparison_messages import ComparisonMessages
-from lightning_amp.callbacks._comparison_settings import check_settings
-from lightning_amp.callbacks._comparison_tolerance import Tolerance
+from lightning_amp._text import named
+from lightning_amp.callbacks._comparison_tolerance import OnExceed, Tolerance, require_tolerance
 from lightning_amp.callbacks._trainers import require_lightning_trainer, why_not_twice
-from lightning_amp.reports import MAX_ROWS, ComparisonRow, ComparisonTable, EvaluationReport, ModuleRow, ModuleTable
+from lightning_amp.causes.metric import MetricSearch
+from lightning_amp.findings import ComparisonRow, EvaluationReport, ModuleRow
+from lightning_amp.reports import MAX_ROWS, ComparisonTable, ModuleTable
 from lightning_amp.scaling import Saved
-from lightning_amp.shadow import PairedEvaluation, SecondLook, Stage
+from lightning_amp.shadow import ComparedEvaluation, Failure, PairedEvaluation, Stage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+FP32_PREFIX = "amp/fp32/"
+DIFF_PREFIX = "amp/diff/"
+ABS_DIFF_PREFIX = "amp/abs_diff/"
+
+_AXES = {"step", "epoch"}
+"""Lightning takes these two, when a user logs them, for the axes of the plots."""
 
 
 @final
@@ -108,14 +117,23 @@ class MetricComparison(Callback):
         *,
         limit_batches: int | float | None = None,
         tolerance: float | Mapping[str, float] | None = None,
-        on_exceed: Literal["warn", "raise"] = "warn",
+        on_exceed: OnExceed = "warn",
         by_module: bool = False,
     ) -> None:
-        check_settings(every_n_epochs, limit_batches, tolerance, on_exceed, by_module)
+        advice = "Use 1 to compare every time."
+        require(is_count(every_n_epochs), "every_n_epochs", "an integer of at least 1", every_n_epochs, advice)
+        is_share = isinstance(limit_batches, float) and 0.0 < limit_batches <= 1.0
+        rule = "an integer of at least 1 (batches), a float in (0, 1] (share of the batches) or `None`"
+        advice = "Leave it out to compare over all batches."
+        fine = limit_batches is None or is_count(limit_batches) or is_share
+        require(fine, "limit_batches", rule, limit_batches, advice)
+        require_tolerance(tolerance)
+        require_bool("by_module", by_module)
+        require_choice("on_exceed", on_exceed, ("warn", "raise"), '"warn" lets training go on.')
         self.every_n_epochs = every_n_epochs
         self.limit_batches = limit_batches
         self.tolerance = dict(tolerance) if isinstance(tolerance, Mapping) else tolerance
-        self.on_exceed: Literal["warn", "raise"] = on_exceed
+        self.on_exceed: OnExceed = on_exceed
         self.by_module = by_module
         self._last_trainer = LastTrainer()
         self._forget()
@@ -125,7 +143,7 @@ class MetricComparison(Callback):
         self._table = ComparisonTable(tolerance=self.tolerance)
         self._module_table = ModuleTable()
         self._num_validations = 0
-        self._look = SecondLook()
+        self._search = MetricSearch()
 
     @property
     def table(self) -> ComparisonTable:
@@ -140,7 +158,7 @@ class MetricComparison(Callback):
     @property
     def report(self) -> EvaluationReport | None:
         """Return why a metric went wrong, which is also the text of the warning; `None` as long as none did."""
-        return self._look.reports[0] if self._look.reports else None
+        return self._search.reports[0] if self._search.reports else None
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write `.table` as CSV, with a header line, to a path or a URL. It is replaced at once or not at all."""
@@ -167,7 +185,7 @@ class MetricComparison(Callback):
         saved = Saved(state_dict, "MetricComparison")
         num_validations = saved.count("num_validations")
         rows = saved.rows("rows", ComparisonRow)
-        module_rows = saved.rows("module_rows", ModuleRow) if "module_rows" in saved else []
+        module_rows = saved.rows("module_rows", ModuleRow)
         self._table = ComparisonTable(rows, tolerance=self.tolerance)
         self._module_table = ModuleTable(module_rows)
         self._num_validations = num_validations
@@ -204,7 +222,7 @@ class MetricComparison(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resumed:  # callbacks find the last values before this run has any of its own
-            _lightning.add_callback_metrics(trainer, as_metrics(trainer, self._table.last))
+            _lightning.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last))
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -254,18 +272,18 @@ class MetricComparison(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Only now do the AMP values of the epoch-end hook exist.
         if trainer.sanity_checking and self._runs:
-            self._tolerated.check_names(trainer, pl_module, _lightning.evaluation_names(trainer) - AXES)
+            self._tolerated.check_names(trainer, pl_module, _lightning.evaluation_names(trainer) - _AXES)
         current, self._current = self._current, None
         if current is None:
             return
-        sides = current.finish()
+        compared = current.finish()
         self._runs = not current.failed_for_good
-        if sides is not None:
-            self._compare(trainer, pl_module, current, *sides)
+        if compared is not None:
+            self._compare(trainer, pl_module, compared)
         elif trainer.state.fn == "fit":
             # A callback that monitors a difference must not end the run that goes on without it.
-            names = _lightning.evaluation_names(trainer) - AXES
-            unknown = as_metrics(trainer, [ComparisonRow.of(0, 0, name, math.nan, math.nan) for name in names])
+            names = _lightning.evaluation_names(trainer) - _AXES
+            unknown = _as_metrics(trainer, [ComparisonRow.of(0, 0, name, math.nan, math.nan) for name in names])
             _lightning.add_callback_metrics(trainer, unknown | trainer.callback_metrics)
 
     on_test_end = on_validation_end
@@ -291,48 +309,78 @@ class MetricComparison(Callback):
         self._current = None
 
     def _open(self, trainer: Trainer, module: LightningModule, stage: Stage) -> None:
-        report = partial(self._messages.failed, trainer)
+        report = partial(self._report_failure, trainer)
         self._current = PairedEvaluation(trainer, module, stage, self.limit_batches, report, by_module=self.by_module)
 
     def _begin_run(self) -> None:
         self._runs = self._is_first = True
         self._resumed = False
         self._current: PairedEvaluation | None = None
-        self._messages = ComparisonMessages()
+        self._said: set[str] = set()
         self._tolerated = Tolerance(self.tolerance, self.on_exceed)
 
-    def _compare(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        current: PairedEvaluation,
-        amp: dict[str, float],
-        fp32: dict[str, float],
-    ) -> None:
-        if current.totals is not None:
-            self._module_table.add(current.totals.rows(trainer))
-            self._messages.unseen(current.unseen)
-        self._messages.one_sided(sorted(amp.keys() ^ fp32.keys()))
-        self._tolerated.check_names(trainer, module, (amp.keys() | fp32.keys()) - AXES)
+    def _compare(self, trainer: Trainer, module: LightningModule, compared: ComparedEvaluation) -> None:
+        amp, fp32 = compared.amp, compared.fp32
+        if self.by_module:
+            self._module_table.add(compared.module_rows)
+        self._tell(amp.keys() ^ fp32.keys(), compared.unseen)
+        self._tolerated.check_names(trainer, module, (amp.keys() | fp32.keys()) - _AXES)
         rows = [
             ComparisonRow.of(trainer.current_epoch, 0, name, amp[name], fp32[name])
             for name in amp
-            if name in fp32 and name not in AXES
+            if name in fp32 and name not in _AXES
         ]
         if rows:
-            metrics = as_metrics(trainer, rows)
+            metrics = _as_metrics(trainer, rows)
             _lightning.add_callback_metrics(trainer, metrics)
             step = _lightning.log_evaluation_metrics(trainer, metrics, amp.get("step"))
             self._table.add(row._replace(step=step) for row in rows)
             if trainer.state.fn != "fit":
                 self._print()
-        else:
-            self._messages.nothing()
-        if warning := self._look.look(trainer, module, current, self._table if rows else ComparisonTable()):
+        elif self._is_news("nothing"):
+            _messages.warn("`MetricComparison` has nothing to compare: nothing was logged with `on_epoch=True`.")
+        if warning := self._search.investigate(trainer, module, compared, self._table if rows else ComparisonTable()):
             _messages.warn(f"`MetricComparison`: {warning}")
         if rows:
             self._tolerated.judge(trainer, self._table)
 
+    # -- words ---------------------------------------------------------------------------------------------------------
+
     def _print(self) -> None:
         text = f"MetricComparison, epoch {self._table[-1].epoch}:\n{self._table}"
         _messages.info(f"{text}\n\n{self._module_table}" if self._module_table else text)
+
+    def _tell(self, one_sided: Iterable[str], unseen: list[str]) -> None:
+        """Say what is not compared, once per run."""
+        if unseen and self._is_news("unseen"):
+            _messages.info(
+                f"`MetricComparison` does not look into {named(unseen)}, which is compiled: `.module_table` has no rows"
+                " for what is inside."
+            )
+        if one_sided and self._is_news("one side"):
+            _messages.warn(
+                f"`MetricComparison`: logged on one side only and not compared: {', '.join(sorted(one_sided))}. A"
+                " callback logs them, or the module does so depending on a value."
+            )
+
+    def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
+        """Say, on the rank where it happened, what ended a comparison."""
+        if self._is_news("out of memory" if failure.out_of_memory else "error"):
+            _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {failure.text}.")
+
+    def _is_news(self, kind: str) -> bool:
+        is_news = kind not in self._said
+        self._said.add(kind)
+        return is_news
+
+
+def _as_metrics(trainer: Trainer, rows: Iterable[ComparisonRow]) -> dict[str, torch.Tensor]:
+    """Return three values for each row, as `trainer.callback_metrics` holds them."""
+    metrics: dict[str, float] = {}
+    for row in rows:
+        metrics[FP32_PREFIX + row.metric] = row.fp32
+        metrics[DIFF_PREFIX + row.metric] = row.diff
+        metrics[ABS_DIFF_PREFIX + row.metric] = abs(row.diff)
+    device = trainer.strategy.root_device
+    # float64 does not exist on all devices
+    return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in metrics.items()}

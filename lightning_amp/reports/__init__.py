@@ -1,12 +1,18 @@
 """What a person reads: tables, text, CSV and pictures. No Lightning."""
 
-from lightning_amp.findings import Remedy
-from lightning_amp.reports._comparison_table import LOADER_SUFFIX, ComparisonRow, ComparisonTable
-from lightning_amp.reports._evaluation_report import EvaluationReport, TriedRemedy
-from lightning_amp.reports._gradient_loss import LOW_DB, GradientLoss, Trial, describe_loss, find_gradient_loss
+from lightning_amp.findings import (
+    ComparisonRow,
+    EvaluationReport,
+    GradientFault,
+    GradientRow,
+    ModuleRow,
+    Remedy,
+    TriedRemedy,
+)
+from lightning_amp.reports._comparison_table import ComparisonTable, ModuleTable
 from lightning_amp.reports._gradient_plot import Quantity
-from lightning_amp.reports._gradient_table import TOTAL, GradientRow, GradientTable
-from lightning_amp.reports._module_table import ModuleRow, ModuleTable
+from lightning_amp.reports._gradient_table import GradientTable
+from lightning_amp.reports._gradient_words import describe_derivative, describe_fault, describe_healthy
 from lightning_amp.reports._overflow_report import OverflowReport, ScaleIs, cause_of
 from lightning_amp.reports._scale_chart import scale_chart
 from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory
@@ -15,15 +21,12 @@ from lightning_amp.reports._scale_replay import PolicyReplay
 from lightning_amp.reports._table import MAX_ROWS
 
 __all__ = [
-    "LOADER_SUFFIX",
-    "LOW_DB",
     "MAX_ROWS",
     "SCALE_HISTORY_FILE",
-    "TOTAL",
     "ComparisonRow",
     "ComparisonTable",
     "EvaluationReport",
-    "GradientLoss",
+    "GradientFault",
     "GradientRow",
     "GradientTable",
     "ModuleRow",
@@ -34,11 +37,11 @@ __all__ = [
     "Remedy",
     "ScaleHistory",
     "ScaleIs",
-    "Trial",
     "TriedRemedy",
     "cause_of",
-    "describe_loss",
-    "find_gradient_loss",
+    "describe_derivative",
+    "describe_fault",
+    "describe_healthy",
     "plot_histories",
     "scale_chart",
 ]

@@ -7,15 +7,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_amp.findings import ComparisonRow
 from lightning_amp.reports._figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from lightning_amp.reports._comparison_table import ComparisonRow
-
-    Lines = Mapping[str, Sequence[ComparisonRow]]
-
+Lines = Mapping[str, Sequence[ComparisonRow]]
 
 # The two lines nearly coincide: one is seen through the other.
 _AMP: dict[str, Any] = {"marker": ".", "linewidth": 1}

@@ -1,79 +1,21 @@
-"""The numbers of `MetricComparison`: rows, tolerance, text."""
+"""The tables of `MetricComparison`: what mixed precision costs in each metric, and in the output of each module."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from typing_extensions import final, override
 
 from lightning_amp._arguments import require_count
+from lightning_amp._text import rounded
+from lightning_amp.findings import LOADER_SUFFIX, ComparisonRow, ModuleRow
 from lightning_amp.reports._table import MAX_ROWS, SampledTable, aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_FEW_PERCENT = 0.05
-
-LOADER_SUFFIX = "/dataloader_idx_"
-
-
-@final
-class ComparisonRow(NamedTuple):
-    """One metric of one compared validation.
-
-    `step` is the step that the loggers got. `diff` is AMP minus fp32, in the metric's own unit; `relative_diff` is
-    `diff` over the magnitude of `fp32` (0 where both are 0, infinite where only `fp32` is).
-    """
-
-    epoch: int
-    step: int
-    metric: str
-    amp: float
-    fp32: float
-    diff: float
-    relative_diff: float
-
-    @classmethod
-    def of(cls, epoch: int, step: int, metric: str, amp: float, fp32: float) -> ComparisonRow:
-        """Build a row from the two values."""
-        # Equal infinities agree; their difference would be NaN.
-        diff = 0.0 if amp == fp32 else amp - fp32
-        if diff == 0.0:
-            relative_diff = 0.0
-        elif fp32 == 0.0:
-            relative_diff = math.nan if math.isnan(diff) else math.copysign(math.inf, diff)
-        else:
-            relative_diff = diff / abs(fp32)
-        return cls(epoch, step, metric, amp, fp32, diff, relative_diff)
-
-    def exceeds(self, tolerance: float) -> bool:
-        """Return whether the two sides differ by more than `tolerance`: NaN on one side does, on both does not."""
-        if math.isnan(self.amp) or math.isnan(self.fp32):
-            return math.isnan(self.amp) != math.isnan(self.fp32)
-        return abs(self.diff) > tolerance
-
-    def stands_out(self, largest: float) -> bool:
-        """Return whether AMP is not finite, or the two differ by more than a few per cent.
-
-        Args:
-            largest: Magnitude of the metric in fp32 so far: of a loss that has fallen far below it, little matters.
-        """
-        if not math.isfinite(self.amp):
-            return True
-        if not math.isfinite(self.fp32):
-            return False
-        return abs(self.diff) > max(_FEW_PERCENT * min(abs(self.amp), abs(self.fp32)), 0.005 * largest)
-
-    def is_noise(self, num_rows: int) -> bool:
-        """Return whether a share of samples, or a count of them, differs by less than two of its standard errors."""
-        size, number = max(abs(self.amp), abs(self.fp32)), max(num_rows, 1)
-        unit = number if size > 1 and self.amp.is_integer() and self.fp32.is_integer() else 1
-        share = min(size / unit, 0.5)
-        error = math.sqrt(max(share * (1 - share), 1 / number) / number)
-        return size <= unit and abs(self.diff) <= unit * (2 * error + 1 / number)
 
 
 @final
@@ -219,3 +161,57 @@ class ComparisonTable(SampledTable[ComparisonRow]):
 
 def _without_loader(metric: str) -> str:
     return metric.partition(LOADER_SUFFIX)[0]
+
+
+@final
+class ModuleTable(SampledTable[ModuleRow]):
+    """All rows of a run, in each comparison in the order in which the modules ran. Prints the latest, the worst first.
+
+    .. code-block:: python
+
+        comparison = MetricComparison(by_module=True)
+        L.Trainer(plugins=[AmpPrecision("bf16")], callbacks=[comparison]).validate(model, data)
+        print([row.name for row in comparison.module_table.last if row.sqnr_db < 20])
+    """
+
+    _header = ModuleRow._fields
+
+    @override
+    def _key(self, row: ModuleRow) -> tuple[object, str]:
+        return row[:2], row.name
+
+    @override
+    def to_text(self, max_rows: int | None = MAX_ROWS) -> str:
+        """Write the latest comparison as a text table.
+
+        Args:
+            max_rows: Of more modules only those with the lowest SQNR are shown. `None`: all, in the order in which they
+                ran.
+        """
+        require_count("max_rows", max_rows, none="or `None` for all rows")
+        rows = shown = self.last
+        if not rows:
+            return "no comparison yet"
+        if max_rows is not None:
+            shown = sorted(rows, key=_worst_db)[:max_rows]
+        lines = [("module", "calls", "SQNR", "between samples", "cosine", "RMS")]
+        lines += [
+            (
+                row.name or "(forward)",
+                f"{row.num_calls}",
+                _decibels(row.sqnr_db),
+                _decibels(row.varying_sqnr_db),
+                f"{row.cosine:.4f}",
+                rounded(row.rms),
+            )
+            for row in shown
+        ]
+        return aligned(lines, len(shown), len(rows), "comparison.module_table")
+
+
+def _worst_db(row: ModuleRow) -> float:
+    return -math.inf if math.isnan(row.sqnr_db) else min(row.sqnr_db, row.varying_sqnr_db)
+
+
+def _decibels(value: float) -> str:
+    return "not finite" if math.isnan(value) else f"{value:.1f} dB"

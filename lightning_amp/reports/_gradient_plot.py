@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from typing_extensions import final
 
+from lightning_amp.findings import GradientRow
 from lightning_amp.reports._figures import new_figure, saved, say_empty
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from lightning_amp.reports._gradient_table import GradientRow
 
 Quantity = Literal[
     "headroom_bits", "underflow_fraction", "subnormal_fraction", "sqnr_db", "cosine", "fp8_underflow_fraction"

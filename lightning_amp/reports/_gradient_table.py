@@ -6,57 +6,19 @@ import math
 import os
 from collections.abc import Iterable
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from typing_extensions import final, override
 
 from lightning_amp._arguments import require_choice, require_count
+from lightning_amp.findings import TOTAL, GradientRow
 from lightning_amp.reports._gradient_plot import QUANTITIES, Quantity, draw_heat_map
 from lightning_amp.reports._table import MAX_ROWS, SampledTable, aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TOTAL = "(all)"
-MAX_SAMPLES = 200
-
-
-@final
-class GradientRow(NamedTuple):
-    """One module, or parameter, at one step.
-
-    Attributes:
-        step: `trainer.global_step` before the sampled step.
-        name: Qualified name; `"(all)"` for all gradients together.
-        scale: The loss scale that the shares and the headroom are meant for.
-        num_values: How many gradients are not zero.
-        underflow_fraction: Share of these that becomes zero in fp16.
-        subnormal_fraction: Share of these that loses bits.
-        headroom_bits: How often the scale could be doubled before the largest leaves fp16.
-        sqnr_db: Of the mixed-precision gradient against fp32; NaN if it overflowed.
-        cosine: Between the two; NaN if it overflowed.
-        largest: Largest magnitude, unscaled.
-        fp8_underflow_fraction: In fp8, share of the non-zero gradients reaching the layer that its cast to 8 bits makes
-            zero; `None` for what does not run in fp8.
-        fp8_saturated_fraction: Share that is cut to the largest number of the format; `None` likewise.
-        length: Norm of the mixed-precision gradient, in units of that of fp32; NaN if one overflowed.
-        precision: That the step ran in: `"fp16"`, `"bf16"`, `"fp8"` or `"fp32"`; empty where it is not known.
-    """
-
-    step: int
-    name: str
-    scale: float
-    num_values: int
-    underflow_fraction: float
-    subnormal_fraction: float
-    headroom_bits: float
-    sqnr_db: float
-    cosine: float
-    largest: float
-    fp8_underflow_fraction: float | None = None
-    fp8_saturated_fraction: float | None = None
-    length: float = math.nan
-    precision: str = ""
+_MAX_SAMPLES = 200
 
 
 @final
@@ -72,7 +34,7 @@ class GradientTable(SampledTable[GradientRow]):
     Of more than 200 samples every second one of the older half is forgotten.
     """
 
-    _header = GradientRow._fields
+    _header = tuple("length" if name == "norm_ratio" else name for name in GradientRow._fields)
 
     @override
     def _key(self, row: GradientRow) -> tuple[object, str]:
@@ -81,8 +43,8 @@ class GradientTable(SampledTable[GradientRow]):
     @override
     def add(self, rows: Iterable[GradientRow]) -> None:
         super().add(rows)
-        if len(self._samples) > MAX_SAMPLES:
-            half = MAX_SAMPLES // 2
+        if len(self._samples) > _MAX_SAMPLES:
+            half = _MAX_SAMPLES // 2
             self._samples = self._samples[:half:2] + self._samples[half:]
 
     @override

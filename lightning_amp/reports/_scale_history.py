@@ -185,7 +185,7 @@ class ScaleHistory(Table[StepRecord]):
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> ScaleHistory:
-        """Read what :meth:`to_csv` wrote, from a path or a URL; older files have no column `precision`.
+        """Read what :meth:`to_csv` wrote, from a path or a URL.
 
         Raises:
             ValueError: Naming file and line, if it is not such a file.
@@ -201,12 +201,11 @@ class ScaleHistory(Table[StepRecord]):
                     " checkpoint."
                 ) from error
             columns = list(_COLUMNS)
-            older = header[0] == columns[:-1]
-            if header[0] != columns and not older:
+            if header[0] != columns:
                 raise ValueError(f"`{path}` is not a scale history: its header must be {columns}, got {header[0]}.")
             for row, line in rows:
                 try:
-                    index, optimizer, scale, next_scale, skipped, reason, precision = [*row, ""] if older else row
+                    index, optimizer, scale, next_scale, skipped, reason, precision = row
                     record = StepRecord(
                         int(index),
                         int(optimizer),
@@ -242,9 +241,6 @@ class ScaleHistory(Table[StepRecord]):
         saved = Saved(state, "ScaleHistory")
         columns: dict[str, array[Any]] = {}
         for name, code in _COLUMNS.items():
-            if name == "precision" and name not in saved:  # of an older version
-                columns[name] = array(code, bytes(len(columns["index"])))
-                continue
             values = saved.any(name)
             if not isinstance(values, torch.Tensor) or values.dtype != _dtype(name) or values.dim() != 1:
                 raise saved.wrong(name, f"a tensor [steps] of {_dtype(name)}")

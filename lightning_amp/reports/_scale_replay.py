@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import final
 
-from lightning_amp._text import literal, percent, span
+from lightning_amp._text import percent, span
 from lightning_amp.scaling import POLICY_SETTINGS, DynamicLossScaler, ReplayedRun, replay_policy, scaler_of_policy
 
 if TYPE_CHECKING:
@@ -86,10 +86,6 @@ class PolicyReplay:
             most = self.policy["max_consecutive_skips"]
             text += f"; the run {would} stop at step {where}, after {most:,} skips in a row"
         return text
-
-    def describe_policy(self) -> str:
-        """Write the settings as they stand in code: `init_scale=2.0**16, growth_factor=2.0, ...`."""
-        return ", ".join(f"{name}={literal(value)}" for name, value in self.policy.items())
 
 
 def replay_history(history: ScaleHistory, policy: Mapping[str, Any]) -> PolicyReplay:

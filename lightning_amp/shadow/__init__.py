@@ -1,13 +1,14 @@
 """Run the user's step a second time, unseen: on a copy, with its own random numbers and loggers."""
 
 from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
-from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage
+from lightning_amp.shadow._evaluation_pass import EVALUATION_FILE, EvaluationPass, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
-from lightning_amp.shadow._gradient_sample import Sample, take_sample
-from lightning_amp.shadow._gradient_trials import GradientTrials
+from lightning_amp.shadow._first_batches import FirstBatch, FirstBatches
+from lightning_amp.shadow._gradient_sample import RowsBy, Sample, rows_of_parameters, take_sample
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
-from lightning_amp.shadow._paired_evaluation import PairedEvaluation
+from lightning_amp.shadow._output_comparison import OutputComparison
+from lightning_amp.shadow._paired_evaluation import ComparedEvaluation, PairedEvaluation
 from lightning_amp.shadow._private_fit import (
     PRIVATE_CALLBACKS,
     own_data,
@@ -17,39 +18,46 @@ from lightning_amp.shadow._private_fit import (
     run_private_fit,
 )
 from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather, gather_on_zero
-from lightning_amp.shadow._second_look import SecondLook
-from lightning_amp.shadow._step_watch import LossyDerivative
+from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives, true_gradients, use
 from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
 
 __all__ = [
     "BOUNDARY",
+    "EVALUATION_FILE",
     "PRIVATE_CALLBACKS",
     "BatchWindow",
+    "ComparedEvaluation",
     "EvaluationPass",
     "Failure",
-    "GradientTrials",
+    "FirstBatch",
+    "FirstBatches",
     "KeptBatch",
     "Lockstep",
-    "LossyDerivative",
     "OtherRankFailedError",
+    "OutputComparison",
     "PairedEvaluation",
+    "RowsBy",
     "Sample",
-    "SecondLook",
     "Stage",
+    "StepWatch",
     "TrainingPass",
     "copy_batch",
     "device_of_trainer",
     "gather",
     "gather_on_zero",
     "in_one_line",
+    "inaccurate_derivatives",
     "is_out_of_memory",
     "matmul_flops",
     "own_data",
     "own_module",
     "private_trainer",
     "remove_callbacks",
+    "rows_of_parameters",
     "run_private_fit",
     "take_sample",
+    "true_gradients",
     "unnoticed",
+    "use",
 ]

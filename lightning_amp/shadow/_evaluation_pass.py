@@ -25,6 +25,9 @@ from lightning_amp.tracing import RandomState, fp32_throughout, full_precision, 
 Stage = Literal["validation", "test"]
 """As in the names of hooks, `on_test_batch_start`, and steps, `test_step`."""
 
+EVALUATION_FILE = __file__
+"""Frames below this file are the user's: it runs their step."""
+
 Context = Callable[[LightningModule], AbstractContextManager[Any]]
 
 

@@ -12,11 +12,12 @@ from typing_extensions import final
 
 from lightning_amp._compat import _evaluation, _modules
 from lightning_amp._containers import tensors_in
-from lightning_amp.reports import LOADER_SUFFIX
+from lightning_amp.findings import LOADER_SUFFIX
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.tracing import RandomState
 
 _Sums = dict[str, _evaluation.LoggedSum]
+"""By metric."""
 
 MAX_BYTES = 2**28
 """What kept batches may hold in memory, over all loaders."""
@@ -47,9 +48,8 @@ class FirstBatches:
 
     Costs no operation on the device, and the random generators' states of the kept batches (30 us each).
 
-    Args:
-        device_type: Whose random generators.
-        num_loaders: Each gets its share of the memory.
+    Attributes:
+        kept: The batches.
 
     """
 
@@ -61,9 +61,7 @@ class FirstBatches:
         self._num_bytes = 0
         self._num_rows: dict[int | None, int] = {}
         self._is_full = self._must_copy = False
-        self._sums: dict[
-            int | None, list[tuple[dict[str, _evaluation.LoggedSum], dict[str, _evaluation.LoggedSum]]]
-        ] = {}
+        self._sums: dict[int | None, list[tuple[_Sums, _Sums]]] = {}
 
     def add(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
         """Take note of a batch whose steps are about to run."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
+from lightning_amp.findings import TOTAL, GradientRow, InaccurateDerivative
 from lightning_amp.numerics import (
     ExponentHistogram,
     exponent_histogram,
@@ -25,16 +26,18 @@ from lightning_amp.numerics import (
     widest_dtype,
 )
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.reports import TOTAL, GradientRow
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._float8_losses import Float8Losses
 from lightning_amp.shadow._ranks import gather
-from lightning_amp.shadow._step_watch import LossyDerivative, StepWatch, lossy_derivatives, true_gradients, use
+from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives, true_gradients, use
 from lightning_amp.shadow._training_pass import TrainingPass
 from lightning_amp.tracing import Trace
 
 _LOWEST, _HIGHEST = -50, 20  # exponents of gradients that the histograms tell apart
 _NUM_BINS = _HIGHEST - _LOWEST + 1
+
+RowsBy = Literal["module", "parameter"]
+"""What a row of the table is."""
 
 
 @final
@@ -56,7 +59,7 @@ class Sample(NamedTuple):
     unseen: Sequence[str]
     order: Sequence[str]
     clipped: str
-    derivatives: Sequence[LossyDerivative]
+    derivatives: Sequence[InaccurateDerivative]
 
 
 @final
@@ -66,7 +69,7 @@ class _Seen(NamedTuple):
     unseen: Sequence[str] = ()
     order: Sequence[str] = ()
     clipped: str = ""
-    derivatives: Sequence[LossyDerivative] = ()
+    derivatives: Sequence[InaccurateDerivative] = ()
 
 
 @final
@@ -103,7 +106,7 @@ def take_sample(
     module: LightningModule,
     batch: Any,
     batch_idx: int,
-    by: str,
+    by: RowsBy,
     scale: float,
     on_failure: Callable[[Failure], None],
 ) -> Sample | None:
@@ -112,37 +115,32 @@ def take_sample(
     All ranks must call: figures are over the values of all of them. One that cannot run its batch, of which
     `on_failure` is told, has none to add.
     """
-    names = list(_modules.plain_parameters(module))
-    row_of = {name: name.rpartition(".")[0] if by == "module" else name for name in names}
-    groups = {row: _Group() for row in (*row_of.values(), TOTAL)}
-    seen = _Seen()
     try:
-        seen = _measure(trainer, module, batch, batch_idx, by, scale, row_of, groups)
+        groups, seen = _measure(trainer, module, batch, batch_idx, by, scale)
     except Exception as error:
-        place = f"the sample of step {trainer.global_step}"
-        on_failure(Failure.of(error, "the training step", place))
-        groups = {row: _Group() for row in groups}
-    device = trainer.strategy.root_device
-    measured = [group.add(device) for group in groups.values()]
-    added, tops = (torch.stack(list(parts)) for parts in zip(*measured, strict=True))
-    if trainer.world_size > 1:
-        added, tops = trainer.strategy.reduce(added, reduce_op="sum"), trainer.strategy.reduce(tops, reduce_op="max")
-    added, tops = added.cpu(), tops.cpu()
-    root = {"": type(module).__name__}
-    found = [(root.get(n, n), a, t) for n, a, t in zip(groups, added, tops, strict=True) if a[0] > 0]
+        on_failure(Failure.of(error, "the training step", f"the sample of step {trainer.global_step}"))
+        groups, seen = _groups(module, by), _Seen()
+    found = _over_all_ranks(trainer, groups)
     if not found:
         return None
-    precision = precision_of(trainer)
     everybodys = gather(trainer, seen)  # what follows from it must be the same on all ranks
+    root = {"": type(module).__name__}
     order = next((one.order for one in everybodys if one.order), ())
+    precision = precision_of(trainer)
     return Sample(
-        [_row(trainer.global_step, name, scale, sums, top, precision) for name, sums, top in found],
-        {name: _histogram(sums) for name, sums, _ in found},
+        [_row(trainer.global_step, root.get(n, n), scale, added, top, precision) for n, (added, top) in found.items()],
+        {root.get(name, name): _histogram(added) for name, (added, _) in found.items()},
         seen.unseen,
         [root.get(name, name) for name in order],
         next((one.clipped for one in everybodys if one.clipped), ""),
         next((one.derivatives for one in everybodys if one.derivatives), ()),
     )
+
+
+def rows_of_parameters(module: LightningModule, by: RowsBy) -> dict[str, str]:
+    """Return the row of the table that each parameter belongs to; that of the module itself is called ""."""
+    names = _modules.plain_parameters(module)
+    return {name: name.rpartition(".")[0] if by == "module" else name for name in names}
 
 
 def precision_of(trainer: Trainer) -> str:
@@ -153,80 +151,98 @@ def precision_of(trainer: Trainer) -> str:
     return "fp8" if in_fp8 else name
 
 
+def _groups(module: LightningModule, by: RowsBy) -> dict[str, _Group]:
+    return {row: _Group() for row in (*rows_of_parameters(module, by).values(), TOTAL)}
+
+
 def _measure(
-    trainer: Trainer,
-    module: LightningModule,
-    batch: Any,
-    batch_idx: int,
-    by: str,
-    scale: float,
-    row_of: dict[str, str],
-    groups: dict[str, _Group],
-) -> _Seen:
+    trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, by: RowsBy, scale: float
+) -> tuple[dict[str, _Group], _Seen]:
+    """Run the step in fp32 and as training does, and compare their gradients row by row."""
+    row_of, groups = rows_of_parameters(module, by), _groups(module, by)
     total = groups[TOTAL]
-    exact = TrainingPass(trainer, module, upcast=True)
-    fp8 = Float8Losses(exact.module, trainer.precision_plugin)
+    fp32_pass = TrainingPass(trainer, module, upcast=True)
+    fp8 = Float8Losses(fp32_pass.module, trainer.precision_plugin)
     try:
-        with Trace(exact.module, values=False) as trace, fp8, StepWatch(exact.module) as true_step:
-            use(true_step, exact)
-            exact.run(batch, batch_idx, context=None, trace=trace)
-        reference = exact.gradients()
+        with Trace(fp32_pass.module, values=False) as fp32_trace, fp8, StepWatch(fp32_pass.module) as fp32_watch:
+            use(fp32_watch, fp32_pass)
+            fp32_pass.run(batch, batch_idx, context=None, trace=fp32_trace)
+        fp32_run = fp32_pass.gradients()
     finally:
-        exact.close()
-    arrived = [a.parameter for a in trace.arrivals if a.where == "parameter" and not a.is_inner]
-    seen = _Seen(trace.unseen, list(dict.fromkeys(row_of[name] for name in arrived if name in row_of)))
-    if not reference:
-        return seen
+        fp32_pass.close()
+    arrived = [a.parameter for a in fp32_trace.arrivals if a.where == "parameter" and not a.is_inner]
+    seen = _Seen(fp32_trace.unseen, list(dict.fromkeys(row_of[name] for name in arrived if name in row_of)))
+    if not fp32_run:
+        return groups, seen
     for layer, losses in fp8.counts.items():
         row = layer if by == "module" else f"{layer}.weight"
         for one in (groups[row], total) if row in groups else (total,):
             one.fp8.extend(losses)
-    rounded = TrainingPass(trainer, module)
+    amp_pass = TrainingPass(trainer, module)
     try:
-        with Trace(rounded.module, values=False) as half, StepWatch(rounded.module, scale) as step:
-            use(step, rounded)
+        with Trace(amp_pass.module, values=False) as amp_trace, StepWatch(amp_pass.module, scale) as amp_watch:
+            use(amp_watch, amp_pass)
             context = trainer.precision_plugin.forward_context()
-            rounded.run(batch, batch_idx, context=context, scale=scale, trace=half, fp32_draws=True)
-        gradients = true_gradients(step, rounded, scale)
+            amp_pass.run(batch, batch_idx, context=context, scale=scale, trace=amp_trace, fp32_draws=True)
+        amp_run = true_gradients(amp_watch, amp_pass, scale)
         if scale != 1:
-            clipped = " and ".join(f"`{name}` ({line})" for line, name in step.clippings.items())
-            seen = seen._replace(clipped=clipped, derivatives=lossy_derivatives(true_step, step))
-        rows = {row_of[name] for name in reference}
-        for arrival in trace.gradients_in_half(half.half_places):
+            clipped = " and ".join(f"`{name}` ({line})" for line, name in amp_watch.clippings.items())
+            seen = seen._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32_watch, amp_watch))
+        rows = {row_of[name] for name in fp32_run}
+        for arrival in fp32_trace.gradients_in_half(amp_trace.half_places):
             # Gradients of outputs, too: they may be larger than those of parameters.
             total.magnitudes.append(arrival.largest)
             if by == "module" and arrival.where == "output" and arrival.call is not None and arrival.call.name in rows:
                 groups[arrival.call.name].magnitudes.append(arrival.largest)
-        for name, true in reference.items():
-            counts = underflow_counts(true, "fp16", scale)
-            histogram = exponent_histogram(true, _LOWEST, _HIGHEST).counts
+        for name, gradient in fp32_run.items():
+            counts = underflow_counts(gradient, "fp16", scale)
+            histogram = exponent_histogram(gradient, _LOWEST, _HIGHEST).counts
             # What only fp32 has a gradient for is lost in mixed precision.
-            values = gradients.get(name, torch.zeros_like(true))
-            sums = torch.cat([fidelity_sums(true, values), inner_product(true, values).reshape(1)])
+            values = amp_run.get(name, torch.zeros_like(gradient))
+            sums = torch.cat([fidelity_sums(gradient, values), inner_product(gradient, values).reshape(1)])
             for one in (groups[row_of[name]], total):
                 one.counts.append(counts)
                 one.histograms.append(histogram)
-                one.magnitudes.append(largest(true))
+                one.magnitudes.append(largest(gradient))
                 one.sums.append(sums)
     finally:
-        rounded.close()
-    return seen
+        amp_pass.close()
+    return groups, seen
+
+
+def _over_all_ranks(trainer: Trainer, groups: Mapping[str, _Group]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what adds up, [12 + bins], and the largest magnitude, [], of each row with gradients, on the host."""
+    device = trainer.strategy.root_device
+    added, tops = (torch.stack(list(parts)) for parts in zip(*(g.add(device) for g in groups.values()), strict=True))
+    if trainer.world_size > 1:
+        added, tops = trainer.strategy.reduce(added, reduce_op="sum"), trainer.strategy.reduce(tops, reduce_op="max")
+    rows = zip(groups, added.cpu(), tops.cpu(), strict=True)
+    return {name: (sums, top) for name, sums, top in rows if sums[0] > 0}
 
 
 def _row(step: int, name: str, scale: float, added: Tensor, top: Tensor, precision: str) -> GradientRow:
     _, nans, zero, subnormal, counted = added[:5].tolist()
-    number = max(counted, 1.0)
-    top = torch.where(torch.tensor(nans > 0), torch.nan, top)
-    sqnr_db = float(fidelity(added[5:8])[0])
     signal, energy, _, product = added[5:9].tolist()
-    cosine, length = _cosine(signal, energy, product), math.sqrt(energy / signal) if signal > 0 else math.nan
-    room = float(headroom_bits(top, "fp16", scale))
     underflow, saturated, reaching = added[9:12].tolist()
-    fp8 = (underflow / reaching, saturated / reaching) if reaching else (None, None)
+    number = max(counted, 1.0)
+    norm_ratio = math.sqrt(energy / signal) if signal > 0 else math.nan
+    top = torch.where(torch.tensor(nans > 0), torch.nan, top)
     return GradientRow(
-        step, name, scale, int(counted), zero / number, subnormal / number, room, sqnr_db, cosine, float(top), *fp8,
-        length if math.isfinite(length) else math.nan, precision,
-    )  # fmt: skip
+        step,
+        name,
+        scale,
+        num_values=int(counted),
+        underflow_fraction=zero / number,
+        subnormal_fraction=subnormal / number,
+        headroom_bits=float(headroom_bits(top, "fp16", scale)),
+        sqnr_db=float(fidelity(added[5:8])[0]),
+        cosine=_cosine(signal, energy, product),
+        largest=float(top),
+        fp8_underflow_fraction=underflow / reaching if reaching else None,
+        fp8_saturated_fraction=saturated / reaching if reaching else None,
+        norm_ratio=norm_ratio if math.isfinite(norm_ratio) else math.nan,
+        precision=precision,
+    )
 
 
 def _cosine(signal: float, energy: float, product: float) -> float:

@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from typing_extensions import final
 
+from lightning_amp.findings import ModuleRow
 from lightning_amp.numerics import fidelity
-from lightning_amp.reports import ModuleRow
 from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._ranks import gather
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,12 +14,38 @@ from torch import Tensor
 from typing_extensions import final
 
 from lightning_amp._compat import _lightning, _modules
+from lightning_amp.findings import ModuleRow
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._first_batches import FirstBatches
 from lightning_amp.shadow._output_comparison import OutputComparison
 from lightning_amp.shadow._output_totals import OutputTotals
 from lightning_amp.tracing import RandomState
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ComparedEvaluation:
+    """What one compared validation or test gave.
+
+    Attributes:
+        stage: Which of them.
+        amp: Metrics by name.
+        fp32: Likewise.
+        module_rows: What was compared of the outputs of modules, over all ranks.
+        unseen: Names of modules that could not be watched, since they are compiled.
+        batches: The first ones, for a second look.
+        weights: What the parameters were in it, if they are others at its end.
+
+    """
+
+    stage: Stage
+    amp: dict[str, float]
+    fp32: dict[str, float]
+    module_rows: list[ModuleRow]
+    unseen: list[str]
+    batches: FirstBatches
+    weights: list[Tensor] | None
 
 
 @final
@@ -39,9 +66,9 @@ class PairedEvaluation:
         by_module: Also compare the outputs of modules.
 
     Attributes:
-        batches: The first ones, for a second look.
-        totals: With `by_module`, what was compared so far.
-        unseen: Names of modules that could not be watched, since they are compiled.
+        running: Whether the comparison goes on, on all ranks.
+        failed_for_good: Whether it ended, on any rank, in a way that the next one will, too.
+
     """
 
     def __init__(
@@ -54,10 +81,10 @@ class PairedEvaluation:
         *,
         by_module: bool = False,
     ) -> None:
-        self.running = True  # on all ranks
-        self.failed_for_good = False  # on any rank, in a way that the next comparison will, too
+        self.running = True
+        self.failed_for_good = False
         self._trainer, self._module, self._on_failure = trainer, module, on_failure
-        self.stage: Stage = stage
+        self._stage: Stage = stage
         self._limit_batches = limit_batches
         self._fp32: EvaluationPass | None = None
         self._amp: EvaluationPass | None = None  # `None`: the real module is the AMP side
@@ -67,13 +94,12 @@ class PairedEvaluation:
         self._amp_metrics: dict[str, Tensor] = {}  # of the loaders before the current one
         self._versions: list[int] = []
         num_loaders = len(trainer.num_test_batches if stage == "test" else trainer.num_val_batches)
-        self.batches = FirstBatches(trainer.strategy.root_device.type, num_loaders)
-        self.weights: list[Tensor] | None = None  # if they are others when the evaluation ends
-        self.totals = OutputTotals() if by_module else None
+        self._batches = FirstBatches(trainer.strategy.root_device.type, num_loaders)
+        self._totals = OutputTotals() if by_module else None
         self._outputs = OutputComparison()
-        self._watching: AbstractContextManager[None] | None = None
+        self._unseen: list[str] = []
+        self._watching = ExitStack()  # from the start of a batch of the real module to its end
         self._is_noted = True
-        self.unseen: list[str] = []
 
     def run_batch(self, batch: Any, batch_idx: int) -> None:
         """Run one batch, before the real run does."""
@@ -91,43 +117,40 @@ class PairedEvaluation:
             self._amp_metrics.update(_lightning.evaluation_metrics(self._trainer))
         self._loader_idx = loader_idx
         with self._observing():
-            self.batches.add(batch, batch_idx, loader_idx)
+            self._batches.add(batch, batch_idx, loader_idx)
             self._is_noted = False
             self._run_shadows(batch, batch_idx, loader_idx)
 
     def _run_shadows(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
         if self._fp32 is None:
             return
-        by_module, outputs = self.totals is not None, self._outputs
+        by_module, outputs = self._totals is not None, self._outputs
         self._fp32.step(batch, batch_idx, loader_idx, outputs.recording(self._fp32.module) if by_module else None)
         if self._amp is not None:
             self._amp.step(batch, batch_idx, loader_idx, outputs.comparing(self._amp.module) if by_module else None)
             self.end_batch()
         elif by_module:
-            self._watching = outputs.comparing(self._module)
-            self._watching.__enter__()
+            self._watching.enter_context(outputs.comparing(self._module))
 
     def end_batch(self) -> None:
         """Stop watching the real module: its step on the batch is through."""
-        watching, self._watching = self._watching, None
-        if watching is not None:
-            watching.__exit__(None, None, None)
-        if self.totals is not None:
-            self.totals.add(self._outputs)
-            self.unseen = self._outputs.unseen or self.unseen
+        self._watching.close()
+        if self._totals is not None:
+            self._totals.add(self._outputs)
+            self._unseen = self._outputs.unseen or self._unseen
             self._outputs.forget()
 
     def _note_sums(self) -> None:
         if not self._is_noted and self._fp32 is not None:
-            self.batches.note_sums(self._trainer if self._amp is None else self._amp.view, self._fp32.view)
+            self._batches.note_sums(self._trainer if self._amp is None else self._amp.view, self._fp32.view)
         self._is_noted = True
 
     def remember_random_state(self) -> None:
         """Remember the random generators as the real epoch-end hook finds them."""
         self._random_state = RandomState.capture(self._trainer.strategy.root_device.type)
 
-    def finish(self) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Return the metrics of both sides (AMP, fp32) by name; `None` if the comparison failed on any rank.
+    def finish(self) -> ComparedEvaluation | None:
+        """Return what was compared; `None` if the comparison failed on any rank. All ranks must call.
 
         Called when the real run is through with all its hooks. Waits for the device.
         """
@@ -135,10 +158,11 @@ class PairedEvaluation:
         self._note_sums()
         self._agree()
         sides: tuple[dict[str, float], dict[str, float]] | None = None
+        weights: list[Tensor] | None = None
         if self._fp32 is not None:
             with self._observing():
                 if self._versions != [_modules.version(parameter) for parameter in self._module.parameters()]:
-                    self.weights = [parameter.detach().clone() for parameter in self._fp32.module.parameters()]
+                    weights = [parameter.detach().clone() for parameter in self._fp32.module.parameters()]
                 fp32 = self._fp32.finish(self._random_state)
                 if self._amp is None:
                     amp = {**self._amp_metrics, **_lightning.evaluation_metrics(self._trainer)}
@@ -147,7 +171,10 @@ class PairedEvaluation:
                 sides = _as_floats(amp), _as_floats(fp32)
             self._agree()
         self.close()
-        return sides if self.running else None
+        if sides is None or not self.running:
+            return None
+        rows = [] if self._totals is None else self._totals.rows(self._trainer)
+        return ComparedEvaluation(self._stage, *sides, rows, self._unseen, self._batches, weights)
 
     def close(self) -> None:
         """Free the shadows."""
@@ -163,7 +190,7 @@ class PairedEvaluation:
         self._started = True
         self._versions = [_modules.version(parameter) for parameter in self._module.parameters()]
         with self._observing():
-            self._fp32 = EvaluationPass.in_fp32(self._trainer, self._module, self.stage)
+            self._fp32 = EvaluationPass.in_fp32(self._trainer, self._module, self._stage)
         if isinstance(self._trainer.strategy, DDPStrategy) and self._agree():
             follow_ddp_buffers(self._trainer, self._fp32.module)
 
@@ -172,13 +199,13 @@ class PairedEvaluation:
         if self._amp is not None or self._failed:
             return
         with self._observing():
-            self._amp = EvaluationPass.in_amp(self._trainer, self._module, self.stage, self._amp_metrics)
+            self._amp = EvaluationPass.in_amp(self._trainer, self._module, self._stage, self._amp_metrics)
 
     def _num_batches(self, loader_idx: int | None) -> float:
         limit = self._limit_batches
         if limit is None or isinstance(limit, int):
             return math.inf if limit is None else limit
-        available = self._trainer.num_test_batches if self.stage == "test" else self._trainer.num_val_batches
+        available = self._trainer.num_test_batches if self._stage == "test" else self._trainer.num_val_batches
         num_batches = max(available) if loader_idx is None else available[loader_idx]
         if math.isinf(num_batches) and limit < 1.0:
             raise ValueError(
@@ -195,13 +222,13 @@ class PairedEvaluation:
             self.close()
             self._failed = True
             place = f"the fp32 pass of epoch {self._trainer.current_epoch}"
-            failure = Failure.of(error, f"the module's {self.stage}", place)
+            failure = Failure.of(error, f"the module's {self._stage}", place)
             self._fatal = not failure.out_of_memory
             then = (
                 ". Comparisons are off for the rest of this run, training goes on"
                 if self._fatal
                 else ": this comparison is dropped, training goes on, and the next comparison tries again. A smaller"
-                f" {self.stage} batch needs less"
+                f" {self._stage} batch needs less"
             )
             self._on_failure(failure._replace(text=failure.text + then))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
 from lightning_amp._user_line import Place, calling_line, is_users
+from lightning_amp.findings import InaccurateDerivative
 from lightning_amp.numerics import fidelity, fidelity_sums
 from lightning_amp.shadow._training_pass import TrainingPass
 from lightning_amp.shadow._views import View
@@ -155,26 +156,10 @@ def true_gradients(watch: StepWatch, step: TrainingPass, scale: float) -> dict[s
     return {name: g if watch.is_true(g) else g / scale for name, g in step.gradients().items()}
 
 
-@final
-class LossyDerivative(NamedTuple):
-    """A derivative inside of the loss that fp16 does not hold.
-
-    Attributes:
-        line: Where the step asks for it.
-        zero: Share of its non-zero values that is zero in fp16.
-        sqnr_db: Against that of fp32; NaN if it overflowed.
-
-    """
-
-    line: str
-    zero: float
-    sqnr_db: float
-
-
-def lossy_derivatives(true: StepWatch, rounded: StepWatch) -> list[LossyDerivative]:
+def inaccurate_derivatives(fp32_run: StepWatch, amp_run: StepWatch) -> list[InaccurateDerivative]:
     """Compare the derivatives of two runs of a step, and return those that lost something. Waits for the device."""
-    found: dict[str, LossyDerivative] = {}
-    for exact, half in zip(true.derivatives, rounded.derivatives, strict=False):
+    found: dict[str, InaccurateDerivative] = {}
+    for exact, half in zip(fp32_run.derivatives, amp_run.derivatives, strict=False):
         pairs = [(a, b) for a, b in zip(exact.gradients, half.gradients, strict=False) if a is not None]
         pairs = [(a, b) for a, b in pairs if b is not None and a.shape == b.shape and a.layout is torch.strided]
         if not pairs or not all(bool(torch.isfinite(a).all()) for a, _ in pairs):
@@ -182,7 +167,7 @@ def lossy_derivatives(true: StepWatch, rounded: StepWatch) -> list[LossyDerivati
         zero = sum(int(((b == 0) & (a != 0)).sum()) for a, b in pairs)
         sums = torch.stack([fidelity_sums(a, b) for a, b in pairs]).sum(0)
         share = zero / max(sum(int(a.count_nonzero()) for a, _ in pairs), 1)
-        derivative = LossyDerivative(str(half.line), share, float(fidelity(sums)[0]))
+        derivative = InaccurateDerivative(str(half.line), share, float(fidelity(sums)[0]))
         if share > _ZERO_SHARE or not derivative.sqnr_db > _FAITHFUL_DB:
             found.setdefault(derivative.line, derivative)
     return list(found.values())

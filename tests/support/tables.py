@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_amp.findings import StepRecord
-from lightning_amp.reports._comparison_table import ComparisonRow, ComparisonTable
-from lightning_amp.reports._gradient_table import GradientRow
+from lightning_amp.findings import ComparisonRow, GradientRow, StepRecord
+from lightning_amp.reports import ComparisonTable
 
 
 def comparisons() -> ComparisonTable:
@@ -28,7 +27,7 @@ def many_comparisons(number: int = 20, tolerance: Any = None) -> ComparisonTable
     return ComparisonTable(rows, tolerance=tolerance)
 
 
-def gradient_row(step: int, name: str, **values: float) -> GradientRow:
+def gradient_row(step: int, name: str, **values: Any) -> GradientRow:
     usual: dict[str, Any] = {
         "num_values": 10,
         "underflow_fraction": 0.0,
@@ -37,8 +36,9 @@ def gradient_row(step: int, name: str, **values: float) -> GradientRow:
         "sqnr_db": 50.0,
         "cosine": 0.999,
         "largest": 1.0,
+        "scale": 1.0,
     }
-    return GradientRow(step=step, name=name, scale=1.0, **(usual | values))
+    return GradientRow(step=step, name=name, **(usual | values))
 
 
 def hundred_gradients() -> list[GradientRow]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.tables import comparisons, many_comparisons
 
-from lightning_amp.reports._comparison_table import ComparisonRow, ComparisonTable
+from lightning_amp.reports import ComparisonRow, ComparisonTable
 
 NAN, INF = math.nan, math.inf
 

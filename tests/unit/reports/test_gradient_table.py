@@ -9,8 +9,8 @@ import pytest
 from support.tables import gradient_row, hundred_gradients
 
 from lightning_amp import GradientMonitor
-from lightning_amp.reports import _gradient_table
-from lightning_amp.reports._gradient_table import GradientRow, GradientTable
+from lightning_amp.findings import GradientRow
+from lightning_amp.reports import GradientTable, _gradient_table
 
 
 def usual(step: int, name: str, room: float = 3.0) -> GradientRow:
@@ -30,7 +30,7 @@ def test_table_prints_the_latest_sample_least_headroom_first() -> None:
 
 
 def test_table_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_gradient_table, "MAX_SAMPLES", 8)
+    monkeypatch.setattr(_gradient_table, "_MAX_SAMPLES", 8)
     table = GradientTable()
     for step in range(100):
         table.add([usual(step, "a"), usual(step, "(all)")])

@@ -42,7 +42,7 @@ def test_csv_round_trip(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["history.csv"]
 
 
-HEADER = b"index,optimizer_idx,scale,next_scale,skipped,reason\n"
+HEADER = b"index,optimizer_idx,scale,next_scale,skipped,reason,precision\n"
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ HEADER = b"index,optimizer_idx,scale,next_scale,skipped,reason\n"
         (b"", "its header must be"),
         (b"a,b\n1,2\n", "its header must be"),
         (HEADER + b"0,0,1", "line 2, is not a row"),
-        (HEADER + b"0,0,1.0,1.0,0,none\n1,0,1.0,1.0,1,gradie", "line 3, is not a row"),
-        (HEADER + b"0,0,nan,1.0,0,none\n", "line 2, is not a row"),
-        (HEADER + b"0,0,1.0,-1.0,0,none\n", "line 2, is not a row"),
-        (HEADER + b"5,0,1.0,1.0,0,none\n4,0,1.0,1.0,0,none\n", "line 3, is not a row"),
-        (HEADER + b"0,0,1.0,1.0,0,none\n\xff\xfe\x00", "is not text|is not a row"),
+        (HEADER + b"0,0,1.0,1.0,0,none,fp16\n1,0,1.0,1.0,1,gradie", "line 3, is not a row"),
+        (HEADER + b"0,0,nan,1.0,0,none,fp16\n", "line 2, is not a row"),
+        (HEADER + b"0,0,1.0,-1.0,0,none,fp16\n", "line 2, is not a row"),
+        (HEADER + b"5,0,1.0,1.0,0,none,fp16\n4,0,1.0,1.0,0,none,fp16\n", "line 3, is not a row"),
+        (HEADER + b"0,0,1.0,1.0,0,none,fp16\n\xff\xfe\x00", "is not text|is not a row"),
     ],
 )
 def test_a_broken_csv_is_named(tmp_path: Path, text: bytes, where: str) -> None:
@@ -109,9 +109,6 @@ def test_index_and_repr() -> None:
     assert repr(one).startswith("ScaleHistory(1 record: 0 of 1 steps skipped; scale 1024 ")
 
 
-OLD = HEADER + b"0,0,8.0,4.0,1,gradient\n1,0,4.0,4.0,0,none\n"
-
-
 def test_a_fallback() -> None:
     history = fallen_back(to=("bf16", "fp32"))
     assert [(r.index, r.precision) for r in history.fallbacks] == [(6, "bf16"), (16, "fp32")]
@@ -139,19 +136,6 @@ def test_precisions_come_back_from_a_file_and_a_checkpoint(tmp_path: Path) -> No
         ScaleHistory.from_csv(tmp_path / "history.csv")
     with pytest.raises(ValueError, match=r"ScaleHistory.precision` must be a number from 0 to 4"):
         again.load_state_dict(history.state_dict() | {"precision": torch.full((8,), 5, dtype=torch.int8)})
-
-
-def test_what_an_older_version_saved_has_no_precision(tmp_path: Path) -> None:
-    (tmp_path / "old.csv").write_bytes(OLD)
-    old, again = ScaleHistory.from_csv(tmp_path / "old.csv"), ScaleHistory()
-    assert [(r.index, r.precision) for r in old] == [(0, ""), (1, "")]
-    state = old.state_dict()
-    del state["precision"]
-    state["last"] = state["last"][:-1]
-    again.load_state_dict(state)
-    assert list(again) == list(old)
-    again.extend([StepRecord(2, 0, 4.0, 4.0, False, "none", "fp16"), StepRecord(3, 0, 1.0, 1.0, False, "none", "bf16")])
-    assert [r.index for r in again.fallbacks] == [3]  # that it is known from step 2 on is none
 
 
 def test_steps_that_are_counted_anew_in_another_precision() -> None:

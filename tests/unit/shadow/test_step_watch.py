@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.shadow._step_watch import StepWatch, lossy_derivatives
+from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 
 SCALE = 64.0
 
@@ -73,7 +73,7 @@ def derivatives(dtype: torch.dtype, factor: float) -> StepWatch:
 def test_derivatives_that_fp16_does_not_hold(factor: float, lost: bool) -> None:
     true, half = derivatives(torch.float32, factor), derivatives(torch.float16, factor)
     assert len(half.derivatives) == 1  # the one that creates a graph
-    found = lossy_derivatives(true, half)
+    found = inaccurate_derivatives(true, half)
     assert bool(found) == lost
     if lost:
         assert found[0].zero == 1

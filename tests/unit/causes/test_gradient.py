@@ -1,16 +1,22 @@
-"""What is said to help was tried, and helps."""
+"""Where a gradient is lost, read from rows of a sample; and what is said to help was tried, and helps."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import pytest
 import torch
 from support import Toy, assert_same, batches, fit
+from support.tables import gradient_row
 from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
+from lightning_amp.causes.gradient import _remedies
+from lightning_amp.causes.gradient._fault import find_gradient_fault
+from lightning_amp.causes.gradient._remedies import GradientRemedies
+from lightning_amp.findings import GradientRow
 
 
 class Shift(nn.Module):
@@ -90,22 +96,66 @@ def test_of_a_scale_that_is_settling_it_is_said(caplog: pytest.LogCaptureFixture
 
 
 def test_a_fault_is_tried_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_amp.shadow import GradientTrials
-
     runs: list[Any] = []
-    run = GradientTrials.run
-    monkeypatch.setattr(GradientTrials, "run", lambda self, *args: runs.append(args) or run(self, *args))
+    try_all = GradientRemedies.try_all
+    monkeypatch.setattr(GradientRemedies, "try_all", lambda self, *args: runs.append(args) or try_all(self, *args))
     watched = fit(lambda: Ill(Shift()), AmpPrecision("bf16"), callbacks=[GradientMonitor(1)])
     assert len(runs) == 1
     assert_same(watched, fit(lambda: Ill(Shift()), AmpPrecision("bf16")))
 
 
 def test_what_fails_while_it_is_tried_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_amp.shadow import _gradient_trials
-
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(_gradient_trials, "TrainingPass", fail)
+    monkeypatch.setattr(_remedies, "TrainingPass", fail)
     trainer = fit(lambda: Ill(Shift()), AmpPrecision("bf16"), callbacks=[GradientMonitor()])
     assert trainer.global_step == 8
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+NAN: dict[str, Any] = {"sqnr_db": math.nan, "cosine": math.nan}
+
+
+def rows(*changed: dict[str, Any], total: dict[str, Any], **common: Any) -> list[GradientRow]:
+    """Rows `a`, `b`, ... in the order of the forward, and that of all."""
+    common = {"precision": "fp16", "norm_ratio": 1.0, **common}
+    named = zip("abcdef", changed, strict=False)
+    return [*(gradient_row(0, n, **{**common, **c}) for n, c in named), gradient_row(0, "(all)", **{**common, **total})]
+
+
+def found(*args: Any, clipped: str = "", **kwargs: Any) -> tuple[str, str] | None:
+    fault = find_gradient_fault(rows(*args, **kwargs), ["c", "b", "a"], clipped)
+    return None if fault is None else fault.cause[:2]
+
+
+@pytest.mark.parametrize(
+    ("changed", "total", "cause"),
+    [
+        (({}, {}, {}), {}, None),
+        (({"sqnr_db": -60.0}, {}, {}), {}, None),  # zero but for rounding: a bias before a normalisation
+        (({"sqnr_db": 8.0}, {}, {}), {}, None),
+        (({}, {"largest": 0.0, "sqnr_db": math.inf}, {}), {}, None),
+        (({"sqnr_db": 1.0}, {"sqnr_db": 2.0}, {}), {"sqnr_db": 3.0, "cosine": 0.5}, ("rounding", "b")),
+        (({"sqnr_db": 1.0}, {}, {}), {"sqnr_db": 30.0}, ("rounding", "a")),
+        (({"sqnr_db": 0.0, "underflow_fraction": 1.0, "norm_ratio": 0.0}, {}, {}), {}, ("zero", "a")),
+        ((NAN, NAN, {}), NAN, ("overflow", "b")),
+        (({**NAN, "largest": math.nan}, {}, {}), {**NAN, "largest": math.nan}, ("nan", "a")),
+        (({**NAN, "largest": math.inf}, {}, {}), {**NAN, "largest": math.inf}, ("infinite", "a")),
+        (({"sqnr_db": 0.0, "norm_ratio": 1e-4},) * 3, {"sqnr_db": 0.0, "norm_ratio": 1e-4}, ("length", "c")),
+    ],
+)
+def test_kinds(changed: Any, total: Any, cause: Any) -> None:
+    assert found(*changed, total=total) == cause
+
+
+def test_in_bf16_nothing_becomes_zero() -> None:
+    lost = {"sqnr_db": 1.0, "norm_ratio": 0.2, "underflow_fraction": 1.0, "cosine": 0.5}
+    assert found(lost, {}, total=lost, precision="bf16") == ("rounding", "a")
+
+
+def test_who_clips_counts_only_if_it_did_harm() -> None:
+    assert found({}, {}, total={}, clipped="`clip_grad_norm_`") is None
+    assert found(NAN, {}, total={**NAN, "norm_ratio": math.nan}, clipped="`clip_grad_value_`") == ("length", "a")

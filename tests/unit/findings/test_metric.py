@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from lightning_amp.reports import EvaluationReport, TriedRemedy
+from lightning_amp.findings import EvaluationReport, TriedRemedy
 
 
 def report(**values: Any) -> EvaluationReport:

@@ -1,0 +1,204 @@
+"""From the outputs of modules and operations in two precisions: which of them is the first that is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import final
+
+from lightning_amp._compat import _modules
+from lightning_amp.findings import EvaluationReport
+from lightning_amp.numerics import count_nonfinite, fidelity
+from lightning_amp.shadow import OutputComparison
+from lightning_amp.tracing import COMPARISONS_WITH_TARGETS, OperationCall, OperationWatch, nonfinite_entries, plain
+
+_WRONG_DB = 20.0
+"""Below it an output is wrong: its error is more than a tenth of it, or of what differs between the samples."""
+_LOST_DB = 6.0
+"""How much worse than its inputs the output of a culprit is at least."""
+_CLEAR = 0.25
+"""Relative difference from which on a metric shows that what differs between the samples is lost."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """What is wrong first in a batch.
+
+    Attributes:
+        report: With the values of the batch, and what is to blame; its cause is `"unknown"` where nothing is.
+        source: The module whose output goes into the operation that is to blame.
+        only_varying: Only what differs between the samples is wrong.
+
+    """
+
+    report: EvaluationReport
+    source: str | None = None
+    only_varying: bool = False
+
+    @property
+    def may_be_an_operation(self) -> bool:
+        """Return whether the operation is still to be named."""
+        return self.report.cause not in ("batch", "weights")
+
+    @property
+    def is_slight(self) -> bool:
+        """Return whether it is nothing: where all samples are nearly alike, as in many untrained models."""
+        amp, fp32 = self.report.batch_amp, self.report.batch_fp32
+        return self.only_varying and abs(amp - fp32) < _CLEAR * min(abs(amp), abs(fp32))
+
+    @property
+    def first_in_fp32(self) -> str | None:
+        """Return the module to keep in fp32 first, if there is one."""
+        return (self.report.module if self.report.cause == "module" else self.source) or None
+
+
+def blame_module(report: EvaluationReport, outputs: OutputComparison) -> Blame:
+    """Find the first module, innermost first, whose output is wrong although its input is not. Waits for the device.
+
+    The module that was run itself, without a name, is not one of them: that is the step.
+
+    Args:
+        report: Of the batch. Where its metric is not finite, only not being finite is wrong.
+        outputs: In AMP beside those in fp32.
+
+    """
+    nonfinite = not math.isfinite(report.batch_amp)
+    wrong: Blame | None = None
+    for amp_run, fp32_run in outputs.calls:
+        if not amp_run.name:
+            continue
+        named = replace(report, cause="module", module=amp_run.name, module_class=amp_run.kind)
+        if _bad(amp_run.outputs):
+            if not _bad(amp_run.inputs) and not _bad(fp32_run.outputs):
+                return Blame(replace(named, input_sqnr_db=worst_db(amp_run.input_sums)))
+        elif wrong is None and not nonfinite:
+            before, after = worst_db(amp_run.input_sums), worst_db(amp_run.sums)
+            if _is_lost(before, after):
+                named = replace(named, input_sqnr_db=before, output_sqnr_db=after)
+                wrong = Blame(named, only_varying=_plain_db(amp_run.sums) >= _WRONG_DB)
+    return wrong or Blame(replace(report, cause="unknown"))
+
+
+def _is_lost(before: float, after: float) -> bool:
+    return after < _WRONG_DB and before > after + _LOST_DB
+
+
+def origin_in_fp32(report: EvaluationReport, outputs: OutputComparison, batch: object, module: nn.Module) -> Blame:
+    """Tell why a metric is not finite in fp32 either: the batch, a weight or buffer, a module, or an operation."""
+    report = replace(report, in_fp32_too=True)
+    entries = tuple(f"{count} in `batch{path}`" for path, count in nonfinite_entries(batch))
+    first = next((call for call in outputs.reference if _bad(call.outputs)), None)
+    named: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    named = {_modules.plain_name(name): tensor for name, tensor in named.items() if tensor.is_floating_point()}
+    reached = report if first is None else replace(report, module=first.name, module_class=first.kind)
+    if first is not None and not _bad(first.inputs):
+        own = [name for name in named if name.rpartition(".")[0] == first.name and int(count_nonfinite(named[name]))]
+        if own:
+            return Blame(replace(reached, cause="weights", names=tuple(own)))
+        return Blame(replace(reached, cause="module") if first.name else replace(report, cause="operation"))
+    if entries:
+        return Blame(replace(reached, cause="batch", names=entries))
+    spoilt = tuple(name for name, tensor in named.items() if int(count_nonfinite(tensor)))
+    return Blame(replace(report, cause="weights", names=spoilt) if spoilt else replace(report, cause="operation"))
+
+
+def blame_operation(blame: Blame, fp32_run: OperationWatch, amp_run: OperationWatch) -> Blame:
+    """Add the operation and the user's line; where no module is to blame, see whether one outside of modules is."""
+    report = blame.report
+    if not blame.may_be_an_operation:
+        return blame
+    for call in (fp32_run if report.in_fp32_too else amp_run).calls:
+        if report.cause == "module":
+            if call.module != report.module and not str(call.module).startswith(f"{report.module}."):
+                continue
+        elif call.module is not None:
+            continue
+        beside = call.beside
+        assert beside is not None  # each call of a watch that compares has it
+        before = min((_worst_db_of(source) for source in call.makers), default=math.inf)
+        after = math.nan if beside.is_bad else worst_db(beside.sums)
+        if _is_guilty(call, report, before, after):
+            place = "" if call.key.place is None else str(call.key.place)
+            report = replace(report, operation=_plain(beside.written), place=place)
+            if report.cause == "module":
+                return replace(blame, report=report)
+            report = replace(report, cause="operation", input_sqnr_db=before, output_sqnr_db=after)
+            return Blame(report, _source(call), only_varying=_plain_db(beside.sums) >= _WRONG_DB)
+    return blame
+
+
+def _is_guilty(call: OperationCall, report: EvaluationReport, before: float, after: float) -> bool:
+    beside = call.beside
+    if beside is None:
+        return False
+    if beside.is_bad:
+        fp32_run = None if beside.reference is None else beside.reference.beside
+        return not beside.takes_bad and (report.in_fp32_too or (fp32_run is not None and not fp32_run.is_bad))
+    if not math.isfinite(report.batch_amp) or beside.is_blameless:
+        return False
+    has_target = beside.takes_exact and plain(call.name) in COMPARISONS_WITH_TARGETS
+    return _is_lost(before, after) and not has_target
+
+
+def _worst_db_of(call: OperationCall) -> float:
+    return worst_db(None if call.beside is None else call.beside.sums)
+
+
+def _source(call: OperationCall) -> str | None:
+    """Name the module whose output reaches an operation on the shortest way."""
+    queue, seen = list(call.makers), set[int]()
+    while queue:
+        one = queue.pop(0)
+        if one.module is not None:
+            return one.module
+        if id(one) not in seen:
+            seen.add(id(one))
+            queue.extend(one.makers)
+    return None
+
+
+def more_modules(rules: list[str], blame: Blame, outputs: OutputComparison) -> list[str] | None:
+    """Return more modules to keep in fp32: the next that goes wrong, what is around it, or what ran before it."""
+    name = blame.report.module
+    if blame.report.cause != "module" or not name:
+        return None
+    if not any(name == rule or name.startswith(f"{rule}.") for rule in rules):
+        return [*rules, name]
+    ran = [call.name for call, _ in outputs.calls]
+    outer = name.rpartition(".")[0]
+    while outer:
+        if outer in ran:
+            return [*(rule for rule in rules if not rule.startswith(f"{outer}.")), outer]
+        outer = outer.rpartition(".")[0]
+    before = [other for other in ran[: ran.index(name)] if other not in rules and not other.startswith(f"{name}.")]
+    return [*rules, before[-1]] if before and before[-1] else None
+
+
+def worst_db(sums: Tensor | None) -> float:
+    """Return the lowest SQNR of a comparison, of all of a tensor or of what differs between the samples.
+
+    Infinite where there is none to compare.
+    """
+    if sums is None:
+        return math.inf
+    ratios = [float(fidelity(part)[0]) for row in sums.reshape(-1, 6) for part in (row[:3], row[3:])]
+    return min((ratio for ratio in ratios if not math.isnan(ratio)), default=math.inf)
+
+
+def _plain_db(sums: Tensor | None) -> float:
+    """Return the lowest SQNR of a comparison, of all of a tensor; NaN without one."""
+    return math.nan if sums is None else min(float(fidelity(row[:3])[0]) for row in sums.reshape(-1, 6))
+
+
+def _bad(tensors: Sequence[Tensor]) -> bool:
+    """Return whether a value is NaN or plus infinity: masks have negative infinities on purpose."""
+    return any(bool((torch.isnan(t) | torch.isposinf(t)).any()) for t in tensors)
+
+
+def _plain(name: str) -> str:
+    return name.strip("_").removeprefix("i") if name in ("__iadd__", "__isub__", "__imul__") else name.strip("_")

@@ -1,0 +1,134 @@
+"""Some batches of an evaluation, run again on a shadow, as they ran or in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from typing_extensions import final
+
+from lightning_amp._compat import _modules
+from lightning_amp.casting import Fp32Modules
+from lightning_amp.shadow import (
+    EVALUATION_FILE,
+    ComparedEvaluation,
+    EvaluationPass,
+    FirstBatch,
+    OutputComparison,
+    Stage,
+)
+from lightning_amp.tracing import OperationWatch, paired_random
+
+Watch = Callable[[LightningModule], AbstractContextManager[Any]]
+
+
+@final
+class Replayed(NamedTuple):
+    """What a run of some batches gave.
+
+    Attributes:
+        value: Of the metric; `None` if it was not logged.
+        held: Of several batches, copies of what the shadow held after the last.
+
+    """
+
+    value: float | None
+    held: dict[str, Tensor]
+
+
+@final
+class EvaluationReplay:
+    """Runs batches of a compared evaluation again, each time on a shadow of its own, and reads one metric.
+
+    Args:
+        trainer: At the end of its evaluation.
+        module: The real module.
+        compared: The evaluation.
+        metric: Its name in `trainer.callback_metrics`.
+
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, compared: ComparedEvaluation, metric: str) -> None:
+        self._trainer, self.module = trainer, module
+        self.stage: Stage = compared.stage
+        self._metric, self._weights = metric, compared.weights
+        self._device_type = trainer.strategy.root_device.type
+
+    @property
+    def trainer(self) -> Trainer:
+        """Return the real trainer."""
+        return self._trainer
+
+    def in_fp32(self, steps: Sequence[FirstBatch], watch: Watch | None = None, *, upcast: bool = True) -> Replayed:
+        """Run them in fp32; without `upcast` as `eval_precision="fp32"` would."""
+        return self._run(EvaluationPass.in_fp32(self._trainer, self.module, self.stage, upcast=upcast), steps, watch)
+
+    def in_amp(
+        self,
+        steps: Sequence[FirstBatch],
+        watch: Watch | None = None,
+        rules: Sequence[str] = (),
+        *,
+        upcast: bool = False,
+    ) -> Replayed:
+        """Run them as they ran, with these modules in fp32, or with half-precision weights and buffers upcast.
+
+        Raises:
+            ValueError: If a module among these has half-precision parameters.
+
+        """
+        one = EvaluationPass.in_amp(self._trainer, self.module, self.stage, upcast=upcast)
+        return self._run(one, steps, watch, rules)
+
+    def operations(self, steps: Sequence[FirstBatch]) -> tuple[OperationWatch, OperationWatch]:
+        """Run them in fp32 and in AMP, and return the operations of both. Waits for the device."""
+        names = OutputComparison()
+        fp32 = OperationWatch(None, EVALUATION_FILE, running=names.running)
+        self.in_fp32(steps, _both(names, fp32))
+        amp = OperationWatch(None, EVALUATION_FILE, running=names.running, reference=fp32)
+        self.in_amp(steps, _both(names, amp))
+        return fp32, amp
+
+    def _run(
+        self, one: EvaluationPass, steps: Sequence[FirstBatch], watch: Watch | None, rules: Sequence[str] = ()
+    ) -> Replayed:
+        try:
+            if self._weights is not None:
+                one.take_parameters(self._weights)
+            if rules:
+                Fp32Modules(one.module, rules, self._device_type, active=True)
+            one.start_afresh()
+            for step in steps:
+                with paired_random(self._device_type, step.random_state):
+                    one.step(step.batch, step.batch_idx, step.loader_idx, watch(one.module) if watch else None)
+            held = _state(one.module) if len(steps) > 1 else {}
+            try:
+                metrics = one.finish(steps[-1].random_state if steps else None, follow=False)
+            except Exception:  # some need more than one batch
+                metrics = one.metrics
+            value = metrics.get(self._metric)
+            return Replayed(None if value is None else float(value), held)
+        finally:
+            one.close()
+
+
+def _both(names: OutputComparison, operations: OperationWatch) -> Watch:
+    @contextmanager
+    def watch(module: LightningModule) -> Generator[None]:
+        with names.naming(module), operations:
+            yield
+
+    return watch
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of what a module holds and a step may add to: buffers, and tensors in attributes."""
+    state: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules():
+        for key, value in [*part.named_buffers(recurse=False), *vars(part).items()]:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                state[_modules.plain_name(f"{prefix}.{key}" if prefix else key)] = value.detach().clone()
+    return state

@@ -1,0 +1,325 @@
+"""Why a metric of validation is not finite, or not what it is in fp32: its first bad batch, run again on shadows."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import final
+
+from lightning_amp._compat import _lightning
+from lightning_amp.causes._attempts import Attempt, first_that_works
+from lightning_amp.causes.metric._blame import Blame, blame_module, blame_operation, more_modules, origin_in_fp32
+from lightning_amp.causes.metric._replay import EvaluationReplay, Replayed
+from lightning_amp.findings import LOADER_SUFFIX, EvaluationReport, TriedRemedy
+from lightning_amp.numerics import HALF_DTYPES
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.reports import ComparisonTable
+from lightning_amp.shadow import (
+    ComparedEvaluation,
+    Failure,
+    FirstBatch,
+    FirstBatches,
+    Lockstep,
+    OtherRankFailedError,
+    OutputComparison,
+    gather,
+)
+
+_MAX_SEARCHES = 3
+"""How often a run looks in vain, before it looks no more."""
+_MAX_BATCHES = 8
+"""How many batches are run again where nothing tells which one it is."""
+_MAX_TOGETHER = 64
+"""How many are run one after the other for what adds up."""
+_MAX_TRIES = 5
+_GONE = 0.25
+"""Share of the difference that may remain where a remedy works."""
+
+
+@final
+class MetricSearch:
+    """Looks at each comparison of a run until it has found something.
+
+    Attributes:
+        reports: What it found, one for each rank that did, on all ranks.
+
+    """
+
+    def __init__(self) -> None:
+        self.reports: list[EvaluationReport] = []
+        self._num_searches = 0
+
+    def investigate(
+        self, trainer: Trainer, module: LightningModule, compared: ComparedEvaluation, table: ComparisonTable
+    ) -> str:
+        """Return what to warn of; empty if there is nothing, or it was said. All ranks must call.
+
+        Where no metric stands out this costs nothing but reading the table.
+        """
+        if self.reports or self._num_searches >= _MAX_SEARCHES:
+            return ""
+        directions = _lightning.metric_directions(trainer)
+
+        def num_rows(metric: str) -> int | None:
+            # an error (`MeanAbsoluteError`), not a share
+            return None if directions.get(metric) == "min" else compared.batches.num_rows_of(metric)
+
+        row = table.standing_out(num_rows, compared.batches.standard_error)
+        found = next(filter(None, gather(trainer, row)), None)
+        if found is None:
+            return ""
+        self._num_searches += 1
+        reports = examine_metric(trainer, module, compared, found.metric, found.amp, found.fp32)
+        known = [report for report in reports if report.cause != "unknown"]
+        self.reports = known or reports[:1]
+        said = {str(replace(report, rank=0)): str(report) for report in self.reports}
+        return "\n".join(said.values())
+
+
+def examine_metric(
+    trainer: Trainer, module: LightningModule, compared: ComparedEvaluation, metric: str, amp: float, fp32: float
+) -> list[EvaluationReport]:
+    """Run kept batches again, in AMP and in fp32, and tell where the metric goes wrong. Changes nothing, never raises.
+
+    All ranks must call; they run as many passes, whatever each of them finds.
+
+    Returns:
+        What each rank found, on all ranks; nothing where it found nothing, and the metric is finite.
+
+    Cost: some four evaluation steps for each batch that is run again, on at most 8 batches, and one for each remedy.
+
+    """
+    report = EvaluationReport(
+        metric, amp, fp32, epoch=trainer.current_epoch, rank=trainer.global_rank, world_size=trainer.world_size
+    )
+    with _quiet_passes():
+        found = _search(EvaluationReplay(trainer, module, compared, metric), compared.batches, report)
+    return [one for one in gather(trainer, found) if one is not None]
+
+
+@contextmanager
+def _quiet_passes() -> Generator[None]:
+    mha = torch.backends.mha
+    fast = mha.get_fastpath_enabled()
+    try:
+        mha.set_fastpath_enabled(False)  # torch's transformer layers call the modules inside only without it
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each was shown when the real step ran
+            yield
+    finally:
+        mha.set_fastpath_enabled(fast)
+
+
+# -- the search --------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """Batches that ran again in both precisions.
+
+    Attributes:
+        steps: The batches.
+        amp: The metric over them alone; NaN if it was not logged.
+        fp32: Likewise.
+        shows: Whether the metric goes wrong in them.
+        outputs: Of modules, in AMP beside those in fp32.
+        amp_state: What the AMP side held after the last batch.
+        fp32_state: What the fp32 side held.
+
+    """
+
+    steps: Sequence[FirstBatch]
+    amp: float
+    fp32: float
+    shows: bool
+    outputs: OutputComparison
+    amp_state: dict[str, Tensor]
+    fp32_state: dict[str, Tensor]
+
+
+def _search(replay: EvaluationReplay, batches: FirstBatches, report: EvaluationReport) -> EvaluationReport | None:
+    """Look for the batch, then for the module or operation, then for a remedy. On all ranks in step."""
+    ranks = Lockstep(replay.trainer)
+    candidates, report = _candidates(batches, report)
+    known = None if math.isfinite(report.amp) else report  # a metric that is not finite is reported in any case
+    try:
+        seen = _first_bad_batch(ranks, replay, batches, candidates, report)
+        if seen is not None:
+            blame = _blame(ranks, replay, seen, report)
+            if seen.shows and not blame.is_slight and (blame.report.cause != "unknown" or known is not None):
+                known = blame.report
+            remedies = _remedies(replay, seen, blame) if known is blame.report and math.isfinite(seen.fp32) else ()
+        else:  # no single batch shows it: run them one after the other
+            steps = [one for one in batches.kept if one.is_intact][:_MAX_TOGETHER]
+            seen = ranks.run(partial(_run_both, replay, steps, report))
+            summed = _blame_sums(seen, report)
+            known = summed or known
+            remedies = [_attempt(replay, seen, "float32", partial(replay.in_amp, steps, upcast=True))] if summed else ()
+        with ranks.until_all_are_done(idle=partial(replay.in_amp, seen.steps)):
+            tried = [result for _, result in first_that_works(ranks, remedies, _works)]
+    except OtherRankFailedError:
+        return known
+    except Exception as error:
+        return known and replace(known, note=_failure(replay, error))
+    remedies = tuple(result for result in tried if isinstance(result, TriedRemedy))
+    failures = [result for result in tried if isinstance(result, str) and result]
+    return known and replace(known, tried=remedies, note=failures[-1] if failures else known.note)
+
+
+def _failure(replay: EvaluationReplay, error: Exception) -> str:
+    return Failure.of(error, f"the {replay.stage} step", "the second look").text
+
+
+def _candidates(batches: FirstBatches, report: EvaluationReport) -> tuple[list[FirstBatch], EvaluationReport]:
+    """Return the batches that may show it; and of a metric that is not finite the first one that did, or why not."""
+    loader = report.metric.partition(LOADER_SUFFIX)[2]
+    intact = [one for one in batches.kept if one.is_intact and (not loader or str(one.loader_idx) == loader)]
+    values = batches.values(report.metric)
+    shown = [key for key, (amp, fp32) in values.items() if _shows(report, amp, fp32)]
+    flagged = [one for one in intact if (one.loader_idx, one.batch_idx) in shown]
+    if not math.isfinite(report.amp):
+        if not intact:
+            report = replace(report, note="the batches were edited in place, so that they could not be run again")
+        elif shown and not flagged:
+            report = replace(report, note="this batch was not kept for a second look")
+        if shown:
+            report = _in_batch(report, *shown[0], *values[shown[0]])
+    return flagged[:3] if values else intact[:_MAX_BATCHES], report
+
+
+def _in_batch(
+    report: EvaluationReport, loader_idx: int | None, batch_idx: int, amp: float, fp32: float
+) -> EvaluationReport:
+    return replace(report, loader_idx=loader_idx, batch_idx=batch_idx, batch_amp=amp, batch_fp32=fp32)
+
+
+def _shows(report: EvaluationReport, amp: float, fp32: float) -> bool:
+    """Return whether values of a part of the batches go wrong as those of the whole do."""
+    if not math.isfinite(report.amp):
+        return not math.isfinite(amp)
+    if not math.isfinite(amp) or not math.isfinite(fp32):
+        return not math.isfinite(amp) and math.isfinite(fp32)
+    size = abs(report.amp - report.fp32)
+    return math.isfinite(size) and abs(amp - fp32) > max(0.3 * size, 0.02 * abs(fp32))
+
+
+def _first_bad_batch(
+    ranks: Lockstep,
+    replay: EvaluationReplay,
+    batches: FirstBatches,
+    candidates: Sequence[FirstBatch],
+    report: EvaluationReport,
+) -> _Sight | None:
+    """Run one batch after the other until it shows on a rank; `None` if it does on none."""
+    for k in range(max(gather(replay.trainer, len(candidates)))):
+        # A rank that has no more of its own runs its last one, for the sake of the others.
+        own = candidates[min(k, len(candidates) - 1)] if candidates else batches.kept[0]
+        seen = ranks.run(partial(_run_both, replay, [own], report))
+        if ranks.any(seen.shows):
+            return seen
+        seen.outputs.forget()  # before the next pass needs the memory
+    return None
+
+
+def _run_both(replay: EvaluationReplay, steps: Sequence[FirstBatch], report: EvaluationReport) -> _Sight:
+    outputs = OutputComparison(inputs=True)
+    fp32 = replay.in_fp32(steps, outputs.recording)
+    amp = replay.in_amp(steps, outputs.comparing)
+    if amp.value is None or fp32.value is None or not steps:
+        return _Sight(steps, math.nan, math.nan, False, outputs, amp.held, fp32.held)
+    shows = _shows(report, amp.value, fp32.value)
+    return _Sight(steps, amp.value, fp32.value, shows, outputs, amp.held, fp32.held)
+
+
+def _blame_sums(seen: _Sight, report: EvaluationReport) -> EvaluationReport | None:
+    """Name what adds up over the batches in half precision, if that is where the metric goes wrong."""
+    names = [
+        f"`{name}` ({str(amp.dtype).removeprefix('torch.')}) is {float(amp.flatten()[0]):.6g}, in fp32"
+        f" {float(fp32.flatten()[0]):.6g}"
+        for name, amp in seen.amp_state.items()
+        if amp.dtype in HALF_DTYPES
+        and (fp32 := seen.fp32_state.get(name)) is not None
+        and not torch.equal(amp.float(), fp32)
+    ]
+    return replace(report, cause="state", names=tuple(names), note="") if seen.shows and names else None
+
+
+def _blame(ranks: Lockstep, replay: EvaluationReplay, seen: _Sight, report: EvaluationReport) -> Blame:
+    """Find the first module, or else the first operation, that is wrong in the batch."""
+    step = seen.steps[0]
+    report = _in_batch(replace(report, note=""), step.loader_idx, step.batch_idx, seen.amp, seen.fp32)
+
+    def of_modules() -> Blame:
+        if math.isfinite(seen.amp) or math.isfinite(seen.fp32):
+            return blame_module(report, seen.outputs)
+        return origin_in_fp32(report, seen.outputs, step.batch, replay.module)
+
+    blame = ranks.run(of_modules)
+    if not ranks.any(seen.shows and blame.may_be_an_operation):
+        return blame
+    return ranks.run(lambda: blame_operation(blame, *replay.operations(seen.steps)))
+
+
+# -- remedies ----------------------------------------------------------------------------------------------------------
+
+_Outcome = TriedRemedy | str
+"""Of an attempt that could not be run the reason; empty where there is nothing to say."""
+
+
+def _remedies(replay: EvaluationReplay, seen: _Sight, blame: Blame) -> Iterator[Attempt[str, _Outcome]]:
+    """Try more and more modules in fp32, and then the whole evaluation."""
+    outputs = seen.outputs
+    rules = [] if blame.first_in_fp32 is None else [blame.first_in_fp32]
+    for _ in range(_MAX_TRIES if rules else 0):
+        run = partial(_with_rules, replay, seen, rules)
+        yield _attempt(replay, seen, _setting(replay, f"fp32_modules={rules!r}"), run)
+        wider = more_modules(rules, blame_module(blame.report, outputs), outputs)
+        if wider is None:
+            break
+        rules = wider
+    run = partial(replay.in_fp32, seen.steps, upcast=False)
+    yield _attempt(replay, seen, _setting(replay, "eval_precision='fp32'"), run)
+
+
+def _setting(replay: EvaluationReplay, argument: str) -> str:
+    ours = isinstance(replay.trainer.precision_plugin, AmpPrecision)
+    return argument if ours else f"AmpPrecision(..., {argument})"
+
+
+def _with_rules(replay: EvaluationReplay, seen: _Sight, rules: Sequence[str]) -> Replayed:
+    seen.outputs.again()
+    try:
+        return replay.in_amp(seen.steps, seen.outputs.comparing, rules)
+    except Exception:
+        seen.outputs.again()  # half of a step shows nothing
+        raise
+
+
+def _attempt(
+    replay: EvaluationReplay, seen: _Sight, setting: str, run: Callable[[], Replayed]
+) -> Attempt[str, _Outcome]:
+    def outcome() -> _Outcome:
+        try:
+            value = run().value
+        except ValueError:  # half-precision weights cannot be kept in fp32
+            return ""
+        except Exception as error:
+            return _failure(replay, error)
+        value = math.nan if value is None else value
+        gone = abs(value - seen.fp32) <= _GONE * abs(seen.amp - seen.fp32)
+        return TriedRemedy(setting, value, gone if math.isfinite(seen.amp) else math.isfinite(value))
+
+    return Attempt(setting, outcome)
+
+
+def _works(outcome: _Outcome) -> bool:
+    return isinstance(outcome, TriedRemedy) and outcome.works

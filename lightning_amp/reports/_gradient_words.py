@@ -1,0 +1,138 @@
+"""The sentences of `GradientMonitor`: what is wrong with the gradient, or how well it fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lightning_amp._text import exact, percent, rounded
+from lightning_amp.findings import LOW_DB, TOTAL, GradientFault, GradientRow, InaccurateDerivative, TriedRemedy
+
+
+def describe_fault(found: GradientFault, tried: Sequence[TriedRemedy], *, faded: float = 1.0) -> str:
+    """Say what is wrong, where first, and what helps, in sentences.
+
+    Args:
+        found: What is wrong.
+        tried: What was tried, in order.
+        faded: Largest gradient of this sample, in units of the largest so far.
+
+    """
+    row = found.row
+    name = "the gradient" if row.name == TOTAL else f"that of `{row.name}`"
+    if found.kind in ("nan", "infinite"):
+        what = "NaN" if found.kind == "nan" else "infinite"
+        first = "" if row.name == TOTAL else f", first (in the order of the backward) {name}"
+        return f"The gradient is {what} in fp32, too{first}: no precision and no loss scale helps."
+    if found.kind == "length":
+        text = _wrong_length(found)
+    elif found.kind == "overflow":
+        at = f" at a loss scale of {exact(row.scale)}" if row.precision in ("fp16", "") else ""
+        text = f"The gradient overflows in {row.precision or 'fp16'}{at}, first {name}; in fp32 it is finite."
+    else:
+        text = _noise(found, name, faded)
+    works = [f"{one.setting} (tried: {_decibels(one.value)})" for one in tried if one.works]
+    if works:
+        return f"{text} What helps: {' or '.join(works)}."
+    if tried:
+        text += f" Tried, each without success: {', '.join(one.setting for one in tried)}."
+    return f"{text} `compare_precisions` tells whether that costs quality." if found.kind == "rounding" else text
+
+
+def _noise(found: GradientFault, name: str, faded: float) -> str:
+    row = found.row
+    numbers = f"SQNR {_decibels(row.sqnr_db)}, cosine {row.cosine:.4f}"
+    where = f"The gradient is not that of fp32, first {name} ({numbers})"
+    if not found.whole:
+        where = f"The gradient of `{row.name}` is not that of fp32 ({numbers})"
+    if found.kind == "zero":
+        return f"{where}: {percent(row.underflow_fraction)} of it becomes zero at a loss scale of {exact(row.scale)}."
+    text = f"{where}: it is in range, but what {row.precision or 'fp16'} rounds away is as large as the gradient."
+    if found.whole and faded < 0.01:
+        text += f" It has become small, {percent(faded)} of the largest so far: late in a training that is usual."
+    return text
+
+
+def _wrong_length(found: GradientFault) -> str:
+    total = found.total
+    times, scale = f"{rounded(total.norm_ratio)} times the length", exact(total.scale)
+    if found.clipped:
+        has = "is not that of fp32" if math.isnan(total.norm_ratio) else f"has {times} of that of fp32"
+        return f"The gradient {has}: {found.clipped} clips it while it is multiplied with the loss scale, {scale}."
+    text = f"The gradient points where that of fp32 does (cosine {total.cosine:.4f}) and has {times}"
+    if abs(total.norm_ratio * total.scale - 1) < 0.02 and total.scale != 1:
+        return f"{text}, one by the loss scale: `training_step` divides by it, and so does the plugin."
+    return (
+        f"{text}. Where `training_step` changes gradients by itself they are still multiplied with the loss scale,"
+        f" {scale}: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before it makes them true ones."
+    )
+
+
+def describe_derivative(found: InaccurateDerivative, helps: bool) -> str:
+    """Say what fp16 loses of a derivative, and whether `scaled_grad` was tried and helps."""
+    lost = f"{percent(found.zero)} of it becomes zero" if found.zero > 0 else f"its SQNR is {found.sqnr_db:.1f} dB"
+    lost = "it overflows" if math.isnan(found.sqnr_db) else lost
+    cure = "`lightning_amp.precision.scaled_grad(self.trainer, ...)` in the place of `torch.autograd.grad`"
+    helped = f". {cure} helps (tried)" if helps else ""
+    return (
+        f"the derivative inside of the loss, {found.line}, is computed in fp16 without a loss scale, and is not that of"
+        f" fp32: {lost}{helped}."
+    )
+
+
+def _decibels(sqnr_db: float) -> str:
+    """Write an SQNR."""
+    if math.isnan(sqnr_db):
+        return "overflows"
+    return "equal" if math.isinf(sqnr_db) else f"{sqnr_db:.1f} dB"
+
+
+def describe_healthy(rows: Sequence[GradientRow], largest: float, scale: float | None) -> str:
+    """Sum up a sample that lost nothing.
+
+    Args:
+        rows: Of the sample, that of all gradients last.
+        largest: Largest finite gradient so far.
+        scale: The loss scale to recommend by it; `None` without one.
+
+    """
+    *parts, last = rows
+    if last.largest == 0:
+        return "All gradients of the last sample are zero."
+    if last.precision == "fp8":
+        return _fp8(parts, last)
+    least = min((row for row in parts if row.largest > 0), key=lambda row: row.sqnr_db, default=last)
+    if last.precision not in ("fp16", ""):
+        if math.isinf(last.sqnr_db):
+            return "The gradient is that of fp32."
+        text = f"The gradient is that of fp32 up to rounding (SQNR {last.sqnr_db:.1f} dB)"
+        return f"{text}; the least near is that of `{least.name}`, {least.sqnr_db:.1f} dB."
+    if scale is None:
+        return "There was no finite gradient to recommend a scale by."
+    if scale < 1:
+        return (
+            f"The largest gradient, {rounded(largest)}, fits into fp16 only with a scale of {exact(scale)}:"
+            f" divide the loss by a constant, {exact(1 / scale)} at least."
+        )
+    text = f"For fp16, start with `DynamicLossScaler(init_scale=2.0**{int(math.log2(scale))})`"
+    if last.underflow_fraction > 0.01 and last.scale < scale:
+        return f"{text}: at {exact(last.scale)}, {last.underflow_fraction:.0%} of the gradients become zero."
+    if last.headroom_bits < 0:
+        now = f"at {exact(last.scale)} the largest gradient leaves the range of fp16"
+        return f"{text}: {now}. It does not overflow, since this run computes it in float32."
+    if least.sqnr_db < LOW_DB:  # of a bias before a normalisation, whose gradient is zero but for rounding
+        return f"{text}. The least near to fp32 is the gradient of `{least.name}`, {least.sqnr_db:.1f} dB."
+    return f"{text}, or leave it as it is: at {exact(last.scale)} the gradients fit."
+
+
+def _fp8(parts: Sequence[GradientRow], last: GradientRow) -> str:
+    noise = percent(10 ** (-last.sqnr_db / 20))
+    text = f"The noise of fp8 (and bf16) is {noise} of the gradient"
+    lost = {row.name: row.fp8_underflow_fraction or 0.0 for row in parts}
+    worst = max(lost, key=lambda name: lost[name])
+    if lost[worst] < 0.01:
+        return f"{text}; casts to 8 bits make less than 1 % of what reaches any layer zero."
+    return (
+        f"{text}; casts to 8 bits make {percent(lost[worst])} of what reaches `{worst}` zero."
+        " `compare_precisions` tells whether that costs quality."
+    )
