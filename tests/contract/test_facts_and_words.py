@@ -23,7 +23,7 @@ _PATTERNS = {"re.match", "re.search", "re.fullmatch", "re.findall", "re.compile"
 
 
 def sentences_read_back(package: Package) -> Iterator[Finding]:
-    """`text.startswith("not worse")`, `" in fp32" in text`, `re.search("takes (.*) seeds", text)`: where we wrote that text.
+    """`text.startswith("not worse")`, `" in fp32" in text`, `re.search("takes (.*) seeds", text)`, if the text is ours.
 
     A text counts as ours if another literal of the package has the words that are looked for. Single words are left
     alone: they are names of settings, units and operations as well. Messages of other libraries are read in `_compat`.
