@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.source import PACKAGE, ROOT, TOP, Finding, Guard, Package, Source, findings, new_findings
+from support.source import PACKAGE, ROOT, TOP, Finding, Guard, Import, Package, Source, findings, new_findings
 
 LAYERS = [
     ["_compat"],
@@ -105,7 +105,51 @@ def other_package(package: Package) -> Iterator[Finding]:
                 yield Finding(source.path, found.line, "imports pytorch_lightning, which is not `lightning.pytorch`")
 
 
-GUARDS: list[Guard] = [wrong_directions, forbidden_chains, other_package]
+def circles(package: Package) -> Iterator[Finding]:
+    """Files that import each other, directly or over others, imports inside of functions and for annotations included.
+
+    A package's `__init__` counts as the file whose name is taken from it, since it only hands names on.
+    """
+    graph = {
+        source.module: {target for found in source.imports if (target := _file_of(package, found))}
+        for source in package
+        if not source.is_package
+    }
+    for group in _strongly_connected(graph):
+        if len(group) > 1:
+            paths = sorted(package.modules[name].path for name in group)
+            yield Finding(paths[0], 1, f"imports in a circle with {', '.join(paths[1:])}")
+
+
+def _file_of(package: Package, found: Import) -> str:
+    """The file of ours where an imported name is defined; empty if there is none."""
+    defined = package.definition(f"{found.module}.{found.name}") if found.name else found.module
+    while defined and defined not in package.modules:
+        defined = defined.rpartition(".")[0]
+    return "" if not defined or package.modules[defined].is_package else defined
+
+
+def _strongly_connected(graph: dict[str, set[str]]) -> Iterator[set[str]]:
+    """Groups in which every node reaches every other one."""
+    reaches = {node: _reached(graph, node) for node in graph}
+    left = set(graph)
+    while left:
+        node = left.pop()
+        group = {node} | {other for other in reaches[node] & left if node in reaches[other]}
+        left -= group
+        yield group
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    queue, seen = [start], set[str]()
+    while queue:
+        new = graph.get(queue.pop(), set()) - seen
+        seen |= new
+        queue.extend(new)
+    return seen
+
+
+GUARDS: list[Guard] = [wrong_directions, forbidden_chains, other_package, circles]
 
 
 @pytest.mark.parametrize("guard", GUARDS)
@@ -186,6 +230,26 @@ def test_what_is_no_chain_to_lightning() -> None:
 def test_the_other_package_is_found() -> None:
     bad = "def f():\n    import pytorch_lightning.callbacks"
     assert new_findings(other_package, PACKAGE.with_file("callbacks/_bad.py", bad))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from lightning_amp.scaling._b import b",
+        "def f():\n    import lightning_amp.scaling._b",
+        "if TYPE_CHECKING:\n    from lightning_amp.scaling._b import b",
+    ],
+)
+def test_a_circle_is_found(first: str) -> None:
+    bad = PACKAGE.with_file("scaling/_a.py", first).with_file("scaling/_b.py", "from lightning_amp.scaling import _a")
+    assert new_findings(circles, bad) == ["scaling/_a.py:1: imports in a circle with scaling/_b.py"]
+
+
+def test_a_circle_over_a_room_is_found() -> None:
+    bad = PACKAGE.with_file("scaling/__init__.py", "from lightning_amp.scaling._a import a")
+    bad = bad.with_file("scaling/_a.py", "from lightning_amp.scaling._b import b\ndef a(): ...")
+    bad = bad.with_file("scaling/_b.py", "from lightning_amp.scaling import a\ndef b(): ...")
+    assert any("scaling/_a.py" in found and "scaling/_b.py" in found for found in new_findings(circles, bad))
 
 
 def test_the_contributing_guide_shows_the_order_and_every_room() -> None:

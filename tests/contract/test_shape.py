@@ -1,4 +1,4 @@
-"""The shape of files and classes: how long, mirrored by which test, final or abstract, and who writes to whom."""
+"""The shape of rooms, files and classes: which file is read first, how long, final or abstract, who writes to whom."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import ast
 import builtins
 import functools
 import importlib
+import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.source import PACKAGE, Finding, Function, Guard, Package, Source, findings, named, new_findings
 
-LONGEST, LONGEST_OF_ONE_CLASS = 350, 450
-NEEDS_MIRROR = 60
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-UNIT = Path(__file__).parents[1] / "unit"
+LONGEST = 450
 
 FOR_SUBCLASSES = {"AmpPrecision", "FSDPAmpPrecision"}
 """Not final: a precision plugin is adapted by deriving from it, as the tests do.
@@ -32,39 +29,22 @@ MADE_BY_TYPING = {"NamedTuple", "TypedDict", "Protocol", "Enum", "IntEnum", "Fla
 
 
 def too_long(package: Package) -> Iterator[Finding]:
-    """A class is not cut in two to keep a limit: a file that holds one class and nothing else may be longer."""
+    """The limit is that of a class: a class is not cut in two to keep it."""
     for source in package:
-        kinds = [type(node) for node in ast.parse(source.text).body if isinstance(node, (ast.ClassDef, *DEFINITIONS))]
-        longest = LONGEST_OF_ONE_CLASS if kinds == [ast.ClassDef] else LONGEST
-        if (length := source.text.count("\n")) > longest:
-            yield Finding(source.path, length, f"is longer than {longest} lines")
+        if (length := source.text.count("\n")) > LONGEST:
+            yield Finding(source.path, length, f"is longer than {LONGEST} lines")
 
 
-def mirror_of(path: str) -> str:
-    """`scaling/_steps.py` -> `scaling/test_steps.py`; underscores in front are left out in every part."""
-    *rooms, file = path.split("/")
-    return "/".join([*(room.lstrip("_") for room in rooms), f"test_{file.removesuffix('.py').strip('_')}.py"])
-
-
-def without_mirror(package: Package, tests: frozenset[str] | None = None) -> Iterator[Finding]:
-    tests = unit_tests() if tests is None else tests
+def without_a_first_file(package: Package) -> Iterator[Finding]:
+    """A room says which of its files to read first: it has the room's name, or the docstring of `__init__` names it."""
     for source in package:
-        if not source.is_package and source.text.count("\n") > NEEDS_MIRROR and mirror_of(source.path) not in tests:
-            yield Finding(source.path, 1, f"has no tests/unit/{mirror_of(source.path)}")
-
-
-def mirrors_nothing(package: Package, tests: frozenset[str] | None = None) -> Iterator[Finding]:
-    """A test of a unit has the name of its module, or begins with it: `test_reused_weights_compiled.py`."""
-    stems = [mirror_of(source.path).removesuffix(".py") for source in package if not source.is_package]
-    for test in sorted(unit_tests() if tests is None else tests):
-        name = test.removesuffix(".py")
-        if not any(name == stem or name.startswith(f"{stem}_") for stem in stems):
-            yield Finding(f"tests/unit/{test}", 1, "is named after no module")
-
-
-@functools.cache
-def unit_tests() -> frozenset[str]:
-    return frozenset(path.relative_to(UNIT).as_posix() for path in UNIT.rglob("test_*.py"))
+        if not source.is_package or source.room == "__init__":
+            continue
+        folder = source.path.removesuffix("__init__.py")
+        name = folder.rstrip("/").rpartition("/")[2]
+        named_first = re.findall(r"`([\w/]+\.py)`", ast.get_docstring(source.tree) or "")
+        if not any(f"{folder}{file}" in package.files for file in (f"{name}.py", f"_{name}.py", *named_first)):
+            yield Finding(source.path, 1, "names no file to read first")
 
 
 # -- classes -----------------------------------------------------------------------------------------------------------
@@ -91,6 +71,18 @@ def without_override(package: Package) -> Iterator[Finding]:
             if method.name in inherited and not is_dunder(method.name) and "override" not in decorators(method):
                 short = name.rpartition(".")[2]
                 yield Finding(source.path, method.lineno, f"{short}.{method.name} overrides without @override")
+
+
+def cut_apart(package: Package) -> Iterator[Finding]:
+    """A class of ours with exactly one subclass is one class in two places."""
+    below: dict[str, list[str]] = {}
+    for name, (source, node) in package.classes.items():
+        for base in package.bases(source, node):
+            below.setdefault(base, []).append(name)
+    for name, (source, node) in package.classes.items():
+        if len(below.get(name, ())) == 1 and node.name not in FOR_SUBCLASSES:
+            (child,) = below[name]
+            yield Finding(source.path, node.lineno, f"{node.name} has one subclass only: {child.rpartition('.')[2]}")
 
 
 def methods(node: ast.ClassDef) -> list[Function]:
@@ -197,7 +189,7 @@ def is_made(function: ast.AST, name: str) -> bool:
 # -- tests -------------------------------------------------------------------------------------------------------------
 
 GUARDS: list[Guard] = [
-    too_long, without_mirror, mirrors_nothing, neither_final_nor_abstract, without_override, written_from_outside,
+    too_long, without_a_first_file, neither_final_nor_abstract, cut_apart, without_override, written_from_outside,
 ]  # fmt: skip
 
 
@@ -211,42 +203,23 @@ def test_a_long_file_is_found() -> None:
     assert not new_findings(too_long, PACKAGE.with_file("_compat/_good.py", "\n" * LONGEST))
 
 
-@pytest.mark.parametrize(
-    ("text", "num_lines", "fine"),
-    [
-        ("class A:", LONGEST_OF_ONE_CLASS, True),
-        ("class A:", LONGEST_OF_ONE_CLASS + 1, False),
-        ("class A:\n    pass\nclass B:", LONGEST + 1, False),
-        ("class A:\n    pass\ndef f():", LONGEST + 1, False),
-    ],
-)
-def test_one_class_may_be_longer(text: str, num_lines: int, fine: bool) -> None:
-    long = f"{text}\n    pass\n"
-    source = long + "\n" * (num_lines - long.count("\n"))
-    assert bool(new_findings(too_long, PACKAGE.with_file("_compat/_bad.py", source))) != fine
+@pytest.mark.parametrize("docstring", ["", '"""What is in it. Read `_missing.py` first."""', '"""Read _first.py."""'])
+def test_a_room_without_a_first_file_is_found(docstring: str) -> None:
+    bad = PACKAGE.with_file("attic/__init__.py", docstring).with_file("attic/_first.py", "")
+    assert new_findings(without_a_first_file, bad) == ["attic/__init__.py:1: names no file to read first"]
 
 
-def test_a_file_without_a_mirror_is_found() -> None:
-    bad = PACKAGE.with_file("_compat/_bad.py", "\n" * (NEEDS_MIRROR + 1))
-    assert new_findings(without_mirror, bad) == ["_compat/_bad.py:1: has no tests/unit/compat/test_bad.py"]
-    assert not new_findings(without_mirror, PACKAGE.with_file("_compat/_short.py", "\n"))
-    assert not list(without_mirror(Package({}).with_file("_bad.py", "\n" * 99), frozenset({"test_bad.py"})))
+@pytest.mark.parametrize(("docstring", "file"), [("", "attic"), ("", "_attic"), ('"""Read `_first.py`."""', "_first")])
+def test_a_room_with_a_first_file_is_not(docstring: str, file: str) -> None:
+    good = PACKAGE.with_file("attic/__init__.py", docstring).with_file(f"attic/{file}.py", "")
+    assert not new_findings(without_a_first_file, good)
 
 
-@pytest.mark.parametrize(
-    ("test", "is_found"),
-    [
-        ("scaling/test_steps.py", False),
-        ("scaling/test_steps_of_manual_loops.py", False),
-        ("scaling/test_step.py", True),
-        ("precision/test_steps.py", True),
-        ("test_steps.py", True),
-        ("test_files.py", False),
-    ],
-)
-def test_a_test_of_no_module_is_found(test: str, is_found: bool) -> None:
-    package = Package({}).with_file("scaling/_steps.py", "").with_file("_files.py", "")
-    assert bool(list(mirrors_nothing(package, frozenset({test})))) == is_found
+def test_a_class_cut_in_two_is_found() -> None:
+    one = PACKAGE.with_file("scaling/_bad.py", "class Bad: ...\n@final\nclass All(Bad): ...")
+    assert new_findings(cut_apart, one) == ["scaling/_bad.py:1: Bad has one subclass only: All"]
+    two = PACKAGE.with_file("scaling/_good.py", "class A: ...\n@final\nclass B(A): ...\n@final\nclass C(A): ...")
+    assert not new_findings(cut_apart, two)
 
 
 @pytest.mark.parametrize(
