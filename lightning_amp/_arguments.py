@@ -12,7 +12,7 @@ from lightning_amp._text import literal
 def require(fine: bool, name: str, rule: str, value: object, next_step: str = "") -> None:
     """Refuse an argument that is not `fine`: "`name` must be `rule`, got `value`. `next_step`"."""
     if not fine:
-        separator = ";" if ", or `None`" in rule else ","
+        separator = ";" if "," in rule and "None" in rule.rpartition(",")[2] else ","
         advice = f" {next_step}" if next_step else ""
         raise ValueError(f"`{name}` must be {rule}{separator} got {literal(value)}.{advice}")
 

@@ -1,4 +1,7 @@
-"""What code computes in: the precision, modules and metrics in fp32, weights that are cast once. No Lightning."""
+"""What code computes in: the precision, modules and metrics in fp32, weights that are cast once. No Lightning.
+
+Read `_precision_choice.py` first.
+"""
 
 from lightning_amp.casting._cpu_speed import ProbeKind, cpu_speed
 from lightning_amp.casting._float8 import Float8Linears

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from typing_extensions import final, override
 
+from lightning_amp._compat._messages import is_unknown_option
 from lightning_amp.cli._errors import FINE, TO_DO, UsageError
 from lightning_amp.cli._output import check_output, is_terminal, note, require_extra, save, show, write
 
@@ -171,7 +172,7 @@ class Parser(argparse.ArgumentParser):
 
     @override
     def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments"):
+        if is_unknown_option(message):
             message += f"; the options are {', '.join(self.options)}"
         raise UsageError(f"{message} (`{self.prog} --help` says more)")
 

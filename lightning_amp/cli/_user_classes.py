@@ -19,6 +19,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import final
 
+from lightning_amp._compat._messages import is_unknown_option, short_class_names
 from lightning_amp.cli._errors import UsageError
 from lightning_amp.cli._factories import Factory, TrainerArgument
 from lightning_amp.cli._lightning_config import COMPARED, SECTIONS
@@ -174,7 +175,7 @@ def _one_line(error: Exception, configs: Sequence[Mapping[str, Any]], arguments:
         lines = [line for line in lines if line != "Expected a <class 'list'>"]
     text = "; ".join(lines).replace(":; ", ": ")
     text = re.sub(r"^Parser key \"([\w.]+)\":", r"--\1:", text)
-    text = re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1", text)
+    text = short_class_names(text)
     missing = re.match(r"--(\w+): Problem with given class_path '([\w.]+)': .* are required: (\w+)$", text)
     if missing is not None:
         return f"--{missing[1]}.{missing[3]} is required{_class_names(missing[2])}"
@@ -182,7 +183,7 @@ def _one_line(error: Exception, configs: Sequence[Mapping[str, Any]], arguments:
 
 
 def _legal(text: str, configs: Sequence[Mapping[str, Any]], arguments: Sequence[str]) -> str:
-    if "nrecognized arguments" in text:
+    if is_unknown_option(text):
         unknown = re.search(r"--trainer\.(\w+)", text)
         return f"; {_other_options() if unknown is None else _trainer_names(unknown[1])}"
     unknown = re.search(r"'trainer' does not accept \w[\w ]* '(\w+)'", text)  # of a YAML

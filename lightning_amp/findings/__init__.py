@@ -1,4 +1,7 @@
-"""Plain records of what was seen in a run, and of what was tried on it; who prints them is `reports`."""
+"""Plain records of what was seen in a run, and of what was tried on it; who prints them is `reports`.
+
+Read `_step.py` first.
+"""
 
 from lightning_amp.findings._gradient import (
     LOW_DB,

@@ -1,4 +1,7 @@
-"""Numbers in low precision: what formats hold, how well values fit, whether they are finite. Plain torch."""
+"""Numbers in low precision: what formats hold, how well values fit, whether they are finite. Plain torch.
+
+Read `_limits.py` first.
+"""
 
 from lightning_amp.numerics._fidelity import cosine, fidelity, fidelity_sums, inner_product, output_sums, sqnr_db
 from lightning_amp.numerics._finite import (

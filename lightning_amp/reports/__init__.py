@@ -1,4 +1,4 @@
-"""What a person reads: tables, text, CSV and pictures. No Lightning."""
+"""What a person reads: tables, text, CSV and pictures. No Lightning. Read `_overflow_report.py` first."""
 
 from lightning_amp.findings import (
     ComparisonRow,

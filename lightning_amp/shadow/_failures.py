@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from typing_extensions import final
 
+from lightning_amp._compat._messages import OUT_OF_MEMORY
+
 
 @final
 class Failure(NamedTuple):
@@ -40,9 +42,8 @@ class Failure(NamedTuple):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception says that a device, or the host, has no memory left."""
-    text = str(error).lower()
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+        isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
     )
 
 

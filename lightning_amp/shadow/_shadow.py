@@ -17,7 +17,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _lightning
 from lightning_amp.shadow._module_copy import copy_module
-from lightning_amp.shadow._views import NOTHING, SilentLogger, SilentProgressBar, View, replaying
+from lightning_amp.shadow._views import NOTHING, SilentProgressBar, View, replaying, silent_logger
 
 
 @final
@@ -51,7 +51,7 @@ class Shadow:
         view = View(trainer, precision_plugin=plugin)
         own = {"reduce": self.reduce, "precision_plugin": plugin, **(strategy_attributes or {})}
         strategy = View(trainer.strategy, **own)
-        loggers = [SilentLogger(logger) for logger in trainer.loggers]
+        loggers = [silent_logger(logger) for logger in trainer.loggers]
         attributes: dict[str, Any] = {
             "strategy": strategy,
             "loggers": loggers,

@@ -6,16 +6,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from typing_extensions import final, override
+from typing_extensions import final
 
 from lightning_amp.precision import AmpPrecision
 
 
+@final
 class View:
-    """Reads attributes of another object; what is set on the view stays on the view."""
+    """Reads attributes of another object; what is set on the view stays on the view.
 
-    def __init__(self, target: Any, **attributes: Any) -> None:
-        vars(self).update(attributes, view_target=target, view_computed={})
+    Args:
+        target: The other object.
+        view_read: Is given the name and the value of each attribute that is read from it, and returns what is seen.
+        attributes: Set on the view.
+
+    """
+
+    def __init__(self, target: Any, *, view_read: Callable[[str, Any], Any] | None = None, **attributes: Any) -> None:
+        vars(self).update(attributes, view_target=target, view_read=view_read, view_computed={})
 
     def compute(self, name: str, value: Callable[[], Any]) -> None:
         """Answer a read of `name` with a call of `value`."""
@@ -25,7 +33,8 @@ class View:
         own = vars(self)
         if name in own["view_computed"]:
             return own["view_computed"][name]()
-        return getattr(own["view_target"], name)
+        value = getattr(own["view_target"], name)
+        return value if own["view_read"] is None else own["view_read"](name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> View:
         return self
@@ -36,15 +45,14 @@ class View:
         return type(vars(self)["view_target"])
 
 
-@final
-class SilentLogger(View):
-    """Looks like a user's logger and writes nothing."""
+def silent_logger(logger: Any) -> View:
+    """Return what looks like a user's logger and writes nothing."""
+    return View(logger, view_read=_silent)
 
-    @override
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        # The first two are what loggers call the handle of the service that they write to.
-        return NOTHING if name in ("experiment", "run") or callable(value) else value
+
+def _silent(name: str, value: Any) -> Any:
+    # The first two are what loggers call the handle of the service that they write to.
+    return NOTHING if name in ("experiment", "run") or callable(value) else value
 
 
 @final

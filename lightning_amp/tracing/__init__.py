@@ -1,4 +1,7 @@
-"""Where a step went wrong: the first non-finite value of a forward and backward, and its replay. Plain torch."""
+"""Where a step went wrong: the first non-finite value of a forward and backward, and its replay. Plain torch.
+
+Read `_diagnosis.py` first.
+"""
 
 from lightning_amp.tracing._bundles import make_bundle
 from lightning_amp.tracing._conditions import RandomState, fp32_switches, full_precision, paired_random, reduces_fp32

@@ -74,14 +74,17 @@ def _plain(pattern: str) -> str:
 
 
 def kinds_typed_as_text(package: Package) -> Iterator[Finding]:
-    """A field that is given and compared with constants, such as `remedy.kind == "clip"`, is a `Literal`, not `str`."""
+    """A field that is given and compared with constants, such as `remedy.kind == "clip"`, is a `Literal`, not `str`.
+
+    Names are left alone: `name` says which one it is, not which kind.
+    """
     compared = {name for source in package for name in _compared_with_text(source)}
     given = {field for source in package for field in _given_as_text(package, source)}
     for name, (source, node) in package.classes.items():
         for field in _fields(node):
             text = ast.unparse(field.annotation).replace(" ", "") in {"str", "str|None"}
             target = ast.unparse(field.target)
-            if text and target in compared and (name, target) in given:
+            if text and target != "name" and target in compared and (name, target) in given:
                 yield Finding(source.path, field.lineno, f"{node.name}.{target} is no `Literal`")
 
 

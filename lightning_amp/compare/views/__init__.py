@@ -1,4 +1,4 @@
-"""A judgement as Markdown and as a page with charts; nothing is decided here."""
+"""A judgement as Markdown and as a page with charts; nothing is decided here. Read `_words.py` first."""
 
 from lightning_amp.compare.views._page import page
 from lightning_amp.compare.views._words import blocks, markdown

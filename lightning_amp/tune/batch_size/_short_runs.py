@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
@@ -12,6 +11,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import final
 
+from lightning_amp._compat._messages import FRAME, OUT_OF_MEMORY
 from lightning_amp._user_line import is_own_project
 from lightning_amp.compare import ArmRun, ArmSpec, Task, run_in_process
 from lightning_amp.tune.batch_size._batch_size_attribute import FactoryWithBatchSize
@@ -37,11 +37,6 @@ _LEFT_OUT = (
 
 _MANY_EPOCHS, _MANY_STEPS = 1000, 10_000
 """Never reached. Schedules that ask how many steps there are get a number."""
-
-_OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|out of memory|can't allocate memory|MemoryError|bad_alloc|ALLOC_FAILED", re.IGNORECASE
-)
-_FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 @final
@@ -101,7 +96,7 @@ def short_trainer(trainer_kwargs: Mapping[str, Any], probe: Callback) -> dict[st
 def is_out_of_memory(run: ArmRun) -> bool:
     """Return whether memory ran out, of the device or of the machine."""
     error = run.error or ""
-    return bool(_OUT_OF_MEMORY.search(error)) or "killed by SIGKILL" in error
+    return bool(OUT_OF_MEMORY.search(error)) or "killed by SIGKILL" in error
 
 
 def measurement(run: ArmRun, facts: Facts, size: int) -> Measurement:
@@ -120,7 +115,7 @@ def measurement(run: ArmRun, facts: Facts, size: int) -> Measurement:
 def failure(run: ArmRun) -> str:
     """Write the error that ended a run, with the line of the user's own file that it came from."""
     text = " ".join((run.error or "").split()).rstrip(".")
-    frames = _FRAME.findall(run.log)
+    frames = FRAME.findall(run.log)
     own = [frame for frame in frames if is_own_project(frame[0])]
     if not own:
         return text

@@ -10,7 +10,7 @@ import pytest
 from support import Recorder
 
 from lightning_amp import AmpPrecision
-from lightning_amp.shadow._views import NOTHING, SilentLogger, SilentProgressBar, View, replaying
+from lightning_amp.shadow._views import NOTHING, SilentProgressBar, View, replaying, silent_logger
 
 
 class Target:
@@ -42,7 +42,7 @@ def test_a_computed_attribute_is_asked_each_time() -> None:
 
 def test_a_silent_logger_looks_like_the_real_one_and_writes_nothing() -> None:
     logger = Recorder()
-    silent: Any = SilentLogger(logger)
+    silent: Any = silent_logger(logger)
     assert isinstance(silent, Recorder)
     assert silent.name == logger.name
     silent.log_metrics({"a": 1.0}, step=0)
