@@ -9,25 +9,28 @@ from typing import Any, cast
 from lightning_amp._text import literal
 
 
-def require(fine: bool, name: str, rule: str, value: object, next_step: str = "") -> None:
-    """Refuse an argument that is not `fine`: "`name` must be `rule`, got `value`. `next_step`"."""
+def require(fine: bool, name: str, rule: str, value: object, next_step: str = "", *, none: str = "") -> None:
+    """Refuse an argument that is not `fine`: "`name` must be `rule`, got `value`. `next_step`".
+
+    `none` ends the rule where `None` is legal: "or `None` for all".
+    """
     if not fine:
-        separator = ";" if "," in rule and "None" in rule.rpartition(",")[2] else ","
+        whole = f"{rule}, {none};" if none else f"{rule},"
         advice = f" {next_step}" if next_step else ""
-        raise ValueError(f"`{name}` must be {rule}{separator} got {literal(value)}.{advice}")
+        raise ValueError(f"`{name}` must be {whole} got {literal(value)}.{advice}")
 
 
 def require_number(name: str, value: Any, least: float, most: float = math.inf, *, optional: bool = False) -> None:
     """Refuse what is no number from `least` to `most`, nor `None` if it is `optional`."""
     fine = (is_number(value, finite=False) and least <= value <= most) or (optional and value is None)
     rule = f"a number of {least:g} or more" if most == math.inf else f"a number from {least:g} to {most:g}"
-    require(fine, name, f"{rule}, or `None`" if optional else rule, value)
+    require(fine, name, rule, value, none="or `None`" if optional else "")
 
 
 def require_count(name: str, value: object, least: int = 1, *, none: str = "") -> None:
     """Refuse what is no integer from `least` on, nor `None` if `none` says what that means ("or `None` for all")."""
     rule = f"an integer of {least} or more"
-    require(is_count(value, least) or (bool(none) and value is None), name, f"{rule}, {none}" if none else rule, value)
+    require(is_count(value, least) or (bool(none) and value is None), name, rule, value, none=none)
 
 
 def require_bool(name: str, value: object) -> None:

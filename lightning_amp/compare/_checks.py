@@ -87,7 +87,7 @@ def check_trainer_names(trainer_kwargs: object, instead: str, advice: str) -> di
     if trainer_kwargs is None:
         return {}
     fine = isinstance(trainer_kwargs, Mapping) and all(isinstance(name, str) for name in trainer_kwargs)
-    require(fine, "trainer_kwargs", "a mapping of the Trainer's arguments, or `None`", trainer_kwargs)
+    require(fine, "trainer_kwargs", "a mapping of the Trainer's arguments", trainer_kwargs, none="or `None`")
     assert isinstance(trainer_kwargs, Mapping)
     found = dict(trainer_kwargs)
     for name in ("precision", "plugins"):
@@ -111,9 +111,9 @@ def parse_margins(margins: object) -> dict[str, Margin]:
     """
     if margins is None:
         return {}
-    rule = 'a mapping from metrics to numbers, or to pairs such as `("min", 0.1)`, or `None`'
+    rule = 'a mapping from metrics to numbers, or to pairs such as `("min", 0.1)`'
     fine = isinstance(margins, Mapping) and all(isinstance(name, str) for name in margins)
-    require(fine, "margins", rule, margins, "" if fine else "Write `margins={'val_loss': 0.01}`.")
+    require(fine, "margins", rule, margins, "" if fine else "Write `margins={'val_loss': 0.01}`.", none="or `None`")
     assert isinstance(margins, Mapping)
     found: dict[str, Margin] = {}
     for name, value in margins.items():
@@ -135,7 +135,7 @@ def check_seeds(seed: object, num_seeds: object, control: object) -> None:
     """
     require_count("num_seeds", num_seeds)
     require_count("seed", seed, 0)
-    require(control is None or isinstance(control, bool), "control", "`True`, `False`, or `None`", control)
+    require(control is None or isinstance(control, bool), "control", "`True`, `False`", control, none="or `None`")
     assert isinstance(seed, int)
     assert isinstance(num_seeds, int)
     require(seed + num_seeds <= 2**32, "seed", "below 2**32, with all of `num_seeds`", seed)

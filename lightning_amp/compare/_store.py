@@ -40,7 +40,7 @@ class Store:
 
     def __init__(self, dirpath: Any, identity: Mapping[str, Any]) -> None:
         fine = isinstance(dirpath, (str, os.PathLike)) and bool(str(dirpath))
-        require(fine, "dirpath", "a folder, its URL, or `None`", dirpath)
+        require(fine, "dirpath", "a folder, its URL", dirpath, none="or `None`")
         self._folder = location(dirpath, "dirpath")
         self._identity = json.loads(json.dumps(identity))
         self._key = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()[:16]

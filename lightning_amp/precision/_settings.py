@@ -53,8 +53,8 @@ class Settings:
         if isinstance(scaler, (int, float)):
             scaler = DynamicLossScaler.static(scaler)
         fine = scaler is None or isinstance(scaler, torch.amp.GradScaler)
-        legal = "a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale, or `None`"
-        require(fine, "scaler", legal, scaler)
+        legal = "a `lightning_amp.DynamicLossScaler`, a `torch.amp.GradScaler`, a float for a static scale"
+        require(fine, "scaler", legal, scaler, none="or `None`")
         self.given_scaler = scaler
         self._own_scaler: DynamicLossScaler | None = None
         self._picked = Choice.of("fp32")  # what "auto" is, once a Trainer has attached

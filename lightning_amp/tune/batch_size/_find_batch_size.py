@@ -108,7 +108,7 @@ def find_batch_size(
 
 def _check_limit(limit_gib: object, trainer_kwargs: Mapping[str, Any]) -> None:
     fine = limit_gib is None or (is_number(limit_gib) and float(limit_gib) > 0)  # type: ignore[arg-type]
-    require(fine, "memory_limit_gib", "a number above 0, in GiB, or `None` for what the device has", limit_gib)
+    require(fine, "memory_limit_gib", "a number above 0, in GiB", limit_gib, none="or `None` for what the device has")
     if limit_gib is None and device_of_trainer(trainer_kwargs).type == "cpu":
         raise ValueError(
             "`memory_limit_gib` must be given on the CPU, whose memory has no limit of its own: write"
