@@ -34,3 +34,7 @@ class Remedy(NamedTuple):
     kind: RemedyKind
     values: tuple[Any, ...] = ()
     worked: bool = False
+
+
+# Checkpoints of earlier versions have it pickled under this name, which `safe_globals([Remedy])` then allows.
+Remedy.__module__ = "lightning_amp.reports._overflow_report"
