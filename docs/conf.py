@@ -33,6 +33,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|lightning|torchmetrics|torchao|matplotlib|pathlib|os|collections|np|numpy)\..*"),
     # Types of the signatures that are written as they stand in the source.
     ("py:class", r"(?!lightning_amp\.[A-Z]).*"),
+    ("py:obj", r"typing\..*"),
 ]
 
 # -- pages ------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class Operation:
 
     Attributes:
         name: As torch calls it: `"exp"`, `"div"`, `"linear"`, `"cross_entropy"`.
-        file: Path of the line that ran it: the innermost one that :func:`is_users`; empty if unknown.
+        file: Path of the line that ran it: the innermost one that `is_users`; empty if unknown.
         line: Its number.
         code: Its text.
         module: Qualified name of the module whose own code that is; empty for the LightningModule itself, `None`
