@@ -1,4 +1,4 @@
-"""What torch, Python and jsonargparse say, where their messages are all there is to go by; each with its condition."""
+"""Messages of torch, Python and jsonargparse that we recognise by their text, where nothing else tells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be changed of a training step: a fused optimizer, another layout of images, larger batches."""
+"""Changes of a training step that `doctor` tries: a fused optimizer, another layout of images, larger batches."""
 
 from __future__ import annotations
 

@@ -185,8 +185,8 @@ def _at_equal_history(own: Memory, full: Memory, notes: list[str]) -> Memory:
 def _product_share(recorded: Recording, variants: Sequence[Variant], machine: Machine) -> float:
     """Return which share of a step in fp32 the matrix products are, which half precision could make faster.
 
-    Small products take the time of a call and not that of their FLOPs: more than some times what the device needs
-    for these is not counted.
+    A small product takes as long as its call, not as its FLOPs. So the time that counts for it is limited to a few
+    times what the device needs for its FLOPs.
     """
     timed = next((v.step_s for v in variants if v.label == IN_FP32 and v.step_s), None)
     full = machine.format("fp32")

@@ -89,6 +89,6 @@ def more_rows(step: Step) -> SpeedComparison | None:
 
 
 def best_speed_up(step: Step, products: float) -> float:
-    """Return what is possible at best (Amdahl), if products are so many times as fast in half precision."""
+    """Return the highest speed-up (Amdahl), where products in half precision are faster by a given ratio."""
     share = step.fp32_product_share
     return 1 / (1 - share + share / products) if products > 0 else 1.0

@@ -1,4 +1,4 @@
-"""What was measured of a machine, as data: what is said of it follows from this, and JSON holds it."""
+"""The measurements of a machine, as data. Findings and pages are made from them, and JSON holds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one way in which this package puts something in the place of a user's method, and takes it away again."""
+"""Puts a function in the place of a user's method for a while; copies and pickles of the owner get the method."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def check(module: LightningModule, choice: Choice, device: torch.device, in_fp32
     """
     if not choice.mixed:
         return
-    errors = [*_half_parameters(module, choice)]
+    errors = [*_half_parameters(module)]
     if errors:
         raise ValueError(_report(f"precision {choice.name!r} cannot train this module", errors))
     warnings = [
@@ -62,7 +62,7 @@ def _names(names: Sequence[str]) -> str:
     return named([_modules.plain_name(name) for name in names])
 
 
-def _half_parameters(module: LightningModule, choice: Choice) -> list[str]:
+def _half_parameters(module: LightningModule) -> list[str]:
     half = _upcast_parameters.trained_in_half(module)
     if not half:
         return []
