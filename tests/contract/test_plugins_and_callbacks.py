@@ -1,4 +1,4 @@
-"""Each plugin and each callback keeps the same rules: it resumes, restores what it changed, and leaves nothing behind."""
+"""Each plugin and each callback keeps the same rules: it resumes, restores its changes, and leaves nothing behind."""
 
 from __future__ import annotations
 

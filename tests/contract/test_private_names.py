@@ -118,7 +118,7 @@ def is_hidden(target: Source, found: Import, importer: Source) -> bool:
 
 @functools.cache
 def used(source: Source) -> list[tuple[ast.expr, str, bool]]:
-    """Return the private attributes that a file reads or writes, by name or `getattr`, and whether on `self` or `cls`."""
+    """Return the private attributes that a file uses, by name or `getattr`, and whether on `self` or `cls`."""
     uses: list[tuple[ast.expr, str, bool]] = []
     modules = {found.bound for found in source.imports if found.means.startswith(TOP)}
     for node in source.nodes:

@@ -13,7 +13,7 @@ import lightning_amp
 
 
 def printed_by(code: str) -> str:
-    """Run code in a process that ends without unloading torch and Lightning, which would take 1.5 s; return its output."""
+    """Run code in a process that does not unload torch and Lightning at its end (1.5 s); return its output."""
     whole = f"{code}\nimport os\nsys.stdout.flush()\nos._exit(0)"
     return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True).stdout
 
@@ -52,7 +52,7 @@ def test_a_public_name_and_a_room_are_imported_when_they_are_asked_for() -> None
 
 
 def test_import_is_light() -> None:
-    """Importing every public name loads no plotting, no CLI and no distributed package; tests/benchmarks has the time."""
+    """Importing every public name loads no plotting, CLI or distributed package; tests/benchmarks has the time."""
     heavy = ("matplotlib", "jsonargparse", "rich", "sklearn", "transformers", "torchao", "torch._dynamo.eval_frame")
     heavy = (*heavy, "scipy", "jinja2", "lightning_amp.compare", "lightning_amp.tune")
     heavy = (*heavy, "lightning_amp.advice", "lightning_amp.cli")

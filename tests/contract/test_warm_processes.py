@@ -110,7 +110,7 @@ def test_it_ends_as_a_new_one(how: str, tmp_path: Path) -> None:
 
 
 def test_two_orders_of_sets(script: Path, environment: dict[str, str]) -> None:
-    """Each process hashes strings with another seed, so that ranks cannot agree by chance when they iterate over sets."""
+    """Each process hashes strings with another seed, so ranks cannot agree by chance when they iterate over sets."""
     orders: list[Any] = []
     for order in (0, 1):
         out = script.with_name(f"out{order}")
