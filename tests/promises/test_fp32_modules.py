@@ -21,7 +21,7 @@ EVALUATIONS = ["validate", "test", "predict"]
 
 
 class Rotary(nn.Module):
-    """Positional phases as they are written everywhere: with an explicit `.float()`, which autocast ignores."""
+    """Positional phases as people write them: with an explicit `.float()`, which autocast ignores."""
 
     def __init__(self) -> None:
         super().__init__()
