@@ -142,11 +142,10 @@ def _no_optimizer_states() -> Any:
 
 
 # Can go when torch makes the kernel public.
-def amp_update_scale(
-    scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
-) -> None:
-    """Update in place by torch's own kernel, so that the default policy equals torch's to the bit."""
-    torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
+def amp_update_scale(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
+    """Update scale and tracker in place by torch's own kernel, so that the default policy equals torch's to the bit."""
+    growth, backoff = scaler.get_growth_factor(), scaler.get_backoff_factor()
+    torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, scaler.get_growth_interval())
 
 
 # --- torch: autograd -------------------------------------------------------------------------------------------------

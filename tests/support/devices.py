@@ -20,7 +20,7 @@ DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 def flags_on_a_device() -> Generator[None, None, None]:
     """The CPU takes a GPU's path: without this the host reads each flag, since on the CPU that costs nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_amp.scaling._step_result.in_host_memory", lambda scalar: False)
+        patch.setattr("lightning_amp.scaling._scalars.in_host_memory", lambda scalar: False)
         yield
 
 

@@ -173,9 +173,9 @@ def test_mended_gradients_are_taken_and_their_overflow_is_remembered() -> None:
     of = state([INF], form=Scaled(scale := scalar(8.0)))
     of.unscale_(scale, (), may_overflow=False)
     of.optimizer.param_groups[0]["params"][0].grad.nan_to_num_(0.0, 0.0, 0.0)
-    of.check_again()
+    of.check()
     assert (found(of), overflow(of), of.used_scale) == (0.0, True, scale)
-    of.check_again()
+    of.check()
     assert overflow(of) is True  # not forgotten by another look
 
 
@@ -184,7 +184,7 @@ def test_what_the_user_breaks_is_no_overflow() -> None:
     of = state([8.0], form=Scaled(scale := scalar(8.0)))
     of.unscale_(scale, (), may_overflow=False)
     of.optimizer.param_groups[0]["params"][0].grad.fill_(NAN)
-    of.check_again()
+    of.check()
     assert (found(of), overflow(of)) == (1.0, False)
 
 
@@ -196,7 +196,7 @@ def test_what_was_found_can_be_kept(value: float) -> None:
     of.keep_found()
     of.optimizer.param_groups[0]["params"][0].grad.nan_to_num_(0.0, 0.5, -0.5)
     for _ in range(2):
-        of.check_again()
+        of.check()
         assert found(of) == float(value != 1.0)
 
 
@@ -208,7 +208,7 @@ def test_infinities_alone_can_be_kept(values: list[float]) -> None:
     of.check()
     of.keep_found(infinities_only=True)
     of.optimizer.param_groups[0]["params"][0].grad.nan_to_num_(0.0, 0.5, -0.5)
-    of.check_again()
+    of.check()
     assert found(of) == float(values == [INF, 1.0])
 
 
@@ -246,22 +246,15 @@ def test_what_is_kept_ends_where_the_gradients_are_dropped(to_none: bool) -> Non
     assert found(of) == 0.0
 
 
-@pytest.mark.parametrize("form", [UNCHECKED, Scaled(scalar(8.0)), Folded(scalar(0.0), None)])
-def test_nothing_is_checked_again_that_was_not_checked(form: Form) -> None:
-    of = state([NAN], form=form)
-    of.check_again()
-    assert of.form is form
-
-
 def test_a_flag_that_is_zero_for_sure_is_used_again() -> None:
     of = state([1.0])
     of.keep_spare(spare := scalar(0.0))
     of.check()
     assert of.found_inf is spare
-    of.check_again()
+    of.check()
     assert of.found_inf is spare
     with flags_on_a_device():  # what it says is not known
-        of.check_again()
+        of.check()
         assert of.found_inf is not spare
 
 
@@ -370,7 +363,7 @@ def test_gradients_and_loss_are_waited_for_together(bad: bool, bad_loss: bool) -
         with CountReads() as reads:
             assert of.wait(asks_for_loss=True) is bad
         assert reads.count == 1
-    assert Skip.if_nonfinite(of.loss_probe).known is bad_loss
+    assert of.bad_loss is (Skip.YES if bad_loss else Skip.NO)
 
 
 def test_the_loss_is_left_on_the_device_if_nobody_asks() -> None:

@@ -9,7 +9,7 @@ import torch
 from support import CountReads, flags_on_a_device
 
 from lightning_amp.scaling import DynamicLossScaler, Skip, StepResult
-from lightning_amp.scaling._scale_update import BatchSteps, lower_scale, move_scale
+from lightning_amp.scaling._scaler import BatchSteps, lower_scale, move_scale
 
 CPU = torch.device("cpu")
 BAD_LOSS = torch.tensor(float("nan"))
