@@ -38,7 +38,7 @@ def advice(reasons: Sequence[str], last: StepRecord, *, fallback: bool, is_locat
     if last.scale == last.next_scale == 1:
         roots = "look for roots, logarithms and quotients at 0, and add an epsilon there."
         return " ".join([f"{first}, and no scale is to blame: {roots}", *look])
-    also = "; with `fallback=['bf16']` a stuck run continues in 'bf16' by itself" if fallback else ""
+    also = "; with `fallback=['bf16']` a run that is stuck goes on in 'bf16' by itself" if fallback else ""
     if last.scale == last.next_scale > 1:
         smaller = "use a smaller static scale or `min_scale`, or leave `scaler` out for a dynamic one"
         return " ".join([f"{first}, and this scale does not fall: {smaller}{also}.", *look])
