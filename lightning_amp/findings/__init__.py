@@ -1,4 +1,4 @@
-"""Plain records of what was seen in a run, and of what was tried on it; who prints them is `reports`.
+"""Plain records of observations in a run, and of remedies that were tried. `reports` prints them.
 
 Read `_step.py` first.
 """

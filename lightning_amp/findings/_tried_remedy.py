@@ -1,4 +1,4 @@
-"""A setting that was tried against a fault, on the step that shows it."""
+"""A setting that was tried against a fault."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing_extensions import final
 @final
 @dataclass(frozen=True, slots=True)
 class TriedRemedy:
-    """A setting that was tried in a replay.
+    """A setting that was tried in a replay of the step that shows the fault.
 
     Attributes:
-        setting: As it stands in code: `fp32_modules=['rotary']`.
-        value: What came of it: of a metric its value on the batch, of a gradient its SQNR in decibels; NaN if it could
-            not be tried, or overflowed.
-        works: Whether the difference to fp32 is gone: of a metric by three quarters at least.
+        setting: The setting as code: `fp32_modules=['rotary']`.
+        value: The metric on that batch, or the SQNR of the gradient in dB. NaN if the replay failed or overflowed.
+        works: Whether the difference to fp32 is gone, for a metric at least three quarters of it.
 
     """
 

@@ -65,7 +65,7 @@ def output_sums(reference: Tensor, values: Tensor) -> Tensor:
     """Compare two outputs: [6], float64 if the device has it.
 
     The first three are :func:`fidelity_sums` of the outputs. The last three are the same after subtracting the mean
-    over the first dimension. They show an error in `x + 1000`: in bfloat16 it is a small part of the whole output, but
+    over the first dimension. They show the bfloat16 error in `x + 1000`, which is a small part of the whole output but
     a large part of the difference between samples.
     """
     reference, values = reference.detach().float(), values.detach().float()

@@ -34,8 +34,8 @@ def underflow_counts(values: Tensor, number_format: str = "fp16", scale: float |
 def headroom_bits(values: Tensor, number_format: str = "fp16", scale: float | Tensor = 1.0) -> Tensor:
     """Return how often `values` times `scale` could be doubled before the largest leaves the format's range, shape [].
 
-    That is log2(largest of the format / max |values|). It is negative for values outside the range, infinite if all are
-    zero or there are none, NaN if one is NaN, and minus infinity if one is infinite.
+    That is log2(largest of the format / max |values|). It is negative for values outside the range. It is infinite if
+    all are zero or there are none, NaN if one is NaN, and minus infinity if one is infinite.
     """
     # Subtract logarithms, since the quotient of a large and a tiny number leaves the range of fp32.
     factor = torch.log2(scale.to(values.device)) if isinstance(scale, Tensor) else math.log2(scale)
