@@ -36,7 +36,7 @@ def advice(reasons: Sequence[str], last: StepRecord, *, fallback: bool, is_locat
         return " ".join(["The loss itself is not finite, which no loss scale can change.", *look])
     first = "The gradients are not finite although the loss is"
     if last.scale == last.next_scale == 1:
-        roots = "look for roots, logarithms and quotients at 0, and add an epsilon there."
+        roots = "look for roots, logarithms and quotients at 0, which want an epsilon."
         return " ".join([f"{first}, and no scale is to blame: {roots}", *look])
     also = "; with `fallback=['bf16']` a run that is stuck goes on in 'bf16' by itself" if fallback else ""
     if last.scale == last.next_scale > 1:
