@@ -1,4 +1,4 @@
-"""What gradients are multiplied by, from a backward to the step: scaled, unscaled, folded, and carried to the next."""
+"""Gradients between a backward and a step are scaled, unscaled, folded, checked, and carried to the next scale."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_has_the_scale_already_and_what_is_left_out_is_not_multiplied() -> 
 
 @pytest.mark.parametrize(("value", "expected"), [(8.0, 2.0), (INF, INF)])
 def test_a_fused_step_makes_true_gradients_if_it_is_taken(value: float, expected: float) -> None:
-    """A skipped one leaves them scaled. Either way they are carried to where they belong."""
+    """A skipped step leaves gradients scaled. In both cases they are carried to the next scale correctly."""
     for then in ("carry", "unfold"):
         of = state([8.0], [value], form=Scaled(scale := scalar(8.0)), make=adamw)
         assert of.fold(None, may_overflow=False)
@@ -115,7 +115,7 @@ def test_a_loss_makes_what_was_known_out_of_date() -> None:
 def test_a_bad_loss_is_forgotten_with_its_gradients(
     may_have_none: bool, had_gradients: bool, has_gradients: bool
 ) -> None:
-    """A rank that holds no shard has none anyway: there nothing was dropped."""
+    """A rank without a shard never has gradients, so their absence does not mean that they were dropped."""
     of = state([1.0])
     of.add_loss(scalar(NAN), may_have_none=may_have_none)
     if had_gradients:
@@ -176,7 +176,7 @@ def test_mended_gradients_are_taken_and_their_overflow_is_remembered() -> None:
     of.check()
     assert (found(of), overflow(of), of.used_scale) == (0.0, True, scale)
     of.check()
-    assert overflow(of) is True  # not forgotten by another look
+    assert overflow(of) is True  # a second check keeps it
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -203,7 +203,7 @@ def test_what_was_found_can_be_kept(value: float) -> None:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("values", [[INF, 1.0], [NAN, 1.0], [INF, NAN]])
 def test_infinities_alone_can_be_kept(values: list[float]) -> None:
-    """Who removes NaN mends: clipping by value does not."""
+    """A user who removes NaN repairs the gradients. Clipping by value does not remove NaN."""
     of = state(values)
     of.check()
     of.keep_found(infinities_only=True)
@@ -253,7 +253,7 @@ def test_a_flag_that_is_zero_for_sure_is_used_again() -> None:
     assert of.found_inf is spare
     of.check()
     assert of.found_inf is spare
-    with flags_on_a_device():  # what it says is not known
+    with flags_on_a_device():  # the host does not know its value
         of.check()
         assert of.found_inf is not spare
 
@@ -302,7 +302,7 @@ def test_folding_changes_no_gradient() -> None:
 @pytest.mark.parametrize(("max_norm", "divisor"), [(0.25, 2.5), (1.0, 1.0)])
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_clipping_is_folded_into_the_scale(scale: float | None, max_norm: float, divisor: float) -> None:
-    """A true norm of 5/8: the kernel divides by the scale and by what clipping would divide by."""
+    """The true norm is 5/8. The kernel divides by the scale and by the divisor of clipping."""
     true = 1.0 if scale is None else scale
     of = state([3.0 * true / 8, 4.0 * true / 8], form=UNCHECKED if scale is None else Scaled(scalar(scale)), make=adamw)
     assert of.fold(max_norm, may_overflow=True)
@@ -321,7 +321,7 @@ def test_a_bad_norm_is_folded_where_only_the_device_knows() -> None:
 
 
 def agree(of: GradientState, *elsewhere: float) -> None:
-    """With one other rank, which reports: found_inf, bad loss, has gradients, overflow before."""
+    """Agree with one other rank, which reports: found_inf, bad loss, has gradients, overflow before edits."""
 
     def all_reduce_max(flags: Tensor) -> None:
         flags.copy_(torch.maximum(flags, torch.tensor(elsewhere)))
@@ -408,7 +408,7 @@ class AnyPositional(Base):
 def test_whether_its_step_takes_a_closure(kind: Any, expected: bool) -> None:
     optimizer = kind([nn.Parameter(torch.ones(1))])
     assert GradientState(optimizer, 0).takes_closure is expected
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # puts a wrapper around `step`
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # wraps `step`
     assert GradientState(optimizer, 0).takes_closure is expected
 
 

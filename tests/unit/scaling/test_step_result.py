@@ -1,4 +1,4 @@
-"""One value says whether a step was skipped, and only `wait` ever waits for the device that knows."""
+"""One value says whether a step was skipped. Only `wait` waits for the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def flag(value: float) -> Tensor:
 
 
 def skips() -> dict[str, tuple[Skip, bool]]:
-    """Every form that it has, with the truth."""
+    """Return every form of a skip, with its true value."""
     return {
         "NO": (Skip.NO, False),
         "YES": (Skip.YES, True),
