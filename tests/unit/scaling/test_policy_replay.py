@@ -184,7 +184,7 @@ def test_assumed_overflows_push_the_scale_back_to_what_is_known() -> None:
 
 
 def several(batches: str, order: tuple[int, ...] = (0, 1), growth_interval: int = 3) -> list[StepRecord]:
-    """Return steps of several optimizers. `.` is a clean batch; in `A` the first optimizer overflows, in `B` the last."""
+    """Return steps of several optimizers. `.`: a clean batch. In `A` the first optimizer overflows, in `B` the last."""
     scaler, history = DynamicLossScaler(1024.0, growth_interval=growth_interval), ScaleHistory()
     for number, batch in enumerate(batches):
         scale = scaler.get_scale()
