@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from typing_extensions import final, override
 
 from lightning_amp._text import named, rounded
-from lightning_amp.findings._tried_remedy import TriedRemedy
+from lightning_amp.findings._remedy import TriedRemedy
 
 LOADER_SUFFIX = "/dataloader_idx_"
 """The text that Lightning puts between the name of a metric and the number of its loader."""

@@ -1,7 +1,8 @@
-"""A remedy that was tried on a skipped step."""
+"""Remedies that were tried on a skipped step, and settings that were tried against other faults."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from typing_extensions import final
@@ -38,3 +39,20 @@ class Remedy(NamedTuple):
 
 # Earlier versions pickled it under this name. With it, `safe_globals([Remedy])` also loads their checkpoints.
 Remedy.__module__ = "lightning_amp.reports._overflow_report"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TriedRemedy:
+    """A setting that was tried in a replay of the step that shows the fault.
+
+    Attributes:
+        setting: The setting as code: `fp32_modules=['rotary']`.
+        value: The metric on that batch, or the SQNR of the gradient in dB. NaN if the replay failed or overflowed.
+        works: Whether the difference to fp32 is gone, for a metric at least three quarters of it.
+
+    """
+
+    setting: str
+    value: float
+    works: bool

@@ -17,6 +17,7 @@ from lightning_amp.numerics._finite import (
 from lightning_amp.numerics._limits import FORMATS, HALF_DTYPES, fitting_scale, widest_dtype
 from lightning_amp.numerics._ranges import (
     ExponentHistogram,
+    ScaledCast,
     dense,
     exponent_histogram,
     headroom_bits,
@@ -25,7 +26,6 @@ from lightning_amp.numerics._ranges import (
     outside_modes,
     underflow_counts,
 )
-from lightning_amp.numerics._scaled_casts import ScaledCast
 
 __all__ = [
     "FORMATS",

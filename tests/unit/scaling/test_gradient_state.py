@@ -63,13 +63,6 @@ def test_from_scaled_to_unscaled_and_back_to_another_scale() -> None:
     assert (of.found_inf, of.used_scale) == (None, None)
 
 
-@pytest.mark.parametrize(("before", "expected"), [(UNCHECKED, 32.0), (Scaled(scalar(8.0)), 4.0)])
-def test_what_is_still_there_is_carried_to_the_scale_of_the_next_backward(before: Form, expected: float) -> None:
-    of = state([1.0], form=before)
-    of.carry(Scaled(scalar(32.0)), ())
-    assert grads(of) == [[expected]]
-
-
 def test_what_has_the_scale_already_and_what_is_left_out_is_not_multiplied() -> None:
     of = state([1.0], form=Scaled(scale := scalar(8.0)))
     of.carry(Scaled(scale), ())
@@ -256,13 +249,6 @@ def test_a_flag_that_is_zero_for_sure_is_used_again() -> None:
     with flags_on_a_device():  # the host does not know its value
         of.check()
         assert of.found_inf is not spare
-
-
-def test_no_gradients_are_finite_and_none() -> None:
-    of = state([1.0])
-    of.optimizer.zero_grad()
-    of.check()
-    assert (found(of), of.has_gradients) == (0.0, False)
 
 
 # -- folding -----------------------------------------------------------------------------------------------------------

@@ -152,9 +152,7 @@ def test_a_checkpoint_in_the_middle_of_an_accumulation_has_no_nan(loop: Loop) ->
     before = loop.module[0].running_mean.clone()
     state = loop.mended()
     assert (state["0.running_mean"][0].item(), state["queue"][0].item()) == (2.0, 4.0)
-    torch.testing.assert_close(
-        loop.module[0].running_mean, before, equal_nan=True
-    )  # only entries change
+    torch.testing.assert_close(loop.module[0].running_mean, before, equal_nan=True)  # only entries change
     assert loop.module[0].running_mean.isnan().all()
 
 
