@@ -105,22 +105,16 @@ class ModuleRow(NamedTuple):
 
 MetricCause = Literal["batch", "weights", "module", "operation", "state", "unknown"]
 
-_ZERO_DIVISOR = "a divisor that is 0"
+_DIVISIONS = ("truediv", "div", "itruediv", "rtruediv", "reciprocal")
+_ATTENTION = ("softmax", "log_softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
 _LOOK_FOR = {
-    "truediv": _ZERO_DIVISOR,
-    "div": _ZERO_DIVISOR,
-    "itruediv": _ZERO_DIVISOR,
-    "rtruediv": _ZERO_DIVISOR,
-    "reciprocal": _ZERO_DIVISOR,
-    "softmax": "a row that is masked entirely",
-    "log_softmax": "a row that is masked entirely",
-    "scaled_dot_product_attention": "a row that is masked entirely",
+    **dict.fromkeys(_DIVISIONS, "a divisor that is 0"),
+    **dict.fromkeys(_ATTENTION, "a row that is masked entirely"),
     "log": "a value of 0 or below",
     "sqrt": "a value below 0",
     "rsqrt": "a value of 0 or below",
     "exp": "a value above 88, beyond which `exp` leaves float32",
     "mean": "a mean over no values",
-    "multi_head_attention_forward": "a row that is masked entirely",
     "cross_entropy": "a batch whose labels are all left out (`ignore_index`)",
 }
 

@@ -37,9 +37,7 @@ class BackwardWatch:
         self._by_hand: tuple[int, Tensor] | None = None  # the latest backward that the user scaled: number, scale
         self._spokesmen: dict[int, Any] = {}  # by id of a known optimizer: its watched parameter
         self._scales: dict[int, Tensor | None] = {}  # by id of the parameter: the scale of its latest backward
-        self._left: dict[
-            int, weakref.ref[Tensor] | None
-        ] = {}  # by id of the parameter: the gradient that this backward left
+        self._left: dict[int, weakref.ref[Tensor] | None] = {}  # by id: the gradient that this backward left
         self._plain: set[int] = set()  # ids of parameters whose latest derivative was not scaled
         self._handles: dict[int, tuple[Any, Any]] = {}
         known: set[int] = set()

@@ -119,12 +119,16 @@ def _batches(records: Sequence[StepRecord]) -> Iterator[_Batch]:
         known = {record.index: record for record in group}
         some = next(iter(known.values()))
         start = first + number * size
-        steps = [_step(known, some, start + i, order[i]) for i in range(size) if start + i <= last]
-        if (
-            len({(step.scale, step.next_scale) for step in steps}) > 1
-        ):  # all steps of a batch that moved the scale are stored
-            raise _irregular(some, size)
+        # a step without a record was applied at the scale of its batch
         quiet = replace(some, next_scale=some.scale, skipped=False, reason="none")
+        steps = [
+            known.get(start + i, replace(quiet, index=start + i, optimizer_idx=order[i]))
+            for i in range(size)
+            if start + i <= last
+        ]
+        # all steps of a batch that moved the scale are stored
+        if len({(step.scale, step.next_scale) for step in steps}) > 1:
+            raise _irregular(some, size)
         if number > done:
             clean = [replace(quiet, index=first + done * size + i, optimizer_idx=order[i]) for i in range(size)]
             yield _Batch(tuple(clean), number - done)
@@ -142,12 +146,6 @@ def _order(records: Sequence[StepRecord], size: int) -> list[int]:
         raise _irregular(records[-1], size)
     others = iter(sorted(set(range(size)) - set(order.values())))
     return [order[i] if i in order else next(others) for i in range(size)]
-
-
-def _step(known: Mapping[int, StepRecord], some: StepRecord, index: int, optimizer_idx: int) -> StepRecord:
-    """Return the record of a step. A step without one was applied at the scale of its batch."""
-    quiet = replace(some, index=index, optimizer_idx=optimizer_idx, next_scale=some.scale, skipped=False, reason="none")
-    return known.get(index, quiet)
 
 
 def _irregular(record: StepRecord, size: int) -> ValueError:
