@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.casting import Float8Linears
-from lightning_amp.numerics import sqnr_db
+from lightning_amp.numerics import fidelity, fidelity_sums
 from tests.benchmarks._pairs import start
 
 RECIPES = ("rowwise_with_gw_hp", "rowwise", "tensorwise")
@@ -78,7 +78,7 @@ def figures(case: Case, recipe: str | None) -> tuple[float, float, float]:
 
 
 def _of_a_row(exact: Tensor, values: Tensor) -> float:
-    return float(torch.stack([sqnr_db(a, b) for a, b in zip(exact, values, strict=True)]).median())
+    return float(torch.stack([fidelity(fidelity_sums(a, b))[0] for a, b in zip(exact, values, strict=True)]).median())
 
 
 def main() -> None:
