@@ -17,12 +17,16 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_amp import AmpPrecision, ScaleMonitor
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs scikit-learn ({error}). Run: pip install '.[examples]'") from error
 
 CELL, GRID = 8, 3  # pixels of a cell, and cells of a picture from side to side
 BATCH_SIZE = 32

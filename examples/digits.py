@@ -23,13 +23,17 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, MetricComparison, ScaleMonitor
 from lightning_amp.measure import SpeedComparison
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs scikit-learn ({error}). Run: pip install '.[examples]'") from error
 
 SIZE = 32  # pixels
 PATCH = 8  # pixels

@@ -27,9 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
-from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
 from lightning_amp import AmpPrecision, ScaleMonitor
+
+try:
+    from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs transformers ({error}). Run: pip install '.[examples]'") from error
 
 CHAPTERS = ("compound", "types", "string-methods", "debugger", "formatstrings", "import")
 PAD, START, UNKNOWN = 0, 1, 2
@@ -94,7 +98,10 @@ def make_model() -> nn.Module:
 
 def add_adapters(model: nn.Module, precision: str) -> nn.Module:
     """Freeze the body in the run's own precision; adapters, and a copy of the head, are what is trained."""
-    from peft import LoraConfig, get_peft_model
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"`--lora` needs peft ({error}). Run: pip install '.[examples]'") from error
 
     body = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     # Of a pretrained body, "query" and "value" are enough; this one needs its words, too.

@@ -25,13 +25,17 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs scikit-learn ({error}). Run: pip install '.[examples]'") from error
 
 
 class Block(nn.Module):

@@ -16,11 +16,15 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp import AmpPrecision, ScaleMonitor
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs scikit-learn ({error}). Run: pip install '.[examples]'") from error
 
 PIXELS, LATENT = 64, 16
 
