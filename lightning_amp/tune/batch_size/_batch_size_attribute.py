@@ -1,4 +1,4 @@
-"""Where a module or a data module keeps its batch size, and how it is set: `batch_size`, or `hparams.batch_size`."""
+"""Read and set the batch size of a module or a data module: `batch_size`, or `hparams.batch_size`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MISSING = object()
 
 
 def held_sizes(*owners: Any) -> list[Any]:
-    """Return all values that are held, those that Lightning's own finder would read last."""
+    """Return all batch sizes of these objects; Lightning's own finder would read the last one."""
     return [value for owner in owners for value in _values(owner)]
 
 
@@ -31,16 +31,16 @@ def hold_size(owner: Any, size: int) -> None:
 
 
 def is_size(value: object) -> bool:
-    """Return whether this is a number of rows."""
+    """Return whether a value is an integer of 1 or more."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 @final
 class FactoryWithBatchSize:
-    """Makes what a factory makes, and sets its batch size before anything asks for it; `None` leaves what is there."""
+    """A factory that also sets the batch size of the object it makes; `None` keeps the user's own size."""
 
     def __init__(self, factory: Callable[[], Any], size: int | None) -> None:
-        self.__wrapped__ = factory  # where another process finds the user's file
+        self.__wrapped__ = factory  # from which another process finds the user's file
         self._size = size
 
     def __call__(self) -> Any:
@@ -54,7 +54,7 @@ class FactoryWithBatchSize:
 
 @final
 class ModuleLoaders(LightningDataModule):
-    """Has the training loaders of the module: with a data module, Lightning does not ask for them."""
+    """Return the training loaders of the module, which Lightning does not ask for if there is a data module."""
 
     @override
     def train_dataloader(self) -> Any:

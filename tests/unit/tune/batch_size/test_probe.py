@@ -245,4 +245,4 @@ def test_what_is_refused(data: Any, text: str, tmp_path: Path) -> None:
 def test_a_torn_file_has_no_facts(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "facts.json").write_text(text)
-    assert Facts.read(tmp_path / "facts.json") is None
+    assert Facts.read(tmp_path / "facts.json") == Facts()
