@@ -1,4 +1,4 @@
-"""The arguments of `find_fp32_modules`, checked before anything runs."""
+"""Check the arguments of `find_fp32_modules` before anything runs."""
 
 from __future__ import annotations
 
@@ -17,23 +17,18 @@ from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import device_of_trainer
 
 _MEASURED = ("precision", "fp32_modules", "eval_precision", "upcast_parameters")
-"""Arguments of `AmpPrecision` that say how a step computes."""
+"""Arguments of `AmpPrecision` that change the values of a step."""
 
 
 @final
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """The checked arguments of `find_fp32_modules`.
 
     Attributes:
-        make_module: See `find_fp32_modules`.
-        make_data: See there.
-        name: Our name of the precision, settled.
-        arguments: Of `AmpPrecision`, as far as they change what a step computes.
-        rules: The user's own, among these.
-        tolerance: See `find_fp32_modules`.
-        trainer_kwargs: See there.
-        device: Where to run.
+        name: `"fp16"` or `"bf16"`.
+        arguments: The arguments of `AmpPrecision` that change the values of a step.
+        rules: The user's own `fp32_modules`.
 
     """
 
@@ -55,12 +50,7 @@ class Request:
         tolerance: object,
         trainer_kwargs: object,
     ) -> Request:
-        """Check the arguments of `find_fp32_modules`.
-
-        Raises:
-            ValueError: Saying what is legal.
-
-        """
+        """Check the arguments of `find_fp32_modules`; the `ValueError` of a wrong one says what is legal."""
         for argument, factory in (("make_module", make_module), ("make_data", make_data)):
             if isinstance(factory, (LightningModule, LightningDataModule)) or not callable(factory):
                 raise ValueError(
@@ -88,18 +78,18 @@ def _plugin(arguments: Mapping[str, Any]) -> AmpPrecision:
 
 
 def _low_precision(given: Any, device: torch.device) -> str:
-    """Return our name of a precision in which a search makes sense."""
+    """Return `"fp16"` or `"bf16"`; refuse a precision that needs no search."""
     name = parse_precision(given)
     picked = ""
     if name == "auto":
         name = Choice.pick(device)[0].name
         picked = f" ('auto' picks {name!r} on this device)"
     if name == "fp32":
-        raise ValueError(f"`precision` must be 'fp16' or 'bf16', got 'fp32', in which all modules are.{picked}")
+        raise ValueError(f"`precision` must be 'fp16' or 'bf16', got 'fp32': all modules are in fp32 already.{picked}")
     if name == "fp8":
         raise ValueError(
-            "`precision` must be 'fp16' or 'bf16', got 'fp8'. Search in 'bf16', in which all else computes; what"
-            " the casts to 8 bits lose per layer is in the table of `GradientMonitor`."
+            "`precision` must be 'fp16' or 'bf16', got 'fp8'. Search in 'bf16', in which all other operations compute."
+            " The table of `GradientMonitor` shows the error of the casts to 8 bits in each layer."
         )
     Choice.of(name).require(device)
     return name

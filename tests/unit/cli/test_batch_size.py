@@ -88,7 +88,7 @@ def test_a_yaml(command: Any, found: Found) -> None:
     )
     status, _, err = command("--config", "config.yaml")
     assert status == 0
-    assert err.startswith("lightning-amp batch-size: of --config config.yaml, trainer.precision is left out")
+    assert err.startswith("lightning-amp batch-size: of --config config.yaml, trainer.precision is ignored")
     assert found.calls[0]["make_module"]().hparams["width"] == 4
 
 
@@ -138,7 +138,8 @@ def test_errors(error: BaseException, status: int, line: str, command: Any, foun
 
 def test_on_a_terminal_it_is_laid_out(command: Any, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setattr("lightning_amp.cli._runner.is_terminal", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     _, out, _ = command(*BOTH)
     assert out.splitlines() == [
         "precision  batch size  peak memory  samples/s  learning rate to try",

@@ -142,8 +142,8 @@ def test_a_yaml(arguments: list[str], seed: int, command: Any, compared: Compare
     status, _, err = command("--config", "config.yaml", "--model", "support.cli_classes.Net", *arguments)
     assert status == 0
     assert err == (
-        "lightning-amp compare: of --config config.yaml, trainer.precision, trainer.plugins is left out: precisions are"
-        " what is compared\n"
+        "lightning-amp compare: of --config config.yaml, trainer.precision, trainer.plugins is ignored: this command"
+        " compares precisions\n"
     )
     (call,) = compared.calls
     assert call["make_module"]().hparams["width"] == 4
@@ -163,7 +163,7 @@ def test_the_command_line_wins_over_the_yaml(command: Any, compared: Compared) -
         ([*BOTH, "--seeds", "x"], "argument --seeds: invalid int value: 'x'"),
         ([*BOTH, "--control", "maybe"], "argument --control: invalid choice: 'maybe' (choose from"),
         ([*BOTH, "--precisions"], "argument --precisions: expected at least one argument"),
-        ([*BOTH, "--margins.a"], "--margins.a must be a number such as 0.001, or, with what is better, max:0.1 or mi"),
+        ([*BOTH, "--margins.a"], "--margins.a must be a number such as 0.001, or, with the better direction, max:0.1"),
         ([*BOTH, "--margins.a", "up:1"], "--margins.a must be a number such as 0.001"),
         ([*BOTH, "--margins.a", "max:x"], "--margins.a must be a number such as 0.001"),
         ([*BOTH, "--margins.a", '["max"]'], "--margins.a must be a number such as 0.001"),
@@ -238,7 +238,7 @@ def test_errors(error: Exception, status: int, line: str, command: Any, compared
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--dirpath", "kept"], "interrupted; what finished is in `kept`, and the same command goes on from there"),
+        (["--dirpath", "kept"], "interrupted; finished runs are in `kept`, and the same command goes on from there"),
         ([], "interrupted; with `--dirpath DIR` the same command goes on where it was stopped"),
     ],
 )
@@ -249,6 +249,7 @@ def test_ctrl_c(arguments: list[str], line: str, command: Any, compared: Compare
 
 def test_on_a_terminal_it_is_laid_out(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setattr("lightning_amp.cli._runner.is_terminal", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     _, out, _ = command(*BOTH)
     assert out.splitlines() == ["Use fp16.", "", "arm   speed", "fp16  1.8x as fast"]

@@ -176,8 +176,8 @@ def test_urls(scale: Any) -> None:
     ("arguments", "line"),
     [
         ([], "the following arguments are required: FILE (`lightning-amp scale --help` says more)"),
-        (["nope"], "there is no file `nope`; FILE is what `ScaleMonitor(dirpath=...)` writes, or the folder it is in"),
-        (["runs"], "the folder `runs` has no scale_history.csv; FILE is what"),
+        (["nope"], "there is no file `nope`; FILE is a file that `ScaleMonitor(dirpath=...)` writes, or its folder"),
+        (["runs"], "the folder `runs` has no scale_history.csv; FILE is a file"),
         (["memory://none"], "`memory://none` cannot be read: FileNotFoundError: "),
         (["s4://x"], "`FILE` must be a path, or a URL whose protocol fsspec knows, got 's4://x'."),
         (["runs/first", "--plicy", "a=1"], "unrecognized arguments: --plicy a=1; the options are --help, --policy,"),

@@ -208,7 +208,7 @@ def test_wrong_use_in_a_yaml() -> None:
         ("raise RuntimeError('two\\nlines')", "importing `broken` raised RuntimeError: two"),
         ("def f(:", "importing `broken` raised SyntaxError: "),
         ("import no_such_thing", "importing `broken` raised ModuleNotFoundError: No module named 'no_such_thing'"),
-        ("import sys; sys.exit(1)", "raised SystemExit: 1; only what stands below `if __name__ == '__main__':` may"),
+        ("import sys; sys.exit(1)", "raised SystemExit: 1; only code below `if __name__ == '__main__':` may exit"),
     ],
 )
 def test_what_a_module_raises_is_said_to_be_its_own(

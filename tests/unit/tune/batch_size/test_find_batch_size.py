@@ -148,9 +148,7 @@ def test_all_fail(sizes: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_limit_below_the_smallest_batch(sizes: list[str]) -> None:
-    with pytest.raises(
-        ValueError, match=r"the smallest batch; in fp32 a batch of 1 .* in bf16 a batch of 1 "
-    ):
+    with pytest.raises(ValueError, match=r"the smallest batch; in fp32 a batch of 1 .* in bf16 a batch of 1 "):
         lightning_amp.find_batch_size(Wide, fifty, memory_limit_gib=1e-6, trainer_kwargs=CPU)
 
 

@@ -37,7 +37,7 @@ def test_a_tolerance(tolerance: Any) -> None:
 @pytest.mark.parametrize(
     ("precision", "text"),
     [
-        ("fp32", "must be 'fp16' or 'bf16', got 'fp32', in which all modules are"),
+        ("fp32", "must be 'fp16' or 'bf16', got 'fp32': all modules are in fp32 already"),
         ("fp8", "must be 'fp16' or 'bf16', got 'fp8'. Search in 'bf16'"),
         ("half", "must be one of 'auto', 'bf16'"),
         ({"precision": "fp16", "fp32_module": ["head"]}, "unexpected keyword argument 'fp32_module'"),
