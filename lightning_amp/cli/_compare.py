@@ -24,8 +24,8 @@ LightningCLI: --model.width 64, --trainer.max_epochs 2, --optimizer SGD.
 
 _EPILOG = """\
 --margins.METRIC is the loss in a metric that you accept, in its own unit:
---margins.val_acc 0.001. If it is not known whether more or less is better, write
-max:0.1 (more is) or min:0.1 (less is).
+--margins.val_acc 0.001. If the command cannot know whether more or less is
+better, write max:0.1 (more is) or min:0.1 (less is).
 
   lightning-amp compare --model models.Net --model.width 64 --data models.Data \\
       --trainer.max_epochs 2 --seeds 3 --margins.val_acc 0.002 --dirpath compare
@@ -44,7 +44,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--seeds": {"metavar": "N", "help": "how many; fewer than three give no verdict", "type": int, "default": 1},
     "--seed": {"metavar": "N", "help": "the first; default: `seed_everything` of the YAML, or 0", "type": int},
     "--control": {
-        "help": "train the reference again, its initial weights changed in the last bit; default: with more seeds",
+        "help": "train the reference again, its initial weights changed in the last bit;"
+        " default: with two or more seeds",
         "choices": ["true", "false"],
     },
     "--dirpath": {"metavar": "DIR", "help": "keep finished runs; the same command goes on from there"},

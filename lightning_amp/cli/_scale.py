@@ -24,8 +24,8 @@ _POWER = re.compile(r"([\d.]+)\*\*(-?\d+)")
 _DESCRIPTION = f"""\
 Sum up the loss scale of saved runs, draw it, and replay another scale policy.
 
-FILE is a file of ScaleMonitor(dirpath=...) or history.to_csv(...), or the
-folder with its {SCALE_HISTORY_FILE}; URLs work too. Marks in the picture: `v` a step
+FILE is a file of ScaleMonitor(dirpath=...) or history.to_csv(...), or a folder
+with a {SCALE_HISTORY_FILE}; URLs work too. Marks in the picture: `v` a step
 skipped because gradients overflowed; `x` because the loss was not finite; `*`
 both; `>` a stuck run that went on in another precision."""
 
