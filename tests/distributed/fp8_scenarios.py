@@ -89,7 +89,7 @@ def sharded(tensor_parallel: bool = False) -> ModelParallelStrategy:
 
 
 def alone() -> Any:
-    """In one process, and only on rank 0."""
+    """Train in one process, and only on rank 0."""
     if torch.distributed.get_rank() > 0:
         return None
     return {precision: run("", precision) for precision in ("fp8", "bf16")}

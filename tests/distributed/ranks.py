@@ -1,4 +1,4 @@
-"""What the scenarios of ranks share: numbered batches, trouble on one rank, a report, and the main part."""
+"""Shared parts of the scenarios of ranks: numbered batches, trouble on one rank, a report, and the main part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCHES, SIZE, FEATURES = 9, 4, 8
 Scenarios = dict[str, Callable[[], Any]]
 Trouble = dict[tuple[int, int], str]
 """(rank, batch): "nan" or "inf" (a loss and its gradients), "detached" (only the loss), "head" (a loss that reaches
-one parameter, and no other rank), or "gradient" (only the gradients)."""
+one parameter, on this rank only), or "gradient" (only the gradients)."""
 EVERY_KIND: Trouble = {(1, 1): "nan", (1, 2): "inf", (0, 4): "gradient", (0, 6): "inf", (1, 6): "gradient"}
 BAD = (1, 2, 4, 6)
 WINDOWS: Trouble = {(1, 0): "gradient", (0, 4): "nan", (1, 3): "inf"}
@@ -65,7 +65,7 @@ class Infinite(torch.autograd.Function):
 
 
 class Troubled(L.LightningModule):
-    """A regression by `body` and `head` whose loss or gradient is bad where `trouble` says so."""
+    """A regression by `body` and `head` whose loss or gradient is bad at `trouble`."""
 
     body: nn.Module
     head: nn.Module
@@ -97,7 +97,7 @@ class Troubled(L.LightningModule):
 
 
 def scaled(precision: str = "fp16", scale: float = 1024.0, **kwargs: Any) -> AmpPrecision:
-    """fp16's scaling, or bf16's guard, without autocast: bit-equal to fp32."""
+    """Make a plugin with fp16's scaling, or with bf16's guard, but without autocast: bit-equal to fp32."""
     scaler = DynamicLossScaler(scale, growth_interval=3) if precision == "fp16" else None
     return WithoutAutocast(precision, scaler=scaler, **kwargs)
 
@@ -112,7 +112,7 @@ def initialise(module: nn.Module) -> None:
 def train(
     module: L.LightningModule, loader: Any, plugin: AmpPrecision | None, strategy: Any, devices: int, **kwargs: Any
 ) -> tuple[L.Trainer, dict[str, Any]]:
-    """Train; on several devices by a strategy, which is made with its timeout. Returns a report, too."""
+    """Train, on several devices by a strategy that `strategy` makes with its timeout; return the values to compare."""
     records, plugin = Records(), plugin or scaled()
     fit = {name: kwargs.pop(name) for name in ("ckpt_path", "val_dataloaders") if name in kwargs}
     if devices > 1:
@@ -125,11 +125,11 @@ def train(
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    return tensor if hasattr(tensor, "full_tensor") else tensor.cpu()  # sharded ones are gathered by who asks
+    return tensor if hasattr(tensor, "full_tensor") else tensor.cpu()  # the calling rank gathers sharded ones
 
 
 def report(trainer: L.Trainer, plugin: AmpPrecision, records: Records) -> dict[str, Any]:
-    """Everything that must be the same on all ranks, and the buffers, which need not be."""
+    """Return all values that must be the same on all ranks, and the buffers, which need not be."""
     states = [value for o in trainer.optimizers for state in o.state.values() for value in state.values()]
     scaler = plugin.scaler
     return {
@@ -148,7 +148,7 @@ def report(trainer: L.Trainer, plugin: AmpPrecision, records: Records) -> dict[s
 
 
 def assert_agree(one: dict[str, Any], other: dict[str, Any], *keys: str) -> None:
-    """Bit for bit; by default all but the buffers, which may be those of each rank's own batches."""
+    """Compare bit for bit, by default without buffers, which may come from each rank's own batches."""
     for key in keys or one.keys() - {"buffers"}:
         if key in ("parameters", "optimizer", "buffers"):
             assert_same(one[key], other[key])
@@ -157,12 +157,12 @@ def assert_agree(one: dict[str, Any], other: dict[str, Any], *keys: str) -> None
 
 
 def folder() -> Path:
-    """Where a rank leaves what it has seen."""
+    """Return the file into which a rank writes its report."""
     return Path(sys.argv[1])
 
 
 def main(scenarios: Scenarios) -> None:
-    """Run the scenarios that the command line names, or all, and save what this rank has seen."""
+    """Run the scenarios of the command line, or all, and save the report of this rank."""
     warnings.filterwarnings("ignore", message=".*does not have many workers|.*LeafSpec|.*find_unused_parameters=True")
     for name in ("pytorch", "fabric"):
         logging.getLogger(f"lightning.{name}").setLevel(logging.ERROR)
@@ -173,5 +173,5 @@ def main(scenarios: Scenarios) -> None:
             with flags_on_a_device() if takes_a_gpus_path else contextlib.nullcontext():
                 results[name] = run()
     torch.save(results, folder() / f"rank{torch.distributed.get_rank()}.pt")
-    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
+    # end gloo's threads before the interpreter: otherwise it sometimes aborts ("terminate called")
     torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Run by `test_files.py`: no file may grow beyond some bytes, as on a disk that is full."""
+"""Run by `test_files.py`: files are limited to some bytes, as on a full disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT = 100
 
 
 class NoSpace(L.Callback):
-    """From the fifth step on. Lightning's own checkpoints would be hit too: there are none here."""
+    """Limits files from the fifth step on. Lightning's own checkpoints are off, because they would fail, too."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == 5:
@@ -26,7 +26,7 @@ class NoSpace(L.Callback):
 
 
 class Save(L.Callback):
-    """Two checkpoints that go nowhere, so that `ScaleMonitor` writes."""
+    """Two checkpoint callbacks without files, so that `ScaleMonitor` writes."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step in (4, 12):

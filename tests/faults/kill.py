@@ -1,14 +1,14 @@
-"""Kill a training run at random moments, resume it each time, and see whether anything is lost.
+"""Kill a training run at random moments, resume it each time, and check that nothing is lost.
 
     make faults FAULTS_ARGS="--kills 50 --seed 1"
 
-A run saves a checkpoint every few steps, with all callbacks of this package writing their files. The process gets a
-SIGKILL: at a random moment, or while one of our files is being written. It is resumed from its last checkpoint; once in
-each run that one is cut in half first, as Lightning may leave it where the temporary folder is on another file system.
-When the run is through, everything must equal a run that was never killed, bit for bit. Then the next precision begins,
-until enough kills were survived.
+A run saves a checkpoint every few steps, with all callbacks of this package writing their files. Its process gets a
+SIGKILL: at a random moment, or while one of our files is being written. It is resumed from its last checkpoint. Once in
+each run that checkpoint is cut in half first, as Lightning may leave it if the temporary folder is on another disk.
+At the end, everything must equal a run that was never killed, bit for bit. Then the next precision begins, until
+enough kills were survived.
 
-Prints what was survived and what was lost; exits with 1 if anything was.
+It prints the results, and exits with 1 if anything was lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lightning_amp.findings import StepRecord
 from lightning_amp.reports import ScaleHistory
 
 STEPS = 52
-EVERY = 7  # never at the end of an epoch: Lightning does not make up for a validation that was cut off there
+EVERY = 7  # never at the end of an epoch: Lightning does not repeat a validation that was cut off there
 GRADIENT, NAN = (3, 11, 30, 52, 70), (5, 18, 19, 25, 33, 47, 66, 90)
 RUNS: dict[str, dict[str, Any]] = {
     "fp16, accumulated": {"fused": True, "accumulate": 2},
@@ -52,10 +52,10 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def run(name: str, folder: Path, ckpt_path: Path | None, slow: float = 0.0) -> None:
-    """What the process does that gets killed: train, and leave a result behind if it comes that far."""
+    """Train in the process that gets killed, and write a result at the end."""
     settings = RUNS[name]
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder / "tmp")
-    if slow:  # a disk that takes its time, so that there is a moment in which a file is half written
+    if slow:  # a slow disk, so that there is a moment in which a file is half written
         sync = os.fsync
         os.fsync = lambda handle: (time.sleep(slow), sync(handle))[1]
     callbacks = [Averaging(), *ours(folder / "ours")]
@@ -72,7 +72,7 @@ def run(name: str, folder: Path, ckpt_path: Path | None, slow: float = 0.0) -> N
 
 
 def fork(work: Callable[[], None], log: Path) -> int:
-    """Do it in a child, which starts with everything imported; its output goes to `log`."""
+    """Call a function in a child process that has imported everything; its output goes to `log`."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -92,7 +92,7 @@ def fork(work: Callable[[], None], log: Path) -> int:
 
 
 def exit_code(child: int, timeout_s: float) -> int | None:
-    """Its exit code, minus the signal that ended it; `None` if it still runs."""
+    """Return its exit code, which is negative for a signal, or `None` if it still runs."""
     end = time.monotonic() + timeout_s
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -104,7 +104,7 @@ def exit_code(child: int, timeout_s: float) -> int | None:
 
 
 def kill_when(child: int, timeout_s: float, reached: Callable[[], bool]) -> int:
-    """Send a SIGKILL when `reached`, or after so long; the exit code."""
+    """Send a SIGKILL when `reached`, or after some seconds; return the exit code."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end and not reached():
         code = exit_code(child, 0.0)
@@ -119,7 +119,7 @@ def kill_when(child: int, timeout_s: float, reached: Callable[[], bool]) -> int:
 
 @dataclass
 class Account:
-    """What happened, over all runs."""
+    """The results of all runs."""
 
     kills: int = 0
     while_writing: int = 0
@@ -137,7 +137,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def last_checkpoint(folder: Path, account: Account) -> tuple[Path | None, int]:
-    """The newest that loads, and its step; those that do not are Lightning's files, and go."""
+    """Return the newest checkpoint that loads, and its step; remove Lightning's files that do not load."""
     paths = (folder / "checkpoints").glob("*.ckpt")
     for path in sorted(paths, key=lambda p: int(p.stem.removeprefix("step=")), reverse=True):
         try:
@@ -151,7 +151,7 @@ def last_checkpoint(folder: Path, account: Account) -> tuple[Path | None, int]:
 
 
 def check_files(folder: Path, skips: list[StepRecord], step: int, account: Account) -> None:
-    """After a kill every file of ours is whole, and knows at least what the last checkpoint knows."""
+    """Check after a kill that every file of ours is whole and has at least the records of the last checkpoint."""
     for path in (folder / "ours").iterdir():
         try:
             if path.name.endswith(LEFTOVER):
@@ -176,7 +176,7 @@ def check_files(folder: Path, skips: list[StepRecord], step: int, account: Accou
 
 
 def survive(name: str, folder: Path, kills: int, chance: random.Random, account: Account) -> None:
-    """One run, killed until it is through or until there were enough kills; then it may finish."""
+    """Kill one run until it ends or until there were enough kills; then let it finish."""
     log = folder / "log.txt"
     references = folder / "whole"
     for path in (references, folder / "killed"):
@@ -248,7 +248,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lightning_amp_faults_") as folder:
         while not account.lost and (account.kills < args.kills or not account.finished):
             name = names[account.finished % len(names)]
-            # The kills are spread over the precisions; the last one takes what is left.
+            # The kills are spread over the precisions; the last one takes the rest.
             share = -(-args.kills * (account.finished + 1) // len(names))
             where = Path(folder) / str(account.finished)
             survive(name, where, min(args.kills, share), chance, account)

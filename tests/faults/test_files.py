@@ -1,4 +1,4 @@
-"""Where the callbacks cannot write: training goes on, bit for bit, with one warning, and without half a file."""
+"""If callbacks cannot write, training continues bit for bit, with one warning and without half a file."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Remove(L.Callback):
 
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_a_folder_that_vanishes(name: str, tmp_path: Path) -> None:
-    """It is made again; what is written later is whole, and the history is all of it."""
+    """The folder is made again; later files are whole, and the history is complete."""
     expected = everything(train(plugin_for("fp16"), 20, checkpoints=tmp_path / "a", **SETTINGS))
     callback = CALLBACKS[name](tmp_path / "out")
     callbacks = [callback, Remove(tmp_path / "out")]
@@ -106,7 +106,7 @@ def test_a_folder_that_vanishes(name: str, tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """A limit on the size of files, in a process of its own: a real write fails halfway."""
+    """In another process, file sizes are limited, so that a real write fails halfway."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])}
     done = warm.run_script(HERE / "full_disk_script.py", tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -114,7 +114,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_dead_processes_go(tmp_path: Path) -> None:
-    """And those of live ones stay: they hold a lock."""
+    """Files of live processes stay, because they hold a lock."""
     dead = tmp_path / f".a.csv.12345678{LEFTOVER}"
     dead.write_text("half")
     other = tmp_path / ".somebody_elses.tmp"
@@ -130,7 +130,7 @@ def test_leftovers_of_dead_processes_go(tmp_path: Path) -> None:
 
 
 def test_another_process_cleans_up_at_the_worst_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the creation of a file and its lock: two ranks that reported the same step did that to each other."""
+    """The leftovers are removed between the creation of a file and its lock, as two ranks once did to each other."""
     fcntl = pytest.importorskip("fcntl")
     flock = fcntl.flock
 

@@ -1,4 +1,4 @@
-"""A rank that dies: the other one ends with an error, at once and not at a timeout, and what was written is whole."""
+"""If a rank dies, the other one ends with an error at once, not at a timeout, and all written files are whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted faults: each is named completely, with a cure that works, and the cured ones are quiet.
+"""Planted faults: each report is complete and its cure works, and the cured modules cause no report.
 
 `make test TEST_ARGS="-k diseases"` prints the table.
 """
@@ -30,7 +30,7 @@ def run(fault: Fault, cured: bool) -> tuple[OverflowLocator, Any]:
 
 
 def wrong(fault: Fault, report: OverflowReport) -> list[str]:
-    """Compare a report with what was planted."""
+    """Compare a report with the planted fault."""
     found = report.diagnosis
     operation, advice = found.operation, str(report).partition("\n  try: ")[2]
     name, code = ("", "") if operation is None else (operation.name, operation.code)

@@ -1,6 +1,6 @@
 """`MetricComparison` only observes: training with it is bit-identical to training without.
 
-The other half of each test: in plain fp32 both sides are the same computation, so every difference must be exactly 0.
+Each test also trains in plain fp32. There both sides are the same computation, so every difference must be exactly 0.
 That holds only if batches, random draws, metric states, lists, buffers and weights are paired exactly.
 """
 
@@ -77,7 +77,7 @@ def test_training_is_bit_identical(scenario: str, tmp_path: Path) -> None:
     assert [key for key in without if without[key] != with_it[key]] == []
     assert len({row.metric for row in comparison.table}) >= 9
     assert any(row.diff != 0.0 for row in comparison.table)
-    # Real rounding of a small network: paired draws that were off by one would differ by a hundred times this.
+    # Rounding of a small network: draws that were paired wrongly would differ by a hundred times as much.
     assert max(abs(row.relative_diff) for row in comparison.table if row.metric.startswith("mse")) < 0.02
 
 
@@ -109,7 +109,7 @@ def test_fp32_side_is_what_an_fp32_validation_says(tmp_path: Path) -> None:
 
 
 class Edits(Everything):
-    """Moves weights in validation, as a momentum encoder does; reads them when the epoch ends; has gradients."""
+    """Moves weights in validation, as a momentum encoder does, reads them at the end of the epoch; has gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_two_processes(manual: bool, tmp_path: Path) -> None:
         assert report["raised"].startswith("`MetricComparison`: mixed precision costs more than the tolerance")
         assert ("on another rank" in report["raised"]) == (rank == 0)
         assert report["after_failure"] == 0
-    # What is reduced over the ranks must be the same on both.
+    # Values that are reduced over the ranks must be the same on both.
     reduced = [json.loads((tmp_path / f"rank{rank}.json").read_text())["reduced"] for rank in (0, 1)]
     assert reduced[0] == reduced[1]
 
@@ -215,7 +215,7 @@ class FailsOnRank1(Everything):
 
 
 def main(tmp_path: Path, manual: bool) -> None:
-    """Run on each rank."""
+    """Run the test on each rank."""
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "max_epochs": 2}
 
     def one(name: str, comparison: MetricComparison | None, plugin: Any, model: Everything) -> tuple[Any, Any]:
@@ -237,7 +237,7 @@ def main(tmp_path: Path, manual: bool) -> None:
     failing = MetricComparison()
     one("failing", failing, bf16(), FailsOnRank1(num_loaders=2, sync_dist=True))
     raised = ""
-    # Exceeded on rank 1 only: its tolerance differs.
+    # only rank 1 exceeds its tolerance, which is another one
     strict = MetricComparison(tolerance=1e9 if trainer.global_rank == 0 else 0.0, on_exceed="raise")
     try:
         one("strict", strict, bf16(), module())
@@ -257,5 +257,5 @@ def main(tmp_path: Path, manual: bool) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), bool(int(sys.argv[2])))
-    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
+    # end gloo's threads before the interpreter: otherwise it sometimes aborts ("terminate called")
     torch.distributed.destroy_process_group()

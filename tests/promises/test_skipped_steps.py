@@ -1,4 +1,4 @@
-"""Rows 1, 2 and 8: a skipped step did not happen. The run equals an fp32 run that never drew the bad batches."""
+"""Rows 1, 2 and 8: a run with skipped steps equals an fp32 run that never drew the bad batches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rate(trainer: L.Trainer) -> list[float]:
     return [group["lr"] for group in trainer.optimizers[0].param_groups]
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # up to torch 2.8 SequentialLR warns of itself
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # up to torch 2.8, SequentialLR causes its own warning
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("bad", [(0,), (3, 4)])
@@ -111,7 +111,7 @@ def test_plateau_schedules_run_as_ever(plugins: Plugins) -> None:
 
 
 class OtherVerb(Toy):
-    """Like timm: the schedule is not driven through `step()`."""
+    """A schedule that is not driven through `step()`, as in timm."""
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())
@@ -215,7 +215,7 @@ def test_buffers_of_a_skipped_batch_are_taken_back(plugins: Plugins, optimizer: 
 
 
 class NoLossIn(BadForward):
-    """One batch is looked at, but not trained on."""
+    """One batch gets a forward, but no training."""
 
     def __init__(self, without_loss: int) -> None:
         super().__init__(fused_adamw)
@@ -230,7 +230,7 @@ class NoLossIn(BadForward):
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("without_loss", [1, 2])
 def test_a_batch_without_a_loss_is_dropped_with_its_window(without_loss: int) -> None:
-    """Which ends with a step; the batch alone, in its middle or at its end, does not end it."""
+    """A window ends with a step; the batch alone does not end it."""
     kwargs: dict[str, Any] = {"accumulate_grad_batches": 3}
     trainer = fit(lambda: NoLossIn(without_loss), scaled_fp32(), data(), callbacks=[Poison([0])], **kwargs)
     assert_same(trainer, fit(lambda: BadForward(fused_adamw), None, data(without=(0, 1, 2)), **kwargs))
@@ -302,7 +302,7 @@ def test_counters(optimizer: str) -> None:
     plugin = Plugins(True).scaled()
     trainer = fit(lambda: Toy(OPTIMIZERS[optimizer]), plugin, data(), callbacks=[Poison(gradient=[0, 5])])
     assert (plugin.num_steps, plugin.num_skipped) == (8, 2)
-    assert trainer.global_step == 10  # Lightning's own counter is left alone
+    assert trainer.global_step == 10  # Lightning's own counter does not change
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])

@@ -38,7 +38,7 @@ class Tied(nn.Module):
 
 
 class Loaded(Toy):
-    """Made in float32, rounded to `dtype`, and kept in it or taken back to float32; its group is made at once."""
+    """Made in float32 and rounded to `dtype`, then left so or cast back to float32; its group is made at once."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, half: bool, optimizer: Any = adamw) -> None:
         torch.manual_seed(0)
@@ -77,7 +77,7 @@ def test_as_one_loaded_in_float32(precision: str, dtype: torch.dtype) -> None:
 
 @promise(41, stock="rounded away")
 def test_small_updates_are_not_lost(plugins: Plugins) -> None:
-    """What the argument is for: steps of a thousandth of a weight."""
+    """The use of the argument: steps of a thousandth of a weight."""
     torch.manual_seed(0)
     module = Toy(functools.partial(torch.optim.SGD, lr=1e-5)).to(torch.bfloat16)
     before = module.net[0].weight.detach().float()
@@ -118,7 +118,7 @@ AVERAGES: dict[str, Callable[[], list[Any]]] = {
 @pytest.mark.parametrize("averaging", [*(a for a in AVERAGES if a != "ema"), pytest.param("ema", marks=needs_averages)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_forty_steps_are_twenty_and_twenty(precision: str, averaging: str, tmp_path: Path) -> None:
-    """The checkpoint holds float32, and a half-precision module that is loaded from it goes on without rounding it."""
+    """The checkpoint holds float32; a half-precision module that loads it continues without rounding."""
 
     def run(*cut: L.Callback, ckpt_path: Path | None = None) -> tuple[L.Trainer, dict[str, Tensor]]:
         callbacks = AVERAGES[averaging]()

@@ -14,7 +14,7 @@ from support.cli_classes import Net, Rows
 from lightning_amp.tune import BatchSizeResult, BatchSizes, Measurement
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jsonargparse, about how Lightning calls it
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from jsonargparse, about Lightning
     pytest.mark.usefixtures("in_tmp_path"),
 ]
 

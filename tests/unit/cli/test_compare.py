@@ -15,7 +15,7 @@ from lightning_amp._plain_data import Table
 from lightning_amp.compare import Claim, Verdict
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jsonargparse, about how Lightning calls it
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from jsonargparse, about Lightning
     pytest.mark.usefixtures("in_tmp_path"),
 ]
 

@@ -14,7 +14,7 @@ from support.cli_classes import Counter, Net, Rows
 from lightning_amp.tune import Fp32Rules, NothingHelps
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jsonargparse, about how Lightning calls it
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from jsonargparse, about Lightning
     pytest.mark.usefixtures("in_tmp_path"),
 ]
 
@@ -65,7 +65,7 @@ def test_a_precision_and_arguments_of_the_trainer(option: str, command: Any, sea
     (call,) = searched.calls
     assert (call["precision"], call["tolerance"]) == ("bf16", 0.01)
     assert call["trainer_kwargs"]["max_epochs"] == 2
-    assert type(call["trainer_kwargs"]["callbacks"][0]) is Counter  # made, and not a description of it
+    assert type(call["trainer_kwargs"]["callbacks"][0]) is Counter  # the object, not its description
 
 
 def test_the_seed_of_a_yaml(command: Any, searched: Any) -> None:

@@ -1,4 +1,4 @@
-"""The YAML of a LightningCLI."""
+"""Reading the YAML of a LightningCLI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lightning-amp scale`: what it prints, draws, saves and refuses."""
+"""`lightning-amp scale`: its output, its files and its refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLICY = {"init_scale": 64.0, "growth_interval": 4}
 
 @pytest.fixture(autouse=True)
 def runs(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs in the current directory, and an empty one."""
+    """Write two runs and an empty one into the current directory."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     scale_run(FIRST, **POLICY).to_csv("runs/first/scale_history.csv")
@@ -162,7 +162,8 @@ def test_urls(scale: Any) -> None:
     history.to_csv("memory://b/other.csv")
     try:
         lines = scale("memory://a", "memory://b/other.csv")
-        assert lines[-9].split() == ["run", "memory://a", "memory://b/other.csv"]  # too wide, and so turned
+        # too wide, so rows and columns are swapped
+        assert lines[-9].split() == ["run", "memory://a", "memory://b/other.csv"]
         assert lines[-8].split() == ["steps", "10", "10"]
     finally:
         MemoryFileSystem.store.clear()

@@ -165,7 +165,7 @@ def test_rows_are_not_the_first_dimension() -> None:
     runs.noted = lambda rows: replace(runs.facts, own_size=rows, loader_sizes=(rows,), batch_rows=20)  # type: ignore
     result = search(runs)
     assert result.batch_size == 800
-    assert result.samples_per_s == 1600.0  # of its step time
+    assert result.samples_per_s == 1600.0  # from the time of a step
 
 
 def test_nothing_fits() -> None:

@@ -1,4 +1,4 @@
-"""What is refused before anything runs."""
+"""Arguments that are refused before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is returned: a tuple with attributes, also in copies; relative errors, and how they are written."""
+"""The returned tuple and its copies, and relative errors in words."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_relative_error(value: float, reference: float, error: float) -> None:
     ],
 )
 def test_a_distance_in_words(distance: DistanceToFp32, text: str, beyond: str | None) -> None:
-    """All of it, and what of it is beyond a tolerance; `None` stands for the same words."""
+    """All errors, and the errors beyond a tolerance; `None` stands for the same words."""
     assert distance.within(0.05) == (beyond == "")
     assert distance.describe() == text
     assert distance.describe(0.05) == (text if beyond is None else beyond)

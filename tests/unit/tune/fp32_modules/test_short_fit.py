@@ -1,4 +1,4 @@
-"""The fit around the measuring: which steps, which batches, in which precision it trains."""
+"""The fit around the measurements: its steps, its batches, and the precision of its training."""
 
 from __future__ import annotations
 
