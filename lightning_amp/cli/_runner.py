@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -85,17 +85,11 @@ class Request(NamedTuple):
         for path, config in zip(paths, configs, strict=True):
             if config.dropped:
                 note(f"{self.command}: of --config {path}, {', '.join(config.dropped)} is ignored: {reason}")
-        sections = [config.sections for config in configs]
+        given = {key: getattr(self.options, key) for key in ("model", "data")}
+        classes = [f"--{key}={name}" for key, name in given.items() if name is not None]
+        found = parse_user_classes([config.sections for config in configs], [*classes, *self.others])
         seeds = [config.seed for config in configs if config.seed is not None]
-        found = parse_user_classes(sections, [*self._classes(sections), *self.others])
         return found._replace(seed=seeds[-1] if seeds else 0)
-
-    def _classes(self, sections: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        """Pass on `--model` and `--data`, unless a YAML without class paths got its classes from them."""
-        for key in ("model", "data"):
-            given = getattr(self.options, key)
-            if given is not None and not any(each.get(key, {}).get("class_path") == given for each in sections):
-                yield from (f"--{key}", given)
 
 
 @final

@@ -72,8 +72,6 @@ def test_what_the_user_raised_is_one_line(command: Any, asked: Any) -> None:
     [
         (["--modell", "x"], "unrecognized arguments: --modell x; the options are"),
         (["--model", "support.cli_classes.Net"], "--data is missing"),
-        (["--json", "."], "--json must be a file"),
-        ([*CLASSES, "--model.widht", "3"], "'widht'"),
     ],
 )
 @pytest.mark.usefixtures("asked")

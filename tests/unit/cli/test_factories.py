@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import LightningCLI
 from support import assert_same, fit, weights
-from support.cli_classes import Counter, Net, Part, Rows
+from support.cli_classes import Net, Part, Rows
 
 from lightning_amp.cli._factories import Factory, TrainerArgument, describe
 
@@ -107,7 +107,6 @@ def test_the_text_of_a_factory_is_the_same_wherever_it_is_run() -> None:
 
 
 STOPPING = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val_loss"}}
-COUNTER = {"class_path": "support.cli_classes.Counter", "init_args": {"start": 3}}
 
 
 def test_an_argument_of_the_trainer_is_made_where_it_is_unpickled() -> None:
@@ -119,11 +118,3 @@ def test_an_argument_of_the_trainer_is_made_where_it_is_unpickled() -> None:
     assert repr(argument) == "lightning.pytorch.callbacks.EarlyStopping(monitor='val_loss')"
     logger = sent(TrainerArgument("logger", {"class_path": "CSVLogger", "init_args": {"save_dir": "x"}}))
     assert type(logger) is L.pytorch.loggers.CSVLogger
-
-
-def test_one_that_could_not_be_pickled() -> None:
-    made = sent(TrainerArgument("callbacks", [COUNTER]))
-    assert type(made) is Counter
-    assert made.count == 3
-    with pytest.raises((AttributeError, pickle.PicklingError)):
-        pickle.dumps(made)

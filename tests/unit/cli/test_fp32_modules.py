@@ -114,8 +114,6 @@ def test_nothing_helps(command: Any, searched: Any) -> None:
             [*BOTH, "--tolerance", "1", "--precisions", "fp16", "bf16"],
             "must be exactly one here, got fp16 bf16",
         ),
-        ([*BOTH, "--tolerance", "1", "--json", "."], "--json must be a file, got '.'"),
-        (["--tolerance", "1"], "--model is missing"),
     ],
 )
 def test_wrong_use_is_one_line(arguments: list[str], text: str, command: Any, searched: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -67,29 +68,21 @@ def test_the_first_size_is_near_the_limit() -> None:
     assert search(lambda b: 0.5 + 0.4 * b, 1.0, first=1) == (1, [1, 2])
 
 
-@pytest.mark.parametrize("first", [8, 32, 3000])
-@pytest.mark.parametrize("kink", [0.1, 0.3, 0.6])
-def test_memory_that_is_flat_at_first(kink: float, first: int) -> None:
-    """The optimizer's step needs more memory than small batches."""
+FLAT_AT_FIRST = [partial(lambda kink, b: max(kink, 0.05 + 0.0005 * b), kink) for kink in (0.1, 0.3, 0.6)]
+"""The optimizer's step needs more memory than small batches."""
 
-    def memory(b: int) -> float:
-        return max(kink, 0.05 + 0.0005 * b)
 
+@pytest.mark.parametrize(
+    ("memory", "first", "factor"),
+    [
+        *((memory, first, 1.04) for memory in FLAT_AT_FIRST for first in (8, 32, 3000)),
+        *((lambda b: 0.1 + 0.001 * b + 1e-6 * b * b, first, 1.05) for first in (2, 64, 900)),
+    ],
+)
+def test_memory_that_bends_upwards(memory: Callable[[int], float], first: int, factor: float) -> None:
     found, run = search(memory, 1.0, first)
     assert memory(found) <= 1.0
-    assert memory(math.ceil(found * 1.04) + 8) > 1.0
-    assert len(run) <= MOST_RUNS
-    assert max(map(memory, run)) <= max(2.0, memory(first))
-
-
-@pytest.mark.parametrize("first", [2, 64, 900])
-def test_memory_that_grows_with_the_square(first: int) -> None:
-    def memory(b: int) -> float:
-        return 0.1 + 0.001 * b + 1e-6 * b * b
-
-    found, run = search(memory, 1.0, first)
-    assert memory(found) <= 1.0
-    assert memory(math.ceil(found * 1.05) + 8) > 1.0
+    assert memory(math.ceil(found * factor) + 8) > 1.0
     assert len(run) <= MOST_RUNS
     assert max(map(memory, run)) <= max(2.0, memory(first))
 

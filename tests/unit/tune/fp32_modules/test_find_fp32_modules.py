@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import pickle
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -200,17 +199,6 @@ def test_a_module_that_the_factory_returns_twice_and_the_random_state_stay_as_th
     assert all(parameter.grad is None for parameter in module.parameters())
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == python
-
-
-def test_what_it_returns_is_a_tuple_of_rules() -> None:
-    found = find_fp32_modules(seeded(cases.Two), cases.Rows, tolerance=0.05, trainer_kwargs=CPU)
-    assert AmpPrecision("fp16", fp32_modules=found).fp32_modules == tuple(found)
-    assert repr(found) == repr(tuple(found))
-    for other in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
-        assert other == found
-        assert vars(other) == vars(found)
-    with pytest.raises(AttributeError, match="a result does not change"):
-        found.cost = 1.0
 
 
 class Bce(cases.Normalised):
