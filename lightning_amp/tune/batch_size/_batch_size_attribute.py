@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from numbers import Integral
 from typing import Any
 
@@ -12,21 +12,24 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 NAME = "batch_size"
-_MISSING = object()
 
 
 def held_sizes(*owners: Any) -> list[Any]:
     """Return all batch sizes of these objects; Lightning's own finder would read the last one."""
-    return [value for owner in owners for value in _values(owner)]
+    sizes: list[Any] = []
+    for owner in owners:
+        sizes += _attribute(owner)
+        if hparams := _hparams(owner):
+            sizes.append(hparams[NAME])
+    return sizes
 
 
 def hold_size(owner: Any, size: int) -> None:
     """Set the batch size wherever the owner holds one, as Lightning's finder does."""
-    if _attribute(owner) is not _MISSING:
+    if _attribute(owner):
         with contextlib.suppress(AttributeError):  # a property that reads `hparams`
             setattr(owner, NAME, size)
-    hparams = _hparams(owner)
-    if NAME in hparams:
+    if hparams := _hparams(owner):
         hparams[NAME] = size
 
 
@@ -62,23 +65,14 @@ class ModuleLoaders(LightningDataModule):
         return self.trainer.lightning_module.train_dataloader()
 
 
-def _values(owner: Any) -> Iterator[Any]:
-    attribute = _attribute(owner)
-    if attribute is not _MISSING:
-        yield attribute
-    hparams = _hparams(owner)
-    if NAME in hparams:
-        yield hparams[NAME]
-
-
-def _attribute(owner: Any) -> Any:
+def _attribute(owner: Any) -> list[Any]:
     try:
-        value = getattr(owner, NAME, _MISSING)
-    except Exception:  # a property that asks for a Trainer
-        return _MISSING
-    return _MISSING if callable(value) else value
+        value = getattr(owner, NAME)
+    except Exception:  # there is none, or it is a property that asks for a Trainer
+        return []
+    return [] if callable(value) else [value]
 
 
 def _hparams(owner: Any) -> MutableMapping[str, Any]:
     hparams = getattr(owner, "hparams", None)
-    return hparams if isinstance(hparams, MutableMapping) else {}
+    return hparams if isinstance(hparams, MutableMapping) and NAME in hparams else {}

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -111,10 +111,7 @@ class Bench:
         point, before, _ = self._references[0]
         with self._training(point, upcast=True) as one:
             self._run(one, point, None, 1.0)
-            again = one.gradients()
-        moved = [(again[name] - old).cpu().double() for name, old in before.items() if name in again]
-        norm = math.sqrt(sum(float(old.cpu().double().square().sum()) for old in before.values()))
-        return math.sqrt(sum(float(one.square().sum()) for one in moved)) / norm if norm else 0.0
+            return _relative_difference(before, one.gradients())
 
     def _reference_metrics(self, watch: Watch) -> dict[str, float]:
         one = EvaluationPass.in_fp32(self._trainer, self._module, "validation")
@@ -185,13 +182,7 @@ class Bench:
                 what = "gradients overflow at every loss scale" if self._plugin.scaler else "gradients are not finite"
                 return math.inf, what
             scale = max(scale / 16, _LOWEST_SCALE)
-        pairs = [(r, found[name] / scale if name in found else torch.zeros_like(r)) for name, r in gradients.items()]
-        if not pairs:
-            return 0.0, ""
-        sums = torch.stack([fidelity_sums(true, value).cpu() for true, value in pairs]).sum(0)
-        signal, _, noise = (math.sqrt(value) for value in sums.tolist())
-        # a gradient of zero has no direction that could be wrong
-        return (noise / signal if signal else 0.0), ""
+        return _relative_difference(gradients, found, scale), ""
 
     def _metric_errors(self, rules: Sequence[str]) -> dict[str, float]:
         found = self._evaluate(EvaluationPass.in_amp(self._trainer, self._module, "validation"), rules)
@@ -235,14 +226,13 @@ class Bench:
     @contextmanager
     def _training(self, point: Point, rules: Sequence[str] = (), *, upcast: bool = False) -> Generator[TrainingPass]:
         """Make a pass over a copy of the module with the weights and buffers of a point."""
-        with _lightning.training_stage(self._trainer):
-            one = TrainingPass(self._trainer, self._module, upcast=upcast)
-            try:
-                _load(one.module, point)
-                Fp32Modules(one.module, rules, self._place.type, active=True)
-                yield one
-            finally:
-                one.close()
+        with (
+            _lightning.training_stage(self._trainer),
+            closing(TrainingPass(self._trainer, self._module, upcast=upcast)) as one,
+        ):
+            _load(one.module, point)
+            Fp32Modules(one.module, rules, self._place.type, active=True)
+            yield one
 
     def _run(
         self,
@@ -263,15 +253,13 @@ class Bench:
     def _evaluate(
         self, one: EvaluationPass, rules: Sequence[str] = (), watch: AbstractContextManager[None] | None = None
     ) -> dict[str, float]:
-        try:
+        with closing(one):
             Fp32Modules(one.module, rules, self._place.type, active=True)
             with watch or nullcontext():
                 for batch, idx, loader_idx in self.batches:
                     one.step(batch, idx, loader_idx)
                 metrics = one.finish(None)
             return {name: float(value) for name, value in metrics.items() if name not in _AXES}
-        finally:
-            one.close()
 
 
 def state_of(module: LightningModule) -> dict[str, Tensor]:
@@ -291,6 +279,16 @@ def _load(module: LightningModule, point: Point) -> None:
 def _tensors(module: LightningModule) -> Mapping[str, Tensor]:
     everything = [*module.named_parameters(), *module.named_buffers()]
     return {_modules.plain_name(name): tensor for name, tensor in everything}
+
+
+def _relative_difference(reference: Mapping[str, Tensor], found: Mapping[str, Tensor], scale: float = 1.0) -> float:
+    """Return the norm of the difference over the norm, with all gradients together; a missing one counts as zero."""
+    pairs = [(r, found[name] / scale if name in found else torch.zeros_like(r)) for name, r in reference.items()]
+    if not pairs:
+        return 0.0
+    sums = torch.stack([fidelity_sums(true, value).cpu() for true, value in pairs]).sum(0)
+    signal, _, noise = (math.sqrt(value) for value in sums.tolist())
+    return noise / signal if signal else 0.0  # a gradient of zero has no direction that could be wrong
 
 
 def _not_finite(what: str, value: str, where: str, advice: str) -> str:

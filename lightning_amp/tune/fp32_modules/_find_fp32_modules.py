@@ -81,7 +81,7 @@ def find_fp32_modules(
     activations in fp32.
 
     """
-    request = Request.checked(make_module, make_data, precision, tolerance, trainer_kwargs)
+    request = Request(make_module, make_data, precision, tolerance, trainer_kwargs)
     steps, num_tried = [*_STEPS], 0
     while True:
         answer = in_a_short_fit(request, steps, partial(_search, request))
@@ -151,10 +151,10 @@ def _nothing_helps(request: Request, without: DistanceToFp32, with_all: Distance
     return (
         f"No set of modules in fp32 is enough: with all of them in fp32, in {request.name!r} {with_all.describe()}, and"
         f" `tolerance` is {as_percent(request.tolerance)} (without any, {without.describe()}). The rest of the error"
-        " comes from code outside of modules: a step or `forward` of the LightningModule, or a method of a module other"
-        " than `forward`. Put that code under `lightning_amp.precision.fp32_region`, with `.float()` on its inputs, or"
-        " into the `forward` of a module. If the step itself takes gradients in fp16,"
-        " use `lightning_amp.precision.scaled_grad`. Or raise the tolerance."
+        " comes from code outside of modules: a step or `forward` of the LightningModule, or another method than"
+        " `forward` of a module. Put that code under `lightning_amp.precision.fp32_region`, with `.float()` on its"
+        " inputs, or into the `forward` of a module. If the step itself takes gradients in fp16, use"
+        " `lightning_amp.precision.scaled_grad`. Or raise the tolerance."
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from typing_extensions import final
 
 from lightning_amp._arguments import is_number, require
-from lightning_amp.casting import Choice, Rule, parse_precision
+from lightning_amp.casting import Choice, parse_precision
 from lightning_amp.compare import check_trainer_names
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import device_of_trainer
@@ -21,52 +20,42 @@ _MEASURED = ("precision", "fp32_modules", "eval_precision", "upcast_parameters")
 
 
 @final
-@dataclass(frozen=True)
 class Request:
-    """The checked arguments of `find_fp32_modules`.
+    """The checked arguments of `find_fp32_modules`. The `ValueError` of a wrong one says what is legal.
 
     Attributes:
         name: `"fp16"` or `"bf16"`.
         arguments: The arguments of `AmpPrecision` that change the values of a step.
         rules: The user's own `fp32_modules`.
+        device: Where the search runs.
 
     """
 
-    make_module: Callable[[], LightningModule]
-    make_data: Callable[[], LightningDataModule]
-    name: str
-    arguments: Mapping[str, Any]
-    rules: tuple[Rule, ...]
-    tolerance: float
-    trainer_kwargs: Mapping[str, Any]
-    device: torch.device
-
-    @classmethod
-    def checked(
-        cls,
+    def __init__(
+        self,
         make_module: Callable[[], LightningModule],
         make_data: Callable[[], LightningDataModule],
         precision: object,
-        tolerance: object,
+        tolerance: Any,
         trainer_kwargs: object,
-    ) -> Request:
-        """Check the arguments of `find_fp32_modules`; the `ValueError` of a wrong one says what is legal."""
+    ) -> None:
         for argument, factory in (("make_module", make_module), ("make_data", make_data)):
             if isinstance(factory, (LightningModule, LightningDataModule)) or not callable(factory):
                 raise ValueError(
                     f"`{argument}` must be a class or a function without arguments, got an object of"
                     f" {type(factory).__name__}. Write `lambda: ...` around it."
                 )
-        fine = is_number(tolerance) and tolerance > 0  # type: ignore[operator]
+        fine = is_number(tolerance) and tolerance > 0
         require(fine, "tolerance", "a finite number above 0, such as 0.05", tolerance)
         advice = "Pass it as `precision=`: a name, or the arguments of `AmpPrecision` as a dict."
         kwargs = check_trainer_names(trainer_kwargs, "what is searched for", advice)
-        device = device_of_trainer(kwargs)
         given: dict[str, Any] = dict(precision) if isinstance(precision, Mapping) else {"precision": precision}
-        rules = _plugin(given).fp32_modules
-        name = _low_precision(given.get("precision", "auto"), device)
-        arguments = {**{key: given[key] for key in _MEASURED if key in given}, "precision": name}
-        return cls(make_module, make_data, name, arguments, rules, float(tolerance), kwargs, device)  # type: ignore[arg-type]
+        self.make_module, self.make_data, self.trainer_kwargs = make_module, make_data, kwargs
+        self.rules = _plugin(given).fp32_modules
+        self.device = device_of_trainer(kwargs)
+        self.name = _low_precision(given.get("precision", "auto"), self.device)
+        self.arguments = {**{key: given[key] for key in _MEASURED if key in given}, "precision": self.name}
+        self.tolerance = float(tolerance)
 
 
 def _plugin(arguments: Mapping[str, Any]) -> AmpPrecision:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -30,26 +29,13 @@ _NUM_VALIDATION_BATCHES = 3
 
 @final
 class _WarmUp(AmpPrecision):
-    """A plugin that trains in fp32 and measures in the user's precision."""
+    """The user's precision, or fp32 while `in_fp32` is true."""
 
-    _in_fp32 = True
-
-    @contextmanager
-    def measuring(self) -> Generator[None]:
-        """Compute in the user's precision for a while."""
-        before, self._in_fp32 = self._in_fp32, False
-        try:
-            yield
-        finally:
-            self._in_fp32 = before
-
-    def train_as_asked(self) -> None:
-        """Compute in the user's precision from now on, because half-precision weights or inputs need it."""
-        self._in_fp32 = False
+    in_fp32 = True
 
     @override
     def autocast_context_manager(self) -> torch.autocast:
-        return torch.autocast(self.device, enabled=False) if self._in_fp32 else super().autocast_context_manager()
+        return torch.autocast(self.device, enabled=False) if self.in_fp32 else super().autocast_context_manager()
 
 
 @final
@@ -78,7 +64,7 @@ class _Probe(Callback, Generic[T]):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         number, last = self._num_batches, self._steps[-1]
         if any(t.dtype in HALF_DTYPES for t in (*pl_module.parameters(), *(t for _, t in tensors_in(batch)))):
-            self._plugin.train_as_asked()
+            self._plugin.in_fp32 = False  # half-precision weights or inputs need the user's precision
         self._num_batches += 1
         if number in self._steps:
             training = {_modules.plain_name(name): module.training for name, module in pl_module.named_modules()}
@@ -100,8 +86,9 @@ class _Probe(Callback, Generic[T]):
         trainer.should_stop = True
         if self.results:
             return
-        with self._plugin.measuring():
-            self.results.append(self._work(Bench(trainer, module, self._plugin, self._points, batches)))
+        trains_in_fp32, self._plugin.in_fp32 = self._plugin.in_fp32, False
+        self.results.append(self._work(Bench(trainer, module, self._plugin, self._points, batches)))
+        self._plugin.in_fp32 = trains_in_fp32
 
     def _validation_batches(self, trainer: Trainer, batch: Any, batch_idx: int) -> list[tuple[Any, int, int | None]]:
         """Draw the first batches of each loader, or copy the current batch if a loader cannot be iterated again."""

@@ -50,6 +50,7 @@ def command(
 
     def run(*arguments: str) -> tuple[int, str, str]:
         status = main([name, *arguments])
-        return (status, *capsys.readouterr())
+        out, err = capsys.readouterr()
+        return status, out, err
 
     return run

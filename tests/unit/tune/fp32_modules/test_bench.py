@@ -22,7 +22,7 @@ def on(kind: Any, precision: str, work: Callable[[Bench], Any], **arguments: Any
         torch.manual_seed(0)
         return kind()
 
-    request = Request.checked(make, cases.Rows, {"precision": precision, **arguments}, 0.05, {"accelerator": "cpu"})
+    request = Request(make, cases.Rows, {"precision": precision, **arguments}, 0.05, {"accelerator": "cpu"})
     return in_a_short_fit(request, [0, 4], work)
 
 

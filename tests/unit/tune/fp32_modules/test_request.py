@@ -16,7 +16,7 @@ CPU = {"accelerator": "cpu"}
 
 
 def request(precision: Any, tolerance: Any, kwargs: Any) -> Request:
-    return Request.checked(LightningModule, LightningDataModule, precision, tolerance, kwargs)
+    return Request(LightningModule, LightningDataModule, precision, tolerance, kwargs)
 
 
 def test_what_is_measured_and_what_makes_no_difference() -> None:
