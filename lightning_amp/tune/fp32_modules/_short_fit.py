@@ -29,13 +29,18 @@ _NUM_VALIDATION_BATCHES = 3
 
 @final
 class _WarmUp(AmpPrecision):
-    """The user's precision, or fp32 while `in_fp32` is true."""
+    """A plugin that computes in fp32 at first, and can be switched to the user's precision."""
 
-    in_fp32 = True
+    _in_fp32 = True
+
+    def compute_in_fp32(self, value: bool) -> bool:
+        """Compute in fp32, or in the user's precision; return the setting before."""
+        before, self._in_fp32 = self._in_fp32, value
+        return before
 
     @override
     def autocast_context_manager(self) -> torch.autocast:
-        return torch.autocast(self.device, enabled=False) if self.in_fp32 else super().autocast_context_manager()
+        return torch.autocast(self.device, enabled=False) if self._in_fp32 else super().autocast_context_manager()
 
 
 @final
@@ -64,7 +69,7 @@ class _Probe(Callback, Generic[T]):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         number, last = self._num_batches, self._steps[-1]
         if any(t.dtype in HALF_DTYPES for t in (*pl_module.parameters(), *(t for _, t in tensors_in(batch)))):
-            self._plugin.in_fp32 = False  # half-precision weights or inputs need the user's precision
+            self._plugin.compute_in_fp32(False)  # half-precision weights or inputs need the user's precision
         self._num_batches += 1
         if number in self._steps:
             training = {_modules.plain_name(name): module.training for name, module in pl_module.named_modules()}
@@ -86,9 +91,9 @@ class _Probe(Callback, Generic[T]):
         trainer.should_stop = True
         if self.results:
             return
-        trains_in_fp32, self._plugin.in_fp32 = self._plugin.in_fp32, False
+        trained_in_fp32 = self._plugin.compute_in_fp32(False)
         self.results.append(self._work(Bench(trainer, module, self._plugin, self._points, batches)))
-        self._plugin.in_fp32 = trains_in_fp32
+        self._plugin.compute_in_fp32(trained_in_fp32)
 
     def _validation_batches(self, trainer: Trainer, batch: Any, batch_idx: int) -> list[tuple[Any, int, int | None]]:
         """Draw the first batches of each loader, or copy the current batch if a loader cannot be iterated again."""
