@@ -36,7 +36,7 @@ class OnTheCPU(FSDPStrategy):
             **self.kwargs,
         )
 
-    # With Lightning's `offload_to_cpu=True` torch does not copy what is on the CPU before it frees it.
+    # With Lightning's `offload_to_cpu=True`, torch frees tensors on the CPU before it has copied them.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._state_dict_type == "sharded":

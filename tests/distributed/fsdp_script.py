@@ -142,7 +142,7 @@ def checkpoints(folder: Path) -> dict[str, Any]:
 
 
 def half_parameters() -> dict[str, Any]:
-    """The strategy is told to gather parameters in bfloat16."""
+    """The strategy gathers parameters in bfloat16."""
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_root_forward_inputs=False)
     torch.manual_seed(0)
     module = MODULES["automatic"]("fused adamw")

@@ -98,7 +98,7 @@ class Troubled(L.LightningModule):
 
 
 def scaled(precision: str = "fp16", scale: float = 1024.0, **kwargs: Any) -> AmpPrecision:
-    """fp16's scaling, or bf16's guard, without autocast: bit-equal to fp32."""
+    """Make a plugin with fp16's scaling, or with bf16's guard, but without autocast: bit-equal to fp32."""
     scaler = DynamicLossScaler(scale, growth_interval=3) if precision == "fp16" else None
     return WithoutAutocast(precision, scaler=scaler, **kwargs)
 
@@ -175,5 +175,5 @@ def main(scenarios: Scenarios) -> None:
             with flags_on_a_device() if takes_a_gpus_path else contextlib.nullcontext():
                 results[name] = run()
     torch.save(results, folder() / f"rank{torch.distributed.get_rank()}.pt")
-    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
+    # end gloo's threads before the interpreter: otherwise it sometimes aborts ("terminate called")
     torch.distributed.destroy_process_group()

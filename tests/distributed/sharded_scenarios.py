@@ -1,7 +1,7 @@
 """`ModelParallelStrategy` with several ways of sharding, on two and on four gloo ranks. `test_sharded.py` runs this
 script.
 
-Each scenario is compared with one process that trains the same module in fp32 on the batches that were not bad.
+Each scenario is compared with one process that trains the same module in fp32 without the bad batches.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Kill a training run at random moments, resume it each time, and see whether anything is lost.
+"""Kill a training run at random moments, resume it each time, and check that nothing is lost.
 
     make faults FAULTS_ARGS="--kills 50 --seed 1"
 
-A run saves a checkpoint every few steps, with all callbacks of this package writing their files. The process gets a
-SIGKILL: at a random moment, or while one of our files is being written. It is resumed from its last checkpoint; once in
-each run that one is cut in half first, as Lightning may leave it where the temporary folder is on another file system.
-When the run is through, everything must equal a run that was never killed, bit for bit. Then the next precision begins,
-until enough kills were survived.
+A run saves a checkpoint every few steps, with all callbacks of this package writing their files. Its process gets a
+SIGKILL: at a random moment, or while one of our files is being written. It is resumed from its last checkpoint. Once in
+each run that checkpoint is cut in half first, as Lightning may leave it if the temporary folder is on another disk.
+At the end, everything must equal a run that was never killed, bit for bit. Then the next precision begins, until
+enough kills were survived.
 
-Prints what was survived and what was lost; exits with 1 if anything was.
+It prints the results, and exits with 1 if anything was lost.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lightning_amp_faults_") as folder:
         while not account.lost and (account.kills < args.kills or not account.finished):
             name = names[account.finished % len(names)]
-            # The kills are spread over the precisions; the last one takes what is left.
+            # The kills are spread over the precisions; the last one takes the rest.
             share = -(-args.kills * (account.finished + 1) // len(names))
             where = Path(folder) / str(account.finished)
             survive(name, where, min(args.kills, share), chance, account)

@@ -44,18 +44,23 @@ def dangling(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize("where", [below_a_file, a_file, dangling])
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_an_unwritable_folder(name: str, where: Callable[[Path], Path], tmp_path: Path) -> None:
-    folder = where(tmp_path)
+def warnings_of(callback: Any, tmp_path: Path) -> list[str]:
+    """Train with a callback that cannot write, compare the run with one without it, and return the warnings."""
     expected = everything(train(plugin_for("fp16"), 20, checkpoints=tmp_path / "a", **SETTINGS))
-    callback = CALLBACKS[name](folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = train(plugin_for("fp16"), 20, callbacks=[callback], checkpoints=tmp_path / "b", **SETTINGS)
     found = everything(trainer)
     assert_equal({name: found[name] for name in expected}, expected)
-    texts = [str(w.message) for w in caught if "could not write" in str(w.message)]
+    return [str(w.message) for w in caught if "could not write" in str(w.message)]
+
+
+@pytest.mark.parametrize("where", [below_a_file, a_file, dangling])
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_an_unwritable_folder(name: str, where: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = where(tmp_path)
+    callback = CALLBACKS[name](folder)
+    texts = warnings_of(callback, tmp_path)
     assert len(texts) == 1
     assert re.search(
         rf"`{type(callback).__name__}` could not write to `{re.escape(str(folder))}`: .*{folder.name}", texts[0]
@@ -67,14 +72,8 @@ def test_an_unwritable_folder(name: str, where: Callable[[Path], Path], tmp_path
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_a_bucket_that_cannot_be_reached(name: str, tmp_path: Path, bucket_folder: str) -> None:
     Bucket.failure = RuntimeError("no such host")
-    expected = everything(train(plugin_for("fp16"), 20, checkpoints=tmp_path / "a", **SETTINGS))
     callback = CALLBACKS[name](bucket_folder)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = train(plugin_for("fp16"), 20, callbacks=[callback], checkpoints=tmp_path / "b", **SETTINGS)
-    found = everything(trainer)
-    assert_equal({name: found[name] for name in expected}, expected)
-    texts = [str(w.message) for w in caught if "could not write" in str(w.message)]
+    texts = warnings_of(callback, tmp_path)
     reason = "RuntimeError: no such host. Training is not affected."
     assert texts == [f"`{type(callback).__name__}` could not write to `{bucket_folder}`: {reason}"]
     assert not Bucket.objects

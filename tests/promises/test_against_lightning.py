@@ -1,4 +1,4 @@
-"""One script with Lightning's own plugin and with ours: where Lightning is right, the weights are the same bits."""
+"""One script with Lightning's plugin and with ours: if Lightning is right, the weights are the same bits."""
 
 from __future__ import annotations
 

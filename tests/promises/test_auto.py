@@ -142,7 +142,7 @@ def test_the_real_probe_changes_no_bit_of_the_run(on_machine: OnMachine, monkeyp
 def test_a_copy_picks_for_itself(copied: Callable[[Any], Any], on_machine: OnMachine) -> None:
     on_machine("bf16-slow")
     plugin = AmpPrecision()
-    for _ in range(2):  # before it was attached, and afterwards
+    for _ in range(2):  # before and after it was attached
         module = Seen()
         quiet_trainer(plugins=[copied(plugin)]).fit(module, batches(1))
         assert module.dtypes == {"fit": torch.float32}

@@ -277,7 +277,7 @@ def test_a_bad_batch_on_one_of_two_ranks(tmp_path: Path) -> None:
 
 
 def two_ranks(folder: Path) -> None:
-    """Run on each rank."""
+    """Run the test on each rank."""
     torch.set_num_threads(1)
     ddp: dict[str, Any] = {"strategy": "ddp", "devices": 2}
 

@@ -225,7 +225,7 @@ def test_an_arm_of_a_comparison_says_what_it_multiplied_in(tmp_path: Path) -> No
 
 
 class Critic(L.LightningModule):
-    """A WGAN with a gradient penalty, by hand."""
+    """A WGAN with gradient penalty, in manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()

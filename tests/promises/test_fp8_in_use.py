@@ -228,7 +228,7 @@ def test_equal_blocks_share_one_graph(precision: str) -> None:
     for block in net.middle:
         block.compile(backend=counter)  # the warning about an uncompiled module advises this
     quiet_trainer(plugins=[plugin(precision)], limit_train_batches=1).fit(net, loader())
-    assert counter.frame_count == 1  # torch gives up after eight, and runs the other blocks eagerly
+    assert counter.frame_count == 1  # torch gives up after eight and runs the other blocks eagerly
 
 
 def test_what_is_pruned_is_not_said_to_run_in_fp8() -> None:

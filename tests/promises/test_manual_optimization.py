@@ -116,7 +116,7 @@ ORDERS = {
     "closures": "closure 1, closure 2",
     "clipped": "zero 1, backward_of 1, clip 1, step 1, zero 2, backward_of 2, clip 2, step 2",
     "clipped by value": "zero 1, backward_of 1, clamp 1, step 1, zero 2, backward_of 2, clamp 2, step 2",
-    # clipping is idempotent
+    # clipping twice is the same as clipping once
     "clipped, then accumulated": "backward_of 2, clip 1, clip 1, step 1 in 2, zero 1 in 2, step 2 in 2, zero 2 in 2",
 }
 """Find calls by name; "step 2 in 3" runs in each third batch."""
@@ -179,7 +179,7 @@ def test_every_order_equals_fp32(order: Any, optimizer: str, shared: bool, growt
     assert_same(module.seen, seen)
     assert plugin.num_skipped == 0
     if " in " in str(ORDERS.get(order)):
-        grown = plugin.scaler.get_scale() > 2.0**10  # fewer batches with a step
+        grown = plugin.scaler.get_scale() > 2.0**10  # fewer batches have a step
         assert grown == (growth_interval == 2)
     else:
         assert plugin.scaler.get_scale() == 2.0 ** (10 + 8 // growth_interval)  # once per batch, not per step
@@ -213,7 +213,7 @@ def test_the_documented_clipping_recipe(plugins: Plugins, order: str) -> None:
 
 
 def clip_by_scaler(m: Two, batch: Tensor, *, inner: bool) -> None:
-    """The usual way around Lightning's #18089."""
+    """The usual workaround for Lightning's #18089."""
     scaler = getattr(m.trainer.precision_plugin, "scaler", None)
     for i, optimizer in enumerate(m.optimizers()):
         optimizer.zero_grad()

@@ -39,7 +39,7 @@ def zero(module: nn.Module) -> None:
 
 
 class Bad(Toy):
-    """The loss of one batch is not finite, its gradients are as `kind` says; `mend` repairs them in `hook`."""
+    """The loss of one batch is not finite, its gradients are as in `kind`; `mend` repairs them in `hook`."""
 
     def __init__(
         self,

@@ -215,7 +215,7 @@ class FailsOnRank1(Everything):
 
 
 def main(tmp_path: Path, manual: bool) -> None:
-    """Run on each rank."""
+    """Run the test on each rank."""
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "max_epochs": 2}
 
     def one(name: str, comparison: MetricComparison | None, plugin: Any, model: Everything) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_amp import AmpPrecision, OverflowLocator, ScaleMonitor
 
-GRADIENT, NAN = (3, 11, 30, 70), (5, 18, 19, 25, 33, 47, 66)  # batches, on both sides of the cut
+GRADIENT, NAN = (3, 11, 30, 70), (5, 18, 19, 25, 33, 47, 66)  # batches before and after the cut
 NOT_RESUMABLE = "ignore:You're resuming from a checkpoint that ended before the epoch ended"
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
@@ -66,7 +66,7 @@ def test_in_fp32_lightning_itself_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_forty_steps_are_twenty_and_twenty(precision: str, accumulate: int, tmp_path: Path) -> None:
-    """Averaged weights, BatchNorm, a schedule per step and all callbacks; without accumulation right after a skip."""
+    """Averaged weights, BatchNorm, a schedule per step and all callbacks; without accumulation after a skip."""
     resumed, whole = both(
         lambda: plugin_for(precision), lambda folder: [Averaging(), *ours(folder)], tmp_path,
         accumulate_grad_batches=accumulate, optimizer=fused if accumulate == 1 else unfused,
@@ -227,7 +227,7 @@ def test_a_scale_below_one_is_known_after_a_change_of_precision(tmp_path: Path) 
 
 
 def test_stock_scalers_history_continues(tmp_path: Path) -> None:
-    """`ScaleMonitor` with Lightning's own plugin."""
+    """`ScaleMonitor` with Lightning's plugin."""
 
     def run(steps: int, **kwargs: Any) -> ScaleMonitor:
         monitor = ScaleMonitor()

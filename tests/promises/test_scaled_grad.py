@@ -17,7 +17,7 @@ SCALES = [1.0, 2.0**10, 2.0**16, 2.0**24]
 
 
 class Penalty(Toy):
-    """The guide's recipe; `factor` makes the score, and so its derivative, larger or smaller."""
+    """The recipe of the guide; `factor` makes the score, and so its derivative, larger or smaller."""
 
     def __init__(self, factor: float = 1.0, lr: float = 1e-3) -> None:
         super().__init__(lambda params: torch.optim.SGD(params, lr=lr))
@@ -83,7 +83,7 @@ def test_other_scalers(kind: str) -> None:
 
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**16])
 def test_a_derivative_that_overflows_lowers_its_own_scale(scale: float) -> None:
-    """The loss is then infinite, and lowering the loss scale could not help."""
+    """The loss is then infinite, and a lower loss scale could not help."""
     plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(scale))
     module = fit(lambda: Penalty(factor=2.0**9, lr=0.0), plugin, batches(32)).lightning_module
     reference = fit(lambda: Penalty(factor=2.0**9, lr=0.0), None, batches(32)).lightning_module
@@ -110,7 +110,7 @@ def test_tiny_derivatives(scale: float) -> None:
     reference = fit(lambda: Tiny(lr=0.0), None, batches(16)).lightning_module
     errors = [error(a, b) for a, b in zip(module.gradients, reference.gradients, strict=True)]
     assert max(errors) < 0.1
-    if scale >= 2.0**16:  # the derivative's scale may grow as far
+    if scale >= 2.0**16:  # the derivative's scale may grow as high
         assert errors[-1] < 5e-3
 
 

@@ -302,7 +302,7 @@ def test_counters(optimizer: str) -> None:
     plugin = Plugins(True).scaled()
     trainer = fit(lambda: Toy(OPTIMIZERS[optimizer]), plugin, data(), callbacks=[Poison(gradient=[0, 5])])
     assert (plugin.num_steps, plugin.num_skipped) == (8, 2)
-    assert trainer.global_step == 10  # Lightning's own counter is left alone
+    assert trainer.global_step == 10  # Lightning's own counter does not change
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])
