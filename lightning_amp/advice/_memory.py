@@ -1,4 +1,4 @@
-"""Where the memory of a recorded step is, and what its optimizers hold."""
+"""Derive from a recorded step what its memory holds at the peak, and describe its optimizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_amp.measure import OPTIMIZER, has_storage, num_bytes
 
 
 def memory(recorded: Recording, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Memory:
-    """Return what tensors held at the peak of the recorded step."""
+    """Return the bytes that tensors held at the peak of the recorded step."""
     grads = [p.grad for p in module.parameters() if p.grad is not None and has_storage(p.grad)]
     kept = {gradient.untyped_storage().data_ptr() for gradient in grads}
     loss_sizes = {loss.numel for loss in recorded.losses if loss.classes > 1}
@@ -49,7 +49,7 @@ def memory(recorded: Recording, module: nn.Module, optimizers: Iterable[torch.op
 
 
 def _peak(allocations: Iterable[Allocation], kind: Callable[[Allocation], str], last: int) -> tuple[Counter[str], int]:
-    """Return the bytes by kind where they are most, and all together; `last` is a moment after all operations."""
+    """Return the bytes at the peak, by kind and in all; `last` is a moment after all operations."""
     own = list(allocations)
     changes = Counter[int]()
     for made in own:
@@ -69,7 +69,7 @@ def _peak(allocations: Iterable[Allocation], kind: Callable[[Allocation], str], 
 
 
 def optimizer_facts(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[OptimizerFacts, ...]:
-    """Return what there is to say about each optimizer."""
+    """Describe each optimizer."""
     return tuple(
         OptimizerFacts(
             type(optimizer).__name__,

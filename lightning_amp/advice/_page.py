@@ -1,4 +1,4 @@
-"""A report of the doctor, written: the sentences are those of the findings, the tables are of what was measured."""
+"""Write a report of the doctor: the sentences of its findings, and tables of the measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_amp.measure import DATA, times_as_fast
 
 _MOST_ROWS = 6
 _DIFFERENT = 1.1
-"""Two times of one step that differ by this factor are explained."""
+"""If two measured times of one step differ by this factor, the page explains the difference."""
 SIGNS: dict[Severity, str] = {"error": "✗", "warning": "!", "note": "·", "ok": "✓"}
 
 _TF32 = {
@@ -23,27 +23,25 @@ _TF32 = {
     (False, "on"): "on: fp32 products are computed in TF32",
     (False, "off"): "off: fp32 products are computed in full precision",
 }
-"""By whether it is a CPU, which has no switch to be off."""
+"""The key is whether the device is a CPU, and the switch. A CPU has no TF32 that could be off."""
 
 
 def to_markdown(findings: Sequence[Finding], machine: Machine, step: Step | None) -> str:
     """Write a report as Markdown."""
-    blocks = [f"# {title(machine, step)}"]
-    if step is not None:
-        blocks.append(summary(step))
-    blocks.append("\n".join(_finding(finding) for finding in findings))
+    first = "\n".join(_finding(finding) for finding in findings)
+    blocks = [f"# {title(machine, step)}", *([] if step is None else [summary(step)]), first]
     return "\n\n".join([*blocks, *map(str, details(machine, step))]) + "\n"
 
 
 def details(machine: Machine, step: Step | None) -> Iterator[str | Table]:
-    """Yield what was measured: paragraphs of Markdown, and tables before they are laid out."""
+    """Yield the measurements: paragraphs of Markdown, and tables that are not laid out yet."""
     if step is not None:
         yield from _step(step, machine)
     yield from _machine(machine)
 
 
 def title(machine: Machine, step: Step | None) -> str:
-    """Return what was looked at."""
+    """Write the plugin and the device that were examined."""
     return machine.device if step is None else f"{step.plugin} on {machine.device}"
 
 
@@ -93,7 +91,7 @@ def _largest(values: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def _other_time(step: Step) -> Iterator[str]:
-    """Say why the parts do not add up to the step of the race, where they do not."""
+    """Explain why the parts do not add up to the step of the race, if they do not."""
     timed = step.variant(AS_IT_IS)
     parts_s = sum(seconds for part, seconds in step.parts.items() if part != DATA)
     if timed is None or parts_s / _DIFFERENT <= (race_s := median(timed.step_s)) <= parts_s * _DIFFERENT:
@@ -113,7 +111,7 @@ def _variants(step: Step) -> Iterator[tuple[str, str, str]]:
 
 
 def _against(step: Step, label: Label) -> str:
-    """Write how much faster a variant is than the step as it is."""
+    """Write the speed of a variant relative to the step as it is."""
     if label == AS_IT_IS:
         return ""
     found = gain(step, label)

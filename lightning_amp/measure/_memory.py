@@ -16,7 +16,7 @@ from typing_extensions import final, override
 from lightning_amp._compat import _torch
 
 MemoryOf = Literal["device", "tensors"]
-"""What a peak counts: what the device's allocator gave out, or what tensors hold on the CPU."""
+"""A peak counts either the memory that the device's allocator gave out, or the memory of tensors on the CPU."""
 
 _SETTLED_STEPS = 3
 """Optimizer steps to watch on the CPU. From the second one on, all gradients and optimizer states exist."""

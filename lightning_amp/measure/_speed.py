@@ -1,7 +1,7 @@
 """`SpeedComparison`: the statistic behind every sentence about speed: a ratio of times, its interval, and a claim.
 
 A repetition is a whole run (one seed of a comparison) or a whole round in which each contestant runs once. It is never
-a single step: all steps of one process share its memory layout, its clock and its neighbours on the machine, so
+a single step. All steps of one process share its memory layout, its clock and its neighbours on the machine, so
 thousands of them repeat one measurement. This file needs no torch, no Lightning and no scipy.
 """
 

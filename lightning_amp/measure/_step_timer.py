@@ -82,7 +82,7 @@ class StepTimer:
         return [self._samples[lap] / self._seconds[lap] for lap in known]
 
     def elapsed_s(self) -> list[float]:
-        """Return the training time after 0, 1, 2, ... steps in seconds; a watched step counts as much as a usual one."""
+        """Return the seconds of training after 0, 1, 2, ... steps; a watched step counts as much as a usual one."""
         times = self.step_s() or [s for lap, s in enumerate(self._seconds) if lap not in self._watched]
         usual = median(times) if times else 0.0
         laps = (min(s, usual) if lap in self._watched else s for lap, s in enumerate(self._seconds))

@@ -19,7 +19,7 @@ from lightning_amp.advice._record import (
     Variant,
     Wait,
 )
-from lightning_amp.advice.findings import OF_A_STEP, Finding
+from lightning_amp.advice.findings import ABOUT_A_STEP, Finding
 from lightning_amp.advice.findings._finding import Seen
 from lightning_amp.measure import BACKWARD, FORWARD, REST, SpeedComparison
 
@@ -151,7 +151,7 @@ def said(facts: Step, on: Machine | None = None) -> list[Finding]:
     """Return what the findings about a step say, in their order."""
     on = on or machine()
     seen = Seen(facts, on, decide(on, facts.precision, facts))
-    return [finding for rule in OF_A_STEP for finding in rule.find(seen)]
+    return [finding for find in ABOUT_A_STEP for finding in find(seen)]
 
 
 def only(facts: Step, on: Machine | None = None) -> Finding:

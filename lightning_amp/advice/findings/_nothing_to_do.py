@@ -1,4 +1,4 @@
-"""`nothing-to-do`, and `not-timed`: no finding asks for a change, or the step was not timed beside others."""
+"""`nothing-to-do` and `not-timed`: no finding asks for a change, or the race could not time the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_amp.advice.findings._words import duration
 
 
 def nothing_to_do(seen: Seen, others: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield it if none of the other findings is a problem."""
+    """Yield `not-timed` if the step was not timed, else `nothing-to-do` if none of the other findings is a problem."""
     if seen.step.variant(AS_IT_IS) is None:
         errors = [variant.error for variant in seen.step.variants if variant.label == AS_IT_IS]
         text = f"The step could not be timed beside others, so nothing was tried: {' '.join(errors)}."
@@ -27,7 +27,7 @@ def nothing_to_do(seen: Seen, others: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def summary(step: Step) -> str:
-    """Return the speed and the memory of a step beside fp32, in a sentence."""
+    """Write the speed and the memory of a step, compared with fp32, in one sentence."""
     timed, full, speed = step.variant(AS_IT_IS), step.variant(IN_FP32), speed_up(step)
     if timed is None:
         text = f"A step in {step.precision} takes {duration(step.seconds)}"

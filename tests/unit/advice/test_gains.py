@@ -168,10 +168,11 @@ def claims(true_ratio: float, number: int, budget_s: float, monkeypatch: pytest.
     """Race two contestants many times; count the claims about `fused=True`, and the severity of its finding."""
     rng, clock = random.Random(0), Clock()
     monkeypatch.setattr(_race, "time", clock)
+    monkeypatch.setattr(_race, "_BUDGET_S", budget_s)
     found = Counter[str]()
     for _ in range(number):
         pair: Any = [Noisy("as it is", 1.0, rng, clock), Noisy(FUSED, 1 / true_ratio, rng, clock)]
-        variants = _race.race(pair, TRACK, budget_s=budget_s)
+        variants = _race.race(pair, TRACK)
         facts = step(parts={"forward": 0.5, "optimizer": 0.5}, optimizers=PLAIN, variants=variants)
         result = gain(facts, FUSED)
         assert result is not None

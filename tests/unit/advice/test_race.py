@@ -10,16 +10,11 @@ import torch
 from support import Toy, batches
 from torch import nn
 
-from lightning_amp import AmpPrecision
+from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.advice import _race
 from lightning_amp.advice._changes import can_fuse, fuse_optimizers, has_convolutions, joined, to_channels_last
-from lightning_amp.advice._race import (
-    Batches,
-    Contestant,
-    Track,
-    giving,
-    race,
-)
+from lightning_amp.advice._race import Batches, Contestant, Laps, Track, giving, race
+from lightning_amp.shadow import private_trainer, run_private_fit, unnoticed
 
 CPU = torch.device("cpu")
 TRACK = Track(CPU, {"accelerator": "cpu"})
@@ -64,7 +59,10 @@ def test_one_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch
 
 def test_the_budget_ends_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_race, "_ROUNDS", (1, 9, 18))
-    assert len(race([contestant("a")], TRACK, budget_s=0.0)[0].step_s) == 1
+    monkeypatch.setattr(_race, "_BUDGET_S", 0.0)
+    told: list[str] = []
+    assert len(race([contestant("a")], TRACK, say=told.append)[0].step_s) == 1
+    assert told == ["round 1 of 9 at most, 1 variant"]
 
 
 @pytest.mark.parametrize(
@@ -121,12 +119,6 @@ def test_a_step_that_takes_the_budget_is_not_run_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(_race, "_ROUNDS", (3, 3, 3))
     race([contestant(label) for label in "abcde"], TRACK, known_s=1.0)
     assert "".join(ran) == "abc" + "cba" + "abc"  # of shorter steps, the first three
-
-
-def test_progress_is_told() -> None:
-    told: list[str] = []
-    race([contestant("a")], TRACK, budget_s=0.0, say=told.append)
-    assert told[0] == "round 1 of 9 at most, 1 variant"
 
 
 def test_batches_are_copies_without_end() -> None:
@@ -223,3 +215,26 @@ def test_optimizers_can_be_fused_wherever_torch_has_a_kernel(device: torch.devic
     assert can_fuse(torch.optim.AdamW(parameters))
     assert not can_fuse(torch.optim.AdamW(parameters, fused=True))
     assert can_fuse(torch.optim.Adagrad(parameters)) == (device.type == "cpu")
+
+
+# -- the steps that are timed ------------------------------------------------------------------------------------------
+
+
+def test_laps_leave_out_what_is_not_settled() -> None:
+    laps = Laps(CPU, 3, num_before=2)
+    with unnoticed(CPU):
+        trainer = private_trainer(CPU, AmpPrecision("bf16"), [laps], {})
+        run_private_fit(trainer, Toy(), train_dataloaders=batches(4))
+    assert len(laps.step_s) == 3
+    assert trainer.global_step == 5
+
+
+def test_steps_that_are_skipped_are_not_timed() -> None:
+    laps = Laps(CPU, 2, num_before=1)
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(init_scale=2.0**24))
+    with unnoticed(CPU):
+        trainer = private_trainer(CPU, plugin, [laps], {})
+        run_private_fit(trainer, Toy(), train_dataloaders=batches(4))
+    assert plugin.num_skipped > 0
+    assert plugin.num_steps == 3  # one that settles, and two
+    assert len(laps.step_s) == 2

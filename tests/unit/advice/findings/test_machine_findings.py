@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,17 +11,17 @@ from support.doctor_facts import convolution, machine, machine_with, speed, step
 from lightning_amp.advice._decision import decide
 from lightning_amp.advice._machine import Convolution, Format, Machine, Trap
 from lightning_amp.advice._record import Step
-from lightning_amp.advice.findings import known_traps, of_the_machine
-from lightning_amp.advice.findings._version_trap import _TABLE
+from lightning_amp.advice.findings import about_the_machine, known_traps
+from lightning_amp.advice.findings._version_trap import _TRAPS
 
 
 def said(on: Machine, precision: str, beside: Step | None = None) -> list[Any]:
-    found = of_the_machine(on, decide(on, precision, beside), beside)
+    found = about_the_machine(on, decide(on, precision, beside), beside)
     return [finding for finding in found if finding.code != "precision"]
 
 
 def verdict_of(on: Machine, precision: str | None = None) -> str:
-    *_, verdict = of_the_machine(on, decide(on, precision or on.precision), None)
+    *_, verdict = about_the_machine(on, decide(on, precision or on.precision), None)
     assert (verdict.severity, verdict.code) == ("ok", "precision")
     return verdict.message
 
@@ -147,7 +148,7 @@ def test_a_nightly_build_counts_as_its_version() -> None:
 
 
 def test_each_has_a_source_and_says_what_to_do() -> None:
-    for known in _TABLE:
+    for known in itertools.chain(*_TRAPS.values()):
         assert known.source.startswith(("https://github.com/", "docs/guide/"))
         assert len(known.text) > 30
 

@@ -67,7 +67,7 @@ def test_states_that_dominate() -> None:
     assert (finding.severity, finding.code) == ("note", "state-dominates")
     assert "the optimizer hold 160 MiB, 88.9 % of the peak; that is 16 bytes per parameter" in finding.message
     assert "the peak is 180 MiB, and 180 MiB in fp32" in finding.message
-    assert "a row of it takes 320 KiB" in finding.action
+    assert "each row takes 320 KiB" in finding.action
     assert "Sharding" not in finding.action
     (on_gpu,) = found(machine(memory_gib=1.0, device_type="cuda"), **facts)
     assert "Sharding over 8 devices" in on_gpu.action
