@@ -68,11 +68,6 @@ def has_convolutions(module: nn.Module) -> bool:
     return any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in module.modules())
 
 
-def to_channels_last(module: LightningModule) -> LightningModule:
-    """Convert a module to images with the channels last. The module is changed, so it must be ours."""
-    return module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
 def joined(batches: Sequence[Any], times: int) -> list[Any] | None:
     """Join copies of batches to one that is `times` as large; `None` if their contents cannot be joined."""
     if not batches:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from lightning_amp.advice._changes import fuse_optimizers, has_convolutions, joined, to_channels_last
+from lightning_amp.advice._changes import fuse_optimizers, has_convolutions, joined
 from lightning_amp.advice._machine import Machine
 from lightning_amp.advice._probes import time_padded
 from lightning_amp.advice._race import Batches, Contestant, Track, race
@@ -116,7 +116,8 @@ def _contestants(
     if any(optimizer.can_fuse for optimizer in step.optimizers) and step.share(OPTIMIZER) > 0.03:
         yield Contestant(FUSED, lambda: (fuse_optimizers(own()), arm.plugin()), batches)
     if _has_channels_first(step.recorded) and has_convolutions(module):
-        yield Contestant(CHANNELS_LAST, lambda: (to_channels_last(own()), arm.plugin()), batches)
+        layout: Any = {"memory_format": torch.channels_last}
+        yield Contestant(CHANNELS_LAST, lambda: (own().to(**layout), arm.plugin()), batches)
     if getattr(plugin, "fp32_modules", ()) and not isinstance(arm.source, AmpPrecision):
         without = replace(arm, source={k: v for k, v in arm.source.items() if k != "fp32_modules"})
         yield Contestant(WITHOUT_RULES, lambda: (own(), without.plugin()), batches)

@@ -1,4 +1,4 @@
-"""Derive from a recorded step what its memory holds at the peak, and describe its optimizers."""
+"""Derive from a recorded step what its memory holds at the peak."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from lightning_amp._containers import tensors_in
-from lightning_amp.advice._changes import can_fuse
-from lightning_amp.advice._record import Allocation, Memory, OptimizerFacts, Recording
+from lightning_amp.advice._record import Allocation, Memory, Recording
 from lightning_amp.measure import OPTIMIZER, has_storage, num_bytes
 
 
@@ -66,15 +65,3 @@ def _peak(allocations: Iterable[Allocation], kind: Callable[[Allocation], str], 
         if made.begin <= peak_at and (made.end is None or made.end > peak_at):
             parts[kind(made)] += made.num_bytes
     return parts, top
-
-
-def optimizer_facts(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[OptimizerFacts, ...]:
-    """Describe each optimizer."""
-    return tuple(
-        OptimizerFacts(
-            type(optimizer).__name__,
-            can_fuse(optimizer),
-            sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"]),
-        )
-        for optimizer in optimizers
-    )

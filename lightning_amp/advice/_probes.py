@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -57,25 +58,28 @@ def time_probes(
 
 
 @final
+@dataclass
 class _TimedProbe:
     """A probe that counts the seconds it has used."""
 
-    def __init__(self, probe: Probe, device: torch.device, most_s: float) -> None:
-        self._probe, self._where, self._most_s = probe, device, most_s
-        self._first_s = self._used_s = 0.0
-        self._num_calls = 1
+    probe: Probe
+    device: torch.device
+    most_s: float
+    first_s: float = 0.0
+    used_s: float = 0.0
+    num_calls: int = 1
 
     def __call__(self) -> float:
-        times = [call_s(self._probe, self._where) for _ in range(self._num_calls)]
-        if not self._used_s:
-            self._first_s = times[0]
-            self._num_calls = max(1, min(_MOST_CALLS, int(self._most_s / _ROUNDS[1] / max(times[0], 1e-9))))
-        self._used_s += sum(times)
+        times = [call_s(self.probe, self.device) for _ in range(self.num_calls)]
+        if not self.used_s:
+            self.first_s = times[0]
+            self.num_calls = max(1, min(_MOST_CALLS, int(self.most_s / _ROUNDS[1] / max(times[0], 1e-9))))
+        self.used_s += sum(times)
         return median(times)
 
     def takes_part(self, number: int) -> bool:
-        least = 1 if self._first_s > self._most_s else _ROUNDS[0]
-        return number < least or (number < _ROUNDS[1] and self._used_s <= self._most_s)
+        least = 1 if self.first_s > self.most_s else _ROUNDS[0]
+        return number < least or (number < _ROUNDS[1] and self.used_s <= self.most_s)
 
 
 def call_s(probe: Probe, device: torch.device) -> float:

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -115,59 +115,52 @@ class Track:
 
 
 @final
+@dataclass
 class Contestant:
     """A variant that takes part in a race.
 
-    Args:
-        make: Returns a module and a plugin of its own. They are kept from round to round.
-        is_watched: Whether to record a step, in a fit before the first round.
-
     Attributes:
+        make: Returns a module and a plugin of its own. They are kept in `made` from round to round.
+        is_watched: Whether to record a step, in a fit before the first round.
         step_s: The median seconds of a step in each round.
         record: The record of a step, if `is_watched`.
 
     """
 
-    def __init__(
-        self,
-        label: Label,
-        make: Callable[[], tuple[LightningModule, Any]],
-        batches: Batches,
-        *,
-        is_watched: bool = False,
-    ) -> None:
-        self.label: Label = label
-        self._make, self._batches, self._is_watched = make, batches, is_watched
-        self._made: tuple[LightningModule, Any] | None = None
-        self.step_s: list[float] = []
-        self.error = ""
-        self.record: Step | None = None
+    label: Label
+    make: Callable[[], tuple[LightningModule, Any]]
+    batches: Batches
+    is_watched: bool = False
+    made: tuple[LightningModule, Any] | None = None
+    step_s: list[float] = field(default_factory=list)
+    error: str = ""
+    record: Step | None = None
 
     def round(self, track: Track, laps: int) -> None:
         """Train for some steps, and note how long they took. After an error, do nothing."""
         if self.error:
             return
         try:
-            if self._made is None:
-                self._made = self._make()
-                if self._is_watched:
+            if self.made is None:
+                self.made = self.make()
+                if self.is_watched:
                     watch = Watch(track.device, __file__, timed=False)
-                    self._fit(self._made, watch, track)
+                    self._fit(self.made, watch, track)
                     self.record = watch.step
             timed = Laps(track.device, laps, num_before=3 if laps > 1 and not self.step_s else 1)
-            self._fit(self._made, timed, track)
+            self._fit(self.made, timed, track)
             if timed.step_s:
                 self.step_s.append(median(timed.step_s))
         except Exception as error:
             text = "there was not enough memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             self.error = text.partition("\n")[0][:300]
             self.step_s.clear()
-            self._made = None
+            self.made = None
 
     def _fit(self, made: tuple[LightningModule, Any], callback: Callback, track: Track) -> None:
         module, plugin = made
         trainer = private_trainer(track.device, plugin, [callback], track.trainer_kwargs, limit_val_batches=0)
-        with giving(track.data_module, self._batches) as source:
+        with giving(track.data_module, self.batches) as source:
             run_private_fit(trainer, module, **source)
 
     def result(self) -> Variant:

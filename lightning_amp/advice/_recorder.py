@@ -204,14 +204,11 @@ class Recorder:
         )
 
     def _allocated(self, tensor: Tensor, *, begin: int, is_cast: bool = False) -> None:
-        try:
-            storage = tensor.untyped_storage()
-            pointer, size = storage.data_ptr(), storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # sparse, or a subclass without a storage
+        pointer = _pointer(tensor)
+        if not pointer or pointer in self._live or pointer in self._known:
             return
-        if not size or not pointer or pointer in self._live or pointer in self._known:
-            return
-        made = Allocation(pointer, size, tensor.numel(), begin, part=self._part(), is_cast=is_cast)
+        storage = tensor.untyped_storage()
+        made = Allocation(pointer, storage.nbytes(), tensor.numel(), begin, part=self._part(), is_cast=is_cast)
         self._live[pointer] = made
         self._allocations.append(made)
         weakref.finalize(storage, self._freed, made).atexit = False
@@ -253,7 +250,7 @@ class _Operations(_modules.DispatchMode):
 
 
 def _pointer(tensor: Tensor) -> int:
-    """Return where the memory of a tensor begins; 0 if it has none of its own."""
+    """Return where the storage of a tensor begins; 0 if it has none, as sparse tensors and some subclasses."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):

@@ -14,9 +14,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 from lightning_amp._containers import tensors_in
+from lightning_amp.advice._changes import can_fuse
 from lightning_amp.advice._loading import loading_of
-from lightning_amp.advice._memory import memory, optimizer_facts
-from lightning_amp.advice._record import Recording, Setting, Step
+from lightning_amp.advice._memory import memory
+from lightning_amp.advice._record import OptimizerFacts, Recording, Setting, Step
 from lightning_amp.advice._recorder import Recorder
 from lightning_amp.casting import Choice, MethodOverride, modules_matching, our_name
 from lightning_amp.compare import num_rows
@@ -246,7 +247,7 @@ class Watch(Callback):
             callbacks=details,
             recorded=recorded,
             memory=memory(recorded, module, trainer.optimizers),
-            optimizers=optimizer_facts(trainer.optimizers),
+            optimizers=tuple(map(_facts_of, trainer.optimizers)),
             loading=loading,
             settings=tuple(_slow_settings()),
             skipped=0 if ours is None else ours.num_skipped - self._skipped_at_start,
@@ -282,6 +283,11 @@ def is_settling(trainer: Trainer) -> bool:
     """Return whether the last step was skipped, since a dynamic loss scale comes down. It waits for the device."""
     plugin = trainer.precision_plugin
     return isinstance(plugin, AmpPrecision) and plugin.last_step is not None and plugin.last_step.skipped
+
+
+def _facts_of(optimizer: torch.optim.Optimizer) -> OptimizerFacts:
+    num_parameters = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    return OptimizerFacts(type(optimizer).__name__, can_fuse(optimizer), num_parameters)
 
 
 def _ends_a_step(trainer: Trainer, module: LightningModule, batch_idx: int) -> bool:

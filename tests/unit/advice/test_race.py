@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.advice import _race
-from lightning_amp.advice._changes import can_fuse, fuse_optimizers, has_convolutions, joined, to_channels_last
+from lightning_amp.advice._changes import can_fuse, fuse_optimizers, has_convolutions, joined
 from lightning_amp.advice._race import Batches, Contestant, Laps, Track, giving, race
 from lightning_amp.shadow import private_trainer, run_private_fit, unnoticed
 
@@ -203,11 +203,9 @@ def test_batches_are_joined() -> None:
     assert joined([torch.ones(2, 3), torch.ones(2, 4)], 2) is None
 
 
-def test_images_with_the_channels_last() -> None:
-    module = Toy(net=nn.Sequential(nn.Conv2d(2, 4, 3)))
-    assert has_convolutions(module)
+def test_modules_with_convolutions_over_images() -> None:
+    assert has_convolutions(nn.Sequential(nn.Conv2d(2, 4, 3)))
     assert not has_convolutions(Toy())
-    assert to_channels_last(module).net[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
 
 
 def test_optimizers_can_be_fused_wherever_torch_has_a_kernel(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from support import Toy, batches
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.advice import _watch
-from lightning_amp.advice._record import Step
+from lightning_amp.advice._record import OptimizerFacts, Step
 from lightning_amp.advice._watch import PartsProfiler, Watch
 from lightning_amp.measure import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, PartTimer
 from lightning_amp.shadow import private_trainer, run_private_fit, unnoticed
@@ -43,6 +43,7 @@ def test_some_steps_settle_some_are_timed_one_is_recorded() -> None:
     assert seen.num_timed == 4
     assert seen.batch_size == 4
     assert len(watch.batches) == 4
+    assert seen.optimizers == (OptimizerFacts("SGD", True, seen.num_parameters),)
     assert {o.part for o in seen.recorded.operations} >= {FORWARD, BACKWARD, OPTIMIZER}
 
 
