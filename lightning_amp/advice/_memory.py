@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -29,8 +29,7 @@ def memory(recorded: Recording, module: nn.Module, optimizers: Iterable[torch.op
             return "logits"
         return "casts" if made.is_cast else "activations"
 
-    last = len(recorded.operations) + 1
-    parts, top = _peak(recorded.allocations, kind, last)
+    parts, top = _peak(recorded.allocations, kind)
     of_batch = [made for made in recorded.allocations if kind(made) not in ("gradients", "temporaries")]
     weights = num_bytes(chain(module.parameters(), module.buffers()))
     states = sum(num_bytes(t for _, t in tensors_in(list(optimizer.state.values()))) for optimizer in optimizers)
@@ -43,25 +42,25 @@ def memory(recorded: Recording, module: nn.Module, optimizers: Iterable[torch.op
         casts=parts["casts"],
         temporaries=parts["temporaries"],
         peak=weights + states + top,
-        of_batch=_peak(of_batch, kind, last)[1],
+        of_batch=_peak(of_batch, kind)[1],
     )
 
 
-def _peak(allocations: Iterable[Allocation], kind: Callable[[Allocation], str], last: int) -> tuple[Counter[str], int]:
-    """Return the bytes at the peak, by kind and in all; `last` is a moment after all operations."""
-    own = list(allocations)
+def _peak(allocations: Sequence[Allocation], kind: Callable[[Allocation], str]) -> tuple[Counter[str], int]:
+    """Return the bytes at the peak, by kind and in all."""
     changes = Counter[int]()
-    for made in own:
+    for made in allocations:
         changes[made.begin] += made.num_bytes
-        changes[last if made.end is None else made.end] -= made.num_bytes
+        if made.end is not None:
+            changes[made.end] -= made.num_bytes
     held = top = 0
     peak_at = -1
     for moment in sorted(changes):
         held += changes[moment]
-        if held > top and moment != last:
+        if held > top:
             top, peak_at = held, moment
     parts = Counter[str]()
-    for made in own:
+    for made in allocations:
         if made.begin <= peak_at and (made.end is None or made.end > peak_at):
             parts[kind(made)] += made.num_bytes
     return parts, top

@@ -1,4 +1,4 @@
-"""The doctor's race, and its clock, with planned times: no word depends on what else the machine does."""
+"""A race with planned times, and a planned clock, so that no test depends on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from lightning_amp.advice._record import AS_IT_IS, Variant
 
 ROUNDS = (1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0)
-"""Of which each is that much longer or shorter."""
+"""Each round takes this many times the planned time."""
 
 
 class PlannedClock:
-    """Stands in for the module `time`: sleeping moves it on, and reading it moves it on a little."""
+    """Stand in for the module `time`: sleeping advances the clock, and reading it advances it by 0.1 ms."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -26,11 +26,9 @@ class PlannedClock:
 
 
 def planned_race(step_ms: Callable[[Any], Mapping[str, float]]) -> Callable[..., tuple[Variant, ...]]:
-    """Return what to put into the place of `lightning_amp.advice._examine_step.race`: every step runs, once.
+    """Return a replacement for `lightning_amp.advice._examine_step.race` that runs every variant once.
 
-    Args:
-        step_ms: Gets the data module and returns milliseconds by label; who is not in it, is not in the result.
-
+    `step_ms` returns milliseconds by label, given the data module. Other labels are left out of the result.
     """
 
     def race(contestants: Sequence[Any], track: Any, **_: Any) -> tuple[Variant, ...]:

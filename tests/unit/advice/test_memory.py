@@ -1,4 +1,4 @@
-"""Where memory is."""
+"""The memory of a recorded step by kind, and its peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same step with one thing changed."""
+"""The race of variants of a step, and the changes that are tried."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def contestant(label: str, module: Any = None, **settings: Any) -> Contestant:
     return Contestant(label, lambda: (module or Toy(), AmpPrecision("fp32")), Batches(list(batches(2))), **settings)
 
 
-def test_all_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contestants_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
     real = Contestant.round
 
@@ -70,7 +70,7 @@ def test_the_budget_ends_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (0.01, "abcde edcba " * 4 + "abcde"),
         (1.0, "abcde edcba abcde"),  # nine rounds would take too long
-        (10.0, "abcde cba abc"),  # three of all of them, too
+        (10.0, "abcde cba abc"),  # three rounds of all contestants would take too long as well
     ],
 )
 def test_where_steps_are_long_there_are_three_rounds_of_fewer(

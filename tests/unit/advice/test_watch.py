@@ -1,4 +1,4 @@
-"""The callback that watches a fit, and the profiler that tells it what Lightning is doing."""
+"""The callback that watches a fit, and its profiler, which knows the part of the step that runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watched(module: LightningModule, plugin: Any = None, **fit: Any) -> tuple[Watch, Step, Trainer]:
-    """Watch a fit; `data` or a `loader` for it, the rest are arguments of the Trainer."""
+    """Watch a fit on `data` or on a `loader`; all other arguments go to the Trainer."""
     watch = Watch(CPU, __file__)
     data = {"data": fit.pop("data")} if "data" in fit else {"train_dataloaders": fit.pop("loader", batches(4))}
     with unnoticed(CPU):
@@ -47,7 +47,7 @@ def test_some_steps_settle_some_are_timed_one_is_recorded() -> None:
     assert {o.part for o in seen.recorded.operations} >= {FORWARD, BACKWARD, OPTIMIZER}
 
 
-def test_the_parts_are_those_that_took_the_time() -> None:
+def test_each_part_has_its_own_time() -> None:
     class Sleeps(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             time.sleep(0.02)
@@ -90,7 +90,7 @@ def test_validation_is_no_part_of_a_step() -> None:
     assert 4 * sum(seen.parts.values()) < 0.5
 
 
-def test_a_scale_that_settles_is_waited_for() -> None:
+def test_steps_are_timed_after_the_loss_scale_has_settled() -> None:
     scaler = DynamicLossScaler(init_scale=2.0**24)
     _, seen, trainer = watched(Toy(), AmpPrecision("fp16", scaler=scaler))
     assert seen.skipped > 0
@@ -147,7 +147,7 @@ HOOK = "on_before_batch_transfer"
 
 
 class Doubling(Toy):
-    """Its hook changes batches in place, and its step empties them."""
+    """A module whose hook changes batches in place, and whose step sets them to zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Doubling(Toy):
 
 
 class Numbers:
-    """Batches that are new each time."""
+    """A loader whose batches are new in each epoch."""
 
     def __init__(self, *numbers: float) -> None:
         self.numbers = numbers
@@ -180,7 +180,7 @@ FOUR = Numbers(1.0, 2.0, 3.0, 4.0)
 
 
 def test_batches_are_kept_as_the_loader_gave_them() -> None:
-    """As copies, from before the hook of the user, which goes on working."""
+    """Copies are made before the user's hook runs, and the hook still runs."""
     module = Doubling()
     watch, *_ = watched(module, loader=FOUR)
     assert [float(batch.sum()) for batch in watch.batches] == [32.0, 64.0, 96.0, 128.0]

@@ -1,4 +1,4 @@
-"""A step that is no faster in mixed precision: its reason, and the recommendation that follows from the decision."""
+"""A step that is no faster in mixed precision: its reason, and the recommendation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_model_that_is_too_small() -> None:
     assert only(slower).action == 'Use `AmpPrecision("fp32")`.'
 
 
-def test_undecided_times_are_said_to_be_undecided() -> None:
+def test_undecided_times_are_called_undecided() -> None:
     found = only(small(fp32_product_share=0.01, variants=(timed("as it is", 0.1), noisy("fp32", 0.1))))
     assert (found.severity, found.code) == ("note", "model-too-small")
     assert "1.01x as fast at best; measured: speed undecided: " in found.message
@@ -60,7 +60,7 @@ def test_another_reason_explains_a_step_that_is_no_faster_but_not_one_that_is_sl
     assert [f.code for f in said(slow(off))] == ["autocast-off", "not-faster"]
 
 
-def test_a_step_that_is_slower_all_the_same() -> None:
+def test_a_slower_step_is_reported_with_its_reason() -> None:
     found = only(slow())
     assert (found.severity, found.code) == ("warning", "not-faster")
     assert "A step is 2.0" in found.message
@@ -95,7 +95,7 @@ def test_products_that_gain_nothing_are_the_reason_of_a_step_that_gains_nothing(
     assert said(same, machine_with(bf16=speed(1.2, noise=0.8))) == []
 
 
-def test_more_was_to_be_expected() -> None:
+def test_a_step_whose_products_allow_more_is_reported() -> None:
     found = only(step(recorded_s=0.2, variants=(timed("as it is", 0.1), noisy("fp32", 0.1))))
     assert (found.severity, found.code) == ("note", "not-faster")
     assert "could make faster are 80 % of a step in fp32, but in one recorded step" in found.message
