@@ -55,8 +55,8 @@ def cast_sites(step: Step) -> tuple[CastSite, ...]:
         for (kind, where), own in sites.items()
     ]
     found.sort(key=lambda site: (-site.seconds, site.kind, site.where))
-    kept, kinds = list[CastSite](), dict[Kind, None].fromkeys(site.kind for site in found)
-    for kind in kinds:
+    kept, kinds = list[CastSite](), list[Kind](site.kind for site in found)
+    for kind in dict.fromkeys(kinds):
         own = [site for site in found if site.kind == kind]
         kept.extend(own[:_MOST])
         if rest := own[_MOST:]:  # one entry for all others, so that sums over the entries stay right
