@@ -10,7 +10,7 @@ from lightning_amp._text import counted, memory, percent, rounded
 from lightning_amp.advice._gains import best_speed_up, gain, more_rows, most_gain
 from lightning_amp.advice._machine import Format, Machine
 from lightning_amp.advice._record import AS_IT_IS, IN_FP32, LARGER_BATCH, Label, Memory, Step
-from lightning_amp.advice.findings import Finding, Severity, duration, in_fp32, summary
+from lightning_amp.advice.findings import Finding, Severity, duration, summary
 from lightning_amp.measure import DATA, times_as_fast
 
 _MOST_ROWS = 6
@@ -165,7 +165,7 @@ def _machine(machine: Machine) -> Iterator[str | Table]:
     yield Table(("products, TFLOP/s", *map(str, sizes), "support"), rows)
     rows = list(_convolutions(machine))
     if rows:
-        yield Table(("3x3 convolution", "forward", "backward"), rows)
+        yield Table(("against fp32", "3x3 convolution, forward", "3x3 convolution, backward"), rows)
     if machine.tf32:
         yield f"TF32 is {_TF32[machine.device_type == 'cpu', machine.tf32]}."
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
@@ -179,7 +179,7 @@ def _convolutions(machine: Machine) -> Iterator[tuple[str, str, str]]:
     speed = {(found.format, found.stride, found.part): found.speed for found in machine.convolutions}
     for name, stride in dict.fromkeys((found.format, found.stride) for found in machine.convolutions):
         parts = (speed.get((name, stride, part)) for part in ("forward", "backward"))
-        forward, backward = ("" if part is None else in_fp32(part) for part in parts)
+        forward, backward = ("" if part is None else str(part) for part in parts)
         yield f"{name}, stride {stride}", forward, backward
 
 

@@ -24,7 +24,7 @@ from lightning_amp.advice.findings._nothing_to_do import nothing_to_do, summary
 from lightning_amp.advice.findings._sizes_not_aligned import sizes_not_aligned, unaligned
 from lightning_amp.advice.findings._tried_changes import channels_last, optimizer_not_fused
 from lightning_amp.advice.findings._version_trap import known_traps, version_trap
-from lightning_amp.advice.findings._words import duration, in_fp32
+from lightning_amp.advice.findings._words import duration
 
 __all__ = [
     "Finding",
@@ -32,7 +32,6 @@ __all__ = [
     "all_findings",
     "duration",
     "facts_of",
-    "in_fp32",
     "known_traps",
     "summary",
     "unaligned",

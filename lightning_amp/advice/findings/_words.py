@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_amp._text import rounded
 from lightning_amp.advice._decision import FP32, Decision
-from lightning_amp.measure import SpeedComparison, times_as_fast
+from lightning_amp.measure import SpeedComparison
 
 
 def in_ms(seconds: float) -> str:
@@ -18,16 +18,9 @@ def duration(seconds: float) -> str:
 
 
 def in_fp32(speed: SpeedComparison) -> str:
-    """Write a comparison with fp32: `3.8x as slow (3.5 to 4.1) as in fp32`, `as fast as in fp32, within 5 %`."""
-    match speed.claim:
-        case "same":
-            return "as fast as in fp32, within 5 %"
-        case "undecided":
-            return f"{speed} of fp32's" if speed.interval else str(speed)
-        case "one run":
-            return f"{times_as_fast(speed.ratio)} as in fp32, one run of each"
-        case _:
-            return f"{speed} as in fp32"
+    """Write a comparison with fp32: `3.8x as slow as in fp32 (3.5 to 4.1)`, `as fast as in fp32 within 5 %`."""
+    words = speed.in_words("in fp32")
+    return f"{words} of fp32's" if speed.claim == "undecided" and speed.interval else words
 
 
 def recommendation(decision: Decision) -> str:

@@ -16,7 +16,7 @@ from support.planned_race import PlannedClock
 from lightning_amp.advice import DoctorReport, _race
 from lightning_amp.advice._gains import best_speed_up, gain, is_worth_it, measured, more_rows, most_gain, speed_up
 from lightning_amp.advice._record import CHANNELS_LAST, FUSED, LARGER_BATCH, OptimizerFacts, Step, Variant
-from lightning_amp.advice.findings import in_fp32
+from lightning_amp.advice.findings._words import in_fp32
 from lightning_amp.measure import SpeedComparison
 
 PLAIN = (OptimizerFacts("AdamW", True, 1000),)
@@ -75,9 +75,9 @@ def test_amdahl(share: float, products: float, best: float) -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (SpeedComparison(4.0, 3.5, 4.6, 9), "4.0x as fast (3.5 to 4.6) as in fp32"),
-        (SpeedComparison(0.25, 0.2, 0.3, 9), "4.0x as slow (3.3 to 5.0) as in fp32"),
-        (SpeedComparison(1.0, 0.99, 1.01, 9), "as fast as in fp32, within 5 %"),
+        (SpeedComparison(4.0, 3.5, 4.6, 9), "4.0x as fast as in fp32 (3.5 to 4.6)"),
+        (SpeedComparison(0.25, 0.2, 0.3, 9), "4.0x as slow as in fp32 (3.3 to 5.0)"),
+        (SpeedComparison(1.0, 0.99, 1.01, 9), "as fast as in fp32 within 5 %"),
         (SpeedComparison(0.8, 0.6, 1.1, 9), "speed undecided: 0.60x to 1.10x of fp32's"),
         (SpeedComparison(0.8, 1e-7, 1e6, 3), "speed undecided"),
         (SpeedComparison(0.01, None, None, 1), "100x as slow as in fp32, one run of each"),
