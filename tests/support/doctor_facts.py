@@ -20,7 +20,7 @@ from lightning_amp.advice._record import (
     Wait,
 )
 from lightning_amp.advice.findings import ABOUT_A_STEP, Finding
-from lightning_amp.advice.findings._finding import Seen
+from lightning_amp.advice.findings._finding import Evidence
 from lightning_amp.measure import BACKWARD, FORWARD, REST, SpeedComparison
 
 MIB = 2**20
@@ -150,8 +150,8 @@ def noisy(label: Any, seconds: float, *, rounds: int = 9, noise: float = 0.6) ->
 def said(facts: Step, on: Machine | None = None) -> list[Finding]:
     """Return the findings about a step, in their order."""
     on = on or machine()
-    seen = Seen(facts, on, decide(on, facts.precision, facts))
-    return [finding for find in ABOUT_A_STEP for finding in find(seen)]
+    evidence = Evidence(facts, on, decide(on, facts.precision, facts))
+    return [finding for find in ABOUT_A_STEP for finding in find(evidence)]
 
 
 def only(facts: Step, on: Machine | None = None) -> Finding:

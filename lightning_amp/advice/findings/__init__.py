@@ -13,7 +13,7 @@ from lightning_amp.advice._decision import Decision
 from lightning_amp.advice._machine import Machine
 from lightning_amp.advice._record import Step
 from lightning_amp.advice.findings._data_bound import data_bound
-from lightning_amp.advice.findings._finding import Finding, Seen, Severity, worst_first
+from lightning_amp.advice.findings._finding import Evidence, Finding, Severity, worst_first
 from lightning_amp.advice.findings._fp32_products import fp32_products, products_in_fp32
 from lightning_amp.advice.findings._host import host_waits, slow_callback, slow_settings
 from lightning_amp.advice.findings._machine_support import emulated_precision, precision, tf32_off
@@ -37,7 +37,7 @@ __all__ = [
     "unaligned",
 ]
 
-ABOUT_A_STEP: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
+ABOUT_A_STEP: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     products_in_fp32,
     many_casts,
     data_bound,
@@ -70,9 +70,9 @@ def all_findings(machine: Machine, decision: Decision, step: Step | None) -> tup
     """Return all findings, worst first; there is always one."""
     found = [*about_the_machine(machine, decision, step)]
     if step is not None:
-        seen = Seen(step, machine, decision)
-        found += [finding for find in ABOUT_A_STEP for finding in find(seen)]
-        found += nothing_to_do(seen, found)
+        evidence = Evidence(step, machine, decision)
+        found += [finding for find in ABOUT_A_STEP for finding in find(evidence)]
+        found += nothing_to_do(evidence, found)
     return worst_first(found)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lightning_amp._text import counted, percent
 from lightning_amp.advice._record import Loading
-from lightning_amp.advice.findings._finding import Finding, Seen, graded
+from lightning_amp.advice.findings._finding import Evidence, Finding, graded
 from lightning_amp.advice.findings._words import in_ms
 from lightning_amp.measure import DATA
 
@@ -16,13 +16,13 @@ FASTER_LOADING = 0.7
 that much faster in less than 1 % of trials of eight batches."""
 
 
-def data_bound(seen: Seen) -> Iterator[Finding]:
+def data_bound(evidence: Evidence) -> Iterator[Finding]:
     """Yield it if a tenth of a step is waiting; from a quarter on it is a warning."""
-    share, wait_s = seen.step.share(DATA), seen.step.parts.get(DATA, 0.0)
+    share, wait_s = evidence.step.share(DATA), evidence.step.parts.get(DATA, 0.0)
     if share < 0.1 or wait_s < 2e-4:
         return
     text = f"A step waits {in_ms(wait_s)} for its batch, {percent(share)} of its time; no precision helps there."
-    yield Finding(graded(share, 0.25), "data-bound", text, _action(seen.step.loading), share)
+    yield Finding(graded(share, 0.25), "data-bound", text, _action(evidence.step.loading), share)
 
 
 def _action(loading: Loading | None) -> str:

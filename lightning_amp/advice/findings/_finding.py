@@ -44,7 +44,7 @@ class Finding:
 
 @final
 @dataclass(frozen=True)
-class Seen:
+class Evidence:
     """Everything that a finding about a step may read."""
 
     step: Step

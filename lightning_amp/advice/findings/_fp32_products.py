@@ -16,7 +16,7 @@ from lightning_amp._text import counted, percent
 from lightning_amp.advice._decision import FP32
 from lightning_amp.advice._gains import gain, is_worth_it
 from lightning_amp.advice._record import WITHOUT_RULES, Operation, Step
-from lightning_amp.advice.findings._finding import Finding, Seen, graded
+from lightning_amp.advice.findings._finding import Evidence, Finding, graded
 from lightning_amp.measure import FORWARD
 
 Why = Literal["fp32_modules", "float64", "autocast off", "attention in fp32", "not on autocast's list"]
@@ -92,10 +92,10 @@ _WORDS: dict[Why, _Words] = {
 }
 
 
-def products_in_fp32(seen: Seen) -> Iterator[Finding]:
+def products_in_fp32(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding for each reason that keeps 2 % of the FLOPs in fp32, or 10 % by `fp32_modules`."""
-    found = fp32_products(seen.step)
-    total = max(seen.step.recorded.forward_flops, 1)
+    found = fp32_products(evidence.step)
+    total = max(evidence.step.recorded.forward_flops, 1)
     for why, words in _WORDS.items():
         own = [products for products in found if products.why == why]
         share = sum(products.flops for products in own) / total
@@ -105,7 +105,7 @@ def products_in_fp32(seen: Seen) -> Iterator[Finding]:
     own = [products for products in found if products.why == "fp32_modules"]
     share = sum(products.flops for products in own) / total
     if share >= 0.1:
-        yield _modules_dominate(seen.step, own[0].where, share)
+        yield _modules_dominate(evidence.step, own[0].where, share)
 
 
 def _places(found: Sequence[Fp32Products]) -> str:

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 from lightning_amp._text import counted, percent
 from lightning_amp.advice._record import Setting
-from lightning_amp.advice.findings._finding import Finding, Seen, Severity, graded
+from lightning_amp.advice.findings._finding import Evidence, Finding, Severity, graded
 from lightning_amp.advice.findings._words import in_ms
 from lightning_amp.measure import CALLBACKS
 
 
-def host_waits(seen: Seen) -> Iterator[Finding]:
+def host_waits(evidence: Evidence) -> Iterator[Finding]:
     """Yield it if lines of the user read values; on a CPU it is never more than a note."""
-    own = [wait for wait in seen.step.recorded.waits if wait.by_user]
+    own = [wait for wait in evidence.step.recorded.waits if wait.by_user]
     count = sum(wait.count for wait in own)
     if not count:
         return
-    on_cpu = seen.machine.device_type == "cpu"
+    on_cpu = evidence.machine.device_type == "cpu"
     often = counted(count, "time")
     text = f"The host reads a value from the device {often} in a step: {own[0].operation} in {own[0].where}"
     if len(own) > 1:
@@ -28,12 +28,12 @@ def host_waits(seen: Seen) -> Iterator[Finding]:
     yield Finding(severity, "host-waits", text, action, 0.0 if on_cpu else min(0.3, 0.02 * count))
 
 
-def slow_callback(seen: Seen) -> Iterator[Finding]:
+def slow_callback(evidence: Evidence) -> Iterator[Finding]:
     """Yield it with the name of the slowest callback; from a fifth of a step on it is a warning."""
-    share = seen.step.share(CALLBACKS)
+    share = evidence.step.share(CALLBACKS)
     if share < 0.1:
         return
-    name, seconds = max(seen.step.callbacks.items(), key=lambda item: item[1])
+    name, seconds = max(evidence.step.callbacks.items(), key=lambda item: item[1])
     text = f"Callbacks take {percent(share)} of a step, most of it `{name}`: {in_ms(seconds)}."
     yield Finding(graded(share, 0.2), "slow-callback", text, "Let it work less often, or outside of training.", share)
 
@@ -55,7 +55,7 @@ _FINDINGS: dict[Setting, Finding] = {
 }
 
 
-def slow_settings(seen: Seen) -> Iterator[Finding]:
+def slow_settings(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding for each such setting."""
-    for setting in seen.step.settings:
+    for setting in evidence.step.settings:
         yield _FINDINGS[setting]

@@ -10,7 +10,7 @@ from typing_extensions import final
 
 from lightning_amp._text import memory, percent
 from lightning_amp.advice._record import Operation, Step
-from lightning_amp.advice.findings._finding import Finding, Seen, graded
+from lightning_amp.advice.findings._finding import Evidence, Finding, graded
 from lightning_amp.measure import FORWARD
 
 Kind = Literal["explicit", "weight again", "weight", "activation"]
@@ -44,12 +44,12 @@ class CastSite:
 
 def cast_sites(step: Step) -> tuple[CastSite, ...]:
     """Return the casts by place, the slowest place first."""
-    seen: set[int] = set()
+    cast_before: set[int] = set()
     sites: dict[tuple[Kind, str], list[Operation]] = {}
     for operation in step.recorded.of_the_module:
         if operation.cast_bytes:
-            sites.setdefault(_site(operation, seen), []).append(operation)
-            seen.add(operation.cast_of)
+            sites.setdefault(_site(operation, cast_before), []).append(operation)
+            cast_before.add(operation.cast_of)
     found = [
         CastSite(kind, where, len(own), sum(o.cast_bytes for o in own), sum(o.seconds for o in own))
         for (kind, where), own in sites.items()
@@ -65,25 +65,25 @@ def cast_sites(step: Step) -> tuple[CastSite, ...]:
     return tuple(kept)
 
 
-def _site(cast: Operation, seen: set[int]) -> tuple[Kind, str]:
+def _site(cast: Operation, cast_before: set[int]) -> tuple[Kind, str]:
     """Return the kind and the place of a cast, given the weights that were cast before it."""
     asked, is_forward = cast.asked.rpartition(".")[2], cast.part == FORWARD
-    first = cast.cast_of and cast.cast_of not in seen  # autocast would have to cast this weight as well
+    first = cast.cast_of and cast.cast_of not in cast_before  # autocast would have to cast this weight as well
     if not first and is_forward and asked in _CASTING and cast.place:
         return "explicit", str(cast.place)
     if cast.cast_of and is_forward:
-        again = cast.cast_of in seen and asked not in _RECURRENT
+        again = cast.cast_of in cast_before and asked not in _RECURRENT
         return "weight again" if again else "weight", cast.module
     return "activation", cast.module if is_forward else cast.part
 
 
-def many_casts(seen: Seen) -> Iterator[Finding]:
+def many_casts(evidence: Evidence) -> Iterator[Finding]:
     """Yield it if casts beyond autocast's own take 1 % of the time in operations, or if there are six or more."""
-    beyond = [site for site in cast_sites(seen.step) if site.kind in ("explicit", "weight again")]
+    beyond = [site for site in cast_sites(evidence.step) if site.kind in ("explicit", "weight again")]
     count = sum(site.count for site in beyond)
     if not count:
         return
-    share = sum(site.seconds for site in beyond) / max(seen.step.recorded.seconds, 1e-12)
+    share = sum(site.seconds for site in beyond) / max(evidence.step.recorded.seconds, 1e-12)
     if share < 0.01 and count < 6:
         return
     size = sum(site.num_bytes for site in beyond)

@@ -8,7 +8,7 @@ from lightning_amp._text import memory, percent, rounded
 from lightning_amp.advice._decision import FP32
 from lightning_amp.advice._machine import Machine
 from lightning_amp.advice._record import Loss, Memory, Step
-from lightning_amp.advice.findings._finding import Finding, Seen
+from lightning_amp.advice.findings._finding import Evidence, Finding
 
 _LARGE_BYTES = 16 * 2**20
 
@@ -18,10 +18,10 @@ def largest_loss(step: Step) -> Loss | None:
     return max(step.recorded.losses, key=lambda loss: loss.numel, default=None)
 
 
-def large_logits(seen: Seen) -> Iterator[Finding]:
+def large_logits(evidence: Evidence) -> Iterator[Finding]:
     """Yield it if logits over 256 classes or more hold a tenth of the peak."""
-    held, peak = seen.step.memory.logits, max(seen.step.memory.peak, 1)
-    share, loss = held / peak, largest_loss(seen.step)
+    held, peak = evidence.step.memory.logits, max(evidence.step.memory.peak, 1)
+    share, loss = held / peak, largest_loss(evidence.step)
     if loss is None or share < 0.1 or loss.classes < 256:
         return
     text = (
@@ -33,7 +33,7 @@ def large_logits(seen: Seen) -> Iterator[Finding]:
         " use_reentrant=False) for h, t in zip(hidden.chunk(8), targets.chunk(8))) / len(targets)`, where `chunk_loss`"
         ' is `F.cross_entropy(head(h), t, reduction="sum")`. Only an eighth of the logits exists at a time then.'
     )
-    scarce = share >= 0.25 and held >= 0.02 * seen.machine.memory_gib * 2**30 > 0
+    scarce = share >= 0.25 and held >= 0.02 * evidence.machine.memory_gib * 2**30 > 0
     large = scarce or (share >= 0.5 and held >= _LARGE_BYTES)
     yield Finding("warning" if large else "note", "large-logits", text, action, share)
 
@@ -56,9 +56,9 @@ def state_bytes(found: Memory) -> int:
     return found.weights + found.gradients + found.states + found.temporaries
 
 
-def state_dominates(seen: Seen) -> Iterator[Finding]:
+def state_dominates(evidence: Evidence) -> Iterator[Finding]:
     """Yield it with the ways to save memory; it is a warning where the device is nearly full."""
-    step, machine, found = seen.step, seen.machine, seen.step.memory
+    step, machine, found = evidence.step, evidence.machine, evidence.step.memory
     state = state_bytes(found)
     share = state / max(found.peak, 1)
     if share < 0.5 or not step.num_parameters or not peak_matters(step, machine):
@@ -108,12 +108,12 @@ def _savings(step: Step, machine: Machine) -> Iterator[str]:
         yield f"Activation checkpointing can save part of {memory(found.activations)} of activations."
 
 
-def memory_not_lower(seen: Seen) -> Iterator[Finding]:
+def memory_not_lower(evidence: Evidence) -> Iterator[Finding]:
     """Yield it if the peak is not 2 % lower than in fp32."""
-    found, full = seen.step.memory, seen.step.fp32_memory
-    if full is None or seen.step.precision == FP32 or not peak_matters(seen.step, seen.machine):
+    found, full = evidence.step.memory, evidence.step.fp32_memory
+    if full is None or evidence.step.precision == FP32 or not peak_matters(evidence.step, evidence.machine):
         return
-    if found.peak <= 0.98 * full.peak or [*large_logits(seen), *state_dominates(seen)]:
+    if found.peak <= 0.98 * full.peak or [*large_logits(evidence), *state_dominates(evidence)]:
         return
     text = (
         f"The peak is {memory(found.peak)}, and {memory(full.peak)} in fp32: weights, gradients and the"

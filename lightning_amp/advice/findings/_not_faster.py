@@ -14,7 +14,7 @@ from lightning_amp.advice._decision import FP32, Decision
 from lightning_amp.advice._gains import best_speed_up, is_worth_it, more_rows, speed_up
 from lightning_amp.advice._machine import Machine, Product
 from lightning_amp.advice._record import TIMES_LARGER, Step
-from lightning_amp.advice.findings._finding import Finding, Seen, Severity
+from lightning_amp.advice.findings._finding import Evidence, Finding, Severity
 from lightning_amp.advice.findings._fp32_products import products_in_fp32
 from lightning_amp.advice.findings._many_casts import cast_sites, many_casts
 from lightning_amp.advice.findings._words import in_fp32, in_ms, recommendation
@@ -84,29 +84,29 @@ def reason_of(step: Step) -> SlowReason | None:
     return SlowReason("other operations", text)
 
 
-def not_faster(seen: Seen) -> Iterator[Finding]:
+def not_faster(evidence: Evidence) -> Iterator[Finding]:
     """Yield at most one finding: a warning if fp32 is recommended, else only if no other finding explains the step."""
-    step, decision = seen.step, seen.decision
-    speed, support = speed_up(step), seen.machine.format(step.precision)
+    step, decision = evidence.step, evidence.decision
+    speed, support = speed_up(step), evidence.machine.format(step.precision)
     if speed is None or step.precision == FP32 or (support is not None and support.support == "emulated"):
         return  # `emulated-precision` says it with the same reason
-    reason, product = reason_of(step), seen.machine.compared_product(step.precision)
+    reason, product = reason_of(step), evidence.machine.compared_product(step.precision)
     products = None if product is None else product.speed
     if decision.use == FP32:
         if reason is not None and reason.cause != "kernel" and _is_small(step, products):
-            yield _too_small(seen, products, speed, "warning")
+            yield _too_small(evidence, products, speed, "warning")
         else:
             text = f"A step is {in_fp32(speed)}: {_why(reason, products, step)}."
             action = f'Use `AmpPrecision("{FP32}")`. {_larger(step)}'.strip()
             yield Finding("warning", "not-faster", text, action, step.fp32_product_share)
         return
-    if _is_explained(seen) or speed.claim not in ("same", "undecided"):
+    if _is_explained(evidence) or speed.claim not in ("same", "undecided"):
         return
     severity: Severity = "warning" if speed.claim == "same" else "note"
     if product is not None and products is not None and products.claim in ("slower", "same"):
         yield Finding("note", "no-faster-products", _gain_nothing(product, products), "", 0.5)
     elif _is_small(step, products):
-        yield _too_small(seen, products, speed, severity)
+        yield _too_small(evidence, products, speed, severity)
     elif products is not None and products.claim == "faster" and best_speed_up(step, products.ratio) >= _LARGE:
         text = (
             f"The race does not show that a step is faster than in fp32 ({speed}). Products that half precision could"
@@ -117,23 +117,25 @@ def not_faster(seen: Seen) -> Iterator[Finding]:
         yield Finding("note", "not-faster", text, action, step.fp32_product_share)
 
 
-def _is_explained(seen: Seen) -> bool:
+def _is_explained(evidence: Evidence) -> bool:
     """Return whether another finding already blames products in fp32, or casts."""
-    return any(finding.is_problem for finding in (*products_in_fp32(seen), *many_casts(seen)))
+    return any(finding.is_problem for finding in (*products_in_fp32(evidence), *many_casts(evidence)))
 
 
 def _is_small(step: Step, products: SpeedComparison | None) -> bool:
     return products is not None and products.claim == "faster" and best_speed_up(step, products.ratio) < _SMALL
 
 
-def _too_small(seen: Seen, products: SpeedComparison | None, speed: SpeedComparison, severity: Severity) -> Finding:
-    step = seen.step
+def _too_small(
+    evidence: Evidence, products: SpeedComparison | None, speed: SpeedComparison, severity: Severity
+) -> Finding:
+    step = evidence.step
     best = 1.0 if products is None else best_speed_up(step, products.ratio)
     text = (
         f"Matrix products that half precision could make faster are {percent(step.fp32_product_share)} of a step in"
         f" fp32. They alone make a step {times_as_fast(best)} at best; measured: {speed}."
     )
-    stay = f'Use `AmpPrecision("{FP32}")`.' if seen.decision.use == FP32 else ""
+    stay = f'Use `AmpPrecision("{FP32}")`.' if evidence.decision.use == FP32 else ""
     other = "" if stay else "Try `torch.compile`, which merges the small operations."
     action = f"{stay} {_larger(step) or other}".strip()
     return Finding(severity, "model-too-small", text, action, 1 - step.fp32_product_share)

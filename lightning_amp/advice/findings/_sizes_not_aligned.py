@@ -9,7 +9,7 @@ from statistics import median
 from lightning_amp._text import percent
 from lightning_amp.advice._gains import compare, is_worth_it
 from lightning_amp.advice._record import AS_IT_IS, Operation, Recording, Unaligned
-from lightning_amp.advice.findings._finding import Finding, Seen, graded
+from lightning_amp.advice.findings._finding import Evidence, Finding, graded
 from lightning_amp.measure import FORWARD
 
 Sizes = tuple[int, int, int]
@@ -65,9 +65,9 @@ def _padded(sizes: Sizes, multiple: int) -> Sizes:
     return a, b, c
 
 
-def sizes_not_aligned(seen: Seen) -> Iterator[Finding]:
+def sizes_not_aligned(evidence: Evidence) -> Iterator[Finding]:
     """Yield it if such products are 5 % of the FLOPs; it is a warning if padding saves 5 % of a step."""
-    step = seen.step
+    step = evidence.step
     share = sum(found.flops for found in step.unaligned) / max(sum(step.recorded.flops.values()), 1)
     if share < 0.05:
         return
