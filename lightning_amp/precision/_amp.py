@@ -305,11 +305,11 @@ class AmpPrecision(MixedPrecision):
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        if self._fit is None or self._fit.somebody_sees_backward:
+        if self._fit is None or self._fit.fold_plan.current().somebody_sees_backward:
             with autocast_off(self.device):
                 super().post_backward(tensor, module)
         if self._run is not None:
-            self._run.forward.weights_changed()
+            self._run.forward.reused_weights.forget()
         return tensor.detach()
 
     def unscale_(self, optimizer: Any) -> None:
@@ -335,9 +335,9 @@ class AmpPrecision(MixedPrecision):
             if fit is None:  # in an evaluation, or after the run: gradients are true, and nobody counts
                 output = Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
             else:
-                output = fit.step(_lightning.unwrap_optimizer(optimizer), closure, self.forward_context, kwargs)
+                output = fit.step(_lightning.unwrap_optimizer(optimizer), closure, kwargs)
         if self._run is not None:
-            self._run.forward.weights_changed()
+            self._run.forward.reused_weights.forget()
         return output
 
     @override
@@ -385,7 +385,7 @@ class AmpPrecision(MixedPrecision):
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._fit is not None:
-            self._fit.settle()
+            self._fit.protection.settle()
         self.flush()
         return {**self._ledger.state(self.scaler), **self._fallback.state()}
 
@@ -408,7 +408,7 @@ class AmpPrecision(MixedPrecision):
         if self.scaler is not None:
             checkpoint[STOCK_KEY] = self.scaler.state_dict()
         if self._fit is not None:
-            self._fit.mend(checkpoint["state_dict"])
+            self._fit.protection.mend(checkpoint["state_dict"])
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

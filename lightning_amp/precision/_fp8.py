@@ -1,8 +1,9 @@
-"""fp8 in one fit: which layers, and what is said about them."""
+"""Turn fp8 on for one fit: choose the layers, and say how many there are and what slows them down."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,23 +33,12 @@ from lightning_amp.precision._forward import ForwardContexts
 class Fp8:
     """The linear layers of a module that multiply in fp8 while it trains.
 
-    Args:
-        module: The user's.
-        forward: Says when it trains in fp8, and what computes in fp32.
-        recipe: A checked one.
-
-    Attributes:
-        layers: Each `nn.Linear` by its name: `None`, or why it is not in fp8.
-        summary: How many are, and what their share is.
-
-    Raises:
-        ValueError: If no layer qualifies.
-        ImportError: Without torchao, or with one that is too old.
-
+    `layers` has each `nn.Linear` by its name: `None`, or why it is not in fp8. If no layer qualifies, it raises a
+    `ValueError`; without a recent torchao, an `ImportError`.
     """
 
     def __init__(self, module: LightningModule, forward: ForwardContexts, recipe: Any, device: torch.device) -> None:
-        self.layers = choose_fp8_layers(module, forward.fp32_modules, recipe, device)
+        self.layers = choose_fp8_layers(module, forward.fp32_modules.modules, recipe, device)
         self._names, self._recipe, self._device_type = may_run_in_fp8(self.layers), recipe, device.type
         self._linears = Float8Linears(module, self._names, recipe, device.type, forward)
         forward.use_fp8(self._linears)
@@ -70,7 +60,7 @@ class Fp8:
         _warn(module, recipe, device)
 
     def finish(self) -> None:
-        """Note at the end of a fit which layers have left fp8, and say which never were in it."""
+        """Note at the end of a fit which layers have left fp8, and say which layers never ran in it."""
         self.layers.update(dict.fromkeys(self._linears.replaced(), "its weight was replaced during the fit (pruning)"))
         idle = [name for name in self._linears.idle() if self.layers[name] is None]
         if idle and len(idle) < sum(1 for why in self.layers.values() if why is None):
@@ -81,12 +71,7 @@ class Fp8:
 
     def on(self, copy: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the layers of a copy of the module multiply in fp8, under autocast."""
-        return Float8Linears(copy, self._names, self._recipe, self._device_type, _Training()).inside()
-
-
-@final
-class _Training:
-    in_fp8 = True
+        return Float8Linears(copy, self._names, self._recipe, self._device_type, SimpleNamespace(in_fp8=True))
 
 
 def _warn(module: LightningModule, recipe: Any, device: torch.device) -> None:

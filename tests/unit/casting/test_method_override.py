@@ -33,8 +33,7 @@ class Doubled(MethodOverride):
 
 
 class DoubledInCopies(Doubled):
-    def for_copy(self, owner: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
-        return type(self)(owner, self.name, inner)
+    in_copies = True
 
 
 def value(module: Any) -> float:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_amp.casting import _reused_weights
-from lightning_amp.casting._reused_weights import ReusedWeights
+from lightning_amp.casting._reused_weights import ReusedWeights, SharedCopies
 
 WIDTH = 8
 shared = pytest.mark.skipif(
@@ -49,13 +49,13 @@ class Sharing:
     """The plugin's part of this, without a Trainer."""
 
     def __init__(self, root: LightningModule, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.weights = ReusedWeights()
-        self.weights.attach(root, DEVICE, lambda: root.trainer.current_epoch)
+        self.weights = ReusedWeights(root, DEVICE, lambda: root.trainer.current_epoch)
+        self.weights.activate()
         self.dtype = dtype
 
     @contextlib.contextmanager
     def __call__(self, stage: str = "training_step") -> Generator[None, None, None]:
-        with self.weights.inside(stage), cast_per_use(self.dtype):
+        with SharedCopies(self.weights, stage), cast_per_use(self.dtype):
             yield
 
 
@@ -391,7 +391,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
         root.zero_grad()
         with sharing():
             out = run(root.net, x)
-        with sharing.weights.inside():  # as the plugin's backward
+        with SharedCopies(sharing.weights):  # as the plugin's backward
             out.float().sum().backward()
         with cast_per_use():
             out = run(other.net, x)
@@ -409,7 +409,7 @@ def test_a_checkpointed_module_that_is_called_once_is_not_taken_for_reused() -> 
         with sharing():
             assert ("forward" in vars(root.net)) == (step < 2)
             out: Any = checkpoint(root.net, x, use_reentrant=False)
-            with sharing.weights.inside():
+            with SharedCopies(sharing.weights):
                 out.float().sum().backward()
 
 
@@ -458,7 +458,7 @@ def test_selective_activation_checkpointing(policy: CheckpointPolicy) -> None:
         other.zero_grad()
         with sharing():
             out = twice(root.net, x)
-        with sharing.weights.inside():  # as the plugin's backward
+        with SharedCopies(sharing.weights):  # as the plugin's backward
             out.float().sum().backward()
         with cast_per_use():
             out = twice(other.net, x)
