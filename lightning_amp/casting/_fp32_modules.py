@@ -81,8 +81,8 @@ def _nothing(rule: Rule, names: dict[str, nn.Module]) -> str:
 class _Fp32Forward(MethodOverride):
     """The `forward` of a module, in fp32: autocast off, half-precision arguments upcast.
 
-    Its backward is fp32 too, since autograd computes in the dtypes of the forward. It replaces `forward`, and is not a
-    pair of hooks: a direct call of `module.forward(...)` is then in fp32 too, and a compiler sees switch and arithmetic
+    Its backward is fp32 too, since autograd computes in the dtypes of the forward. It replaces `forward` and is not a
+    pair of hooks. So a direct call of `module.forward(...)` is in fp32 too, and a compiler sees switch and arithmetic
     in one graph. A deep copy of the module (an average, a target network) computes in fp32 too.
     """
 
@@ -124,7 +124,7 @@ class Fp32Modules:
             if half:
                 raise ValueError(
                     f"`fp32_modules` matches `{name}`, whose parameters are half precision: {', '.join(half[:3])}. They"
-                    " cannot compute with float32 inputs: call `.float()` on the module, pass `upcast_parameters=True`"
+                    " cannot compute with float32 inputs. Call `.float()` on the module, pass `upcast_parameters=True`"
                     " to the plugin if it is trained, or take it out of the rules."
                 )
         for name, module in found.items():

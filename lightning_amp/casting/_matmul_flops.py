@@ -17,8 +17,8 @@ from lightning_amp._compat._modules import RECURRENT, SAME_FLOPS, DispatchMode
 class MatmulFlops(DispatchMode):
     """Counts the FLOPs of matrix products, convolutions and attention by the dtype of what they multiply.
 
-    The formulas are those of `torch.utils.flop_counter`, which also knows backward passes and products in fp8 (an
-    emulated product counts as fp8). Ours are added for attention on the CPU, and for LSTMs and GRUs that are one
+    It uses the formulas of `torch.utils.flop_counter`, which also knows backward passes and products in fp8 (an
+    emulated product counts as fp8). It adds formulas for attention on the CPU, and for LSTMs and GRUs that are one
     operation. `by_dtype` has the FLOPs by the name of the dtype.
 
     Cost: some microseconds per operation, and operations are not fused. Do not time a step with it.

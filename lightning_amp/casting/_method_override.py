@@ -111,8 +111,8 @@ class MethodOverride(InPlace):
     def as_method(self) -> Callable[..., Any]:
         """Return a bound method that calls this, with the signature of the replaced one.
 
-        Compiled modules need it. `torch.compile` guards on the identity of a callable object, so it would compile each
-        of many equal blocks anew, and none from the ninth on (`recompile_limit`).
+        Compiled modules need it, because `torch.compile` guards on the identity of a callable object. It would compile
+        each of many equal blocks anew, and none from the ninth on (`recompile_limit`).
         """
         function = getattr(self.inner, "__func__", None)
         return self.__call__ if function is None else MethodType(calling(function), self)

@@ -1,9 +1,9 @@
 """Share one half-precision copy of a weight among all its uses in a step, and sum their gradients in fp32.
 
-Autocast's own cache makes the copy one node of the graph. The gradients of all uses are then summed in half precision
-(wrong by several per cent over 512 uses), and a weight that is edited between two forwards is stale. Without the cache
-each use casts the weight again and keeps its own copy. Here all uses share the copy, and each has a node of its own, so
-sums are bit for bit as with a cast per use.
+Autocast's own cache makes the copy one node of the graph. The gradients of all uses are then summed in half precision,
+which is wrong by several per cent over 512 uses, and a weight that is edited between two forwards is stale. Without the
+cache each use casts the weight again and keeps its own copy. Here all uses share the copy, and each has a node of its
+own. So sums are bit for bit as with a cast per use.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ReusedWeights(InPlace):
     """Context in which the submodules of `module` that a step calls more than once share half-precision copies.
 
     Modules are watched in the first two steps of each stage of an epoch. A module that is called a second time in a
-    step gets an override, which is in place inside of steps and backwards only (activation checkpointing calls modules
-    again in the backward). All other modules run as if this class did not exist.
+    step gets an override, which is in place inside of steps and backwards only. (Activation checkpointing calls modules
+    again in the backward.) All other modules run as if this class did not exist.
 
     Compiled modules are left alone: a graph has its own casts, and the compiler merges equal ones. A module that is
     called in a compiled function is found out when the function is traced. That costs one more graph, once: an override

@@ -78,7 +78,7 @@ def _warn(module: LightningModule, recipe: Any, device: torch.device) -> None:
     if emulates(recipe):
         _messages.warn(
             "lightning_amp: fp8 is emulated (`emulate=True`): values are rounded to 8 bits and multiplied in float32."
-            " Accuracy is that of fp8, a step is slower than in bf16."
+            " The accuracy is as on a device with fp8, but a step is slower than in bf16."
         )
         return
     if needs_whole_tiles(recipe):

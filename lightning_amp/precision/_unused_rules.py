@@ -51,13 +51,14 @@ class IdleRules:
             child = f", such as '{inside}.*'" if inside else ""
             said = ", ".join(repr(rule) if isinstance(rule, str) else rule.__name__ for rule in rules)
             _messages.warn(
-                f"lightning_amp: `fp32_modules` has no effect so far where it says {said}: the `forward` of"
-                f" {named(names)} has not run in {steps}, and another method of a module, or its weight alone,"
-                " computes as the rest does. Call the module itself, match a module inside or around it whose `forward`"
-                f" runs{child}, or put that code into `with lightning_amp.precision.fp32_region():`."
+                f"lightning_amp: `fp32_modules` has no effect so far for {said}: the `forward` of {named(names)} has"
+                f" not run in {steps}. Other methods of a module, and uses of its weight alone, are not in fp32. Call"
+                f" the module itself, match a module inside or around it whose `forward` runs{child}, or"
+                " put that code into `with lightning_amp.precision.fp32_region():`."
             )
         if others:
             _messages.info(
-                f"lightning_amp: `fp32_modules` also matches {named(others)}, whose `forward` has not run in {steps}:"
-                " what uses the weight itself, as `nn.MultiheadAttention` does, is in fp32 only if it is matched too."
+                f"lightning_amp: `fp32_modules` also matches {named(others)}, whose `forward` has not run in {steps}."
+                " Match the module that uses the weight too, as `nn.MultiheadAttention` uses its `out_proj`, if that"
+                " shall compute in fp32."
             )

@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
 
 class Constant(Layer):
-    remedy = r"fp16 ends at 65,504 and does not hold the number: `torch\.finfo\(x\.dtype\)\.min`"
+    remedy = r"fp16 ends at 65,504 and does not hold the number: write `torch\.finfo\(x\.dtype\)\.min`"
     precisions = ("fp16",)
 
     def faulty(self, x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Constant(Layer):
 
 
 class Products(Layer):
-    remedy = r"meets one of float32 where autocast is off: `\.float\(\)` on what goes in"
+    remedy = r"meets a float32 tensor where autocast is off: call `\.float\(\)` on the input"
 
     def faulty(self, x: Tensor) -> Tensor:
         with OFF:
@@ -69,7 +69,7 @@ class Convolution(Products):
 
 
 class Put(Layer):
-    remedy = r"are put into a float32 tensor: `\.to\(target\.dtype\)` on them"
+    remedy = r"are put into a float32 tensor: call `\.to\(target\.dtype\)` on them"
 
     def faulty(self, x: Tensor) -> Tensor:
         target = torch.zeros_like(x, dtype=torch.float32)
@@ -78,7 +78,7 @@ class Put(Layer):
 
 
 class Scatter(Layer):
-    remedy = r"autocast made them (fp16|bf16): `\.to\(target\.dtype\)` on them"
+    remedy = r"autocast made them (fp16|bf16): call `\.to\(target\.dtype\)` on them"
 
     def faulty(self, x: Tensor) -> Tensor:
         target = torch.zeros_like(x, dtype=torch.float32)
@@ -93,7 +93,7 @@ class IndexAdd(Put):
 
 
 class ToNumpy(Layer):
-    remedy = r"NumPy has no bf16: `\.float\(\)` before `\.numpy\(\)`"
+    remedy = r"NumPy has no bf16: call `\.float\(\)` before `\.numpy\(\)`"
     precisions = ("bf16",)
 
     def faulty(self, x: Tensor) -> Tensor:
