@@ -93,7 +93,7 @@ class ScalerByHand:
         if id(optimizer) in self._stepping or self._steps.stepping:
             raise RuntimeError(
                 f"`scaler.step(optimizer)` was called inside of a step of `{type(optimizer).__name__}`, and would"
-                " begin that step again. A plugin that overrides `optimizer_step` calls `super().optimizer_step(...)`."
+                " begin that step again. In your own `optimizer_step` of a plugin call `super().optimizer_step(...)`."
             )
         self._steps.assume_scaled(optimizer)
         self._stepping.add(id(optimizer))
