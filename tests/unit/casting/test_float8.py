@@ -1,4 +1,4 @@
-"""Layers that multiply in fp8: when they do, and that they are the user's own layers all the time."""
+"""Layers multiply in fp8 in training only, and stay the user's own layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def batch(rows: int = 24) -> Tensor:
 
 
 def step(module: Callable[..., Any], x: Tensor, autocast: bool = True, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Output and gradients of the parameters, in one row."""
+    """Return output and gradients of the parameters, in one row."""
     parameters = [*module.parameters()]  # pyright: ignore[reportFunctionMemberAccess]
     with torch.autocast("cpu", dtype, enabled=autocast, cache_enabled=False):
         output = module(x).float()

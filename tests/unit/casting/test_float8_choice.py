@@ -1,4 +1,4 @@
-"""Which layers run in fp8, and the reason for each that does not."""
+"""The choice of fp8 layers, and the reason for each other layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Loud(nn.Linear):
 
 
 class Quiet(nn.Linear):
-    """Adds nothing to `forward`, as the class that FSDP2 gives a sharded layer."""
+    """Inherits `forward`, as the class that FSDP2 makes for a sharded layer."""
 
 
 class Distance(Metric):

@@ -1,4 +1,4 @@
-"""What stands in for a method of a user's object leaves no trace: not there, not in copies, not in pickles."""
+"""A replaced method of a user's object leaves no trace on it, in copies or in pickles."""
 
 from __future__ import annotations
 

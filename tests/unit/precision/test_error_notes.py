@@ -1,4 +1,4 @@
-"""Errors of torch under autocast: each says where it was raised and what to write, and what it says works."""
+"""Notes on torch's errors under autocast say where to write what, and this works."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ToNumpy(Layer):
 
 
 class Product(torch.autograd.Function):
-    """As people write it who have not read about autocast."""
+    """Ignores autocast, as most functions do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def test_in_manual_optimization_and_in_the_step_itself_it_is_said_once() -> None
 
 
 class OwnHalf(Layer):
-    """Half precision of the user's own: fp32 fails as well."""
+    """Has half precision of its own, so it fails in fp32 as well."""
 
     def __init__(self) -> None:
         super().__init__(False)

@@ -121,7 +121,7 @@ def test_an_optimizer_that_is_older_than_the_fit() -> None:
 
 
 class Look(L.Callback):
-    """The weights as a fit finds them: after the checkpoint, before the first step."""
+    """Keeps the weights after the checkpoint is loaded and before the first step."""
 
     def __init__(self, change: bool = False) -> None:
         self.change, self.weights = change, dict[str, Tensor]()
@@ -135,7 +135,7 @@ class Look(L.Callback):
 
 
 class Renamed(Toy):
-    """Other names in the checkpoint than in the module."""
+    """Has other names in the checkpoint than in the module."""
 
     def __init__(self) -> None:
         super().__init__(adamw)
@@ -154,7 +154,7 @@ class Renamed(Toy):
 
 
 class Partial(Toy):
-    """Only one layer is in the checkpoint."""
+    """Saves only one layer."""
 
     def __init__(self) -> None:
         super().__init__(adamw)
@@ -172,7 +172,7 @@ def saved(make: Any, path: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("make", [lambda: Toy(adamw), Renamed, Partial])
 def test_all_that_a_checkpoint_has_comes_back_unrounded(make: Any, tmp_path: Path) -> None:
-    """Before an optimizer or a hook of the fit reads it."""
+    """It comes back before an optimizer or a hook of the fit reads it."""
     expected, look = saved(make, tmp_path / "a.ckpt"), Look()
     fit(lambda: make().to(torch.bfloat16), upcasting(), max_epochs=2, ckpt_path=tmp_path / "a.ckpt", callbacks=[look])
     assert_same(look.weights, expected)
@@ -186,7 +186,7 @@ def test_what_a_callback_changed_after_loading_stays(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_half_precision_weights(tmp_path: Path) -> None:
-    """Of a run without the argument: weights, and the state of the optimizer, go on in float32."""
+    """Weights and optimizer state of a run without the argument go on in float32."""
     module = half()
     module.loss = lambda batch: module.net(batch.bfloat16()).float().square().mean()
     fit(module, AmpPrecision("fp32")).save_checkpoint(tmp_path / "a.ckpt")
@@ -218,7 +218,7 @@ def test_a_skipped_step_of_upcast_parameters_did_not_happen() -> None:
 
 
 def small() -> nn.Module:
-    """20 values to train, 2 buffers of 4."""
+    """Return a module with 20 values to train and 2 buffers of 4."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
 
@@ -265,7 +265,7 @@ def test_a_gradient_that_is_there() -> None:
 
 
 def test_frozen_parts_stay_with_their_buffers() -> None:
-    """A frozen part, one without parameters in it, and one that is trained; a buffer at the top goes with it."""
+    """Buffers follow the parameters around them; a buffer at the top follows the trained part."""
     frozen = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False)).requires_grad_(False)
     trained = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
     module = nn.ModuleDict({"frozen": frozen, "trained": trained})
@@ -294,7 +294,7 @@ def test_parametrizations_and_lazy_modules() -> None:
 
 
 def test_a_copy_goes_along() -> None:
-    """By name, where the module has more or other names; what is half precision in the module stays so in the copy."""
+    """Tensors are matched by name. Half precision in the module stays half precision in the copy."""
     module, copy = nn.ModuleDict({"a": small(), "b": nn.Linear(1, 1).half()}), nn.ModuleDict({"a": small()})
     module["a"][0].requires_grad_(False)
     upcast_parameters(module)
@@ -319,5 +319,5 @@ def test_only_what_rounds_to_the_old_values_is_taken_from_a_checkpoint() -> None
 
 
 def test_plain_parameters_are_no_shards() -> None:
-    """Real ones are in `tests/distributed`."""
+    """`tests/distributed` has real shards."""
     assert sharded_parameters(small()) == {}
