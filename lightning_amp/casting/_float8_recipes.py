@@ -42,9 +42,9 @@ def checked_recipe(recipe: Any) -> Any:
         )
     if getattr(recipe, "enable_fsdp_float8_all_gather", False):
         raise ValueError(
-            "`fp8_recipe` has `enable_fsdp_float8_all_gather=True`, which puts tensors of another class in the place of"
-            " the parameters: checkpoints would not load without torchao. Leave it out; weights are gathered as they"
-            " are."
+            "`fp8_recipe` has `enable_fsdp_float8_all_gather=True`, which replaces the parameters by tensors of another"
+            " class: checkpoints would not load without torchao. Leave it out; weights are then gathered in their own"
+            " dtype."
         )
     return recipe
 

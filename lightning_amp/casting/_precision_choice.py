@@ -84,7 +84,9 @@ class Choice(NamedTuple):
         kinds: list[ProbeKind] = ["products"]
         if module is not None and _modules.has_convolutions(module):
             kinds.append("convolutions")
-        speeds = {kind: speed for kind in kinds if (speed := cpu_speed("bf16", kind)) is not None}
+        speeds: dict[ProbeKind, SpeedComparison] = {
+            kind: speed for kind in kinds if (speed := cpu_speed("bf16", kind)) is not None
+        }
         slower = [_say_speed(kind, speed) for kind, speed in speeds.items() if speed.claim == "slower"]
         if slower:
             return cls.of("fp32"), "; ".join(slower)
@@ -121,13 +123,13 @@ def parse_precision(value: Any, argument: str = "precision") -> Precision:
     if known == "fp8" and argument == "eval_precision":
         raise ValueError(
             "`eval_precision='fp8'` is not supported: fp8 is for training, where its products are a third of the work."
-            " Leave it out: beside fp8, evaluation runs in 'bf16'."
+            " Leave it out: with precision 'fp8', evaluation runs in 'bf16'."
         )
     return known
 
 
 _EMULATE = (
-    " To see here what fp8 does to a model, not how fast it is:"
+    " To try its accuracy on this device, without its speed:"
     " `fp8_recipe=dataclasses.replace(torchao.float8.Float8LinearConfig.from_recipe_name('rowwise_with_gw_hp'),"
     " emulate=True)`."
 )

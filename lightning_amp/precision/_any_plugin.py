@@ -71,7 +71,7 @@ def unscale_(trainer: Any, optimizer: Any) -> None:
     scaler = getattr(plugin, "scaler", None)
     if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
         raise RuntimeError(
-            f"`unscale_` cannot unscale under `{type(plugin).__name__}`, which unscales in the step itself, where its"
+            f"`unscale_` cannot unscale under `{type(plugin).__name__}`, which unscales in the step itself, and whose"
             " scaler refuses a second time. Use `lightning_amp.AmpPrecision('fp16')`, or precision 'bf16-mixed', which"
             " needs no loss scale."
         )

@@ -164,8 +164,8 @@ def _checked(precisions: Any, requested: Precision) -> tuple[Precision, ...]:
             raise ValueError("`fallback` must name precisions, got 'auto': write which, for example ['bf16', 'fp32'].")
         if name not in ("bf16", "fp32"):
             raise ValueError(
-                f"`fallback` must hold 'bf16' or 'fp32', got {value!r}: what overflows in another precision does so in"
-                f" {name!r} too."
+                f"`fallback` must hold 'bf16' or 'fp32', got {value!r}: a run that overflows in another precision"
+                f" overflows in {name!r} too."
             )
         if name == requested:
             raise ValueError(f"`fallback` must differ from `precision={requested!r}`, got {value!r}. Leave it out.")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import final
 
+from lightning_amp import _messages
 from lightning_amp._compat import _lightning, _modules
 from lightning_amp.casting import Choice, Rule, SharedCopies
 from lightning_amp.precision import _refusals
@@ -298,7 +299,8 @@ class Fit:
             self.protection.observe(optimizer, result)
         if self._may_turn_half:
             self._may_turn_half = False
-            _refusals.warn_of_half_in_a_step(self._module)
+            if found := _refusals.half_in_a_step(self._module):
+                _messages.warn(f"lightning_amp: {found}.")
         if self._automatic:
             self._finish_batch()
         return output

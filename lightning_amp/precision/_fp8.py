@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,12 +65,17 @@ class Fp8:
         if idle and len(idle) < sum(1 for why in self.layers.values() if why is None):
             _messages.info(
                 f"lightning_amp: {named(idle)} could multiply in fp8, but the `forward` there has not run in a training"
-                " step: what uses the weight itself computes in bf16."
+                " step. Code that uses the weight itself computes in bf16."
             )
 
     def on(self, copy: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the layers of a copy of the module multiply in fp8, under autocast."""
-        return Float8Linears(copy, self._names, self._recipe, self._device_type, SimpleNamespace(in_fp8=True))
+        return Float8Linears(copy, self._names, self._recipe, self._device_type, _Training())
+
+
+@final
+class _Training:
+    in_fp8 = True
 
 
 def _warn(module: LightningModule, recipe: Any, device: torch.device) -> None:
@@ -83,8 +87,9 @@ def _warn(module: LightningModule, recipe: Any, device: torch.device) -> None:
         return
     if needs_whole_tiles(recipe):
         _messages.warn(
-            "lightning_amp: with `pad_inner_dim=False` a batch whose rows are no multiple of 16 (the last of an epoch,"
-            " often) fails in the backward. Set it to `True` in `fp8_recipe`, or use `drop_last=True` in the loader."
+            "lightning_amp: with `pad_inner_dim=False` a batch whose rows are not a multiple of 16 (often the last"
+            " batch of an epoch) fails in the backward. Set it to `True` in `fp8_recipe`, or pass `drop_last=True` to"
+            " the loader."
         )
     if device.type == "cuda" and not any(_modules.is_compiled(m) for m in module.modules()):
         _messages.warn(

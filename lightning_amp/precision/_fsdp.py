@@ -125,8 +125,8 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
                 if fp32:
                     raise ValueError(
                         f"`FSDPStrategy(mixed_precision=...)` gathers parameters in {theirs.param_dtype}, so nothing"
-                        f" can compute in fp32, which `{argument}` asks for. Leave `param_dtype` out there, or ask for"
-                        " none here."
+                        f" can compute in fp32, which `{argument}` asks for. Leave out `param_dtype` there, or change"
+                        f" `{argument}` here."
                     )
         _messages.info(
             f"lightning_amp: `FSDPStrategy(mixed_precision=...)` decides how parameters, gradients (in"

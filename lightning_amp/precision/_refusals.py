@@ -128,13 +128,6 @@ def half_in_a_step(module: nn.Module) -> str:
     )
 
 
-def warn_of_half_in_a_step(module: nn.Module) -> None:
-    """Warn of trainable parameters that a step has made half precision; with loss scaling the step raised."""
-    found = half_in_a_step(module)
-    if found:
-        _messages.warn(f"lightning_amp: {found}.")
-
-
 def describe_nonfinite_gradients(module: nn.Module) -> str:
     """Name the first parameters whose gradients are not finite; empty if none are, or they are gone."""
     names = nonfinite_gradients(dict(module.named_parameters()))
