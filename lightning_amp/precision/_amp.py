@@ -305,7 +305,7 @@ class AmpPrecision(MixedPrecision):
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        if self._fit is None or self._fit.fold_plan.current().somebody_sees_backward:
+        if (fit := self._fit) is None or fit.fold_plan.current().somebody_sees_backward:
             with autocast_off(self.device):
                 super().post_backward(tensor, module)
         if self._run is not None:
