@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Facts of a machine and a step without any fault. Each test changes the facts that it is about."""
-=======
 """The measurements of a healthy machine and a healthy step, which each test changes as it needs."""
->>>>>>> w-e
 
 from __future__ import annotations
 
@@ -33,11 +29,7 @@ LINE = Place("nowhere.py", 7)
 
 
 def speed(ratio: float, *, noise: float = 0.01, rounds: int = 9) -> SpeedComparison:
-<<<<<<< HEAD
-    """Return a comparison whose rounds lie around a ratio. Little noise makes it decided, much noise undecided."""
-=======
     """Return a comparison whose rounds lie around a ratio. With much noise it is undecided."""
->>>>>>> w-e
     seconds = [(1 + noise * (-1) ** number) / ratio for number in range(rounds)]
     found = compare(seconds, [1.0] * rounds)
     assert found is not None
@@ -45,11 +37,7 @@ def speed(ratio: float, *, noise: float = 0.01, rounds: int = 9) -> SpeedCompari
 
 
 def machine_with(**ratios: float | SpeedComparison | None) -> Machine:
-<<<<<<< HEAD
-    """Return a machine with instructions for these formats, and the speed of their products relative to fp32."""
-=======
     """Return a machine with instructions for these formats, whose products have these speeds relative to fp32."""
->>>>>>> w-e
     speeds = {name: speed(r) if isinstance(r, (float, int)) else r for name, r in ratios.items()}
     mixed = [Format(name, "native", f"avx512_{name}", s.ratio if s else 0.0, 256) for name, s in speeds.items()]
     products = [Product(name, 256, s.ratio, s) for name, s in speeds.items() if s is not None]
@@ -113,11 +101,7 @@ def convolution(flops: int, *, channels_last: bool = False) -> Operation:
 def recorded(
     *extra: Operation, recorded_s: float = 0.1, product_s: float = 0.05, waits: tuple[Wait, ...] = (), **more: Any
 ) -> Recording:
-<<<<<<< HEAD
-    """Return a step of 10^9 FLOPs, 3 10^8 of them in the forward. Further operations replace some of these."""
-=======
     """Return a step of 10^9 FLOPs, 3 10^8 of them in the forward; `extra` operations replace some of these."""
->>>>>>> w-e
     forward = FORWARD_FLOPS - sum(o.flops for o in extra if o.part == FORWARD)
     products = (
         product(flops=max(1, forward), seconds=0.3 * product_s),
@@ -128,11 +112,7 @@ def recorded(
 
 
 def step(*extra: Operation, **changes: Any) -> Step:
-<<<<<<< HEAD
-    """Return a healthy step with further operations. `changes` are arguments of :func:`recorded` or fields."""
-=======
     """Return a healthy step with extra operations; `changes` are arguments of :func:`recorded` or fields of `Step`."""
->>>>>>> w-e
     own = {name: changes.pop(name) for name in ("recorded_s", "product_s", "waits", "losses") if name in changes}
     found = Step(
         precision="bf16",
