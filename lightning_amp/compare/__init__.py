@@ -1,6 +1,6 @@
-"""Train a module in several precisions, each run in a process of its own, and judge. Read `_compare.py` first.
+"""Train a module in several precisions, each run in a process of its own, and judge them. Read `_compare.py` first.
 
-Reports, and what they are made of, import nothing of Lightning: what trains is imported when it is asked for.
+Reports and their parts import nothing of Lightning. The names that need Lightning are imported when they are used.
 """
 
 from importlib import import_module as _import_module
@@ -63,7 +63,7 @@ _NEED_LIGHTNING = {
     "progress": "_progress",
     "run_in_process": "_process",
 }
-"""The file of each name that is imported only when it is asked for."""
+"""The file of each name that is imported only when it is used."""
 
 
 def __getattr__(name: str) -> Any:
