@@ -50,13 +50,15 @@ class _Writer:
 
     def write(self, value: Any, above: tuple[int, ...]) -> str:
         """Write a value; `above` are the ids of the values that contain it."""
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if isinstance(value, (str, bytes, int, float, complex)):
+            return repr(value) if kind.startswith("builtins.") else f"{kind}({value!r})"
         if id(value) in above:
             return "..."
         above = (*above, id(value))
         if isinstance(value, Mapping):
-            return (
-                f"{{{', '.join(sorted(f'{self.write(k, above)}: {self.write(v, above)}' for k, v in value.items()))}}}"
-            )
+            items = sorted(f"{self.write(key, above)}: {self.write(item, above)}" for key, item in value.items())
+            return f"{{{', '.join(items)}}}"
         if isinstance(value, (list, tuple)):
             return ("[%s]" if isinstance(value, list) else "(%s)") % ", ".join(self.write(v, above) for v in value)
         if isinstance(value, (set, frozenset)):
@@ -69,7 +71,6 @@ class _Writer:
             script = main_path() if value.__module__ == "__main__" else None
             name = f"{Path(script).stem if script else value.__module__}.{value.__qualname__}"
             return f"{name} of {self.write(owner, above)}" if has_owner else name
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if isinstance(value, AbstractFileSystem):  # of a logger or callback; holds a random token, and credentials
             return kind
         if isinstance(value, torch.Tensor):
@@ -79,6 +80,6 @@ class _Writer:
             attributes = {name: item for name, item in vars(value).items() if name not in _NO_SETTINGS}
             return f"{kind}{self.write(attributes, above)}"
         elif " at 0x" not in repr(value) and not getattr(value, "shape", ()):  # the `repr` of an array leaves out parts
-            return repr(value)
+            return f"{kind}({value!r})"
         self.without_identity.append(type(value).__qualname__)
         return kind

@@ -1,4 +1,4 @@
-"""What a comparison says while it runs."""
+"""The progress of a comparison, as it is shown while it runs."""
 
 from __future__ import annotations
 

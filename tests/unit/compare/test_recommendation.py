@@ -1,4 +1,4 @@
-"""Which arm, why, and what would change it. The sentences are shown whole: they are what most people read."""
+"""Which arm, why, and what would change it. The sentences are whole here, because most people read only them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_smaller_and_as_fast() -> None:
     ],
 )
 def test_smaller_at_an_unknown_speed_is_no_recommendation(factors: tuple[float, ...] | None, says: str) -> None:
-    """It may be several times as slow: memory alone does not decide."""
+    """The arm may be several times as slow, and memory alone does not decide."""
     report = compared({"fp32": SAME, "bf16": SAME}, memory=SMALL)
     runs = [
         replace(
@@ -163,7 +163,7 @@ def test_too_few_seeds() -> None:
     assert said(compared({"fp32": [1.0], "bf16": [1.0]}, step_s=FAST)) == (
         None,
         "No recommendation yet: `bf16` is undecided in `val_loss`. It takes at least three seeds to decide."
-        " Measured beside it, `bf16`: 2.0x as fast, one run of each.",
+        " Measured speed of `bf16`: 2.0x as fast, one run of each.",
     )
 
 
@@ -185,13 +185,13 @@ def test_a_margin_of_nothing() -> None:
 def test_an_arm_that_failed_sometimes() -> None:
     label, sentence = said(compared({"fp32": [*SAME, 1.0], "bf16": [None, 1.1, None, 1.0]}))
     assert label is None
-    assert sentence == "No recommendation yet: `bf16` failed with seeds 0 and 2. What failed has to be run again." + (
-        " Measured beside it, `bf16`: as fast within 5 %."
+    assert sentence == "No recommendation yet: `bf16` failed with seeds 0 and 2. Failed runs have to run again." + (
+        " Measured speed of `bf16`: as fast within 5 %."
     )
 
 
 def test_an_arm_that_failed_where_the_reference_did() -> None:
-    """Its verdict is about the seeds that both finished; still it is not recommended."""
+    """Its verdict is about the seeds that both finished, but it is not recommended."""
     report = compared({"fp32": [None, *SAME], "bf16": [None, *SAME]}, step_s=FAST)
     assert report.verdict("bf16", "val_loss").claim == "not worse"
     assert report.recommended is None
@@ -244,11 +244,10 @@ def test_worse() -> None:
 
 
 def test_failed() -> None:
-    report = compared({"fp32": SAME, "bf16": [None] * 3})
-    assert said(report) == (
+    assert said(compared({"fp32": SAME, "bf16": [None] * 3})) == (
         "fp32",
-        "Stay with `fp32`: `bf16` failed (`OutOfMemoryError: CUDA out of memory.`). What failed has to be run again to"
-        " be judged.",
+        "Stay with `fp32`: `bf16` failed (`OutOfMemoryError: CUDA out of memory.`). Failed runs have to run again before"
+        " they can be judged.",
     )
 
 
@@ -267,7 +266,7 @@ def test_no_margins() -> None:
     assert said(compared({"fp32": [1.0], "bf16": [1.0]}, None, step_s=FAST)) == (
         None,
         "No recommendation: no margin says what a precision may cost. Pass `margins`, for example"
-        " `margins={'val_loss': 0.01}`, and at least three seeds. Measured beside it, `bf16`: 2.0x as"
+        " `margins={'val_loss': 0.01}`, and at least three seeds. Measured speed of `bf16`: 2.0x as"
         " fast, one run of each.",
     )
     assert "three seeds" not in compared({"fp32": SAME, "bf16": SAME}, None).recommendation
@@ -288,12 +287,10 @@ def test_nothing_to_compare_with(control: bool) -> None:
 
 
 def test_the_reference_failed() -> None:
-    label, sentence = said(compared({"fp32": [None] * 3, "bf16": SAME}, step_s=FAST))
-    assert label is None
-    assert sentence == ("No recommendation: the reference, `fp32`, failed (`OutOfMemoryError: CUDA out of memory.`).")
-
-
-def test_the_reference_is_not_finite() -> None:
+    assert said(compared({"fp32": [None] * 3, "bf16": SAME}, step_s=FAST)) == (
+        None,
+        "No recommendation: the reference, `fp32`, failed (`OutOfMemoryError: CUDA out of memory.`).",
+    )
     report = compared({"fp32": [1.0, math.nan, 1.2], "bf16": SAME}, step_s=FAST)
     assert said(report) == (None, "No recommendation: `val_loss` of the reference, `fp32`, is not finite.")
 
@@ -316,7 +313,7 @@ def test_nothing_ran() -> None:
 
 
 def test_the_control_is_never_recommended() -> None:
-    """Though it was fastest, smallest, and the only one that was not worse."""
+    """Here it is the fastest, the smallest, and the only arm that is not worse."""
     step_s, memory = {"fp32": 0.03, "bf16": 0.03, CONTROL: 0.01}, {"fp32": 10, "bf16": 10, CONTROL: 1}
     report = compared({"fp32": SAME, "bf16": WORSE, CONTROL: SAME}, step_s=step_s, memory=memory)
     assert report.arms[CONTROL].metrics["val_loss"].verdict.claim == "not worse"
