@@ -134,7 +134,7 @@ class Arm:
 
     @property
     def memory_of(self) -> MemoryOf | None:
-        """Return who counted that memory: `"device"` or `"tensors"`."""
+        """Return the source of that number: `"device"` or `"tensors"`."""
         return next((run.memory_of for run in self.finished if run.memory_of is not None), None)
 
     @property

@@ -64,21 +64,21 @@ def compare_precisions(
 
     Each run does what a user would do by hand: `seed_everything(seed)`, `make_module()`, `make_data()`,
     `Trainer(**trainer_kwargs, plugins=[...]).fit`. It runs in a process of its own, and has the same values, bit for
-    bit. All arms of one seed share initial weights, data order and random draws. They run one after the other, and
-    every second seed in reverse order, so that a machine that becomes slower does not always slow the same arm.
+    bit. All arms of one seed share initial weights, data order and random draws. They run one after the other.
+    Every second seed runs them in reverse order, so that a machine which becomes slower does not always slow one arm.
 
     A verdict compares the final values of a metric with a margin, paired by seed. It is "not worse" if the one-sided
-    95 % bound of the mean cost is within the margin, "worse" if the bound is beyond it, and otherwise "undecided". The
-    test is corrected for the number of metrics and arms. Fewer than three seeds never decide. The control is the
-    reference with its initial weights moved in their last bit: it shows the run-to-run noise, and how busy the machine
-    was.
+    95 % bound of the mean cost is within the margin, and "worse" if the bound is beyond it. Otherwise the verdict is
+    "undecided". The test is corrected for the number of metrics and arms. Fewer than three seeds never decide. The
+    control is the reference with its initial weights moved in their last bit: it shows the run-to-run noise, and how
+    busy the machine was.
 
     A speed is the median ratio of the times of the same steps, seed by seed, with a 95 % interval over the seeds. If
     either arm may be the faster one, it is printed as "speed undecided".
 
     Args:
         make_module: Returns a new LightningModule: its class, or a function without arguments. Another process has to
-            import it: a function at the top level of a file, also of the script itself if it has a `__main__` guard.
+            import it, so it is at the top level of a file. The file may be the script, if that has a `__main__` guard.
         make_data: Returns a new LightningDataModule, in the same way.
         precisions: Names, or a mapping from labels to names, plugins, or arguments of :class:`AmpPrecision`:
             `{"fp32": "fp32", "fp16, head in fp32": dict(precision="fp16", fp32_modules=["head"])}`. The first is the

@@ -29,9 +29,9 @@ def move_last_bits(module: nn.Module, seed: int) -> int:
     """Move each value of each trainable parameter in place to the next larger or smaller number, at random by `seed`.
 
     Such a run shows the run-to-run noise: the least difference between two runs of the reference. In a short, stable
-    training that is far less than the rounding of another precision: 1e-8 in the loss of the digits after four epochs,
-    where bf16 differs by 2e-5. It grows if training amplifies small changes. A precision that differs no more than the
-    control cannot be told from the reference. The control's speed repeats the reference's.
+    training the noise is far smaller than the rounding of another precision. The loss of the digits differs by 1e-8
+    after four epochs, and by 2e-5 in bf16. The noise grows if training amplifies small changes. A precision that
+    differs no more than the control cannot be told from the reference. The control's speed repeats the reference's.
 
     The random numbers come from a generator of its own, so that the run draws the same numbers as without. A value of 0
     becomes the smallest number there is. Parameters whose format knows no next number (float16) stay.

@@ -45,8 +45,8 @@ def check_factory(argument: str, factory: Any, kind: type) -> None:
         obstacle = f"is {name!r}, defined in a notebook or at a prompt"
         more = " In a notebook, `%%writefile models.py` as the first line of a cell does that."
     move = (
-        f"Move it to the top level of a file, for example `models.py`, and pass `models.{name}`: each arm runs in its"
-        " own process, which has to import it."
+        f"Move it to the top level of a file, for example `models.py`, and pass `models.{name}`. Each arm runs in a"
+        " process of its own, which has to import it."
     )
     if obstacle:
         raise ValueError(f"`{argument}` {obstacle}, which another process cannot import. {move}{more}")

@@ -21,7 +21,7 @@ def read(cls: type[_T], data: object, kind: str) -> _T:
     Args:
         cls: The dataclass. Its fields are texts, numbers, literals, dataclasses, and mappings and tuples of them.
         data: The data; NaN and infinities are texts.
-        kind: What errors call such data: `"a run of a comparison"`.
+        kind: The name of such data in errors: `"a run of a comparison"`.
 
     Raises:
         ValueError: If a field is missing or does not fit its type. Integers must be 0 or more.
@@ -34,30 +34,30 @@ def read(cls: type[_T], data: object, kind: str) -> _T:
     found: dict[str, Any] = {}
     for name, hint in hints.items():
         try:
-            found[name] = read_value(data[name], hint)
+            found[name] = _value(data[name], hint)
         except ValueError as error:
             raise ValueError(f"this is not {kind}: its `{name}`: {error}") from error
     return cls(**found)
 
 
-def read_value(value: Any, hint: Any) -> Any:
+def _value(value: Any, hint: Any) -> Any:
     """Return a value of an annotated type, made from JSON data; raise a `ValueError` if it does not fit."""
     origin, arguments = get_origin(hint), get_args(hint)
     if type(None) in arguments:  # `X | None`
-        return None if value is None else read_value(value, arguments[0])
+        return None if value is None else _value(value, arguments[0])
     if is_dataclass(hint):
         return read(hint, value, f"a {hint.__name__}")
     if origin is Mapping:
         _require(isinstance(value, Mapping), value, "a mapping")
-        return {read_value(name, str): read_value(item, arguments[1]) for name, item in value.items()}
+        return {_value(name, str): _value(item, arguments[1]) for name, item in value.items()}
     if origin is tuple and arguments[-1] is ...:
         _require(isinstance(value, (list, tuple)), value, "a list")
-        return tuple(read_value(item, arguments[0]) for item in value)
+        return tuple(_value(item, arguments[0]) for item in value)
     if origin is tuple or hasattr(hint, "_fields"):  # of a `NamedTuple`
         kinds = arguments or tuple(_hints(hint).values())
         fits = isinstance(value, (list, tuple)) and len(value) == len(kinds)
         _require(fits, value, f"a list of {len(kinds)} values")
-        cells = (read_value(cell, kind) for cell, kind in zip(value, kinds, strict=True))
+        cells = (_value(cell, kind) for cell, kind in zip(value, kinds, strict=True))
         return tuple(cells) if origin is tuple else hint(*cells)
     if origin is Literal:
         _require(value in arguments, value, f"one of {named(arguments)}")

@@ -21,7 +21,7 @@ from lightning_amp.compare._statistics import Direction
 from lightning_amp.measure import MemoryOf, PeakMemory, StepTimer, is_settled
 from lightning_amp.shadow import matmul_flops
 
-_MOST_POINTS = 500
+_MOST_LOSSES = 500
 
 
 @final
@@ -93,7 +93,7 @@ class Observer(Callback):
         if step % self._stride or not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return
         self._losses.append((step, loss.detach().clone()))  # on the device, so that this step does not wait for it
-        if len(self._losses) >= 2 * _MOST_POINTS:
+        if len(self._losses) == _MOST_LOSSES:
             self._losses = self._losses[1::2]
             self._stride *= 2
 
@@ -149,8 +149,7 @@ class Observer(Callback):
 
     def losses(self) -> list[tuple[int, float]]:
         """Return the training losses, a few hundred at most. Waits for the device."""
-        thin = max(1, -(-len(self._losses) // _MOST_POINTS))
-        return [(step, float(loss)) for step, loss in self._losses[::thin]]
+        return [(step, float(loss)) for step, loss in self._losses]
 
 
 def num_rows(batch: Any) -> int | None:

@@ -91,7 +91,7 @@ def _obstacle(reference: Arm, others: Sequence[Arm]) -> list[str]:
 
 
 def _judged(arm: Arm, claim: str = "") -> list[ArmMetric]:
-    """Return the metrics with a margin; with a claim, those that have it as their verdict."""
+    """Return the metrics with a margin, or those among them whose verdict is the claim."""
     judged = [metric for metric in arm.metrics.values() if metric.margin is not None]
     return [metric for metric in judged if metric.verdict.claim == claim] if claim else judged
 

@@ -32,7 +32,7 @@ class Point(NamedTuple):
 @final
 @dataclass(frozen=True)
 class ArmRun:
-    """What one training measured, as numbers and texts that fit into a JSON file.
+    """The measurements of one training, as numbers and texts that fit into a JSON file.
 
     A run that failed has an `error`, and the values that were known before it failed.
 
@@ -56,7 +56,7 @@ class ArmRun:
         train_s: Seconds of the whole training, as in `Point`.
         total_s: Seconds from the start of the process to its end.
         peak_memory_bytes: The most memory that training held at once; `None` if unknown.
-        memory_of: Who counted that memory: `"device"`, its own allocator, or `"tensors"`, on the CPU.
+        memory_of: The source of that number: `"device"`, its own allocator, or `"tensors"`, on the CPU.
         num_steps: Number of optimizer steps applied.
         num_skipped: Number of optimizer steps skipped.
         scale: Changes of the loss scale and skips, as a :class:`ScaleHistory` stores them; empty without loss scaling.

@@ -350,8 +350,7 @@ def _linear_axis(low: float, high: float, *, least_step: float = 0.0) -> Axis:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    largest = max(abs(low), abs(high))
-    return Axis(low, high, tuple(Tick(i * step, _label(i * step, step, largest)) for i in range(first, last + 1)))
+    return Axis(low, high, tuple(Tick(i * step, _label(i * step)) for i in range(first, last + 1)))
 
 
 def _log_axis(low: float, high: float) -> Axis:
@@ -361,26 +360,11 @@ def _log_axis(low: float, high: float) -> Axis:
     else:
         powers = range(math.ceil(low), math.floor(high) + 1)
         values = [10.0**power for power in powers[:: math.ceil(len(powers) / 6)]]
-    ticks = [Tick(value, _short(value)) for value in values if low <= math.log10(value) <= high]
+    ticks = [Tick(value, _label(value)) for value in values if low <= math.log10(value) <= high]
     return Axis(10.0**low, 10.0**high, tuple(ticks), is_log=True)
 
 
-def _label(value: float, step: float, largest: float) -> str:
-    """Write a tick with as many digits as tell it from its neighbours."""
-    exponent = math.floor(math.log10(step) + 1e-9)
-    if value == 0:
-        return "0"
-    if 1e-3 <= largest < 1e6:
-        return f"{value:,.{max(0, -exponent)}f}"
-    digits = max(0, math.floor(math.log10(abs(value)) + 1e-9) - exponent)
-    return _without_zeros(f"{value:.{digits}e}")
-
-
-def _short(value: float) -> str:
-    return f"{value:,.10g}" if 1e-3 < value < 1e6 else _without_zeros(f"{value:.0e}")
-
-
-def _without_zeros(text: str) -> str:
-    """Write `2e-5` for `2e-05`, and `1e6` for `1e+06`."""
-    digits, _, exponent = text.partition("e")
-    return f"{digits}e{int(exponent)}"
+def _label(value: float) -> str:
+    """Write a tick: `0.312`, `10,000`, `2e-5`, `1e6`."""
+    digits, _, exponent = f"{value:,.6g}".partition("e")
+    return f"{digits}e{int(exponent)}" if exponent else digits

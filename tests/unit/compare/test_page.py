@@ -57,9 +57,6 @@ class Reader(HTMLParser):
     def text(self) -> str:
         return " ".join("".join(self.words).split())
 
-    def headings(self) -> list[str]:
-        return [tag for tag, _ in self.elements if re.fullmatch(r"h\d", tag)]
-
 
 def render(report: PrecisionReport) -> str:
     return views.page(judged(report))
@@ -75,50 +72,24 @@ def page_of(name: str) -> str:
     return render(report_of(name))
 
 
-every_report = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "many" else []) for n in REPORTS]
-)
-
-
-# -- every page --------------------------------------------------------------------------------------------------------
-
-
-@every_report
-def test_it_is_whole(name: str) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n == "many" else []) for n in REPORTS])
+def test_a_page_is_whole_and_alone(name: str) -> None:
     page = page_of(name)
     read = Reader(page)
     assert page.startswith('<!DOCTYPE html>\n<html lang="en">')
-    assert read.headings()[:2] == ["h1", "h2"]
+    assert len(page.encode("utf-8")) < 1_000_000
+    assert [tag for tag, _ in read.elements if re.fullmatch(r"h\d", tag)][:2] == ["h1", "h2"]
     ids = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-
-
-@every_report
-def test_nothing_comes_from_elsewhere_and_nothing_runs(name: str) -> None:
-    page = page_of(name)
-    for tag, attributes in Reader(page).elements:
+    for tag, attributes in read.elements:  # nothing is loaded, nothing runs, and every picture has a name
         assert tag not in {"script", "link", "img", "iframe", "object", "embed", "base", "form", "a", "use", "image"}
         assert not any(name in {"src", "href", "style", "srcset"} or name.startswith("on") for name in attributes)
-    assert not re.search(r"url\(|@import|https?:", page)
-    assert "default-src 'none'" in page
-
-
-@every_report
-def test_every_picture_has_a_name(name: str) -> None:
-    for tag, attributes in Reader(page_of(name)).elements:
         if tag == "svg" and attributes.get("aria-hidden") != "true":
             assert attributes["role"] == "img"
             assert attributes["aria-label"]
-
-
-@every_report
-def test_it_is_smaller_than_a_megabyte(name: str) -> None:
-    assert len(page_of(name).encode("utf-8")) < 1_000_000
-
-
-@every_report
-def test_each_sentence_of_the_report_is_in_it(name: str) -> None:
-    text = Reader(page_of(name)).text.replace("`", "")
+    assert not re.search(r"url\(|@import|https?:", page)
+    assert "default-src 'none'" in page
+    text = read.text.replace("`", "")
     for label, arm in report_of(name).arms.items():
         if label not in HOSTILE:
             assert label in text

@@ -12,6 +12,7 @@ from support.scale_runs import fallen_back
 from support.synthetic import compared, curve, failed, make_plan, make_run
 
 from lightning_amp._plain_data import code, line
+from lightning_amp._text import memory
 from lightning_amp.compare._arm import Arm
 from lightning_amp.compare._plan import CONTROL
 from lightning_amp.compare._report import PrecisionReport
@@ -75,19 +76,14 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_tear_no_table(name: str) -> None:
-    report = compared({"fp32": [1.0] * 3, name: [1.0, 2.0, 3.0], "bf16": [None] * 3}, name=name)
-    metrics, arms = tables(report.to_markdown())
+def test_names_neither_tear_a_table_nor_become_html(name: str) -> None:
+    text = compared({"fp32": [1.0] * 3, name: [1.0, 2.0, 3.0], "bf16": [None] * 3}, name=name).to_markdown()
+    metrics, arms = tables(text)
     expected = on_one_line(name).strip()
     assert [row[0] for row in arms[1:]] == ["fp32", expected, "bf16"]
     assert [row[:2] for row in metrics[1:]] == [[expected, label] for label in ("fp32", expected)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_becomes_html(name: str) -> None:
-    text = compared({"fp32": [1.0] * 3, name: [None] * 3}, name=name).to_markdown()
-    in_code = re.sub(r"`[^`\n]*`", "", text)
-    assert not re.search(r"(?<!\\)(\\\\)*<[A-Za-z/!?]", in_code.replace("`", ""))
+    without_code = re.sub(r"`[^`\n]*`", "", text).replace("`", "")
+    assert not re.search(r"(?<!\\)(\\\\)*<[A-Za-z/!?]", without_code)
 
 
 def test_errors_stay_on_their_line() -> None:
@@ -202,6 +198,11 @@ def test_an_arm_of_which_nothing_is_known() -> None:
 
 
 def test_figures() -> None:
+    sizes = (0, 512, 1023, 2**10, 28_000, 2**20 - 1, 2**20, 3 * 2**19, 2**30 - 1, 2**30, 80 * 2**30, 3 * 2**40)
+    assert [memory(size) for size in sizes] == [
+        "0 KiB", "0.5 KiB", "0.999 KiB", "1 KiB", "27.3 KiB", "1,020 KiB", "1 MiB", "1.5 MiB", "1,020 MiB", "1 GiB",
+        "80 GiB", "3,070 GiB",
+    ]  # fmt: skip
     assert [figure(v) for v in (0.123456789, 12345.678, 0.0, math.nan, -math.inf)] == [
         "0.12346", "12346", "0", "nan", "-inf",
     ]  # fmt: skip
