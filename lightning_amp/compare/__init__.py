@@ -7,7 +7,6 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp.compare._arm import Arm, ArmMetric
-from lightning_amp.compare._directions import direction_of
 from lightning_amp.compare._plan import CONTROL, Margin, Plan
 from lightning_amp.compare._report import PrecisionReport
 from lightning_amp.compare._run import ArmRun, Point
@@ -42,7 +41,6 @@ __all__ = [
     "check_trainer_kwargs",
     "check_trainer_names",
     "compare_precisions",
-    "direction_of",
     "num_rows",
     "parse_arms",
     "progress",

@@ -171,7 +171,7 @@ def _run_all(plan: Plan, train: Callable[[str, int, OnProgress], ArmRun], store:
             run = kept or train(label, seed, shown.move)
             if store is not None and kept is None:
                 store.save(run)
-            shown.finish(f"{label}, seed {seed}: {_ending(run, kept is not None)}", fresh=kept is None)
+            shown.finish(f"{label}, seed {seed}: {_ending(run, kept is not None)}")
             if run.finished and not any(other.finished for other in runs):
                 check_margins(plan.margins, run)
             runs.append(run)

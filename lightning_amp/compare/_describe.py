@@ -79,7 +79,9 @@ class _Writer:
         elif hasattr(value, "__dict__"):
             attributes = {name: item for name, item in vars(value).items() if name not in _NO_SETTINGS}
             return f"{kind}{self.write(attributes, above)}"
-        elif " at 0x" not in repr(value) and not getattr(value, "shape", ()):  # the `repr` of an array leaves out parts
+        elif not _UNNAMED.search(repr(value)) and not getattr(
+            value, "shape", ()
+        ):  # the `repr` of an array leaves out parts
             return f"{kind}({value!r})"
         self.without_identity.append(type(value).__qualname__)
         return kind

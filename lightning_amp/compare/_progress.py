@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +22,7 @@ class Progress:
 
     def __init__(self, total: int, bar: tuple[Any, Any] | None) -> None:
         self._total, self._bar = total, bar
-        self._done = self._fresh = 0
-        self._began = time.monotonic()
+        self._done = 0
         self._name = ""
 
     def start(self, name: str) -> None:
@@ -39,14 +37,12 @@ class Progress:
 
     def move(self, share: float | None, text: str) -> None:
         """Show how far the run is: a share from 0 to 1, or `None`, and a text."""
-        done = share or 0.0
         name = f"{self._name}: {text}".replace("[", "\\[")
-        self._update(completed=self._done + done, description=name, left=self._left(done))
+        self._update(completed=self._done + (share or 0.0), description=name)
 
-    def finish(self, text: str, *, fresh: bool = True) -> None:
-        """Show how the run ended; it is `fresh` if it ran in this call."""
+    def finish(self, text: str) -> None:
+        """Show how the run ended."""
         self._done += 1
-        self._fresh += fresh
         self.expect(max(self._total, self._done))
         self._update(completed=self._done)
         if self._bar is not None:
@@ -60,20 +56,13 @@ class Progress:
             bar, task = self._bar
             bar.update(task, **fields)
 
-    def _left(self, share: float) -> str:
-        done = self._fresh + share
-        if done < 0.2:
-            return ""
-        seconds = (time.monotonic() - self._began) / done * (self._total - self._done - share)
-        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
-
 
 @contextmanager
 def progress(total: int) -> Generator[Progress]:
     """Show a bar while inside."""
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
     except ModuleNotFoundError:
         yield Progress(total, None)
@@ -82,6 +71,6 @@ def progress(total: int) -> Generator[Progress]:
     if not console.is_terminal:
         yield Progress(total, None)
         return
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}")]
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with Bar(*columns, console=console, transient=True) as bar:
-        yield Progress(total, (bar, bar.add_task("starting", total=total, left="")))
+        yield Progress(total, (bar, bar.add_task("starting", total=total)))

@@ -275,7 +275,7 @@ def test_equal_values_are_in_the_middle() -> None:
 
 def test_a_wide_range_of_positive_values_is_logarithmic() -> None:
     assert labels(axis_of([0.05, 2.0], may_be_log=True)) == ["0.05", "0.1", "0.2", "0.5", "1", "2"]
-    assert labels(axis_of([1e-4, 1e7], may_be_log=True)) == ["1e-4", "0.01", "1", "100", "10,000", "1e6"]
+    assert labels(axis_of([1e-4, 1e7], may_be_log=True)) == ["0.0001", "0.01", "1", "100", "10,000", "1e6"]
     middle = axis_of([0.01, 100.0], may_be_log=True)
     assert middle.is_log
     assert middle.place(1.0) == pytest.approx(0.5)
