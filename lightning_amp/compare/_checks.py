@@ -115,8 +115,8 @@ def parse_margins(margins: object) -> dict[str, Margin]:
     rule = 'a finite number of 0 or more, or one with its better direction: `("min", 0.1)`, `("max", 0.1)`'
     found: dict[str, Margin] = {}
     for name, value in margins.items():
-        is_pair = isinstance(value, (tuple, list)) and len(value) == 2
-        direction, number = value if is_pair else (None, value)
+        pair: Any = value if isinstance(value, (tuple, list)) and len(value) == 2 else (None, value)
+        direction, number = pair
         fine = is_number(number) and number >= 0 and direction in (None, "min", "max")
         require(fine, f"margins[{name!r}]", rule, value)
         found[name] = Margin(float(number), direction)

@@ -45,7 +45,7 @@ def _value(value: Any, hint: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if type(None) in arguments:  # `X | None`
         return None if value is None else _value(value, arguments[0])
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return read(hint, value, f"a {hint.__name__}")
     if origin is Mapping:
         _require(isinstance(value, Mapping), value, "a mapping")

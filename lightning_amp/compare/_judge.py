@@ -50,7 +50,7 @@ class _Judge:
         self._of = {label: [run for run in runs if run.label == label] for label in plan.labels}
         self._reference = self._of[plan.reference]
         names = dict.fromkeys(name for run in runs for name in run.curves)
-        self._directions = {name: direction(plan, name, runs) for name in names}
+        self._directions: dict[str, Direction | None] = {name: direction(plan, name, runs) for name in names}
         self._compared = [label for label in plan.arms if label != plan.reference]
 
     def arms(self) -> dict[str, Arm]:
