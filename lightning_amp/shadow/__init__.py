@@ -18,7 +18,7 @@ from lightning_amp.shadow._private_fit import (
     run_private_fit,
 )
 from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather, gather_on_zero
-from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives, true_gradients, use
+from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
 
@@ -57,7 +57,5 @@ __all__ = [
     "rows_of_parameters",
     "run_private_fit",
     "take_sample",
-    "true_gradients",
     "unnoticed",
-    "use",
 ]
