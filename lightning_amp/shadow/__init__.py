@@ -3,7 +3,7 @@
 from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
 from lightning_amp.shadow._evaluation_pass import EVALUATION_FILE, EvaluationPass, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
-from lightning_amp.shadow._first_batches import FirstBatch, FirstBatches
+from lightning_amp.shadow._first_batches import FirstBatches
 from lightning_amp.shadow._gradient_sample import RowsBy, Sample, rows_of_parameters, take_sample
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
@@ -30,7 +30,6 @@ __all__ = [
     "ComparedEvaluation",
     "EvaluationPass",
     "Failure",
-    "FirstBatch",
     "FirstBatches",
     "KeptBatch",
     "Lockstep",

@@ -73,7 +73,6 @@ class TrainingPass:
             module,
             trainer_attributes={**replaced, "optimizers": stand_ins["optimizers"]},
             strategy_attributes={**replaced, **stand_ins, "backward": self._backward},
-            own_parameters=True,
             upcast=upcast,
         )
         self.module = self._shadow.module

@@ -1,4 +1,4 @@
-"""A training step on a shadow: what user code asks of the trainer works on the shadow's things, not the real ones."""
+"""A training step on a shadow works on the shadow's parameters and optimizers, not on the real ones."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_backward_runs_outside_of_autocast() -> None:
 
 
 def test_logged_values_are_not_reduced_over_ranks() -> None:
-    """The other ranks may not be running the step."""
+    """Other ranks may not take part."""
     enabled: list[bool | None] = []
 
     class Logs(Toy):
@@ -146,7 +146,7 @@ def test_logged_values_are_not_reduced_over_ranks() -> None:
 
 
 class ByHand(Toy):
-    """Steps the optimizer inside of Lightning's, or does everything by the scaler."""
+    """Steps the optimizer inside Lightning's wrapper, or uses the scaler for everything."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class ByHand(Toy):
 
 @pytest.mark.parametrize(("how", "precision"), [("inner", "bf16"), ("inner", "fp32"), ("recipe", "fp16")])
 def test_a_step_by_hand_concerns_the_shadow(how: str, precision: str) -> None:
-    """What stands in for the optimizer has no real one inside, and the real scaler hears nothing of it."""
+    """The stand-in of the optimizer has no real one inside, and the real scaler is not called."""
     passes: list[dict[str, Tensor]] = []
 
     class Probe(L.Callback):
@@ -203,7 +203,7 @@ def test_a_step_by_hand_concerns_the_shadow(how: str, precision: str) -> None:
 
 
 def test_a_pass_in_fp32_has_a_backward_in_fp32() -> None:
-    """TF32, and bfloat16 inside of fp32 products, are off in it too; the real backward has what the user set."""
+    """TF32, and bfloat16 inside fp32 products, are off in this backward; the real backward has the user's setting."""
     reduced: dict[str, list[bool]] = {"step": [], "backward": []}
 
     class Looks(Toy):
