@@ -21,23 +21,14 @@ _WINDOW_BYTES = 2**28
 @final
 @dataclass(frozen=True, slots=True)
 class KeptBatch:
-    """A batch as the step got it, and the random generators before the step.
-
-    Attributes:
-        batch: The batch, or a copy of it.
-        batch_idx: Its index.
-        loader_idx: Index of its loader; `None` with one loader.
-        random_state: The random generators.
-        versions: The tensors of the batch, and how often each had been changed in place.
-        num_bytes: Size of the tensors.
-
-    """
+    """A batch as the step got it, or a copy, and the random generators before the step."""
 
     batch: Any
     batch_idx: int
     loader_idx: int | None
     random_state: RandomState
     versions: list[tuple[Tensor, int]]
+    """The tensors of the batch, and how often each had been changed in place."""
     num_bytes: int
 
     @classmethod

@@ -57,16 +57,6 @@ class Sample(NamedTuple):
 
     rows: list[GradientRow]
     histograms: dict[str, ExponentHistogram]
-    unseen: Sequence[str]
-    order: Sequence[str]
-    clipped: str
-    derivatives: Sequence[InaccurateDerivative]
-
-
-@final
-class _Seen(NamedTuple):
-    """The findings of one rank that do not add up over ranks; see :class:`Sample`."""
-
     unseen: Sequence[str] = ()
     order: Sequence[str] = ()
     clipped: str = ""
@@ -78,11 +68,8 @@ class _Group:
     """Measurements of the gradients of one row, on the device."""
 
     def __init__(self) -> None:
-        self.counts: list[Tensor] = []
-        self.sums: list[Tensor] = []
-        self.magnitudes: list[Tensor] = []
-        self.histograms: list[Tensor] = []
-        self.fp8: list[Tensor] = []
+        self.counts, self.sums, self.magnitudes = list[Tensor](), list[Tensor](), list[Tensor]()
+        self.histograms, self.fp8 = list[Tensor](), list[Tensor]()
 
     def add(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the counts and sums of the row, [12 + bins], and its largest magnitude, [], both on `device`.
@@ -118,24 +105,23 @@ def take_sample(
     and adds nothing.
     """
     try:
-        groups, seen = _measure(trainer, module, batch, batch_idx, by, scale)
+        groups, mine = _measure(trainer, module, batch, batch_idx, by, scale)
     except Exception as error:
         on_failure(Failure.of(error, "the training step", f"the sample of step {trainer.global_step}"))
-        groups, seen = _groups(module, by), _Seen()
-    found = _over_all_ranks(trainer, groups)
-    if not found:
+        groups, mine = _groups(module, by), Sample([], {})
+    sums = _over_all_ranks(trainer, groups)
+    if not sums:
         return None
-    everybodys = gather(trainer, seen)  # decisions that follow must be the same on all ranks
-    root = {"": type(module).__name__}
-    order = next((one.order for one in everybodys if one.order), ())
-    precision = precision_of(trainer)
+    ranks = gather(trainer, mine)  # decisions that follow must be the same on all ranks
+    names = {name: name or type(module).__name__ for name in groups}
+    step, precision = trainer.global_step, precision_of(trainer)
     return Sample(
-        [_row(trainer.global_step, root.get(n, n), scale, added, top, precision) for n, (added, top) in found.items()],
-        {root.get(name, name): _histogram(added) for name, (added, _) in found.items()},
-        seen.unseen,
-        [root.get(name, name) for name in order],
-        next((one.clipped for one in everybodys if one.clipped), ""),
-        next((one.derivatives for one in everybodys if one.derivatives), ()),
+        rows=[_row(step, names[name], scale, *row, precision) for name, row in sums.items()],
+        histograms={names[n]: ExponentHistogram(s[12:].long(), _LOWEST, _HIGHEST) for n, (s, _) in sums.items()},
+        unseen=mine.unseen,
+        order=[names[name] for name in next((one.order for one in ranks if one.order), ())],
+        clipped=next((one.clipped for one in ranks if one.clipped), ""),
+        derivatives=next((one.derivatives for one in ranks if one.derivatives), ()),
     )
 
 
@@ -159,7 +145,7 @@ def _groups(module: LightningModule, by: RowsBy) -> dict[str, _Group]:
 
 def _measure(
     trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, by: RowsBy, scale: float
-) -> tuple[dict[str, _Group], _Seen]:
+) -> tuple[dict[str, _Group], Sample]:
     """Run the step in fp32 and as training does, and compare their gradients row by row."""
     row_of, groups = rows_of_parameters(module, by), _groups(module, by)
     total = groups[TOTAL]
@@ -170,9 +156,9 @@ def _measure(
         fp32_run = fp32_pass.gradients()
     places = [arrival.place for arrival in fp32_trace.arrivals if not arrival.is_inner]
     order = [row_of[place.parameter] for place in places if place.where == "parameter" and place.parameter in row_of]
-    seen = _Seen(fp32_trace.unseen, list(dict.fromkeys(order)))
+    sample = Sample([], {}, fp32_trace.unseen, list(dict.fromkeys(order)))
     if not fp32_run:
-        return groups, seen
+        return groups, sample
     for layer, counts in fp8_counts.items():
         row = layer if by == "module" else f"{layer}.weight"
         for one in (groups[row], total) if row in groups else (total,):
@@ -186,7 +172,7 @@ def _measure(
         amp_run = amp_pass.true_gradients()
         if scale != 1:
             clipped = " and ".join(f"`{name}` ({line})" for line, name in amp_watch.clippings.items())
-            seen = seen._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32_watch, amp_watch))
+            sample = sample._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32_watch, amp_watch))
         rows = {row_of[name] for name in fp32_run}
         for arrival in fp32_trace.gradients_in_half(amp_trace.half_places):
             # Gradients of outputs, too: they may be larger than those of parameters.
@@ -205,7 +191,7 @@ def _measure(
                 one.histograms.append(histogram)
                 one.magnitudes.append(largest(gradient))
                 one.sums.append(sums)
-    return groups, seen
+    return groups, sample
 
 
 @contextmanager
@@ -284,7 +270,3 @@ def _cosine(signal: float, energy: float, product: float) -> float:
     if signal == 0 or energy == 0:
         return float(signal == energy)
     return max(-1.0, min(1.0, product / math.sqrt(signal) / math.sqrt(energy)))
-
-
-def _histogram(added: Tensor) -> ExponentHistogram:
-    return ExponentHistogram(added[12:].long(), _LOWEST, _HIGHEST)

@@ -28,12 +28,11 @@ class OutputCall:
     """One call of one module.
 
     Attributes:
-        name: Qualified name of the module.
         kind: Class of the module.
         inputs: Copies of its inputs, if the comparison keeps them.
         outputs: Copies of its outputs, until they are compared.
         sums: Each output against fp32, see :func:`~lightning_amp.numerics.output_sums`: [number, 6].
-        input_sums: Each input against fp32, likewise.
+        input_sums: Each input against fp32: [number, 6].
         num_values: Number of values in the outputs.
 
     """

@@ -28,7 +28,6 @@ class ComparedEvaluation:
     """The results of one compared validation or test.
 
     Attributes:
-        stage: Validation or test.
         amp: Metrics in mixed precision, by name.
         fp32: Metrics in fp32, by name.
         module_rows: The compared outputs of modules, over all ranks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,46 +42,30 @@ class _WithoutHalves(_modules.DispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        plan = _plan(func)
-        if plan.passes:
+        kept = _kept(func)
+        if kept is None:
             return func(*args, **kwargs)
-        fp32_args = [a if i in plan.kept else _in_fp32(a) for i, a in enumerate(args)]
-        fp32_kwargs = {name: a if name in plan.kept else _in_fp32(a) for name, a in kwargs.items()}
+        fp32_args = [a if i in kept else _in_fp32(a) for i, a in enumerate(args)]
+        fp32_kwargs = {name: a if name in kept else _in_fp32(a) for name, a in kwargs.items()}
         # Our function modes have seen torch's own operations already. Operations of others may run Python code.
-        with _modules.outside_function_modes() if plan.is_torchs else nullcontext():
+        with _modules.outside_function_modes() if getattr(func, "namespace", "") == "aten" else nullcontext():
             result = func(*fp32_args, **fp32_kwargs)
-        if plan.is_cast and result is args[0]:
+        if getattr(func, "overloadpacket", None) is torch.ops.aten.to and result is args[0]:
             # In inference mode a cast is one operation. The cast that was left out must be a copy: code may edit it.
             return result.clone()
         return result
 
 
-@final
-class _Plan(NamedTuple):
-    """How to run an operation in float32.
-
-    Attributes:
-        passes: Run it as it is.
-        kept: Arguments that keep their dtype.
-        is_cast: It is a cast, in one operation.
-        is_torchs: It is torch's own and runs no Python code.
-
-    """
-
-    passes: bool
-    kept: frozenset[int | str]
-    is_cast: bool
-    is_torchs: bool
-
-
 @functools.cache
-def _plan(func: Any) -> _Plan:
-    namespace = getattr(func, "namespace", "")
-    # A view as another dtype reads bits. Operations between ranks write arguments that their schema does not mark.
-    # Random numbers differ between dtypes.
-    passes = _is_drawn(func) or func is torch.ops.aten.view.dtype or namespace == "c10d"
-    is_cast = getattr(func, "overloadpacket", None) is torch.ops.aten.to
-    return _Plan(passes, _aten.viewed_or_written(func), is_cast, namespace == "aten")
+def _kept(func: Any) -> frozenset[int | str] | None:
+    """Return the arguments of an operation that keep their dtype; `None` if it runs as it is.
+
+    A view as another dtype reads bits. Operations between ranks write arguments that their schema does not mark. Random
+    numbers differ between dtypes.
+    """
+    if _is_drawn(func) or func is torch.ops.aten.view.dtype or getattr(func, "namespace", "") == "c10d":
+        return None
+    return _aten.viewed_or_written(func)
 
 
 @final

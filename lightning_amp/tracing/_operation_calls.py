@@ -76,11 +76,9 @@ class Beside:
         is_blameless: Whether the result is a single number (a loss, a count) or a decision (an index, a comparison):
             the smallest error may decide between two close candidates.
         takes_exact: Whether an input with several values comes from no operation: the batch, not a parameter.
-        is_bad: Whether a value of the result is NaN or plus infinity.
-        takes_bad: Whether a value of an input is.
+        is_bad: Whether a value of the result is NaN or plus infinity; `takes_bad`: whether a value of an input is.
         output: A copy of the result, in the reference run.
         sums: The comparison with the reference, see :func:`~lightning_amp.numerics.output_sums`.
-        reference: The same operation in the reference run.
 
     """
 
@@ -104,22 +102,16 @@ class OperationCall:
     """One operation of a step.
 
     Attributes:
-        key: Identifies it in another run.
-        number: How many operations ran before it.
+        number: Its position among the operations of the run.
         module: Qualified name of the module whose own code ran it; `None` outside of all modules.
         known_as: The operation that has its arguments: `1 / x` is a `"div"` with the arguments of `"reciprocal"`.
         makers: Operations whose results it takes; only the maker of the argument that must not be 0, if it has one.
         smallest: Smallest magnitude of the argument that must not be 0, on the device.
-        beside: The comparison with a reference run, if the watch compares.
-        dtype: Dtype of the result.
         sources: Operations whose non-finite results it takes.
         takes_nonfinite: Whether an input is not finite, whatever made it.
         num_nonfinite: Number of values of the result that are not finite.
         makes_nan: Whether the result has a NaN or plus infinity; masks have minus infinities on purpose.
-        shape: Shape of the result.
-        largest_input: Largest finite magnitude of the inputs; `None` without floating-point tensors.
-        largest_output: Largest finite magnitude of the result.
-        facts: Special values among the arguments.
+        largest_input: Largest finite magnitude of the inputs; `largest_output` likewise.
 
     """
 
@@ -189,10 +181,7 @@ class BackwardCall:
     """The backward of an operation, where the first non-finite gradient appeared.
 
     Attributes:
-        call: The operation.
         is_sum: Whether the gradient that arrived was not finite already: finite gradients added up to it.
-        dtype: Dtype of the gradient.
-        shape: Shape of the gradient.
         largest: Largest finite magnitude of the gradients that arrived.
 
     """

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
@@ -99,11 +100,9 @@ class OperationWatch(TorchFunctionMode):
         self._occurrences: Counter[tuple[str, Place | None]] = Counter()
         self._number = 0
         self._num_bytes = 0
-        # By `id` of the result, with a reference to it, because an `id` is used again: makers of non-finite tensors,
-        # of all tensors, and non-finite tensors that code outside of a backward computed from `.grad`.
-        self._makers: dict[int, tuple[weakref.ref[Tensor], OperationCall]] = {}
-        self._made: dict[int, tuple[weakref.ref[Tensor], OperationCall]] = {}
-        self._of_gradients: dict[int, weakref.ref[Tensor]] = {}
+        self._made = WeakTensorKeyDictionary()  # the operation that made a tensor
+        self._made_bad = WeakTensorKeyDictionary()  # the same for tensors that are not finite
+        self._of_gradients = WeakTensorKeyDictionary()  # non-finite tensors that the step's code computed from `.grad`
         self._by_storage: dict[int, OperationCall] = {}
         self._nodes: dict[Any, OperationCall] = {}
         self._handles: list[Any] = []
@@ -114,7 +113,7 @@ class OperationWatch(TorchFunctionMode):
         super().__exit__(*error)
         for handle in self._handles:
             handle.remove()
-        for held in (self._handles, self._nodes, self._makers, self._made, self._by_storage):
+        for held in (self._handles, self._nodes, self._made_bad, self._made, self._by_storage):
             held.clear()
 
     def note_loss(self, loss: Tensor) -> None:
@@ -133,13 +132,10 @@ class OperationWatch(TorchFunctionMode):
 
     def maker(self, tensor: Tensor) -> OperationCall | None:
         """Return the operation that made a tensor not finite, while the context is entered."""
-        ref, call = self._makers.get(id(tensor), (None, None))
-        if ref is not None and ref() is tensor:
-            return call
-        try:
-            return self._by_storage.get(tensor.untyped_storage().data_ptr())
-        except Exception:  # a sparse tensor has none
-            return None
+        call: OperationCall | None = self._made_bad.get(tensor)
+        with suppress(Exception):  # a sparse tensor has no storage
+            call = call or self._by_storage.get(tensor.untyped_storage().data_ptr())
+        return call
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,8 +168,7 @@ class OperationWatch(TorchFunctionMode):
         return func(*args, **kwargs) if edit is None else edit(func, args, kwargs)
 
     def _made_by(self, tensors: Iterable[Tensor]) -> list[OperationCall]:
-        found = ((tensor, self._made.get(id(tensor))) for tensor in tensors)
-        return [made[1] for tensor, made in found if made is not None and made[0]() is tensor]
+        return [call for tensor in tensors if (call := self._made.get(tensor)) is not None]
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -197,8 +192,7 @@ class OperationWatch(TorchFunctionMode):
         if not outputs:
             return
         call.gives(outputs[0].dtype)
-        for tensor in outputs:
-            self._made[id(tensor)] = weakref.ref(tensor), call
+        self._made.update(dict.fromkeys(outputs, call))
         if call.key in self._wanted or not all(map(is_finite, outputs)):
             self._measure(call, inputs, outputs, args, kwargs)
         for tensor in outputs:
@@ -215,22 +209,16 @@ class OperationWatch(TorchFunctionMode):
         if call.key in self._wanted:
             self.measured[call.key] = call
         if call.num_nonfinite and any(map(self._is_of_gradients, taken)):  # norms, clipping, logging: no cause
-            self._of_gradients.update((id(tensor), weakref.ref(tensor)) for tensor in outputs)
+            self._of_gradients.update(dict.fromkeys(outputs, call))
         elif call.num_nonfinite:
             (self.bad_in_backward if self._in_backward else self.bad).append(call)
             for tensor in outputs:
-                self._remember(tensor, call)
+                self._made_bad[tensor] = call
+                with suppress(Exception):  # a sparse tensor has no storage
+                    self._by_storage[tensor.untyped_storage().data_ptr()] = call
 
     def _is_of_gradients(self, tensor: Tensor) -> bool:
-        known = self._of_gradients.get(id(tensor))
-        return (known is not None and known() is tensor) or any(p.grad is tensor for p in self._parameters)
-
-    def _remember(self, tensor: Tensor, call: OperationCall) -> None:
-        self._makers[id(tensor)] = weakref.ref(tensor), call
-        try:
-            self._by_storage[tensor.untyped_storage().data_ptr()] = call
-        except Exception:  # a sparse tensor has none
-            return
+        return tensor in self._of_gradients or any(p.grad is tensor for p in self._parameters)
 
     # -- beside a reference --------------------------------------------------------------------------------------------
 
@@ -268,8 +256,7 @@ class OperationWatch(TorchFunctionMode):
         call = OperationCall(key, self._number, module, known.known_as, makers, beside=beside)
         self.measured[key] = call
         self.calls.append(call)
-        for tensor in outputs:
-            self._made[id(tensor)] = weakref.ref(tensor), call
+        self._made.update(dict.fromkeys(outputs, call))
         return result
 
     # -- backward ------------------------------------------------------------------------------------------------------

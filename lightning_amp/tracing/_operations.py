@@ -68,7 +68,6 @@ class Known(NamedTuple):
         name: The name that users know: `"div"`, in place `"div_"`.
         known_as: The operation that has its arguments: `1 / x` is a `"div"` with the arguments of `"reciprocal"`.
         written: Torch's own name: `"__truediv__"`.
-        is_in_place: Whether it writes into its first argument.
 
     """
 

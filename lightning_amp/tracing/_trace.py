@@ -58,12 +58,9 @@ class Call:
     """One forward of one module. Its measurements stay on the device.
 
     Attributes:
-        name: Qualified name of the module; empty for the traced module itself.
-        module: The module.
         number: How many forwards began before it.
         outputs: Dtype and shape of each floating-point output.
-        input_ends: Smallest and largest value of each input.
-        output_ends: Smallest and largest value of each output.
+        input_ends: Smallest and largest value of each input; `output_ends` likewise.
         input_sizes: Largest finite magnitude of each input.
 
     """
@@ -89,19 +86,13 @@ class Call:
 
 @final
 class GradientPlace(NamedTuple):
-    """A gradient of a step: equal in two traces of the same step, whatever their precisions.
-
-    Attributes:
-        where: Whether it is the gradient of an output, an input or a parameter.
-        call: Number of the forward that has this output or input.
-        position: Index among the outputs or inputs.
-        parameter: Qualified name of the parameter.
-
-    """
+    """Says which gradient of a step is meant: equal in two traces of the same step, whatever their precisions."""
 
     where: Where
     call: int = 0
+    """Number of the forward."""
     position: int = 0
+    """Index among its outputs or inputs."""
     parameter: str = ""
 
 
@@ -111,11 +102,8 @@ class Arrival:
     """A gradient that a backward computed.
 
     Attributes:
-        place: The output, input or parameter that it is the gradient of.
-        call: The forward that has the output or input; `None` for a parameter.
+        call: The forward whose output or input it belongs to; `None` for a parameter.
         ends: Its smallest and largest value.
-        dtype: Its dtype.
-        shape: Its shape.
         key: Equal for two arrivals of the same gradient.
         is_inner: Whether `torch.autograd.grad` computed it, for a term of the loss: it is not multiplied by the scale.
 
@@ -136,11 +124,9 @@ class Arrival:
 
     @property
     def in_half(self) -> bool:
-        """Return whether it was computed in half precision; for an input, the module's output dtype decides, too."""
-        dtypes = [self.dtype]
-        if self.place.where == "input" and self.call is not None:
-            dtypes += [dtype for dtype, _ in self.call.outputs]
-        return any(dtype in HALF_DTYPES for dtype in dtypes)
+        """Return whether it, or for an input also an output of the module, is in half precision."""
+        outputs = self.call.outputs if self.place.where == "input" and self.call is not None else []
+        return any(dtype in HALF_DTYPES for dtype in (self.dtype, *(dtype for dtype, _ in outputs)))
 
 
 @final
@@ -148,8 +134,7 @@ class Trace(TorchFunctionMode):
     """Context that watches the forwards and backwards of `module`. It removes all its hooks at the end.
 
     Args:
-        module: Watched with all its submodules; it must not be compiled. Their names leave out the wrappers of
-            `torch.compile` and activation checkpointing.
+        module: Watched with all its submodules; it must not be compiled.
         values: Also measure the inputs and outputs of each forward. `False` measures gradients only.
 
     Attributes:
@@ -284,9 +269,13 @@ class Trace(TorchFunctionMode):
         ]
 
     def first_bad_call(self, *, overflowed: bool = False) -> Call | None:
-        """Find the first forward with an output that is not finite, or that `overflowed`. Waits for the device."""
-        wrong = _is_wrong if overflowed else _is_nonfinite
-        return self.calls[index] if (index := _first([call.output_ends for call in self.calls], wrong)) >= 0 else None
+        """Find the first forward with a non-finite output. Waits for the device.
+
+        With `overflowed` minus infinity does not count: masks have it on purpose.
+        """
+        is_good = _is_no_overflow if overflowed else math.isfinite
+        index = _first([call.output_ends for call in self.calls], is_good)
+        return None if index is None else self.calls[index]
 
     def first_bad_arrival(self) -> Arrival | None:
         """Find the first gradient that is not finite, and the module whose backward computed it.
@@ -295,8 +284,8 @@ class Trace(TorchFunctionMode):
         next module computed it, so its arrival is returned; the innermost module's, if several contain it. Waits for
         the device.
         """
-        index = _first([arrival.ends for arrival in self.arrivals], _is_nonfinite)
-        if index < 0:
+        index = _first([arrival.ends for arrival in self.arrivals], math.isfinite)
+        if index is None:
             return None
         first = self.arrivals[index]
         same = [first]
@@ -318,17 +307,12 @@ def _read(scalars: Sequence[Tensor]) -> list[float]:
     return stack_scalars(scalars).tolist() if scalars else []
 
 
-def _first(ends: Sequence[Sequence[Tensor]], wrong: Callable[[float], bool]) -> int:
-    """Return the index of the first with an end that is wrong, -1 without one. Waits for the device once."""
+def _first(ends: Sequence[Sequence[Tensor]], is_good: Callable[[float], bool]) -> int | None:
+    """Return the index of the first item with a bad end. Waits for the device once."""
     owners = [i for i, own in enumerate(ends) for _ in own]
     values = _read([end for own in ends for end in own])
-    return next((i for i, value in zip(owners, values, strict=True) if wrong(value)), -1)
+    return next((i for i, value in zip(owners, values, strict=True) if not is_good(value)), None)
 
 
-def _is_nonfinite(value: float) -> bool:
-    return not math.isfinite(value)
-
-
-def _is_wrong(value: float) -> bool:
-    """Return whether it is NaN or plus infinity; masks have negative infinities on purpose."""
-    return not value < math.inf
+def _is_no_overflow(value: float) -> bool:
+    return value < math.inf
