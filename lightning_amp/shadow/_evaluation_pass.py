@@ -35,7 +35,7 @@ Context = Callable[[LightningModule], AbstractContextManager[Any]]
 class EvaluationPass:
     """Validates or tests a shadow.
 
-    The shadow is a copy of the module at this moment, so a pass may begin in the middle of an evaluation: its metrics
+    The shadow is a copy of the module at this moment, so a pass may begin in the middle of an evaluation. Its metrics
     include the batches that the module has seen. Hooks before the first batch do not run again.
 
     Args:

@@ -175,7 +175,7 @@ def _measure(
             sample = sample._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32_watch, amp_watch))
         rows = {row_of[name] for name in fp32_run}
         for arrival in fp32_trace.gradients_in_half(amp_trace.half_places):
-            # Gradients of outputs, too: they may be larger than those of parameters.
+            # Gradients of outputs count, because they may be larger than gradients of parameters.
             total.magnitudes.append(arrival.largest)
             name = "" if arrival.call is None else arrival.call.name
             if by == "module" and arrival.place.where == "output" and name in rows:

@@ -1,8 +1,8 @@
 """Copy modules and batches, so that user code can run twice without an effect on the originals.
 
-`copy.deepcopy` of a real LightningModule fails on the first lock, open file or generator that it meets, and copies
-what must not be copied: the trainer, data sets, the parameters. The copies here are made piece by piece. An object that
-cannot be copied is replaced by one that raises when it is used, except in hooks: see `_not_copied.py`.
+`copy.deepcopy` of a real LightningModule fails on the first lock, open file or generator, and it copies the trainer and
+the data sets. The copies here are made piece by piece. An object that cannot be copied is replaced by one that raises
+when it is used, except in hooks: see `_not_copied.py`.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def copy_batch(batch: Any, *, upcast: bool = False) -> Any:
 
     Args:
         batch: The batch; unchanged.
-        upcast: Turn half-precision tensors into float32, in any container, for a step in fp32: outside of autocast a
-            float32 weight and a bfloat16 input do not fit together.
+        upcast: Turn half-precision tensors into float32, for a step in fp32. Outside of autocast a float32 weight and a
+            bfloat16 input do not fit together.
     """
     result = _Copier({}).batch(batch)
     return _upcast(result, {}) if upcast else result

@@ -80,7 +80,7 @@ class OutputComparison:
         return self._watching(root, "record")
 
     def comparing(self, root: nn.Module) -> AbstractContextManager[None]:
-        """Compare the outputs with those that were kept."""
+        """Compare the outputs with the kept ones."""
         return self._watching(root, "compare")
 
     def naming(self, root: nn.Module) -> AbstractContextManager[None]:

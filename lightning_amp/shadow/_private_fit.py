@@ -85,7 +85,7 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
         copied = copy.deepcopy(made, memo)
         rebind_closures(list(copied.modules()), memo)
         if not all(parameter.is_leaf for parameter in copied.parameters()):
-            raise RuntimeError("the parameters of its copy cannot be trained, as those of TorchScript modules")
+            raise RuntimeError("the parameters of its copy cannot be trained, as in TorchScript modules")
         return copied
     except Exception as error:
         if again is made:
@@ -141,8 +141,8 @@ def private_trainer(
 ) -> Trainer:
     """Make a Trainer for one device that writes nothing, and trains until a callback sets `trainer.should_stop`.
 
-    The user's callbacks run as copies, without those that write or stop. Values that the module logs go nowhere. Files
-    that it writes to the Trainer's folders go to a folder that :func:`run_private_fit` removes.
+    The user's callbacks run as copies, but callbacks that write or stop are left out. Values that the module logs go
+    nowhere. Files that it writes to the Trainer's folders go to a folder that :func:`run_private_fit` removes.
 
     Args:
         device: The device.
@@ -220,14 +220,14 @@ def run_private_fit(trainer: Trainer, module: LightningModule, data: Any = None,
 
 
 def remove_callbacks(trainer: Trainer, kinds: tuple[type, ...]) -> None:
-    """Remove callbacks of some classes from a Trainer, also those that its module configures."""
+    """Remove callbacks of some classes from a Trainer, also the ones that its module configures."""
     callbacks: list[Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
     callbacks[:] = [c for c in callbacks if isinstance(c, _KeepsNothing) or not isinstance(c, kinds)]
 
 
 @final
 class _LeaveOut(Callback):
-    """Removes callbacks that write or stop from those that the module configures."""
+    """Removes the callbacks that write or stop after the module has configured its own."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -29,7 +29,7 @@ class Shadow:
     Args:
         trainer: The real trainer, inside a loop. The values that it has collected in this loop are copied too.
         module: The real module. Neither is changed.
-        trainer_attributes: Attributes of the trainer's view, beside those that are set here.
+        trainer_attributes: Further attributes of the trainer's view.
         strategy_attributes: The same for `trainer.strategy`.
         upcast: Half-precision parameters and buffers become float32. For a run in fp32.
 

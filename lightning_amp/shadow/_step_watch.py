@@ -46,7 +46,7 @@ class StepWatch(TorchFunctionMode):
         unscale_before_clipping: Divide gradients by the scale before the step clips them, to see whether that helps.
 
     Attributes:
-        derivatives: Calls that create a graph, in order, without those of `scaled_grad`.
+        derivatives: Calls that create a graph, in order, without calls of `scaled_grad`.
         clippings: The functions that clipped scaled gradients, by the line that called them.
 
     """

@@ -55,8 +55,8 @@ def load_bundle(bundle: str | os.PathLike[str] | Mapping[str, Any], weights_only
     """Return a bundle, loaded from its file to the CPU; a dictionary is returned as it is.
 
     Raises:
-        ValueError: If it is no bundle, if its batch has classes that may not, or cannot, be loaded here, or if an entry
-            is missing or of another type.
+        ValueError: If it is no bundle, if an entry is missing or of another type, or if its batch has classes that
+            cannot, or may not, be loaded.
 
     """
     loaded: Any = bundle if isinstance(bundle, Mapping) else _load(bundle, weights_only)

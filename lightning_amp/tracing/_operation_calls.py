@@ -73,8 +73,8 @@ class Beside:
 
     Attributes:
         written: Torch's own name of the operation: `"__truediv__"`.
-        is_blameless: Whether the result is a single number (a loss, a count) or a decision (an index, a comparison):
-            the smallest error may decide between two close candidates.
+        is_blameless: Whether the result is a single number (a loss, a count) or a decision (an index, a comparison),
+            which the smallest error may change.
         takes_exact: Whether an input with several values comes from no operation: the batch, not a parameter.
         is_bad: Whether a value of the result is NaN or plus infinity; `takes_bad`: whether a value of an input is.
         output: A copy of the result, in the reference run.

@@ -123,7 +123,7 @@ class OperationWatch(TorchFunctionMode):
 
     @contextmanager
     def in_backward(self) -> Generator[None]:
-        """Count operations inside as those of a backward: repeated forwards, and the user's own Functions."""
+        """Count operations inside as part of a backward: repeated forwards, and the user's own Functions."""
         self._in_backward = True
         try:
             yield
@@ -262,7 +262,7 @@ class OperationWatch(TorchFunctionMode):
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _claim_inputs(self, inputs: list[Tensor], place: Place | None) -> None:
-        """Name the autograd nodes of inputs that no watched operation made: those of the user's own Functions."""
+        """Name the autograd nodes of inputs that no watched operation made, such as the user's own Functions."""
         for tensor in inputs:
             node = tensor.grad_fn
             if node is not None and node not in self._nodes:

@@ -255,11 +255,10 @@ class Trace(TorchFunctionMode):
         return {arrival.place for arrival in self.arrivals if arrival.in_half and not arrival.is_inner}
 
     def gradients_in_half(self, half_places: set[GradientPlace]) -> list[Arrival]:
-        """Return the gradients that fp16 would have to hold: those of parameters, and those at `half_places`.
+        """Return the gradients that fp16 would have to hold: of parameters, and at `half_places`.
 
-        Without `half_places` (their run was in fp32) all gradients count but those of scalars: the gradient of a loss
-        is fp32, and as large as the scale, so it says nothing. Inner gradients do not count: the scale does not
-        multiply them.
+        Without `half_places`, from a run in fp32, all gradients count but gradients of scalars: the gradient of a loss
+        is fp32, and as large as the scale. Inner gradients do not count, because the scale does not multiply them.
         """
         return [
             arrival

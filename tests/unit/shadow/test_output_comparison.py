@@ -69,7 +69,7 @@ def test_calls_are_paired_by_name_and_number() -> None:
     assert (outputs.calls, outputs.reference) == ([], [])
 
 
-def test_without_inputs_nothing_is_kept() -> None:
+def test_without_inputs_no_copies_are_kept() -> None:
     net, x = Net(), torch.randn(8, 4)
     outputs = OutputComparison()
     with outputs.recording(net):

@@ -30,10 +30,15 @@ def probe(module: Callable[[], L.LightningModule], look: Callable[[L.Trainer, Tr
     return fit(module, AmpPrecision("bf16"), callbacks=[Probe()], max_steps=2)
 
 
-class Gan(Toy):
+class Manual(Toy):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class Gan(Manual):
+    def __init__(self) -> None:
+        super().__init__()
         self.other = nn.Linear(8, 1)
         self.frozen: list[tuple[bool, bool]] = []
 
@@ -115,18 +120,14 @@ def test_backward_runs_outside_of_autocast() -> None:
             seen.append(torch.is_autocast_enabled(DEVICE))
             return gradient
 
-    class Manual(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
+    class Looks(Manual):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(Look.apply(self.net(batch).float()).sum())
             optimizer.step()
 
-    probe(Manual, lambda *_: None)
+    probe(Looks, lambda *_: None)
     assert seen == [False] * 4
 
 
@@ -145,12 +146,11 @@ def test_logged_values_are_not_reduced_over_ranks() -> None:
     assert enabled == [False, None] * 2
 
 
-class ByHand(Toy):
+class ByHand(Manual):
     """Steps the optimizer inside Lightning's wrapper, or uses the scaler for everything."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.how = how
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:

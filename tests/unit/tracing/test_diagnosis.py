@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from support.traces import backward
 from torch import Tensor, nn
@@ -108,11 +109,24 @@ def test_forward() -> None:
     assert found.largest_weight is None
 
 
-def test_the_innermost_module_is_named_or_the_one_whose_own_operation_it_was() -> None:
-    assert run(net(nn.Sequential(nn.Identity(), Multiply(1e6)))).module == "2.1"
-    assert run(net(Nested())).module == "2"
-    found = run(net(Before()))
-    assert (found.cause, found.module, found.where) == ("forward", "2.inner", "input")
+def exploding(out: Tensor) -> Tensor:
+    return out.float().exp().mul(1e30).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "expected"),
+    [
+        (net(nn.Sequential(nn.Identity(), Multiply(1e6))), {}, ("forward", "2.1", "output")),
+        (net(Nested()), {}, ("forward", "2", "output")),
+        (net(Before()), {}, ("forward", "2.inner", "input")),
+        (net(), {"loss_fn": exploding}, ("loss", None, None)),
+        (net(), {"scale": 2.0**30}, ("backward", "2", "output")),
+    ],
+    ids=["innermost", "own operation after a child", "own operation before a child", "loss", "backward"],
+)
+def test_the_module_whose_own_operation_overflowed_is_named(module: Any, options: Any, expected: Any) -> None:
+    found = run(module, **options)
+    assert (found.cause, found.module, found.where) == expected
 
 
 def test_weights() -> None:
@@ -138,16 +152,6 @@ def test_labels() -> None:
         backward(trace, loss)
     found = diagnose(trace, loss, batch)
     assert (found.cause, found.module, found.entries) == ("batch", None, (("['y']", 1),))
-
-
-def test_loss() -> None:
-    found = run(net(), loss_fn=lambda out: out.float().exp().mul(1e30).square().mean())
-    assert (found.cause, found.module) == ("loss", None)
-
-
-def test_backward_at_the_output() -> None:
-    found = run(net(), scale=2.0**30)
-    assert (found.cause, found.module, found.where, found.dtype) == ("backward", "2", "output", "float16")
 
 
 def test_backward_of_a_module() -> None:
@@ -232,7 +236,7 @@ def test_a_mask_is_not_to_blame_and_what_fp32_holds_is() -> None:
     assert "x.half() * x.half()" in found.code
 
 
-def test_of_infinities_that_were_written_what_made_a_nan_of_them_is_to_blame() -> None:
+def test_the_operation_that_makes_nan_of_a_written_infinity_is_to_blame() -> None:
     x = torch.ones(2, 2)
 
     def all_hidden() -> Tensor:
