@@ -27,8 +27,7 @@ class KeptBatch:
     batch_idx: int
     loader_idx: int | None
     random_state: RandomState
-    versions: list[tuple[Tensor, int]]
-    """The tensors of the batch, and how often each had been changed in place."""
+    versions: list[tuple[Tensor, int]]  # its tensors, and how often each had been changed in place
     num_bytes: int
 
     @classmethod

@@ -47,10 +47,6 @@ class EvaluationPass:
         epoch_end_context: Returns the context of the epoch-end hook, inside `hook_context`.
         metrics: Metrics of the loaders that the module has finished.
         upcast: Half-precision weights, buffers and batches become float32. For a pass in fp32.
-
-    Attributes:
-        module: The shadow's module.
-        view: The shadow's view of the trainer.
     """
 
     def __init__(

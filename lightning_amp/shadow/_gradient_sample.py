@@ -196,7 +196,7 @@ def _measure(
 
 @contextmanager
 def _fp8_counts(module: nn.Module, plugin: Any) -> Generator[dict[str, list[Tensor]]]:
-    """Count what casts to fp8 would lose of the true gradients that reach the fp8 layers of a step.
+    """Count the true gradients of fp8 layers that a cast to fp8 would round to zero or saturate.
 
     Args:
         module: A copy of the module whose step runs in fp32.

@@ -181,7 +181,7 @@ class _Copier:
         else:
             result = self.memo[id(module)] = cls.__new__(cls)  # before the children, which may point back
             for reference in weakref.getweakrefs(module):
-                if type(reference) in weakref.ProxyTypes:  # `deepcopy` would copy what it points to once more
+                if type(reference) in weakref.ProxyTypes:  # `deepcopy` would copy its target again
                     self.memo[id(reference)] = weakref.proxy(result)
             for name, child in module.named_children():
                 self.module(child, f"{path}.{name}")

@@ -27,7 +27,7 @@ class Permission:
         self.granted = False
 
     def grant_to_hooks(self, modules: Iterable[nn.Module]) -> None:
-        """Let the hooks of copied modules use what could not be copied."""
+        """Let the hooks of copied modules use the objects that could not be copied."""
         for module in modules:
             for name, hooks in vars(module).items():
                 if name.endswith("_hooks") and isinstance(hooks, dict):

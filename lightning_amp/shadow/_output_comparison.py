@@ -25,25 +25,15 @@ from lightning_amp.shadow._ranks import gather
 @final
 @dataclass(frozen=True, slots=True)
 class OutputCall:
-    """One call of one module.
-
-    Attributes:
-        kind: Class of the module.
-        inputs: Copies of its inputs, if the comparison keeps them.
-        outputs: Copies of its outputs, until they are compared.
-        sums: Each output against fp32, see :func:`~lightning_amp.numerics.output_sums`: [number, 6].
-        input_sums: Each input against fp32: [number, 6].
-        num_values: Number of values in the outputs.
-
-    """
+    """One call of one module."""
 
     name: str
-    kind: str
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    sums: Tensor | None = None
-    input_sums: Tensor | None = None
-    num_values: int = 0
+    kind: str  # class of the module
+    inputs: list[Tensor]  # copies, if the comparison keeps them
+    outputs: list[Tensor]  # copies, until they are compared
+    sums: Tensor | None = None  # each output against fp32, see `numerics.output_sums`: [number, 6]
+    input_sums: Tensor | None = None  # each input against fp32: [number, 6]
+    num_values: int = 0  # in the outputs
 
 
 @final
@@ -56,21 +46,15 @@ class OutputComparison:
     Args:
         inputs: Also compare the inputs of the modules, and keep all copies.
 
-    Attributes:
-        calls: Each call in mixed precision with the same call in fp32, in the order in which they ended.
-        reference: Calls in fp32, in the order in which they ended.
-        unseen: Names of compiled modules.
-        running: Names of the modules that are running now, outermost first.
-
     Cost: copies of all outputs of one step in fp32, until the other step ends.
 
     """
 
     def __init__(self, *, inputs: bool = False) -> None:
-        self.calls: list[tuple[OutputCall, OutputCall]] = []
-        self.reference: list[OutputCall] = []
-        self.unseen: list[str] = []
-        self.running: list[str] = []
+        self.calls: list[tuple[OutputCall, OutputCall]] = []  # in mixed precision and fp32, as they ended
+        self.reference: list[OutputCall] = []  # in fp32, as they ended
+        self.unseen: list[str] = []  # names of compiled modules
+        self.running: list[str] = []  # names of the modules that are running now, outermost first
         self._inputs = inputs
         self._by_name: dict[str, list[OutputCall]] = {}
         self._num_compared: Counter[str] = Counter()

@@ -25,25 +25,15 @@ from lightning_amp.tracing import RandomState
 @final
 @dataclass(frozen=True, slots=True)
 class ComparedEvaluation:
-    """The results of one compared validation or test.
-
-    Attributes:
-        amp: Metrics in mixed precision, by name.
-        fp32: Metrics in fp32, by name.
-        module_rows: The compared outputs of modules, over all ranks.
-        unseen: Names of modules that could not be watched because they are compiled.
-        batches: The first batches, for a search of the cause.
-        weights: The parameters during the evaluation, if they are different at its end.
-
-    """
+    """The results of one compared validation or test."""
 
     stage: Stage
-    amp: dict[str, float]
+    amp: dict[str, float]  # metrics by name
     fp32: dict[str, float]
-    module_rows: list[ModuleRow]
-    unseen: list[str]
-    batches: FirstBatches
-    weights: list[Tensor] | None
+    module_rows: list[ModuleRow]  # the compared outputs of modules, over all ranks
+    unseen: list[str]  # names of modules that could not be watched because they are compiled
+    batches: FirstBatches  # for a search of the cause
+    weights: list[Tensor] | None  # the parameters during the evaluation, if they are different at its end
 
 
 @final
@@ -63,10 +53,6 @@ class PairedEvaluation:
         on_failure: Called on the rank where the comparison failed.
         by_module: Also compare the outputs of modules.
 
-    Attributes:
-        running: Whether the comparison goes on, on all ranks.
-        failed_for_good: Whether it failed, on any rank, in a way that the next comparison would fail, too.
-
     """
 
     def __init__(
@@ -79,8 +65,8 @@ class PairedEvaluation:
         *,
         by_module: bool = False,
     ) -> None:
-        self.running = True
-        self.failed_for_good = False
+        self.running = True  # on all ranks
+        self.failed_for_good = False  # on any rank, in a way that the next comparison would fail, too
         self._trainer, self._module, self._on_failure = trainer, module, on_failure
         self._stage: Stage = stage
         self._limit_batches = limit_batches

@@ -33,11 +33,6 @@ class Shadow:
         strategy_attributes: The same for `trainer.strategy`.
         upcast: Half-precision parameters and buffers become float32. For a run in fp32.
 
-    Attributes:
-        module: The copy.
-        view: The view of the trainer that the copy has.
-        reduce: Stands in for `trainer.strategy.reduce`.
-
     Cost: building it copies parameters, buffers, metric states and other attributes: some 0.1 ms of host time per
     submodule. It does not stop the device.
     """

@@ -1,4 +1,4 @@
-"""Watch what a training step does with gradients by itself: clip them while they are scaled, or differentiate in fp16.
+"""Watch whether the code of a training step clips scaled gradients, or takes derivatives that fp16 cannot hold.
 
 It watches a copy of the step, so the real step is not slowed down.
 """
@@ -44,11 +44,6 @@ class StepWatch(TorchFunctionMode):
         scale: The loss scale of the run.
         differentiate: A replacement for `torch.autograd.grad` where it creates a graph, to see whether that helps.
         unscale_before_clipping: Divide gradients by the scale before the step clips them, to see whether that helps.
-
-    Attributes:
-        derivatives: Calls that create a graph, in order, without calls of `scaled_grad`.
-        clippings: The functions that clipped scaled gradients, by the line that called them.
-
     """
 
     def __init__(
@@ -60,8 +55,8 @@ class StepWatch(TorchFunctionMode):
         unscale_before_clipping: bool = False,
     ) -> None:
         super().__init__()
-        self.derivatives: list[Derivative] = []
-        self.clippings: dict[Place, str] = {}
+        self.derivatives: list[Derivative] = []  # calls that create a graph, without calls of `scaled_grad`
+        self.clippings: dict[Place, str] = {}  # functions that clipped scaled gradients, by the line that called them
         self._parameters = list(module.parameters())
         self._factor = scale
         self._differentiate, self._unscales = differentiate, unscale_before_clipping

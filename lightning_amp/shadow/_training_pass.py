@@ -44,9 +44,6 @@ class TrainingPass:
         precision: Our name of the step's precision, because a plugin that fell back goes on in another. Empty: the
             present one.
 
-    Attributes:
-        module: The shadow's module.
-
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """
 

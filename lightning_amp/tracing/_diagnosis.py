@@ -1,4 +1,4 @@
-"""Say where a step overflowed, and which operation made it, from what was watched in one or two runs of the step."""
+"""Name the module and the operation where a step overflowed, from one or two watched runs of the step."""
 
 from __future__ import annotations
 

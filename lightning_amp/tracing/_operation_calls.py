@@ -69,67 +69,44 @@ class Key(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Beside:
-    """The result of one operation, compared with its result in a reference run.
+    """The result of one operation, compared with its result in a reference run."""
 
-    Attributes:
-        written: Torch's own name of the operation: `"__truediv__"`.
-        is_blameless: Whether the result is a single number (a loss, a count) or a decision (an index, a comparison),
-            which the smallest error may change.
-        takes_exact: Whether an input with several values comes from no operation: the batch, not a parameter.
-        is_bad: Whether a value of the result is NaN or plus infinity; `takes_bad`: whether a value of an input is.
-        output: A copy of the result, in the reference run.
-        sums: The comparison with the reference, see :func:`~lightning_amp.numerics.output_sums`.
-
-    """
-
-    written: str
+    written: str  # torch's own name of the operation: `"__truediv__"`
+    # The result is a single number (a loss, a count), or a decision (an index) which the smallest error may change.
     is_blameless: bool
-    takes_exact: bool
-    is_bad: bool
-    takes_bad: bool
-    output: Tensor | None = None
-    sums: Tensor | None = None
+    takes_exact: bool  # an input with several values comes from no operation: the batch, not a parameter
+    is_bad: bool  # a value of the result is NaN or plus infinity
+    takes_bad: bool  # a value of an input is
+    output: Tensor | None = None  # a copy of the result, in the reference run
+    sums: Tensor | None = None  # the comparison with the reference, see `numerics.output_sums`
     reference: OperationCall | None = None
 
 
 FUNCTION = "a Function"
-"""`known_as` of an autograd Function of the user's own, whose arguments have no meaning known here."""
+"""`known_as` of an autograd Function of the user's own: the meaning of its arguments is unknown."""
 
 
 @final
 @dataclass(slots=True, eq=False)
 class OperationCall:
-    """One operation of a step.
-
-    Attributes:
-        number: Its position among the operations of the run.
-        module: Qualified name of the module whose own code ran it; `None` outside of all modules.
-        known_as: The operation that has its arguments: `1 / x` is a `"div"` with the arguments of `"reciprocal"`.
-        makers: Operations whose results it takes; only the maker of the argument that must not be 0, if it has one.
-        smallest: Smallest magnitude of the argument that must not be 0, on the device.
-        sources: Operations whose non-finite results it takes.
-        takes_nonfinite: Whether an input is not finite, whatever made it.
-        num_nonfinite: Number of values of the result that are not finite.
-        makes_nan: Whether the result has a NaN or plus infinity; masks have minus infinities on purpose.
-        largest_input: Largest finite magnitude of the inputs; `largest_output` likewise.
-
-    """
+    """One operation of a step."""
 
     key: Key
-    number: int
-    module: str | None
-    known_as: str
+    number: int  # its position among the operations of the run
+    module: str | None  # name of the module whose own code ran it; `None` outside of all modules
+    known_as: str  # the operation that has its arguments: `1 / x` is a "div" with the arguments of "reciprocal"
+    # Operations whose results it takes; if an argument must not be 0, only the operation that made this argument.
     makers: list[OperationCall] = field(default_factory=list)
-    smallest: Tensor | None = None
+    smallest: Tensor | None = None  # smallest magnitude of the argument that must not be 0, on the device
     beside: Beside | None = None
     dtype: torch.dtype | None = None
-    sources: list[OperationCall] = field(default_factory=list)
-    takes_nonfinite: bool = False
-    num_nonfinite: int = 0
-    makes_nan: bool = False
+    sources: list[OperationCall] = field(default_factory=list)  # operations whose non-finite results it takes
+    takes_nonfinite: bool = False  # an input is not finite, whatever made it
+    num_nonfinite: int = 0  # number of non-finite values in the result
+    makes_nan: bool = False  # the result has NaN or plus infinity; masks have minus infinity on purpose
     shape: tuple[int, ...] = ()
-    largest_input: float | None = None
-    largest_output: float | None = None
+    largest_input: float | None = None  # largest finite magnitude of the inputs
+    largest_output: float | None = None  # largest finite magnitude of the result
     facts: Facts = NOTHING
 
     @property
@@ -178,19 +155,13 @@ class OperationCall:
 @final
 @dataclass(frozen=True, slots=True)
 class BackwardCall:
-    """The backward of an operation, where the first non-finite gradient appeared.
-
-    Attributes:
-        is_sum: Whether the gradient that arrived was not finite already: finite gradients added up to it.
-        largest: Largest finite magnitude of the gradients that arrived.
-
-    """
+    """The backward of an operation, where the first non-finite gradient appeared."""
 
     call: OperationCall
-    is_sum: bool
+    is_sum: bool  # the gradient that arrived was not finite already: finite gradients added up to it
     dtype: torch.dtype | None
     shape: tuple[int, ...]
-    largest: float | None
+    largest: float | None  # largest finite magnitude of the gradients that arrived
 
 
 def facts_of(name: str, args: Any, kwargs: Any) -> Facts:

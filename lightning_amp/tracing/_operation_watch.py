@@ -45,11 +45,11 @@ _MAX_BYTES = 2**32
 class OperationWatch(TorchFunctionMode):
     """Context that watches operations of torch on tensors, and their backwards.
 
-    It sees calls as the code makes them: nothing inside an operation such as `cross_entropy`, or inside the forward of
+    It sees calls as the code makes them, and nothing inside an operation such as `cross_entropy` or the forward of
     an autograd Function.
 
     Args:
-        module: Names the modules whose code runs; `None` where `running` does.
+        module: The outermost module, for the names of modules; `None` if `running` has them.
         boundary: File of the code that runs the step; callers of that file do not count as places.
         wanted: Operations to measure although their results are finite.
         edits: Replacements for some operations, by name and place.
@@ -57,14 +57,6 @@ class OperationWatch(TorchFunctionMode):
         running: Names of the modules that are running now, outermost first. With it, every result is kept for a
             comparison, and nothing else is watched.
         reference: A watch of the same step in fp32: compare each result with the one that it kept.
-
-    Attributes:
-        calls: All operations, in order, if results are kept or compared.
-        bad: Operations of the forward with non-finite results, in order.
-        bad_in_backward: The same for operations that run in a backward, in the user's own Functions.
-        measured: The wanted operations that ran, finite or not; in a comparison all operations.
-        first_backward: The first backward with a non-finite gradient, if the loss is finite.
-        made_loss: The operation that made the first non-finite loss.
 
     Cost: each result is read by the host, some 30 us an operation and 10 us a node of its backward. For looking into a
     failure, not for every step.
@@ -84,12 +76,12 @@ class OperationWatch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         module = module or nn.Identity()
-        self.calls: list[OperationCall] = []
-        self.bad: list[OperationCall] = []
-        self.bad_in_backward: list[OperationCall] = []
-        self.measured: dict[Key, OperationCall] = {}
-        self.first_backward: BackwardCall | None = None
-        self.made_loss: OperationCall | None = None
+        self.calls: list[OperationCall] = []  # all operations of a comparison, in order
+        self.bad: list[OperationCall] = []  # operations of the forward with non-finite results, in order
+        self.bad_in_backward: list[OperationCall] = []  # the same in a backward, in the user's own Functions
+        self.measured: dict[Key, OperationCall] = {}  # wanted operations, finite or not; all in a comparison
+        self.first_backward: BackwardCall | None = None  # the first with a non-finite gradient, of a finite loss
+        self.made_loss: OperationCall | None = None  # the operation that made the first non-finite loss
         self._names = {id(m): _modules.plain_name(name) for name, m in module.named_modules()}
         self._parameters = list(module.parameters())
         self._boundary = boundary
@@ -117,7 +109,7 @@ class OperationWatch(TorchFunctionMode):
             held.clear()
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note what made a loss, before its backward, if it is the first loss that is not finite."""
+        """Note the operation that made a loss, before its backward, if this is the first non-finite loss."""
         if self.made_loss is None and not is_finite(loss):
             self.made_loss = self.maker(loss)
 

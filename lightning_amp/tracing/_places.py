@@ -1,4 +1,4 @@
-"""Find the line of the user's code that is running, and the module whose own code it is."""
+"""Find the running line of the user's code, and the module that it belongs to."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def running_place(boundary: str) -> tuple[Place | None, bool]:
 
 
 def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None, str | None] | None:
-    """Return the innermost line of the user's, and the innermost module one of whose own methods is running.
+    """Return the innermost line of the user's code, and the innermost module with a running method.
 
     Args:
         names: Qualified names of modules, by their `id`; if empty, no module is looked for.

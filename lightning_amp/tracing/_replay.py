@@ -66,7 +66,7 @@ def replay(
 
     Args:
         bundle: A bundle of `OverflowLocator(save_bundles=True)`: its path or URL, or the loaded dictionary.
-        module_fn: A function that makes a module for the saved state; or such a module, which is copied.
+        module_fn: A function that makes a module for the saved state; or a module, which is copied.
         step: Gets the module and the batch, returns the loss, or a mapping with it under `"loss"`. `None` calls
             `module.training_step(batch, batch_idx)`, and drops what it logs.
         precision: `"fp32"`, `"fp16"`, `"bf16"` or their dtypes.

@@ -55,23 +55,15 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
 @final
 @dataclass(slots=True)
 class Call:
-    """One forward of one module. Its measurements stay on the device.
-
-    Attributes:
-        number: How many forwards began before it.
-        outputs: Dtype and shape of each floating-point output.
-        input_ends: Smallest and largest value of each input; `output_ends` likewise.
-        input_sizes: Largest finite magnitude of each input.
-
-    """
+    """One forward of one module. Its measurements stay on the device."""
 
     name: str
     module: nn.Module
-    number: int
-    outputs: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)
-    input_ends: list[Tensor] = field(default_factory=list)
-    output_ends: list[Tensor] = field(default_factory=list)
-    input_sizes: list[Tensor] = field(default_factory=list)
+    number: int  # of forwards that began before it
+    outputs: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)  # dtype and shape
+    input_ends: list[Tensor] = field(default_factory=list)  # smallest and largest value of each input
+    output_ends: list[Tensor] = field(default_factory=list)  # smallest and largest value of each output
+    input_sizes: list[Tensor] = field(default_factory=list)  # largest finite magnitude of each input
 
     @property
     def takes_nonfinite(self) -> bool:
@@ -86,36 +78,26 @@ class Call:
 
 @final
 class GradientPlace(NamedTuple):
-    """Says which gradient of a step is meant: equal in two traces of the same step, whatever their precisions."""
+    """Identifies a gradient of a step: equal in two traces of the same step, whatever their precisions."""
 
     where: Where
-    call: int = 0
-    """Number of the forward."""
-    position: int = 0
-    """Index among its outputs or inputs."""
+    call: int = 0  # number of the forward
+    position: int = 0  # index among its outputs or inputs
     parameter: str = ""
 
 
 @final
 @dataclass(slots=True)
 class Arrival:
-    """A gradient that a backward computed.
-
-    Attributes:
-        call: The forward whose output or input it belongs to; `None` for a parameter.
-        ends: Its smallest and largest value.
-        key: Equal for two arrivals of the same gradient.
-        is_inner: Whether `torch.autograd.grad` computed it, for a term of the loss: it is not multiplied by the scale.
-
-    """
+    """A gradient that a backward computed."""
 
     place: GradientPlace
-    call: Call | None
-    ends: tuple[Tensor, ...]
+    call: Call | None  # the forward whose output or input it belongs to; `None` for a parameter
+    ends: tuple[Tensor, ...]  # its smallest and largest value
     dtype: torch.dtype
     shape: tuple[int, ...]
-    key: tuple[int, int]
-    is_inner: bool
+    key: tuple[int, int]  # equal for two arrivals of the same gradient
+    is_inner: bool  # computed by `torch.autograd.grad` for a term of the loss: the scale does not multiply it
 
     @property
     def largest(self) -> Tensor:
@@ -137,13 +119,6 @@ class Trace(TorchFunctionMode):
         module: Watched with all its submodules; it must not be compiled.
         values: Also measure the inputs and outputs of each forward. `False` measures gradients only.
 
-    Attributes:
-        calls: Forwards, in the order in which they ended.
-        arrivals: Gradients, in the order in which they were computed.
-        owners: For each parameter, the name of its module and the module.
-        unseen: Modules whose forwards cannot be watched because TorchScript compiled them; their submodules cannot be
-            watched either, and are not listed. Gradients of their parameters are watched.
-
     Cost: one pass over every input, output and gradient. For looking into a failure, not for every step.
 
     """
@@ -151,9 +126,10 @@ class Trace(TorchFunctionMode):
     def __init__(self, module: nn.Module, *, values: bool = True) -> None:
         super().__init__()
         self.module = module
-        self.calls: list[Call] = []
-        self.arrivals: list[Arrival] = []
-        self.owners: dict[str, tuple[str, nn.Module]] = {}
+        self.calls: list[Call] = []  # in the order in which they ended
+        self.arrivals: list[Arrival] = []  # in the order in which they were computed
+        self.owners: dict[str, tuple[str, nn.Module]] = {}  # for each parameter its module, with name
+        # Outermost modules that TorchScript compiled: only gradients of their parameters are watched.
         self.unseen: list[str] = []
         self._values = values
         self._handles: list[Any] = []

@@ -150,15 +150,6 @@ def test_a_damaged_file(zipped: bool, weights_only: bool, tmp_path: Path) -> Non
     assert all("This is not a bundle" in text or "The bundle is damaged" in text for text in errors)
 
 
-def test_a_url_whose_driver_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(protocol: str) -> None:
-        raise ImportError("Install s3fs to access S3")
-
-    monkeypatch.setattr("lightning_amp._urls.get_filesystem_class", missing)
-    with pytest.raises(ImportError, match=r"^`bundle` is 's3://b/a.pt', whose driver .*Run `pip install s3fs`\.$"):
-        load_bundle("s3://b/a.pt", weights_only=True)
-
-
 @pytest.mark.parametrize("name", [name for name in WHOLE if name != "format"])
 def test_an_entry_is_missing_or_of_another_type(name: str) -> None:
     assert load_bundle(WHOLE, weights_only=True) == WHOLE
