@@ -155,7 +155,7 @@ class GradientMonitor(Callback):
 
         Args:
             path: Where to save the picture too, also a URL.
-            quantity: `"headroom_bits"` (blue: room, white: just fits, red: overflows), `"underflow_fraction"`,
+            quantity: `"headroom_bits"` (red: overflows, white: just fits, pale blue: room), `"underflow_fraction"`,
                 `"subnormal_fraction"`, `"sqnr_db"`, `"cosine"` or `"fp8_underflow_fraction"`.
             max_rows: Draw only so many rows, the worst by their worst step. `None` draws all.
 
