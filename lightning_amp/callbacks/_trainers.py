@@ -1,4 +1,4 @@
-"""What the callbacks ask of their Trainer, and tell it."""
+"""Check the Trainer of a callback, and log to it."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
 
 
 def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Send values of the latest step to all loggers and to `trainer.callback_metrics`."""
+    """Log values of the latest step to all loggers and to `trainer.callback_metrics`."""
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=_lightning.logging_step(trainer))
 
 
 def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, against_fp32: bool = False) -> str | None:
-    """Tell why a step cannot be run a second time here; `None` if it can.
+    """Tell why a step cannot be run a second time; return `None` if it can.
 
     Args:
-        trainer: At the start of its loop.
-        module: Has the step.
+        trainer: The trainer, at the start of its loop.
+        module: The module that has the step.
         step: `"training_step"`, `"validation_step"` or `"test_step"`.
         against_fp32: Whether the second run is in fp32, for a comparison.
     """
@@ -51,7 +51,7 @@ def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, again
         return "the random generators of XLA devices cannot be paired"
     if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
         return f"a `{step}` that takes a `dataloader_iter` consumes its batches, so they cannot be run twice"
-    # The others compute in one low or high precision throughout.
+    # In every other precision, weights and inputs are in half or in double precision throughout.
     precision = trainer.precision_plugin.precision
     if against_fp32 and precision not in ("32-true", "16-mixed", "bf16-mixed"):
         return f"with precision {precision!r} there is no fp32 to compare with"

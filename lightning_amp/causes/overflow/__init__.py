@@ -1,4 +1,4 @@
-"""Why a step was skipped, and what helps. Read `_search.py` first."""
+"""Find out why a step was skipped, and which remedies help. Read `_search.py` first."""
 
 from lightning_amp.causes.overflow._known_causes import KnownCauses
 from lightning_amp.causes.overflow._report_files import ReportFiles

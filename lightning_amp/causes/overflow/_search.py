@@ -1,34 +1,47 @@
-"""Why a step was skipped: its batches run again, in fp32 too, and with what may help."""
+"""Find out why a step was skipped: run its batches again, also in fp32, and try remedies."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
 from typing_extensions import final
 
-from lightning_amp.casting import our_name, runnable
+from lightning_amp._compat import _modules
+from lightning_amp.casting import Fp32Modules, our_name, runnable
 from lightning_amp.causes.overflow._blame import Blame, blame, blame_alone, key_as_it_was, key_beside_fp32
 from lightning_amp.causes.overflow._remedies import Case, calls_like, modules_after, try_remedies
-from lightning_amp.causes.overflow._runs import Rerun, StepAsItWas, StepInFp32, run_as_it_was, run_in_fp32
 from lightning_amp.findings import Remedy, StepRecord
-from lightning_amp.numerics import fitting_scale
+from lightning_amp.numerics import HALF_DTYPES, all_finite, fitting_scale, nonfinite_gradients
+from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import OverflowReport, cause_of
-from lightning_amp.shadow import BatchWindow, Failure, KeptBatch, Lockstep, OtherRankFailedError, TrainingPass, gather
+from lightning_amp.shadow import (
+    BOUNDARY,
+    BatchWindow,
+    Failure,
+    KeptBatch,
+    Lockstep,
+    OtherRankFailedError,
+    TrainingPass,
+    gather,
+)
+from lightning_amp.tracing import Diagnosis, Edit, GradientPlace, OperationWatch, Place, Trace, diagnose, magnitudes
 
 
 @final
 class Explained(NamedTuple):
-    """What one rank found out about a skipped step.
+    """The result of one rank's search.
 
     Attributes:
-        report: For people and programs.
-        key: The same for the same cause, whichever batch shows it.
-        step: The batch that it is about.
+        report: The report of the skipped step.
+        key: Identifies the cause: it is the same whichever batch shows the cause.
+        step: The batch that the report is about.
 
     """
 
@@ -46,13 +59,13 @@ def explain(
 ) -> Explained:
     """Run the batches of a window again until one is not finite, and complete a report. Never raises, changes nothing.
 
-    All ranks must call. They run as many passes, whatever each of them finds.
+    All ranks must call. They run the same number of passes, whatever each of them finds.
 
     Args:
         trainer: The trainer.
-        module: What it trains.
-        window: The batches.
-        report: Has what is known without a replay.
+        module: The module that it trains.
+        window: The batches since the last step.
+        report: The report with the facts that need no replay.
         known: Keys of causes that need neither a run in fp32 nor remedies.
 
     """
@@ -69,15 +82,15 @@ def explain(
         try:
             replay = ranks.run(start)
             for number, step in enumerate(steps, start=1):
-                run = ranks.run(partial(run_as_it_was, replay, step, record.scale))
+                run = ranks.run(partial(_run_as_it_was, replay, step, record.scale))
                 note, is_new = "; ".join(filter(None, (_edited(step), _unseen(run.unseen)))), False
                 if found is None and run.found.cause != "none":
                     found = _as_it_was(report, run, step, number, note)
                     is_new = found.key not in known
                 if ranks.any(is_new):
-                    in_fp32 = ranks.run(partial(run_in_fp32, trainer, module, replay, step, run))
+                    in_fp32 = ranks.run(partial(_run_in_fp32, trainer, module, replay, step, run))
                     scale = 1.0 if report.scale_is == "dynamic" else record.scale
-                    rerun = Rerun(trainer.precision_plugin, device.type, replay, step, scale)
+                    rerun = _Rerun(trainer.precision_plugin, device.type, replay, step, scale)
                     with ranks.until_all_are_done(rerun.is_finite):
                         if is_new and found is not None:
                             found, blamed = _beside_fp32(found, replay.module, run, in_fp32, step)
@@ -101,7 +114,7 @@ def _not_found(report: OverflowReport, step: KeptBatch, number: int, note: str) 
     return Explained(report, f"{report.cause}: {note}", step)
 
 
-def _as_it_was(report: OverflowReport, run: StepAsItWas, step: KeptBatch, number: int, note: str) -> Explained:
+def _as_it_was(report: OverflowReport, run: _StepAsItWas, step: KeptBatch, number: int, note: str) -> Explained:
     report = replace(
         report,
         cause=cause_of(run.found),
@@ -115,9 +128,9 @@ def _as_it_was(report: OverflowReport, run: StepAsItWas, step: KeptBatch, number
 
 
 def _beside_fp32(
-    found: Explained, module: LightningModule, run: StepAsItWas, in_fp32: StepInFp32 | Failure, step: KeptBatch
+    found: Explained, module: LightningModule, run: _StepAsItWas, in_fp32: _StepInFp32 | Failure, step: KeptBatch
 ) -> tuple[Explained, Blame]:
-    """Say what fp32 makes of it, and which operation made the difference."""
+    """Complete the diagnosis by the run in fp32, and name the operation that made the difference."""
     report = found.report
     if isinstance(in_fp32, Failure):
         blamed = blame_alone(module, run.found, run.watch)
@@ -137,13 +150,13 @@ def _case(
     module: LightningModule,
     record: StepRecord,
     blamed: Blame,
-    run: StepAsItWas,
-    in_fp32: StepInFp32 | Failure,
-    rerun: Rerun,
+    run: _StepAsItWas,
+    in_fp32: _StepInFp32 | Failure,
+    rerun: _Rerun,
 ) -> Case:
     call, largest = blamed.call, None if isinstance(in_fp32, Failure) else in_fp32.largest
-    if blamed.is_swallowed and isinstance(in_fp32, StepInFp32):
-        rerun = replace(rerun, hidden_in=in_fp32.watch)
+    if blamed.is_swallowed and isinstance(in_fp32, _StepInFp32):
+        rerun = replace(rerun, fp32_watch=in_fp32.watch)
     return Case(
         blamed.diagnosis,
         call,
@@ -172,6 +185,182 @@ def _edited(step: KeptBatch) -> str:
 
 
 def _unseen(names: Sequence[str]) -> str:
-    """Say what cannot be looked into."""
+    """Name the modules in which no operation can be seen."""
     listed = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
     return listed and f"{listed} is compiled by TorchScript, which cannot be looked into"
+
+
+# -- runs of the step --------------------------------------------------------------------------------------------------
+
+
+@final
+class _StepAsItWas(NamedTuple):
+    """A step that was run again with the same weights, batch, random numbers and loss scale.
+
+    Attributes:
+        found: Its diagnosis.
+        watch: Its operations.
+        half_places: Where it computed gradients in half precision.
+        parameters: The parameters whose gradients are not finite.
+        unseen: Modules in which no operation can be seen.
+
+    """
+
+    found: Diagnosis
+    watch: OperationWatch
+    half_places: set[GradientPlace]
+    parameters: tuple[str, ...]
+    unseen: list[str]
+
+
+def _run_as_it_was(replay: TrainingPass, step: KeptBatch, scale: float) -> _StepAsItWas:
+    with Trace(replay.module) as trace, OperationWatch(replay.module, BOUNDARY) as watch:
+        loss = replay.run(
+            step.batch,
+            step.batch_idx,
+            context=replay.forward_context(),
+            random_state=step.random_state,
+            scale=scale,
+            trace=trace,
+            watch=watch,
+        )
+    found = diagnose(trace, loss, step.batch)
+    parameters: tuple[str, ...] = ()
+    if found.cause != "none":
+        parameters = nonfinite_gradients(_modules.plain_parameters(replay.module))
+    replay.forget_gradients()
+    return _StepAsItWas(found, watch, trace.half_places, parameters, trace.unseen)
+
+
+@final
+class _StepInFp32(NamedTuple):
+    """A step that was run in fp32.
+
+    Attributes:
+        found: Its diagnosis, in which an intended mask is no cause.
+        watch: Its operations.
+        largest: The largest true gradient that fp16 would have to hold.
+
+    """
+
+    found: Diagnosis
+    watch: OperationWatch
+    largest: float | None
+
+
+def _run_in_fp32(
+    trainer: Trainer, module: LightningModule, replay: TrainingPass, step: KeptBatch, as_it_was: _StepAsItWas
+) -> _StepInFp32 | Failure:
+    """Run a step in fp32, without the casts to half precision in the user's code. Never raises.
+
+    Args:
+        trainer: The trainer.
+        module: The module that it trains.
+        replay: The pass of the run as it was. It is used again if no weight is in half precision.
+        step: The batch.
+        as_it_was: The run as it was. The operations that were not finite there are measured.
+
+    """
+    try:
+        fp32_pass, amp_watch = replay, as_it_was.watch
+        if any(parameter.dtype in HALF_DTYPES for parameter in module.parameters()):
+            fp32_pass = TrainingPass(trainer, module, upcast=True)
+        wanted = [call.key for call in amp_watch.bad]
+        if amp_watch.first_backward is not None:
+            wanted.append(amp_watch.first_backward.call.key)
+        watch = OperationWatch(fp32_pass.module, BOUNDARY, wanted)
+        try:
+            with Trace(fp32_pass.module) as trace, watch:
+                loss = fp32_pass.run(
+                    step.batch,
+                    step.batch_idx,
+                    context=None,
+                    random_state=step.random_state,
+                    trace=trace,
+                    watch=watch,
+                )
+            found = diagnose(trace, loss, step.batch)
+            if found.cause == "none" and nonfinite_gradients(_modules.plain_parameters(fp32_pass.module)):
+                found = Diagnosis("backward", where="parameter")
+            sizes = magnitudes(trace.gradients_in_half(as_it_was.half_places))
+            largest = max(sizes, key=lambda size: (math.isnan(size), size), default=None)
+            return _StepInFp32(found, watch, largest)
+        finally:
+            fp32_pass.forget_gradients()
+            if fp32_pass is not replay:
+                fp32_pass.close()
+    except Exception as error:
+        return Failure.of(error, "the training step", "the replay in fp32")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Rerun:
+    """Runs a failed step again, with a remedy.
+
+    Attributes:
+        plugin: The precision plugin of the run.
+        device_type: The type of its device.
+        replay: The pass in which the step runs.
+        step: The batch.
+        scale: The loss scale. If the scale is no remedy, this one overflows least.
+        fp32_watch: The operations in fp32, if the fault does not show in the loss and the gradients. A value that is
+            finite there must then be finite here.
+
+    """
+
+    plugin: Precision
+    device_type: str
+    replay: TrainingPass
+    step: KeptBatch
+    scale: float
+    fp32_watch: OperationWatch | None = None
+
+    def is_finite(
+        self,
+        *,
+        precision: str = "",
+        rules: Sequence[str] = (),
+        edits: Mapping[tuple[str, Place | None], Edit] | None = None,
+        scale: float | None = None,
+    ) -> bool:
+        """Return whether loss and gradients are finite. Never raises.
+
+        Args:
+            precision: The precision of the run; empty: as it was.
+            rules: Modules that compute in fp32.
+            edits: Replacements of operations, by name and line.
+            scale: The loss scale.
+
+        """
+        replay, active, fp32_watch = self.replay, None, self.fp32_watch
+        try:
+            context = replay.forward_context()
+            if precision and isinstance(self.plugin, AmpPrecision):
+                context = self.plugin.forward_context_of(precision)
+            if rules:
+                active = Fp32Modules(replay.module, rules, self.device_type, active=True)
+            watch: OperationWatch | None = None
+            if edits or fp32_watch is not None:
+                watch = OperationWatch(replay.module, BOUNDARY, edits=edits or {}, only_edits=fp32_watch is None)
+            with watch or nullcontext():
+                loss = replay.run(
+                    self.step.batch,
+                    self.step.batch_idx,
+                    context=context,
+                    random_state=self.step.random_state,
+                    scale=self.scale if scale is None else scale,
+                    watch=watch,
+                )
+            if watch is not None and fp32_watch is not None:
+                bad_in_fp32 = {call.key for call in fp32_watch.bad}
+                if any(call.makes_nan and call.key not in bad_in_fp32 for call in watch.bad):
+                    return False
+            is_finite = loss is None or bool(all_finite([loss]))
+            return is_finite and not nonfinite_gradients(_modules.plain_parameters(replay.module))
+        except Exception:  # a remedy that cannot be run here does not work
+            return False
+        finally:
+            replay.forget_gradients()
+            if active is not None:
+                active.remove()

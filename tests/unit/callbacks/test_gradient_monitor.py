@@ -66,7 +66,7 @@ def test_large_gradients(caplog: pytest.LogCaptureFixture) -> None:
     assert math.isnan(monitor.table.last[-1].sqnr_db)
     assert monitor.recommended_scale is not None
     assert monitor.recommended_scale < 1
-    assert "The gradient overflows in fp16 at a loss scale of 0.5, first that of `net.2`" in caplog.text
+    assert "The gradient overflows in fp16 at a loss scale of 0.5, first in `net.2`" in caplog.text
     assert "What helps: dividing the loss by 2.0**" in caplog.text
 
 
@@ -225,7 +225,7 @@ def test_nothing_is_said_of_fp16_in_bf16_unless_asked(caplog: pytest.LogCaptureF
     (text,) = (m for m in caplog.messages if m.startswith("GradientMonitor"))
     assert "fp16" not in text
     assert "to zero" not in text
-    assert "The gradient is that of fp32 up to rounding (SQNR" in text
+    assert "The gradient equals fp32 up to rounding (SQNR" in text
     assert monitor.recommended_scale is not None
     assert "headroom" in monitor.table.to_text(fp16=True)
 

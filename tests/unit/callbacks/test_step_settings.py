@@ -55,7 +55,7 @@ def test_a_learning_rate_of_a_schedule_is_named_before_its_step(value: float, te
         f"The optimizer (SGD): `lr` is {what}, as `LambdaLR` has set it, by the function at test_step_settings.py:"
     )
     assert text.endswith(
-        "Step 3 is about to use it, in any precision alike. Mend it, and go back to a checkpoint from before that step."
+        "Step 3 is about to use it, in any precision. Correct it, and go back to a checkpoint from before that step."
     )
 
 

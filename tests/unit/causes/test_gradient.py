@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
 from lightning_amp.causes.gradient import _remedies
-from lightning_amp.causes.gradient._fault import find_gradient_fault
 from lightning_amp.causes.gradient._remedies import GradientRemedies
+from lightning_amp.causes.gradient._search import find_gradient_fault
 from lightning_amp.findings import GradientRow
 
 
@@ -57,7 +57,7 @@ def test_the_module_that_rounds_is_found_although_others_suffer(
     precision: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = last_line(caplog, lambda: Ill(Shift()), AmpPrecision(precision))
-    assert "first that of `net.3`" in text
+    assert "first in `net.3`" in text
     assert "What helps: `fp32_modules=['net.2']` (tried: " in text
     cured = last_line(caplog, lambda: Ill(Shift()), AmpPrecision(precision, fp32_modules=["net.2"]))
     assert "the gradients fit" in cured if precision == "fp16" else "up to rounding" in cured
