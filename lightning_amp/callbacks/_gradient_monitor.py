@@ -69,13 +69,12 @@ class GradientMonitor(Callback):
 
     In small networks fp16 gradients have some 65 dB and bf16 gradients some 45, in deep ones less. fp8 gradients have
     18 to 35 dB. At 20 dB the noise is a tenth of the gradient. In an fp8 run the table shows the casts to 8 bits
-    instead of fp16's limits. For each layer in fp8 it has two shares of the true gradients that reach the layer: the
-    share that becomes zero, and the share that is saturated. The first one, over all layers, is logged as
-    `amp/fp8_underflow_fraction`.
+    instead of fp16's limits. For each layer in fp8 it has the share of the true gradients reaching it that becomes
+    zero, and the share that is saturated. The first one, over all layers, is logged as `amp/fp8_underflow_fraction`.
 
     :attr:`table` has these values per module, :meth:`plot` draws them as a heat map, and :attr:`histograms` counts
     exponents. :attr:`recommended_scale` is a good start for `DynamicLossScaler`. The monitor works in every precision.
-    Its printed table of a bf16 or fp32 run has no column for fp16: :attr:`recommended_scale` and
+    The printed table of a bf16 or fp32 run has no column for fp16. There, :attr:`recommended_scale` and
     `table.to_text(fp16=True)` tell whether fp16 would do, at a scale of 1. In DDP each rank examines the gradients of
     its own batch, before they are averaged; the figures cover the values of all ranks, and are the same on each.
 
@@ -94,19 +93,19 @@ class GradientMonitor(Callback):
     Raises:
         ValueError: If an argument is out of its range.
 
-    The line at the end of fit sums up the table. If the gradient is below 10 dB, it names the first module in the order
-    of the backward whose gradient is lost, the kind of loss (overflow, zero, rounding), and a setting that helps. For
-    each new cause the monitor tries settings: it runs the batch in fp32, and then with a scale, `fp32_modules` or bf16.
-    It also warns, with the line, of two faults in `training_step`. One is clipping gradients while they are multiplied
-    with the loss scale (:func:`~lightning_amp.precision.unscale_`). The other is
+    The line at the end of fit sums up the table. If the gradient is below 10 dB, it names the first module, in the
+    order of the backward, whose gradient is lost. It also has the fault (overflow, zero, rounding) and a setting that
+    helps. For each new cause the monitor tries settings: it runs the batch in fp32, and then with a scale,
+    `fp32_modules` or bf16. It also warns, with the line, of two faults in `training_step`. One is clipping gradients
+    while they are multiplied with the loss scale (:func:`~lightning_amp.precision.unscale_`). The other is
     `torch.autograd.grad(create_graph=True)` of fp16 values that do not fit
     (:func:`~lightning_amp.precision.scaled_grad`).
 
-    Cost: a sample takes one more step forward and backward, one in fp32, and some passes over both gradients: as much
-    as four to eight training steps on a CPU. It takes the memory of one more set of parameters and two of gradients,
-    and waits for the device. Each new cause takes up to nine more steps, once, for at most eight causes. Between
-    samples there is no cost, and optimizer steps stay folded. Up to the first applied step, the count of steps is read
-    back. You do not want it in every step.
+    Cost: a sample takes one more step forward and backward, one in fp32, and some passes over both gradients. On a CPU
+    this is as much as four to eight training steps. It takes the memory of one more set of parameters and two of
+    gradients, and waits for the device. Each new cause takes up to nine more steps, once, for at most eight causes.
+    Between samples there is no cost, and optimizer steps stay folded. Up to the first applied step, the count of steps
+    is read back. You do not want it in every step.
     """
 
     def __init__(self, every_n_steps: int = 100, *, by: RowsBy = "module") -> None:

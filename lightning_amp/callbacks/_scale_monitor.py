@@ -57,7 +57,7 @@ class ScaleMonitor(Callback):
 
     With :class:`~lightning_amp.AmpPrecision` the monitor reads the plugin's records, which are exact, in every
     precision. With Lightning's own `MixedPrecision` or `FSDPPrecision` it watches their `GradScaler`, and takes a fall
-    of the scale for a skip: it misses a skip that does not lower the scale. With any other plugin it says so once and
+    of the scale for a skip. It misses a skip that does not lower the scale. With any other plugin it says so once and
     does nothing.
 
     Args:

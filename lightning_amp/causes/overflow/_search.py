@@ -9,18 +9,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp.casting import Fp32Modules, our_name, runnable
+from lightning_amp.casting import Choice, Fp32Modules, our_name, runnable
 from lightning_amp.causes.overflow._blame import Blame, blame, blame_alone, key_as_it_was, key_beside_fp32
 from lightning_amp.causes.overflow._remedies import Case, calls_like, modules_after, try_remedies
 from lightning_amp.findings import Remedy, StepRecord
-from lightning_amp.numerics import HALF_DTYPES, all_finite, fitting_scale, nonfinite_gradients
+from lightning_amp.numerics import (
+    HALF_DTYPES,
+    all_finite,
+    fitting_scale,
+    largest_finite,
+    nonfinite_gradients,
+    stack_scalars,
+)
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.reports import OverflowReport, cause_of
+from lightning_amp.reports import OverflowReport, ScaleIs, cause_of
 from lightning_amp.shadow import (
     BOUNDARY,
     BatchWindow,
@@ -50,6 +58,43 @@ class Explained(NamedTuple):
     step: KeptBatch | None = None
 
 
+def blank_report(
+    trainer: Trainer, module: LightningModule, window: BatchWindow, record: StepRecord, weight_at_start: float | None
+) -> OverflowReport:
+    """Return the report of a step with the facts that need no replay."""
+    first, last = window.span
+    return OverflowReport(
+        record=record,
+        rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        epoch=trainer.current_epoch,
+        batch_idx=last,
+        window=(first, last),
+        num_replayed=0,
+        cause="not reproduced",
+        diagnosis=Diagnosis("none"),
+        parameters=nonfinite_gradients(_modules.plain_parameters(module)),
+        precision=Choice.of(record.precision).canonical,
+        largest_weights=None if weight_at_start is None else (weight_at_start, largest_weight(module)),
+        scale_is=_scale_is(getattr(trainer.precision_plugin, "scaler", None), record),
+    )
+
+
+def _scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> ScaleIs:
+    if scaler is None or record.precision != "fp16":
+        return ""
+    lowest = getattr(scaler, "min_scale", 0.0)
+    if scaler.get_backoff_factor() >= 1 or lowest == getattr(scaler, "max_scale", None):
+        return "static"
+    return "lowest" if record.scale <= lowest else "dynamic"
+
+
+def largest_weight(module: LightningModule) -> float:
+    """Return the largest magnitude of the parameters. Waits for the device."""
+    found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.is_floating_point()]
+    return float(stack_scalars(found).max()) if found else 0.0
+
+
 def explain(
     trainer: Trainer,
     module: LightningModule,
@@ -65,7 +110,7 @@ def explain(
         trainer: The trainer.
         module: The module that it trains.
         window: The batches since the last step.
-        report: The report with the facts that need no replay.
+        report: The result of :func:`blank_report`.
         known: Keys of causes that need neither a run in fp32 nor remedies.
 
     """
