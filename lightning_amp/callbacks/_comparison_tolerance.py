@@ -38,12 +38,7 @@ class Tolerance:
         self._names_checked = False
 
     def check_names(self, trainer: Trainer, module: LightningModule, logged: AbstractSet[str]) -> None:
-        """Refuse names that are not logged, in the sanity check or in the first comparison. All ranks must call.
-
-        Raises:
-            ValueError: If there are such names.
-
-        """
+        """Raise a `ValueError` for names that are not logged up to the first comparison. All ranks must call."""
         if not isinstance(self._tolerance, Mapping) or self._names_checked:
             return
         if not trainer.sanity_checking:
@@ -55,12 +50,7 @@ class Tolerance:
             raise ValueError(error)
 
     def judge(self, trainer: Trainer, table: ComparisonTable) -> None:
-        """Warn of metrics of the last comparison that exceed their tolerance. All ranks must call.
-
-        Raises:
-            RuntimeError: On all ranks, instead of the warning, with `on_exceed="raise"`.
-
-        """
+        """Warn of metrics above their tolerance, or raise a `RuntimeError`. All ranks must call."""
         if self._tolerance is None:
             return
         where = table.exceeding()

@@ -27,11 +27,9 @@ _MOST_BATCHES = 1000  # the number of batches in which a write to a copy is awai
 class EarlyChecks:
     """Checks a run at its start and at each step. Each message is returned once; nothing changes.
 
-    Cost: :meth:`before_fit` is one pass over parameters and buffers and waits for the device once.
-
-    :meth:`read_late` waits if a hyperparameter is a tensor on a device. The other methods read attributes on the host;
-    they wait once if an average is written into a half-precision copy.
-
+    Cost: :meth:`before_fit` is one pass over parameters and buffers and waits for the device once. Later checks
+    read the host. They wait once for an average in half precision, and in :meth:`read_late` for a hyperparameter on a
+    device.
     """
 
     def __init__(self) -> None:
@@ -64,10 +62,7 @@ class EarlyChecks:
         return self._once(found)
 
     def before_update(self, trainer: Trainer, step: int | None, optimizer: Optimizer) -> list[str]:
-        """Name hyperparameters that are not finite, right before an optimizer step uses them.
-
-        `step` is the index of the step; `None` if it is not known.
-        """
+        """Name hyperparameters that are not finite, right before a step uses them; its index `step` may be unknown."""
         return self._once(self._settings.look(trainer, optimizer, step))
 
     def read_late(self, trainer: Trainer) -> list[str]:

@@ -19,7 +19,7 @@ from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
 from lightning_amp._urls import location
 from lightning_amp.callbacks._early_checks import EarlyChecks
-from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
+from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.causes.overflow import (
     Explained,
     KnownCauses,
@@ -207,13 +207,11 @@ class OverflowLocator(Callback):
             return
         if self._is_looking:
             self._explain(trainer, pl_module)
-        steps = trainer.global_step
-        every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        if every > 0 and steps // every != self._steps_seen // every:
+        before, self._steps_seen = self._steps_seen, trainer.global_step
+        if is_log_point(trainer, before):
             self._plugin.records.flush()
             self._warn(self._early_checks.read_late(trainer))
             log_metrics(trainer, {OVERFLOWS: float(self._num_overflows)})
-        self._steps_seen = steps
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -19,7 +19,7 @@ from lightning_amp._compat import _lightning, _torch
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import exact
 from lightning_amp._urls import child, location
-from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer
+from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import SCALE_HISTORY_FILE, ScaleHistory
@@ -149,15 +149,12 @@ class ScaleMonitor(Callback):
     ) -> None:
         if self._plugin is None and self._watch is None:
             return
-        steps = trainer.global_step
-        if steps == self._steps_seen:
+        before, self._steps_seen = self._steps_seen, trainer.global_step
+        if self._steps_seen == before:
             return
-        every = self.log_every_n_steps or trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        due = every > 0 and steps // every != self._steps_seen // every
-        self._steps_seen = steps
         if self._watch is not None:
             self._watch.observe()
-        if due:
+        if is_log_point(trainer, before, self.log_every_n_steps):
             self._report(trainer)
 
     @override

@@ -29,26 +29,14 @@ class _Late(NamedTuple):
 
 @final
 class StepSettings:
-    """Checks the hyperparameters of each step.
-
-    Attributes:
-        first: The first hyperparameter that was not finite, and its step, in a few words; empty if all were finite.
-
-    """
+    """Checks the hyperparameters of each step. `first` names the first bad one and its step; empty without one."""
 
     def __init__(self) -> None:
         self.first = ""
         self._late: list[_Late] = []
 
     def look(self, trainer: Trainer, optimizer: Optimizer, step: int | None) -> list[tuple[object, str]]:
-        """Describe the hyperparameters that are not finite, each under a key. Keep values on a device for :meth:`read`.
-
-        Args:
-            trainer: The trainer, which has the schedules.
-            optimizer: The optimizer to check.
-            step: Index of the next step; `None` if it is not known.
-
-        """
+        """Describe hyperparameters that are not finite, each under a key. Keep values on a device for :meth:`read`."""
         found: list[tuple[object, str]] = []
         for group, name, value in _numbers(optimizer):
             if isinstance(value, Tensor) and value.device.type != "cpu":

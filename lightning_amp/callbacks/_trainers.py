@@ -14,11 +14,7 @@ from lightning_amp._compat import _lightning
 
 
 def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
-    """Refuse the Trainer of the other package.
-
-    Raises:
-        TypeError: If `trainer` is a `pytorch_lightning.Trainer`.
-    """
+    """Raise a `TypeError` for a `pytorch_lightning.Trainer`."""
     if not isinstance(trainer, Trainer) and type(trainer).__module__.startswith("pytorch_lightning"):
         name = type(callback).__name__
         raise TypeError(
@@ -35,15 +31,14 @@ def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
         logger.log_metrics(dict(metrics), step=_lightning.logging_step(trainer))
 
 
-def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, against_fp32: bool = False) -> str | None:
-    """Tell why a step cannot be run a second time; return `None` if it can.
+def is_log_point(trainer: Trainer, steps_before: int, every: int | None = None) -> bool:
+    """Return whether a multiple of `every` steps was reached since `steps_before`; default: `log_every_n_steps`."""
+    every = every or trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+    return every > 0 and trainer.global_step // every != steps_before // every
 
-    Args:
-        trainer: The trainer, at the start of its loop.
-        module: The module that has the step.
-        step: `"training_step"`, `"validation_step"` or `"test_step"`.
-        against_fp32: Whether the second run is in fp32, for a comparison.
-    """
+
+def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, against_fp32: bool = False) -> str | None:
+    """Tell why a step, or its comparison with fp32, cannot be run a second time; return `None` if it can."""
     strategy = trainer.strategy
     if isinstance(strategy, DeepSpeedStrategy) or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         return f"it works on one device and in DDP, and the strategy is `{type(strategy).__name__}`"

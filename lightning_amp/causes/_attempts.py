@@ -17,16 +17,10 @@ Result = TypeVar("Result")
 @final
 @dataclass(frozen=True, slots=True)
 class Attempt(Generic[What, Result]):
-    """A remedy to try.
+    """A remedy to try."""
 
-    Attributes:
-        what: Its name in a report: a setting as it stands in code, or a `Remedy`.
-        run: Runs the user's step with the remedy, and returns the result.
-
-    """
-
-    what: What
-    run: Callable[[], Result]
+    what: What  # a setting as it stands in code, or a `Remedy`
+    run: Callable[[], Result]  # runs the user's step with the remedy
 
 
 def first_that_works(

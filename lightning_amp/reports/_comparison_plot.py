@@ -23,13 +23,7 @@ _FP32: dict[str, Any] = {"marker": "o", "markersize": 9, "markeredgewidth": 0, "
 def plot_comparison(
     groups: Mapping[str, Lines], tolerance_of: Callable[[str], float | None], left_out: str = ""
 ) -> Figure:
-    """Draw two panels for each group: the values of AMP and fp32, and their difference.
-
-    Args:
-        groups: The lines to draw, by metric: one line per loader.
-        tolerance_of: Returns the tolerance that applies to a line, if any.
-        left_out: Text for the top of the figure.
-    """
+    """Draw two panels for each metric: the values of AMP and fp32, and their difference. Each loader is a line."""
     number = max(len(groups), 1)
     figure = new_figure(10.0, 0.6 + 2.0 * number)
     if left_out:

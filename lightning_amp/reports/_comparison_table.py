@@ -122,17 +122,15 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         for row in self:
             if math.isfinite(row.fp32):
                 largest[row.metric] = max(largest.get(row.metric, 0.0), abs(row.fp32))
-        found = [row for row in self.last if row.stands_out(largest.get(row.metric, 0.0))]
-        loud: list[ComparisonRow] = []
-        for row in found:
+
+        def is_noise(row: ComparisonRow) -> bool:
             if not math.isfinite(row.amp):
-                loud.append(row)
-                continue
+                return False
             number = num_rows(row.metric)
-            noisy = row.is_noise(number) if number is not None else abs(row.diff) <= error_of(row.metric)
-            if not noisy:
-                loud.append(row)
-        return max(loud, key=lambda row: (not math.isfinite(row.amp), abs(row.relative_diff)), default=None)
+            return row.is_noise(number) if number is not None else abs(row.diff) <= error_of(row.metric)
+
+        found = [row for row in self.last if row.stands_out(largest.get(row.metric, 0.0)) and not is_noise(row)]
+        return max(found, key=lambda row: (not math.isfinite(row.amp), abs(row.relative_diff)), default=None)
 
     def exceeding(self) -> str:
         """Name the metrics of the last comparison that exceed their tolerance, the worst first; "" if none does."""

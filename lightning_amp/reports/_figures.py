@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make a figure, sized in inches. It leaves pyplot alone, whose global state is the user's.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
+    """Make a figure, sized in inches. It leaves pyplot alone, whose global state is the user's."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

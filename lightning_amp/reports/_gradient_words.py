@@ -12,11 +12,7 @@ from lightning_amp.findings import LOW_DB, TOTAL, GradientFault, GradientRow, In
 def describe_fault(found: GradientFault, tried: Sequence[TriedRemedy], *, faded: float = 1.0) -> str:
     """Describe a fault, the module that shows it first, and the remedies that work.
 
-    Args:
-        found: The fault.
-        tried: The tried remedies, in order.
-        faded: Largest gradient of this sample, in units of the largest so far.
-
+    `faded` is the largest gradient of this sample, in units of the largest so far.
     """
     row = found.row
     first = "" if row.name == TOTAL else f", first in `{row.name}`"
@@ -86,13 +82,9 @@ def _decibels(sqnr_db: float) -> str:
 
 
 def describe_healthy(rows: Sequence[GradientRow], largest: float, scale: float | None) -> str:
-    """Sum up a sample without a fault.
+    """Sum up a sample without a fault, whose last row is that of all gradients.
 
-    Args:
-        rows: The rows of the sample; the row of all gradients together is last.
-        largest: Largest finite gradient so far.
-        scale: The loss scale to recommend; `None` if there was no finite gradient.
-
+    `largest` is the largest finite gradient so far, and `scale` the loss scale to recommend.
     """
     *parts, last = rows
     if last.largest == 0:

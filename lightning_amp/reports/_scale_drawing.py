@@ -88,14 +88,7 @@ def plot_histories(
 ) -> Figure:
     """Draw several runs into one picture, each in its own colour, which its skips have too.
 
-    Args:
-        histories: The runs, by the names that the legend gives them.
-        path: Where to save the picture too, also a URL.
-        replays: Replays of some of the runs, by the same names. The optimistic run is dashed, the pessimistic dotted.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-
+    The legend has the names of the runs. Of a replay the optimistic run is dashed, the pessimistic one dotted.
     """
     figure = new_figure(8, 3.6 + 0.12 * len(histories))
     axes: Any = figure.add_subplot()
@@ -183,11 +176,7 @@ GRADIENT, LOSS, BOTH, FALLBACK = "v", "x", "*", ">"
 def scale_chart(records: Records, width: int = 80, height: int = 10) -> str:
     """Draw log2 of the scale over steps as lines of text, with a mark below each place where steps were skipped.
 
-    Args:
-        records: The run.
-        width: Characters in a line; at least 30.
-        height: Lines for the curve; at least 2. It takes fewer where the scale moved less.
-
+    A line has `width` characters, at least 30. The curve has at most `height` lines, fewer if the scale moved less.
     """
     if not records:
         return "no optimizer step was recorded"

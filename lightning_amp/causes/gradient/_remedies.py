@@ -45,16 +45,9 @@ Gradients = dict[str, Tensor]
 class GradientRemedies:
     """Runs a batch in fp32, and then with one setting after the other until the gradient is close to fp32.
 
-    Args:
-        trainer: The trainer, at the start of a batch. All ranks must call, each with its own batch.
-        module: The module. It does not change.
-        batch: The batch of the sample that lost its gradient.
-        batch_idx: Its index.
-        by: Whether a row of the table stands for a module or for a parameter.
-        scale: The loss scale.
+    The trainer is at the start of a batch. All ranks must call, each with its own batch. The module does not change.
 
     Cost: a step in fp32, one or two as training takes them, and one for each setting.
-
     """
 
     def __init__(
@@ -65,13 +58,7 @@ class GradientRemedies:
         self._loss_scale = scale
 
     def try_all(self, fault: GradientFault, recommended_scale: float | None) -> list[TriedRemedy]:
-        """Try settings, the cheapest first, until one works.
-
-        Args:
-            fault: The fault of the gradient.
-            recommended_scale: The largest loss scale at which the gradients so far fit into fp16.
-
-        """
+        """Try settings, the cheapest first, until one works. The gradients so far fit at `recommended_scale`."""
         if fault.kind in ("nan", "infinite") or not isinstance(self._trainer.precision_plugin, AmpPrecision):
             return []
         outputs = OutputComparison()
@@ -212,10 +199,7 @@ class GradientRemedies:
 
 
 def _rounded_away(outputs: OutputComparison) -> list[str]:
-    """Name the modules whose output is far from fp32, in order, without the modules around them.
-
-    Waits for the device.
-    """
+    """Name the modules whose output is far from fp32, without the modules around them. Waits for the device."""
     sums: dict[str, Tensor] = {}
     for call, _ in outputs.calls:
         if call.name and call.sums is not None:

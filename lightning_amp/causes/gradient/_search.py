@@ -33,20 +33,12 @@ _SAME_WAY = 0.99
 
 @final
 class GradientFindings(NamedTuple):
-    """The result of a sample.
-
-    Attributes:
-        fault: The fault of the gradient; `None` if there is none.
-        tried: The remedies tried against the fault, now or in an earlier sample.
-        derivative: The first derivative inside of the loss, in this run, that fp16 does not hold.
-        scaled_grad_helps: Whether `scaled_grad` was tried on this derivative, and helped.
-
-    """
+    """The result of a sample."""
 
     fault: GradientFault | None
-    tried: list[TriedRemedy]
-    derivative: InaccurateDerivative | None
-    scaled_grad_helps: bool
+    tried: list[TriedRemedy]  # against the fault, now or in an earlier sample
+    derivative: InaccurateDerivative | None  # the first of the run, inside of the loss, that fp16 does not hold
+    scaled_grad_helps: bool  # with this derivative
 
 
 @final
@@ -67,17 +59,9 @@ class GradientSearch:
         sample: Sample,
         recommended_scale: float | None,
     ) -> GradientFindings:
-        """Read a sample, and try remedies against its fault. All ranks must call.
+        """Read the sample of a batch, and try remedies against its fault. All ranks must call.
 
-        Args:
-            trainer: The trainer, at the start of the batch.
-            module: The module. It does not change.
-            batch: The sampled batch.
-            batch_idx: Its index.
-            by: Whether a row stands for a module or for a parameter.
-            sample: The sample of the batch.
-            recommended_scale: The largest loss scale at which the gradients so far fit into fp16.
-
+        The trainer is at the start of the batch. The gradients so far fit into fp16 at `recommended_scale`.
         """
         remedies = GradientRemedies(trainer, module, batch, batch_idx, by, sample.rows[-1].scale)
         derivative, helps = None, False
@@ -95,11 +79,8 @@ class GradientSearch:
 def find_gradient_fault(rows: Iterable[GradientRow], order: Sequence[str], clipped: str = "") -> GradientFault | None:
     """Find the fault that the rows of a sample show; return `None` if the gradient is close to fp32.
 
-    Args:
-        rows: All rows, with the row of all gradients together.
-        order: Names in the order in which the backward computes their gradients; all other names come last.
-        clipped: The function that clips scaled gradients; empty if none does.
-
+    `order` has names as the backward reaches them; all other names come last. `clipped` names a function that clips
+    scaled gradients.
     """
     by_name = {row.name: row for row in rows}
     total = by_name.pop(TOTAL, None)

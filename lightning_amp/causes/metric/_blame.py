@@ -27,18 +27,11 @@ _CLEAR = 0.25
 @final
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The first wrong module or operation in a batch.
+    """The first wrong module or operation in a batch."""
 
-    Attributes:
-        report: The report, with the values of the batch and the culprit; its cause is `"unknown"` if there is none.
-        source: The module whose output goes into the wrong operation.
-        only_varying: Whether only the variation between the samples is wrong.
-
-    """
-
-    report: EvaluationReport
-    source: str | None = None
-    only_varying: bool = False
+    report: EvaluationReport  # its cause is `"unknown"` if nothing is wrong
+    source: str | None = None  # the module whose output goes into the wrong operation
+    only_varying: bool = False  # only the variation between the samples is wrong
 
     @property
     def may_be_an_operation(self) -> bool:
@@ -60,12 +53,8 @@ class Blame:
 def blame_module(report: EvaluationReport, outputs: OutputComparison) -> Blame:
     """Find the first module, innermost first, whose output is wrong although its input is not. Waits for the device.
 
-    The outermost module, which has no name, stands for the step and is left out.
-
-    Args:
-        report: The report of the batch. If its metric is not finite, only an output that is not finite is wrong.
-        outputs: The outputs in AMP and in fp32.
-
+    The outermost module, which has no name, stands for the step and is left out. If the metric of the batch is not
+    finite, only an output that is not finite is wrong.
     """
     nonfinite = not math.isfinite(report.batch_amp)
     wrong: Blame | None = None
@@ -180,10 +169,7 @@ def more_modules(rules: list[str], blame: Blame, outputs: OutputComparison) -> l
 
 
 def worst_db(sums: Tensor | None) -> float:
-    """Return the lowest SQNR of a comparison, of whole tensors or of the variation between samples.
-
-    It is infinite if there is nothing to compare.
-    """
+    """Return the lowest SQNR of whole tensors and of the variation between samples; infinity without a comparison."""
     if sums is None:
         return math.inf
     ratios = [float(fidelity(part)[0]) for row in sums.reshape(-1, 6) for part in (row[:3], row[3:])]

@@ -27,39 +27,30 @@ Watch = Callable[[LightningModule], AbstractContextManager[Any]]
 
 @final
 class Replayed(NamedTuple):
-    """The result of running some batches.
+    """The result of running some batches."""
 
-    Attributes:
-        value: The metric; `None` if it was not logged.
-        held: Copies of the shadow's buffers and tensors after the last batch; empty for a single batch.
-
-    """
-
-    value: float | None
-    held: dict[str, Tensor]
+    value: float | None  # the metric; `None` if it was not logged
+    held: dict[str, Tensor]  # tensors of the shadow after the last of several batches
 
 
 @final
 class EvaluationReplay:
-    """Runs batches of a compared evaluation again, each time on a new shadow, and reads one metric.
-
-    Args:
-        trainer: The trainer, at the end of its evaluation.
-        module: The real module.
-        compared: The evaluation.
-        metric: The name of the metric in `trainer.callback_metrics`.
-
-    """
+    """Runs batches of a finished, compared evaluation again, each time on a new shadow, and reads one metric."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, compared: ComparedEvaluation, metric: str) -> None:
-        self.trainer, self.module = trainer, module
+        self._trainer, self.module = trainer, module
         self.stage: Stage = compared.stage
         self._metric, self._weights = metric, compared.weights
         self._device_type = trainer.strategy.root_device.type
 
+    @property
+    def trainer(self) -> Trainer:
+        """Return the real trainer."""
+        return self._trainer
+
     def in_fp32(self, steps: Sequence[FirstBatch], watch: Watch | None = None, *, upcast: bool = True) -> Replayed:
         """Run batches in fp32; without `upcast`, as `eval_precision="fp32"` would."""
-        return self._run(EvaluationPass.in_fp32(self.trainer, self.module, self.stage, upcast=upcast), steps, watch)
+        return self._run(EvaluationPass.in_fp32(self._trainer, self.module, self.stage, upcast=upcast), steps, watch)
 
     def in_amp(
         self,
@@ -75,7 +66,7 @@ class EvaluationReplay:
             ValueError: If a module of `rules` has half-precision parameters.
 
         """
-        one = EvaluationPass.in_amp(self.trainer, self.module, self.stage, upcast=upcast)
+        one = EvaluationPass.in_amp(self._trainer, self.module, self.stage, upcast=upcast)
         return self._run(one, steps, watch, rules)
 
     def operations(self, steps: Sequence[FirstBatch]) -> tuple[OperationWatch, OperationWatch]:

@@ -46,12 +46,7 @@ _GONE = 0.25
 
 @final
 class MetricSearch:
-    """Searches in each comparison of a run until it has found a cause.
-
-    Attributes:
-        reports: One report for each rank that found a cause; the same on all ranks.
-
-    """
+    """Searches in each comparison of a run until it has found a cause. `reports` has it, of each rank, on all ranks."""
 
     def __init__(self) -> None:
         self.reports: list[EvaluationReport] = []
@@ -124,25 +119,14 @@ def _quiet_passes() -> Generator[None]:
 @final
 @dataclass(frozen=True, slots=True)
 class _Sight:
-    """Batches that ran again in both precisions.
-
-    Attributes:
-        steps: The batches.
-        amp: The metric in AMP over these batches alone; NaN if it was not logged.
-        fp32: The metric in fp32.
-        shows: Whether the metric goes wrong in these batches.
-        outputs: The outputs of modules in AMP and in fp32.
-        amp_state: The tensors that the AMP side held after the last batch.
-        fp32_state: The tensors that the fp32 side held.
-
-    """
+    """Batches that ran again in both precisions."""
 
     steps: Sequence[FirstBatch]
-    amp: float
+    amp: float  # the metric over these batches alone; NaN if it was not logged
     fp32: float
-    shows: bool
+    shows: bool  # the metric goes wrong in these batches
     outputs: OutputComparison
-    amp_state: dict[str, Tensor]
+    amp_state: dict[str, Tensor]  # tensors held after the last batch
     fp32_state: dict[str, Tensor]
 
 

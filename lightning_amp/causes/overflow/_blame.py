@@ -24,14 +24,11 @@ from lightning_amp.tracing import (
 
 @final
 class Blame(NamedTuple):
-    """A diagnosis, and the operation of the replay that it names.
-
-    `is_swallowed`: the result of the operation does not show in the loss, which is finite: `1 / (1 + inf)` is 0.
-    """
+    """A diagnosis, and the operation of the replay that it names."""
 
     diagnosis: Diagnosis
     call: OperationCall | None
-    is_swallowed: bool = False
+    is_swallowed: bool = False  # the result does not show in the loss, which is finite: `1 / (1 + inf)` is 0
 
 
 def key_as_it_was(found: Diagnosis, watch: OperationWatch) -> str:
@@ -66,17 +63,7 @@ def blame(
     fp32_watch: OperationWatch,
     batch: Any,
 ) -> Blame:
-    """Correct a diagnosis by the run of the same step in fp32.
-
-    Args:
-        module: The module that ran in fp32.
-        found: The diagnosis of the step as it was.
-        amp_watch: The operations of the step as it was.
-        found_in_fp32: The diagnosis of the step in fp32, in which an intended mask is no cause.
-        fp32_watch: The operations of the step in fp32.
-        batch: The batch of the step.
-
-    """
+    """Correct a diagnosis by the run of the same step in fp32, in which an intended mask is no cause."""
     if found_in_fp32.cause == "none":
         return _lost_in_half(module, found, amp_watch, fp32_watch)
     found = replace(found, in_fp32="not finite")

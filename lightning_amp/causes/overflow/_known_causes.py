@@ -20,15 +20,9 @@ MAX_REPLAYS = 20
 
 @final
 class KnownCauses:
-    """The reports of one Trainer, and how often each kind of skip was seen.
+    """The reports of one Trainer, on at most `max_reports` causes and steps, and counts of each kind of skip.
 
-    Args:
-        max_reports: The largest number of causes, and of steps in `reports`.
-
-    Attributes:
-        reports: Reports of new causes and, as long as there is room, of steps that were skipped for a known one.
-        known: Keys of all causes so far.
-
+    `reports` has new causes and, as long as there is room, steps that were skipped for a known one.
     """
 
     def __init__(self, max_reports: int) -> None:

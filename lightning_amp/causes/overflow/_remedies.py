@@ -44,30 +44,17 @@ _Edits = Mapping[tuple[str, Place | None], Edit]
 @final
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step that is not finite.
-
-    Attributes:
-        found: Its diagnosis.
-        call: The operation of the replay that the diagnosis names, if it is known.
-        alike: Operations on other lines that fail in the same way.
-        takers: Modules that the result of the operation went through, in order.
-        precision: The precision of the step, by our name.
-        choices: Precisions that the device runs.
-        scale: The loss scale at which the step failed.
-        fitting: The loss scale at which the largest true gradient of the step fits.
-        is_finite: Runs the step with a remedy, and returns whether loss and gradients are finite.
-
-    """
+    """A step that is not finite."""
 
     found: Diagnosis
-    call: OperationCall | None
-    alike: Sequence[OperationCall]
-    takers: Sequence[str]
+    call: OperationCall | None  # the operation of the replay that the diagnosis names
+    alike: Sequence[OperationCall]  # operations on other lines that fail in the same way
+    takers: Sequence[str]  # modules that its result went through, in order
     precision: str
-    choices: Sequence[str]
-    scale: float
-    fitting: float
-    is_finite: Callable[..., bool]
+    choices: Sequence[str]  # precisions that the device runs
+    scale: float  # at which the step failed
+    fitting: float  # scale at which the largest true gradient fits
+    is_finite: Callable[..., bool]  # runs the step with a remedy
 
     @property
     def operation(self) -> Operation | None:

@@ -21,13 +21,7 @@ from lightning_amp.tracing import make_bundle
 
 @final
 class ReportFiles:
-    """Writes the files on rank 0. If that fails, it warns once, and training goes on.
-
-    Args:
-        dirpath: Folder or URL.
-        save_bundles: Whether to save the step, too.
-
-    """
+    """Writes the files on rank 0. If that fails, it warns once, and training goes on."""
 
     def __init__(self, dirpath: str | Path, save_bundles: bool) -> None:
         self._dirpath, self._save_bundles = dirpath, save_bundles

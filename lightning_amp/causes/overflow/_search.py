@@ -15,10 +15,11 @@ from lightning.pytorch.plugins import Precision
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
+from lightning_amp._text import named
 from lightning_amp.casting import Choice, Fp32Modules, our_name, runnable
 from lightning_amp.causes.overflow._blame import Blame, blame, blame_alone, key_as_it_was, key_beside_fp32
 from lightning_amp.causes.overflow._remedies import Case, calls_like, modules_after, try_remedies
-from lightning_amp.findings import Remedy, StepRecord
+from lightning_amp.findings import StepRecord
 from lightning_amp.numerics import (
     HALF_DTYPES,
     all_finite,
@@ -44,18 +45,11 @@ from lightning_amp.tracing import Diagnosis, Edit, GradientPlace, OperationWatch
 
 @final
 class Explained(NamedTuple):
-    """The result of one rank's search.
-
-    Attributes:
-        report: The report of the skipped step.
-        key: Identifies the cause: it is the same whichever batch shows the cause.
-        step: The batch that the report is about.
-
-    """
+    """The result of one rank's search."""
 
     report: OverflowReport
-    key: str
-    step: KeptBatch | None = None
+    key: str  # the same for one cause, whichever batch shows it
+    step: KeptBatch | None = None  # the batch that the report is about
 
 
 def blank_report(
@@ -104,15 +98,8 @@ def explain(
 ) -> Explained:
     """Run the batches of a window again until one is not finite, and complete a report. Never raises, changes nothing.
 
-    All ranks must call. They run the same number of passes, whatever each of them finds.
-
-    Args:
-        trainer: The trainer.
-        module: The module that it trains.
-        window: The batches since the last step.
-        report: The result of :func:`blank_report`.
-        known: Keys of causes that need neither a run in fp32 nor remedies.
-
+    All ranks must call. They run the same number of passes, whatever each of them finds. A cause whose key is `known`
+    needs neither a run in fp32 nor remedies.
     """
     ranks, record, device = Lockstep(trainer), report.record, trainer.strategy.root_device
     steps = list(window.kept)
@@ -141,7 +128,12 @@ def explain(
                             found, blamed = _beside_fp32(found, replay.module, run, in_fp32, step)
                             if not (isinstance(in_fp32, Failure) and in_fp32.out_of_memory):
                                 case = _case(trainer, module, record, blamed, run, in_fp32, rerun)
-                                found = _with_remedies(found, try_remedies(ranks, case))
+                                tried = try_remedies(ranks, case)
+                                by_scale = [r.kind for r in tried if r.worked and r.kind in ("scale", "divisor")]
+                                found = found._replace(
+                                    report=replace(found.report, remedies=tuple(tried)),
+                                    key=by_scale[-1] if by_scale else found.key,
+                                )
                 if ranks.all(found is not None):
                     break
         except OtherRankFailedError:
@@ -215,12 +207,6 @@ def _case(
     )
 
 
-def _with_remedies(found: Explained, tried: Sequence[Remedy]) -> Explained:
-    by_scale = [remedy.kind for remedy in tried if remedy.worked and remedy.kind in ("scale", "divisor")]
-    report = replace(found.report, remedies=tuple(tried))
-    return found._replace(report=report, key=by_scale[-1] if by_scale else found.key)
-
-
 def _edited(step: KeptBatch) -> str:
     if not step.edited:
         return ""
@@ -231,8 +217,7 @@ def _edited(step: KeptBatch) -> str:
 
 def _unseen(names: Sequence[str]) -> str:
     """Name the modules in which no operation can be seen."""
-    listed = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
-    return listed and f"{listed} is compiled by TorchScript, which cannot be looked into"
+    return f"{named(names)} is compiled by TorchScript, which cannot be looked into" if names else ""
 
 
 # -- runs of the step --------------------------------------------------------------------------------------------------
@@ -240,22 +225,13 @@ def _unseen(names: Sequence[str]) -> str:
 
 @final
 class _StepAsItWas(NamedTuple):
-    """A step that was run again with the same weights, batch, random numbers and loss scale.
-
-    Attributes:
-        found: Its diagnosis.
-        watch: Its operations.
-        half_places: Where it computed gradients in half precision.
-        parameters: The parameters whose gradients are not finite.
-        unseen: Modules in which no operation can be seen.
-
-    """
+    """A step that was run again with the same weights, batch, random numbers and loss scale."""
 
     found: Diagnosis
     watch: OperationWatch
-    half_places: set[GradientPlace]
-    parameters: tuple[str, ...]
-    unseen: list[str]
+    half_places: set[GradientPlace]  # where it computed gradients in half precision
+    parameters: tuple[str, ...]  # with gradients that are not finite
+    unseen: list[str]  # modules in which no operation can be seen
 
 
 def _run_as_it_was(replay: TrainingPass, step: KeptBatch, scale: float) -> _StepAsItWas:
@@ -279,18 +255,11 @@ def _run_as_it_was(replay: TrainingPass, step: KeptBatch, scale: float) -> _Step
 
 @final
 class _StepInFp32(NamedTuple):
-    """A step that was run in fp32.
+    """A step that was run in fp32."""
 
-    Attributes:
-        found: Its diagnosis, in which an intended mask is no cause.
-        watch: Its operations.
-        largest: The largest true gradient that fp16 would have to hold.
-
-    """
-
-    found: Diagnosis
+    found: Diagnosis  # an intended mask is no cause
     watch: OperationWatch
-    largest: float | None
+    largest: float | None  # the largest true gradient that fp16 would have to hold
 
 
 def _run_in_fp32(
@@ -298,13 +267,7 @@ def _run_in_fp32(
 ) -> _StepInFp32 | Failure:
     """Run a step in fp32, without the casts to half precision in the user's code. Never raises.
 
-    Args:
-        trainer: The trainer.
-        module: The module that it trains.
-        replay: The pass of the run as it was. It is used again if no weight is in half precision.
-        step: The batch.
-        as_it_was: The run as it was. The operations that were not finite there are measured.
-
+    It uses the same pass again if no weight is in half precision, and measures the operations that were not finite.
     """
     try:
         fp32_pass, amp_watch = replay, as_it_was.watch
@@ -343,22 +306,14 @@ def _run_in_fp32(
 class _Rerun:
     """Runs a failed step again, with a remedy.
 
-    Attributes:
-        plugin: The precision plugin of the run.
-        device_type: The type of its device.
-        replay: The pass in which the step runs.
-        step: The batch.
-        scale: The loss scale. If the scale is no remedy, this one overflows least.
-        fp32_watch: The operations in fp32, if the fault does not show in the loss and the gradients. A value that is
-            finite there must then be finite here.
-
+    `fp32_watch` is given if the fault does not show in loss and gradients: no new NaN or infinity may then occur.
     """
 
     plugin: Precision
     device_type: str
     replay: TrainingPass
     step: KeptBatch
-    scale: float
+    scale: float  # if the scale is no remedy, one at which the step overflows least
     fp32_watch: OperationWatch | None = None
 
     def is_finite(
@@ -369,15 +324,7 @@ class _Rerun:
         edits: Mapping[tuple[str, Place | None], Edit] | None = None,
         scale: float | None = None,
     ) -> bool:
-        """Return whether loss and gradients are finite. Never raises.
-
-        Args:
-            precision: The precision of the run; empty: as it was.
-            rules: Modules that compute in fp32.
-            edits: Replacements of operations, by name and line.
-            scale: The loss scale.
-
-        """
+        """Return whether loss and gradients are finite with these changes. Never raises."""
         replay, active, fp32_watch = self.replay, None, self.fp32_watch
         try:
             context = replay.forward_context()
