@@ -64,10 +64,10 @@ class MetricComparison(Callback):
 
     `trainer.validate()` and `trainer.test()` compare too and print the table. `.table` has the rows of all comparisons.
 
-    The callback searches the cause if a metric is NaN or infinite, or differs from fp32 by more than a few per cent and
-    more than noise. This happens once per run: the first batch that shows the fault runs again in both precisions. One
-    warning names the batch, the first module or operation whose output is wrong, and the `fp32_modules` or
-    `eval_precision` that corrected the batch in a trial. If fp32 is not finite either, the warning names the data,
+    The callback searches for the cause if a metric is NaN or infinite, or is off by a few per cent and more than noise.
+    This happens once per run: the first batch that shows the fault runs again in both precisions. One warning names the
+    batch and the first module or operation whose output is wrong. It also names the `fp32_modules` or `eval_precision`
+    that corrected the batch in a trial. If fp32 is not finite either, the warning names the data,
     weights or operation to blame. :attr:`report` has the same as data. If nothing in the step is wrong, only the table
     shows the difference.
 
@@ -103,10 +103,10 @@ class MetricComparison(Callback):
             limited; the metrics that you log still cover all batches. With one loader the AMP side costs no further
             forward pass. With several, the limited batches of later loaders run once more in AMP after one loader was
             cut short.
-        tolerance: Largest absolute difference to accept, in the unit of the metric: one number for all, or a mapping
-            with one number for each metric of validation and test. NaN on one side only always exceeds it. `None`
-            accepts all. A name that the module does not log is an error in the sanity check. If the module's code has
-            that name or asks for `sanity_checking`, it is an error only in the first comparison.
+        tolerance: Largest absolute difference to accept, in the unit of the metric. It is one number for all, or a
+            mapping with one number for each metric of validation and test. NaN on one side only always exceeds it.
+            `None` accepts all. A name that the module does not log is an error in the sanity check. If the module's
+            code has that name or asks for `sanity_checking`, it is an error only in the first comparison.
         on_exceed: `"warn"`, or `"raise"` a `RuntimeError` at the end of the validation, on all ranks.
         by_module: Also compare the outputs of each module, over all compared batches: :attr:`module_table`. It costs a
             copy of all activations of one fp32 step, and some passes over them. Compiled modules are left out.

@@ -70,16 +70,16 @@ class OverflowLocator(Callback):
           try: 'bf16', whose range is that of fp32 (tried: works); or ...
 
     "tried: works" means that loss and gradients were finite in a replay with this remedy. A cause is printed once, and
-    from then on only counted. A step that is skipped while a dynamic scale settles is no fault: if a replay at a lower
+    from then on only counted. A step that is skipped while a dynamic scale settles is no fault. If a replay at a lower
     scale is finite, the step is only counted. One line at the end of fit has both counts.
 
     If the loss is not finite although its gradients are, the step is taken. The locator reports this once, in the same
     way.
 
-    It also names a learning rate or another hyperparameter that is not finite, before a step uses it. (If it lies on an
-    accelerator, the locator names it at the next log point, or before the next report.) The step is taken. The locator
-    warns of other faults, too: parameters and buffers that are not finite at the start, averages kept in half
-    precision, and an `eps` that is zero in its optimizer's state. The error that ends a stuck run repeats
+    It also warns of a learning rate or another hyperparameter that is not finite, before a step uses it. A value on an
+    accelerator is read at the next log point, or before the next report. The step is taken. Other warnings name
+    parameters and buffers that are not finite at the start, averages kept in half precision, and an `eps` that is zero
+    in its optimizer's state. The error that ends a stuck run repeats
     the cause that was found.
 
     :attr:`reports` has the reports as data. The locator never changes results: weights are bit-identical with and
@@ -91,7 +91,7 @@ class OverflowLocator(Callback):
     rank 0 logs and writes the files for all.
 
     A replay may differ from the real step. The step may have changed attributes of the module (a counter, a schedule of
-    its own), or weights, if another optimizer stepped in the same manual step. A batch may have been edited in
+    its own). Another optimizer may have changed weights in the same manual step. A batch may have been edited in
     place; after the first such batch, each one is copied before its step. Callbacks that draw random numbers or edit
     the batch in `on_train_batch_start` should stand before this one in the list. Modules compiled by `torch.compile`
     run eagerly in the replay. Modules compiled by TorchScript cannot be looked into, which the report says. The locator

@@ -82,7 +82,7 @@ def _decibels(sqnr_db: float) -> str:
 
 
 def describe_healthy(rows: Sequence[GradientRow], largest: float, scale: float | None) -> str:
-    """Sum up a sample without a fault, whose last row is that of all gradients.
+    """Sum up a sample without a fault. Its last row stands for all gradients.
 
     `largest` is the largest finite gradient so far, and `scale` the loss scale to recommend.
     """

@@ -201,11 +201,10 @@ def _cure(report: OverflowReport) -> str:
         return "look at non-deterministic operations, and at earlier batches of the window"
     if report.cause == "not reproduced":
         return (
-            "look at what edits gradients between the backward and the step (hooks, callbacks), at non-deterministic"
+            "look at hooks and callbacks that edit gradients between the backward and the step, at non-deterministic"
             " operations, and at earlier batches of the window"
         )
-    grown = _grown(report)
-    if grown:
+    if grown := _grown(report):
         return grown
     if found.in_fp32 == "not finite":
         return f"{for_any_precision(operation, remedies)}; no precision can help"
@@ -273,17 +272,17 @@ def _in_general(report: OverflowReport) -> str:
     found = report.diagnosis
     if report.cause == "loss":
         return (
-            "compute the loss in fp32 (`.float()` on what goes into it) and in a stable form (`cross_entropy`,"
+            "compute the loss in fp32 (`.float()` on its inputs) and in a stable form (`cross_entropy`,"
             " `logsumexp`, an epsilon under roots and quotients)"
         )
     if _has_range_of_fp32(report) or found.dtype == "bfloat16":
         return (
-            "making what goes into the module smaller (a normalisation before it), and epsilons under roots,"
+            "making the inputs of the module smaller (a normalisation before it), and epsilons under roots,"
             " logarithms and quotients; 'fp32' holds no larger numbers than bfloat16"
         )
     tried = any(remedy.kind == "bf16" for remedy in report.remedies)
     first = "" if tried else "'bf16', whose range is that of fp32; or "
-    smaller = "make what goes into the module smaller (a normalisation before it)"
+    smaller = "make the inputs of the module smaller (a normalisation before it)"
     return f"{first}{smaller}. Lowering the loss scale cannot help"
 
 

@@ -24,8 +24,8 @@ def cause_words(found: Diagnosis, is_scaled: bool) -> str:
         return f"`{found.parameter}` has non-finite values; they first reach {_module(found)}"
     if found.cause == "forward" and found.where == "input":
         return (
-            f"the forward: what arrives at {_module(found)} is not finite although every module before it and the"
-            " batch are; an operation between modules overflowed"
+            f"the forward: the input of {_module(found)} is not finite, although the batch and the output of every"
+            " module before it are; an operation between modules overflowed"
         )
     if found.cause == "forward":
         what = "the output" if operation is None else f"the result of `{operation.name}`"
@@ -34,7 +34,7 @@ def cause_words(found: Diagnosis, is_scaled: bool) -> str:
     if found.cause == "loss" and operation is not None:
         return f"the loss: the result of `{operation.name}`, {_tensor(operation)}, is not finite{_details(found)}"
     if found.cause == "loss":
-        return "the loss: every module's output is finite, what `training_step` computes from them is not"
+        return "the loss: every module's output is finite, but the loss that `training_step` computes from them is not"
     if found.cause == "backward":
         return f"the {'scaled ' if is_scaled else ''}backward alone, the loss is finite: {_backward(found)}"
     return ""
@@ -100,13 +100,13 @@ def _special(operation: Operation) -> str:
     if operation.kind == "negative":
         return f"an argument is {domain(operation.name).outside}{more}"
     if operation.kind == "infinite":
-        return "an infinity went in, and 0 times infinity, or infinity minus infinity, is NaN"
+        return "an input is infinite, and 0 times infinity, or infinity minus infinity, is NaN"
     if operation.kind == "outside":
-        return "what went in was not finite before the step: it is neither in the batch, nor a parameter, nor a buffer"
+        return "an input was not finite before the step; it is neither in the batch, nor a parameter, nor a buffer"
     if operation.kind == "sum":
         return f"it adds up {operation.count:,} finite values, and the sum leaves the range of {operation.dtype}"
     if operation.kind == "cast" and operation.largest_input is not None:
-        return f"{rounded(operation.largest_input)} does not fit into it"
+        return f"{rounded(operation.largest_input)} does not fit into {operation.dtype}"
     return ""
 
 
@@ -152,11 +152,11 @@ def in_words(remedy: Remedy, operation: Operation | None) -> str:
         return f"`fp32_modules=[{', '.join(repr(name) for name in remedy.values)}]` (tried: works)"
     if remedy.kind == "operation in fp32":
         is_sum = operation is not None and operation.kind == "sum"
-        return f"`.float()` {'before that sum' if is_sum else 'on what goes into that line'} (tried: works)"
+        return f"`.float()` {'before that sum' if is_sum else 'on the inputs of that line'} (tried: works)"
     if remedy.kind == "source in fp32":
         name, line, _, lossy_line, *others = remedy.values
         where = f" in {line}" if line != lossy_line else ""
-        return f"`.float()` on what goes into `{name}`{where} (tried: works){_there_too(others)}"
+        return f"`.float()` on the inputs of `{name}`{where} (tried: works){_there_too(others)}"
     if remedy.kind == "logsigmoid":
         form, *others = remedy.values
         also = _there_too(others)
@@ -210,9 +210,9 @@ def for_any_precision(operation: Operation | None, remedies: Sequence[Remedy]) -
         tried = [_plain(remedy.values[0]) for remedy in remedies if remedy.kind == "epsilon"]
         return f"look at that line: an epsilon there does not help (tried: {tried[0]} to {tried[-1]})"
     if operation.kind == "infinite":
-        return "`torch.where` or `masked_fill` in the place of a product with, or a sum of, infinities"
+        return "replace infinities by `torch.where` or `masked_fill` before a product or a sum of them"
     if operation.is_sum:
-        return "look at what edits that gradient (a hook), and at what is added up"
+        return "look for a hook that edits that gradient, and at the gradients that are added up"
     if operation.kind == "outside":
         return "find out where that tensor is made"
     epsilons = worked(remedies, "epsilon")
@@ -223,7 +223,7 @@ def for_any_precision(operation: Operation | None, remedies: Sequence[Remedy]) -
     if operation.kind == "ignored":
         return "leave out batches without a label, or sum the losses (`reduction='sum'`) and divide by `max(1, count)`"
     if operation.kind == "empty":
-        return "leave out what is empty before it: `if x.numel()`; or divide a sum by `max(1, count)`"
+        return "leave out empty tensors before it: `if x.numel()`; or divide a sum by `max(1, count)`"
     if operation.kind == "one":
         return "`unbiased=False` (`correction=0`), or more than one value"
     if operation.name.startswith("CheckpointFunction"):
@@ -252,7 +252,7 @@ def for_any_precision(operation: Operation | None, remedies: Sequence[Remedy]) -
             f"find out where {rounded(operation.largest_input)} comes from: an outlier in the data, or weights that"
             f" grow (a lower learning rate, gradient clipping){no_larger}"
         )
-    return "look at what goes into that line: its result is not finite in fp32 either"
+    return "look at the inputs of that line: its result is not finite in fp32 either"
 
 
 def _on_exponential(operation: Operation, remedies: Sequence[Remedy]) -> str:

@@ -52,10 +52,10 @@ class ScaleHistory(Table[StepRecord]):
         print([record.index for record in monitor.history if record.skipped])
         monitor.history.to_csv("scale_history.csv")
 
-    Iterating and indexing give the stored records: the first and the last step, every skip, every step after which the
-    scale moved, and the two steps around a change of precision. The steps between two records were applied, at the
-    later one's scale and in its precision. `len` counts the stored records, and an index is a position among them, not
-    the index of a step.
+    Iterating and indexing give the stored records: the first and the last step, every skip, and every step after which
+    the scale moved. The two steps around a change of precision are stored, too. The steps between two records were
+    applied, at the later one's scale and in its precision. `len` counts the stored records, and an index is a position
+    among them, not the index of a step.
     """
 
     _header = _COLUMNS
@@ -274,8 +274,8 @@ class ScaleHistory(Table[StepRecord]):
         Raises:
             ValueError: If an argument is no part of a policy or out of its range; if no step, or none with a loss
                 scale, was recorded; if several optimizers did not step once each in every batch. The replay needs this
-                because the scale moves once per batch. (It does not notice a single optimizer that steps several times
-                in a batch: it takes each of its steps for a batch.)
+                because the scale moves once per batch. A single optimizer that steps several times in a batch is not
+                noticed: each of its steps counts as a batch.
 
         Cost: some 50 microseconds for each step that overflows or after which the scale grows.
         """

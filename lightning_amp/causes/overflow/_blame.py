@@ -31,7 +31,7 @@ class Blame(NamedTuple):
     is_swallowed: bool = False  # the result does not show in the loss, which is finite: `1 / (1 + inf)` is 0
 
 
-def key_as_it_was(found: Diagnosis, watch: OperationWatch) -> str:
+def key_without_fp32(found: Diagnosis, watch: OperationWatch) -> str:
     """Return a key that is the same for one cause, whichever batch shows it, before the run in fp32."""
     call: OperationCall | None = None
     if found.cause == "backward":
@@ -45,7 +45,7 @@ def key_as_it_was(found: Diagnosis, watch: OperationWatch) -> str:
     return f"{call.key.name}, {place.file}:{place.line}" if place is not None else f"{call.key.name}, {call.module}"
 
 
-def key_beside_fp32(found: Diagnosis, before: str) -> str:
+def key_with_fp32(found: Diagnosis, before: str) -> str:
     """Return this key for a diagnosis that the run in fp32 has corrected; `before` is the key without it."""
     operation = found.operation
     if found.cause in ("batch", "weights"):
@@ -88,7 +88,7 @@ def blame(
     return Blame(found, None)
 
 
-def blame_alone(module: nn.Module, found: Diagnosis, amp_watch: OperationWatch) -> Blame:
+def blame_without_fp32(module: nn.Module, found: Diagnosis, amp_watch: OperationWatch) -> Blame:
     """Name the operation without a run in fp32."""
     if found.cause == "backward":
         culprit = amp_watch.first_backward

@@ -17,7 +17,7 @@ from typing_extensions import final
 from lightning_amp._compat import _modules
 from lightning_amp._text import named
 from lightning_amp.casting import Choice, Fp32Modules, our_name, runnable
-from lightning_amp.causes.overflow._blame import Blame, blame, blame_alone, key_as_it_was, key_beside_fp32
+from lightning_amp.causes.overflow._blame import Blame, blame, blame_without_fp32, key_with_fp32, key_without_fp32
 from lightning_amp.causes.overflow._remedies import Case, calls_like, modules_after, try_remedies
 from lightning_amp.findings import StepRecord
 from lightning_amp.numerics import (
@@ -117,7 +117,7 @@ def explain(
                 run = ranks.run(partial(_run_as_it_was, replay, step, record.scale))
                 note, is_new = "; ".join(filter(None, (_edited(step), _unseen(run.unseen)))), False
                 if found is None and run.found.cause != "none":
-                    found = _as_it_was(report, run, step, number, note)
+                    found = _without_fp32(report, run, step, number, note)
                     is_new = found.key not in known
                 if ranks.any(is_new):
                     in_fp32 = ranks.run(partial(_run_in_fp32, trainer, module, replay, step, run))
@@ -125,7 +125,7 @@ def explain(
                     rerun = _Rerun(trainer.precision_plugin, device.type, replay, step, scale)
                     with ranks.until_all_are_done(rerun.is_finite):
                         if is_new and found is not None:
-                            found, blamed = _beside_fp32(found, replay.module, run, in_fp32, step)
+                            found, blamed = _with_fp32(found, replay.module, run, in_fp32, step)
                             if not (isinstance(in_fp32, Failure) and in_fp32.out_of_memory):
                                 case = _case(trainer, module, record, blamed, run, in_fp32, rerun)
                                 tried = try_remedies(ranks, case)
@@ -151,7 +151,7 @@ def _not_found(report: OverflowReport, step: KeptBatch, number: int, note: str) 
     return Explained(report, f"{report.cause}: {note}", step)
 
 
-def _as_it_was(report: OverflowReport, run: _StepAsItWas, step: KeptBatch, number: int, note: str) -> Explained:
+def _without_fp32(report: OverflowReport, run: _StepAsItWas, step: KeptBatch, number: int, note: str) -> Explained:
     report = replace(
         report,
         cause=cause_of(run.found),
@@ -161,16 +161,16 @@ def _as_it_was(report: OverflowReport, run: _StepAsItWas, step: KeptBatch, numbe
         parameters=report.parameters or run.parameters,
         note=note,
     )
-    return Explained(report, key_as_it_was(run.found, run.watch), step)
+    return Explained(report, key_without_fp32(run.found, run.watch), step)
 
 
-def _beside_fp32(
+def _with_fp32(
     found: Explained, module: LightningModule, run: _StepAsItWas, in_fp32: _StepInFp32 | Failure, step: KeptBatch
 ) -> tuple[Explained, Blame]:
     """Complete the diagnosis by the run in fp32, and name the operation that made the difference."""
     report = found.report
     if isinstance(in_fp32, Failure):
-        blamed = blame_alone(module, run.found, run.watch)
+        blamed = blame_without_fp32(module, run.found, run.watch)
         if "modified by an inplace operation" not in in_fp32.reason:
             note = f"it could not be run in fp32 ({in_fp32.reason})"
             report = replace(report, note="; ".join(filter(None, (report.note, note))))
@@ -179,7 +179,7 @@ def _beside_fp32(
         if report.cause == "backward":
             report = replace(report, largest_gradient=in_fp32.largest)
     report = replace(report, diagnosis=blamed.diagnosis, cause=cause_of(blamed.diagnosis))
-    return found._replace(report=report, key=key_beside_fp32(blamed.diagnosis, found.key)), blamed
+    return found._replace(report=report, key=key_with_fp32(blamed.diagnosis, found.key)), blamed
 
 
 def _case(

@@ -54,7 +54,7 @@ def test_the_operation_whose_result_was_rounded_is_named() -> None:
         '  before it: the result of `sigmoid` in gan.py:9 "p = torch.sigmoid(x)"'
         " is rounded to half precision, so that the argument of `log` is 0\n" in text
     )
-    assert "try: `.float()` on what goes into `sigmoid` (tried: works). Lowering" in text
+    assert "try: `.float()` on the inputs of `sigmoid` (tried: works). Lowering" in text
     same = ("sigmoid", 'gan.py:10 "torch.log(1 - p)"')
     text = str(report("loss", log, remedies=(Remedy("source in fp32", same * 2, True),)))
     assert "before it: the result of `sigmoid` is rounded" in text
@@ -123,7 +123,7 @@ def test_remedies_that_failed_are_not_advised() -> None:
         (Operation("sqrt", kind="zero", in_backward=True), "`torch.where` behind it does not help"),
         (Operation("softmax", kind="masked"), "leave at least one entry of each row unmasked"),
         (Operation("std", kind="one"), "`correction=0`"),
-        (Operation("mean", kind="empty"), "leave out what is empty"),
+        (Operation("mean", kind="empty"), "leave out empty tensors"),
         (Operation("cross_entropy", kind="ignored"), "leave out batches without a label"),
         (Operation("exp", largest_input=120.0, followed_by="sum"), "subtract the maximum"),
         (Operation("linear", largest_input=1e25), "find out where 1e+25 comes from"),
@@ -189,7 +189,7 @@ def test_a_clamp_that_failed_is_not_advised() -> None:
     failed = tuple(Remedy("clamp", (largest,), False) for largest in (80.0, 5.0))
     assert "clamp" in advice("loss", exp)
     assert "clamp" not in advice("loss", exp, remedies=(Remedy("bf16", (), True), *failed))
-    assert advice("loss", exp, "not finite", remedies=failed).startswith("look at what goes into that line")
+    assert advice("loss", exp, "not finite", remedies=failed).startswith("look at the inputs of that line")
 
 
 def test_a_remedy_tried_on_several_lines_names_them() -> None:
@@ -206,7 +206,7 @@ def test_a_remedy_tried_on_several_lines_names_them() -> None:
 def test_the_line_to_change_may_be_before_the_operation_that_rounds() -> None:
     values = ("mul", 'net.py:3 "z * mask"', "add", 'net.py:4 "z.sum() + 1e-8"')
     text = advice("forward", Operation("div", kind="zero"), remedies=(Remedy("source in fp32", values, True),))
-    assert text.startswith('`.float()` on what goes into `mul` in net.py:3 "z * mask" (tried: works). Lowering')
+    assert text.startswith('`.float()` on the inputs of `mul` in net.py:3 "z * mask" (tried: works). Lowering')
 
 
 def test_advice_for_a_sum() -> None:

@@ -11,7 +11,7 @@ from zoo.faults import Net, Table, holes, mse, plain_data, through
 from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import AmpPrecision, OverflowLocator
-from lightning_amp.causes.overflow._blame import key_as_it_was
+from lightning_amp.causes.overflow._blame import key_without_fp32
 from lightning_amp.tracing import Diagnosis, OperationWatch
 
 
@@ -23,7 +23,7 @@ def test_the_same_cause_has_the_same_key_in_each_batch() -> None:
 
 def test_causes_without_an_operation_are_told_apart_by_their_module() -> None:
     watch = OperationWatch(nn.Identity(), "nobody.py")
-    keys = {key_as_it_was(Diagnosis("backward", module=name, parameter="w"), watch) for name in ("a", "b", "a")}
+    keys = {key_without_fp32(Diagnosis("backward", module=name, parameter="w"), watch) for name in ("a", "b", "a")}
     assert len(keys) == 2
 
 

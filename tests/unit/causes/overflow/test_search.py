@@ -70,7 +70,7 @@ def test_a_gradient_edited_by_a_callback_is_not_reproduced_but_its_parameter_is_
     fit(Toy, fp16(), callbacks=[locator, Poison(gradient=[3])])
     (report,) = locator.reports
     assert (report.cause, report.parameters) == ("not reproduced", ("net.0.weight",))
-    assert "look at what edits gradients" in str(report)
+    assert "look at hooks and callbacks that edit gradients" in str(report)
 
 
 class Drops(Toy):
