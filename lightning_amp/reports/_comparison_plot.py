@@ -18,6 +18,8 @@ Lines = Mapping[str, Sequence[ComparisonRow]]
 # The two lines nearly coincide: the thin one of AMP stays visible on the wide, pale one of fp32.
 _AMP: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linewidth": 1}
 _FP32: dict[str, Any] = {"marker": "o", "markersize": 9, "markeredgewidth": 0, "linewidth": 4, "alpha": 0.35}
+_BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+"""The place of a long legend, which would hide lines inside of the panel."""
 
 
 def plot_comparison(
@@ -46,7 +48,7 @@ def plot_comparison(
         _scale_differences(differences, rows, {t for metric in lines if (t := tolerance_of(metric)) is not None})
         values.set_ylabel(_in_lines(group))
         for axis in (values, differences):
-            axis.legend(fontsize="small", ncols=math.ceil(len(lines) / 4))
+            axis.legend(fontsize="small" if len(lines) < 5 else "x-small", **_BESIDE if len(lines) > 2 else {})
     axes[0, 0].set_title("value")
     axes[0, 1].set_title("AMP - fp32")
     if not groups:

@@ -66,6 +66,14 @@ def test_the_legend_of_each_panel_shows_its_lines_as_they_are_drawn(epochs: int)
     assert [text.get_text() for text in figure.axes[2].get_legend().get_texts()][:2] == ["fp32", "AMP"]
 
 
+def test_a_long_legend_stands_beside_its_panel() -> None:
+    rows = [ComparisonRow.of(epoch, epoch, f"m/dataloader_idx_{i}", 1.0, 1.0) for epoch in range(3) for i in range(6)]
+    figure: Any = ComparisonTable(rows).plot()
+    figure.canvas.draw()
+    for axis in figure.axes:
+        assert axis.get_legend().get_window_extent().x0 >= axis.get_window_extent().x1
+
+
 def test_plot_of_one_epoch_and_of_several_validations_in_one() -> None:
     ((sizes, _),) = panels(ComparisonTable([ComparisonRow.of(3, 40, "m", 1.0, 1.0)]).plot())
     assert sizes.get_xlim() == (2.5, 3.5)
