@@ -239,7 +239,7 @@ class ScaleMonitor(Callback):
             _messages.warn(
                 f"The loss scale fell to {exact(scale)}, below {exact(self.warn_below)}"
                 f" ({self._history.summary()}): the gradients overflow however small it gets. Look for a module whose"
-                " gradients are unusually large, or use 'bf16', whose range is that of fp32."
+                " gradients are unusually large, or use 'bf16', which has the range of fp32."
             )
 
         skips = sum(self._recent)

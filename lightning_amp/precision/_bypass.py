@@ -31,9 +31,10 @@ class ScalerByHand:
     * `unscale_(optimizer)` calls the plugin's `unscale_`.
     * `step(optimizer)` calls `step()` of the optimizer that `self.optimizers()` returns, or steps an unknown one.
     * `update()` moves the scale for the steps since the last update; the end of the batch does so for later steps.
+      A loop may leave out `step(optimizer)` after it found a norm that is not finite: `update()` counts that as a skip.
 
     `steps` must be made before this, because it multiplies by the scaler's own `scale`. `on_backward` is called when a
-    backward begins that the user has scaled.
+    backward begins that the user has scaled, and `skip_left_out` before `update()` moves the scale.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class ScalerByHand:
         plugin: MixedPrecision,
         module: LightningModule,
         on_backward: Callable[[], None],
+        skip_left_out: Callable[[], None],
     ) -> None:
         self._scaler, self._steps, self._plugin, self._module = scaler, steps, plugin, module
-        self._on_backward = on_backward
+        self._on_backward, self._skip_left_out = on_backward, skip_left_out
         self._own_update = scaler.update
         self._stepping: set[int] = set()
         calls = {"scale": self._multiply, "unscale_": self._unscale, "step": self._step, "update": self._update}
@@ -115,6 +117,7 @@ class ScalerByHand:
         elif _torch.has_found_infs(self._scaler):  # the plugin calls: only it gives the scaler flags
             self._own_update()
         else:
+            self._skip_left_out()
             self._steps.finish_batch()
 
 

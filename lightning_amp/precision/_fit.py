@@ -214,7 +214,8 @@ class Fit:
         """Refuse steps that bypass the plugin, and redirect the scaler's methods to it, while there is a loss scale."""
         self._guards: list[BypassedSteps | ScalerByHand] = []
         if watch is not None and self.steps.scaler is not None:
-            by_hand = ScalerByHand(self.steps.scaler, self.steps, self._plugin, self._module, self._note_backward)
+            scaler, calls = self.steps.scaler, (self._note_backward, self._skip_left_out)
+            by_hand = ScalerByHand(scaler, self.steps, self._plugin, self._module, *calls)
             self._guards = [by_hand, BypassedSteps(self.steps, watch)]
 
     def change_scaler(self, scaler: torch.amp.GradScaler | None, *, mixed: bool) -> None:
@@ -304,6 +305,12 @@ class Fit:
         if self._automatic:
             self._finish_batch()
         return output
+
+    def _skip_left_out(self) -> None:
+        for optimizer, result in self.steps.skip_left_out():
+            if self.protection.active:
+                self.protection.before_step(optimizer)
+                self.protection.observe(optimizer, result)
 
     def _plan(self, optimizer: Optimizer) -> StepPlan:
         fold, max_norm = self.fold_plan.current().fold()

@@ -263,7 +263,7 @@ def _on_scale(report: OverflowReport) -> str:
     fits = size and (report.largest_gradient or 0) <= 65504
     lost = ", which fits; something on the way to it does not" if fits else ""
     if not helps and report.diagnosis.in_fp32 == "finite" and not failed(remedies, "bf16"):
-        helps = ["'bf16', whose range is that of fp32"]
+        helps = ["'bf16', which has the range of fp32"]
     return f"{'; or '.join(helps) or 'look at that line'}{none}{size}{lost}"
 
 
@@ -281,7 +281,7 @@ def _in_general(report: OverflowReport) -> str:
             " logarithms and quotients; 'fp32' holds no larger numbers than bfloat16"
         )
     tried = any(remedy.kind == "bf16" for remedy in report.remedies)
-    first = "" if tried else "'bf16', whose range is that of fp32; or "
+    first = "" if tried else "'bf16', which has the range of fp32; or "
     smaller = "make the inputs of the module smaller (a normalisation before it)"
     return f"{first}{smaller}. Lowering the loss scale cannot help"
 

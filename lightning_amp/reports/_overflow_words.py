@@ -147,7 +147,7 @@ _OF_SIGMOID = {"x": "log(sigmoid(x))", "-x": "log(1 - sigmoid(x))"}
 def in_words(remedy: Remedy, operation: Operation | None) -> str:
     """Write the advice of a remedy; return an empty text for one that only adds its number to other advice."""
     if remedy.kind == "bf16":
-        return "'bf16', whose range is that of fp32 (tried: works)"
+        return "'bf16', which has the range of fp32 (tried: works)"
     if remedy.kind == "fp32_modules":
         return f"`fp32_modules=[{', '.join(repr(name) for name in remedy.values)}]` (tried: works)"
     if remedy.kind == "operation in fp32":

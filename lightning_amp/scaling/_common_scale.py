@@ -12,7 +12,7 @@ from typing_extensions import final
 
 from lightning_amp._compat import _torch
 from lightning_amp.scaling._backward_watch import BackwardWatch
-from lightning_amp.scaling._gradient_state import UNCHECKED, Form, GradientState, Scaled
+from lightning_amp.scaling._gradient_state import UNCHECKED, Form, GradientState, Scaled, Unscaled
 from lightning_amp.scaling._gradients import parameters
 from lightning_amp.scaling._records import RecordLog
 from lightning_amp.scaling._scaler import DynamicLossScaler
@@ -67,6 +67,11 @@ class CommonScale:
     def known_state(self, optimizer: Optimizer) -> GradientState | None:
         """Return the state of an optimizer; `None` for a new one."""
         return self._states.get(id(optimizer))
+
+    def checked(self) -> list[GradientState]:
+        """Return the states whose gradients were unscaled and checked, and not stepped with since."""
+        states = self._states.values()
+        return [s for s in states if isinstance(s.form, Unscaled) and s.form.found_inf is not None]
 
     def scale_of_unknown(self, optimizer: Optimizer) -> Tensor | None:
         """Return the scale [] of a new optimizer's gradients; `None` if they are true gradients."""

@@ -171,6 +171,18 @@ class OptimizerSteps:
             state.note_closure_calls(step.calls)
         return output, self._record(state, step.skip)
 
+    def skip_left_out(self) -> list[tuple[Optimizer, StepResult]]:
+        """Record a skip for each optimizer whose unscaled gradients are not finite and that the user did not step.
+
+        All ranks must call. Waits for the device.
+        """
+        skips: list[tuple[Optimizer, StepResult]] = []
+        for state in self.gradients.checked():
+            self.gradients.agree(state)
+            if state.wait(asks_for_loss=self.asks_for_loss):
+                skips.append((state.optimizer, self._record(state, Skip.YES)))
+        return skips
+
     @property
     def stepping(self) -> bool:
         """Return whether an optimizer is inside :meth:`step`, but not inside its closure, where others may step."""

@@ -42,5 +42,5 @@ def advice(reasons: Sequence[str], last: StepRecord, *, fallback: bool, is_locat
     if last.scale == last.next_scale > 1:
         smaller = "use a smaller static scale or `min_scale`, or leave `scaler` out for a dynamic one"
         return " ".join([f"{first}, and this scale does not fall: {smaller}{also}.", *look])
-    large = "keep a module whose gradients are large in fp32, or use 'bf16', whose range is that of fp32"
+    large = "keep a module whose gradients are large in fp32, or use 'bf16', which has the range of fp32"
     return " ".join([f"{first}. If they overflow, {large}{also}.", *look])

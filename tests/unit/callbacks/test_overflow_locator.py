@@ -420,4 +420,4 @@ def test_the_error_of_a_stuck_run_repeats_the_cause_and_what_helps() -> None:
         assert "The forward pass itself is broken" not in text
         assert ("Attach `OverflowLocator()`" in text) == (not callbacks)
         assert ("The cause, as `OverflowLocator` found it: the loss: the result of `mul`" in text) == bool(callbacks)
-        assert ("'bf16', whose range is that of fp32 (tried: works)" in text) == bool(callbacks)
+        assert ("'bf16', which has the range of fp32 (tried: works)" in text) == bool(callbacks)

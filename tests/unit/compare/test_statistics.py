@@ -73,8 +73,10 @@ def test_the_bounds_of_equal_values_are_their_mean(value: float, count: int) -> 
 @pytest.mark.parametrize("values", [(NAN, 1.0), (INF, 1.0, 2.0), (INF, -INF), (NAN, NAN)])
 def test_values_that_are_not_finite_have_no_bounds(values: tuple[float, ...]) -> None:
     difference = Difference(values)
+    bounds = difference.bounds()
+    assert bounds is not None
     assert not math.isfinite(difference.mean)
-    assert all(math.isnan(value) for value in (difference.sd, *difference.bounds()))
+    assert all(math.isnan(value) for value in (difference.sd, *bounds))
 
 
 def test_large_and_small_values_neither_over_nor_underflow() -> None:

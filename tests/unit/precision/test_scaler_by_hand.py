@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -11,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from support import (
     DEVICE,
     FEATURES,
@@ -261,6 +263,38 @@ def test_a_step_by_hand_is_skipped_as_any_other(step: Any, scaler: str) -> None:
     assert_same(*runs)
     one, other = (run.precision_plugin for run in runs)
     assert (one.num_skipped, one.scaler.get_scale()) == (other.num_skipped, other.scaler.get_scale()) == (1, 2.0**12)
+
+
+def only_if_finite(module: Any, batch: Tensor, scaler: Any) -> None:
+    """Leave out the step, not only its effect, if the norm is not finite."""
+    module.backward_of(module.loss(batch), scaler)
+    optimizer = module.optimizers() if scaler is None else module.optimizers().optimizer
+    unscale_(module.trainer, optimizer) if scaler is None else scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(module.parameters(), 0.2)
+    if scaler is None:
+        optimizer.step()
+        return
+    if norm.isfinite():
+        scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.usefixtures("where_flags_live")
+@pytest.mark.parametrize("scaler", ["dynamic", "torch's"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_that_the_loop_leaves_out_lowers_the_scale(optimizer: str, scaler: str) -> None:
+    """With Lightning's own plugin it does, too: `update` reads what `unscale_` found."""
+    runs = with_and_without(lambda by_hand: Overflows(only_if_finite, OPTIMIZERS[optimizer], by_hand), SCALERS[scaler])
+    assert_same(*runs)
+    one, other = (run.precision_plugin for run in runs)
+    assert (one.num_steps, one.num_skipped) == (other.num_steps, other.num_skipped) == (7, 1)
+    assert one.scaler.get_scale() == other.scaler.get_scale()
+    stock = MixedPrecision("16-mixed", DEVICE, SCALERS["torch's"]())
+    stock.forward_context = contextlib.nullcontext  # type: ignore[method-assign]
+    module = fit(lambda: Overflows(only_if_finite, OPTIMIZERS[optimizer]), stock).lightning_module
+    assert stock.scaler is not None
+    assert stock.scaler.get_scale() == one.scaler.get_scale()
+    assert_same(weights(module), weights(runs[0].lightning_module))
 
 
 @pytest.mark.usefixtures("where_flags_live")

@@ -23,7 +23,7 @@ def test_a_whole_report() -> None:
         " finite, up to 199,000; the largest finite input is 12.2\n"
         '  line: losses.py:75 "log_z = torch.exp(sim).sum(-1)"\n'
         "  non-finite gradients: `head.weight`\n"
-        "  try: 'bf16', whose range is that of fp32 (tried: works); or subtract the maximum before the exponential"
+        "  try: 'bf16', which has the range of fp32 (tried: works); or subtract the maximum before the exponential"
         " (`torch.logsumexp`, `log_softmax`). Lowering the loss scale cannot help"
     )
 
@@ -93,7 +93,7 @@ def test_in_one_line() -> None:
     line = 'losses.py:75 "log_z = torch.exp(sim).sum(-1)"'
     assert one.in_one_line == (
         "the forward: the result of `exp` in `head` (Contrast), float16 [4, 4], is not finite; in fp32 it is finite, up"
-        f" to 199,000; the largest finite input is 12.2; in {line}. Try: 'bf16', whose range is that of fp32 (tried:"
+        f" to 199,000; the largest finite input is 12.2; in {line}. Try: 'bf16', which has the range of fp32 (tried:"
         " works); or subtract the maximum before the exponential (`torch.logsumexp`, `log_softmax`). Lowering the loss"
         " scale cannot help"
     )

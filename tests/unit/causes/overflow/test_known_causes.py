@@ -91,7 +91,7 @@ def test_the_cause_of_the_last_skip_is_told_with_its_remedies() -> None:
     assert causes.since(0) == ""
     causes.add([Explained(report(3, remedies=(Remedy("bf16", (), True),), scale_is="static"), "a")])
     causes.add([Explained(report(4, scale_is="static"), "a")])
-    assert "'bf16', whose range is that of fp32 (tried: works)" in causes.since(4)
+    assert "'bf16', which has the range of fp32 (tried: works)" in causes.since(4)
     assert causes.since(5) == "", "the last skip was before this step"
     causes.add([Explained(settling(5), "scale")])
     assert causes.since(0) == "", "the last skip is no fault"
