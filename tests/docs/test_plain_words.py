@@ -79,7 +79,7 @@ def is_no_search_term(sentence: Sentence) -> bool:
     """A heading that is too long, or is about a thing that only the text below names. An error message is as it is."""
     if not sentence.is_heading or re.search(r'"[^"]+"', sentence.text):
         return False
-    pronoun = r"(?i)\b(?:it|its|they|them|those|these|here|there|somebody|nobody|everybody)\b"
+    pronoun = r"(?i)\b(?:it|they|them|those|these|here|there|somebody|nobody|everybody)\b"
     too_long = sentence.num_words > MOST_WORDS_OF_A_HEADING
     return too_long or re.search(pronoun, sentence.text) is not None or sentence.text.endswith((".", ":", ","))
 
