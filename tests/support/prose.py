@@ -83,9 +83,11 @@ def _of_page(text: str) -> Iterator[tuple[int, str, bool]]:
             words = "".join(
                 f"`{child.content}`" if child.type == "code_inline"
                 else "\n" if child.type in ("softbreak", "hardbreak")
+                else "\0" if child.type == "strong_close"
                 else child.content if child.type in ("text", "image") else ""
                 for child in token.children
             )  # fmt: skip
+            words = re.sub(r"\.\0", ":", words).replace("\0", "")  # a label: **Speed.** It is ...
             yield line + 1, _DIRECTIVE.sub("", words), before.type == "heading_open"
 
 
@@ -141,7 +143,7 @@ def _of_docstring(text: str, line: int) -> Iterator[tuple[int, str, bool]]:
             if indent > skipped_from:
                 continue
             skipped_from = None
-        starts_code = words.startswith((".. ", ">>>"))
+        starts_code = words.startswith((".. ", ">>>")) or re.search(r"\S {3,}\S", words) is not None
         in_section = _SECTION.match(words) is not None or (in_section and (not words or indent > 0))
         is_item = _LIST_ITEM.match(words) or (in_section and _ARGUMENT.match(words))
         if not words or starts_code or is_item or _SECTION.match(words):
