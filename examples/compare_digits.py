@@ -3,7 +3,7 @@
 python examples/compare_digits.py               under four minutes on two cores; the page: demo_results/comparison.html
 python examples/compare_digits.py --seeds 8     more seeds: what has run already is not run again
 
-The module and its data are those of `digits.py`, unchanged. Each run has a process of its own, which imports them.
+The script trains the module of `digits.py` on its data. Each run is a new process, which imports both.
 Where a CPU computes half precision much more slowly than fp32, the transformer has one block instead of two.
 """
 

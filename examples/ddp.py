@@ -23,12 +23,16 @@ import warnings
 import lightning as L
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, ScaleMonitor
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("This example needs scikit-learn: pip install '.[examples]'") from None
 
 
 class Classifier(L.LightningModule):

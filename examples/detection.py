@@ -17,12 +17,16 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_amp import AmpPrecision, ScaleMonitor
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("This example needs scikit-learn: pip install '.[examples]'") from None
 
 CELL, GRID = 8, 3  # pixels of a cell, and cells of a picture from side to side
 BATCH_SIZE = 32

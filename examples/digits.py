@@ -3,8 +3,8 @@
 python examples/digits.py --precision fp16      one run
 python examples/digits.py --demo                fp32, bf16 and fp16 from the same seed, side by side
 
-What mixed precision adds to an ordinary Lightning script is in `train`: one plugin and two callbacks. The digits are
-scikit-learn's, which ship inside that package.
+The function `train` contains everything that mixed precision adds to an ordinary Lightning script: one plugin and two
+callbacks. The digits are part of scikit-learn.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, MetricComparison, ScaleMonitor
 from lightning_amp.measure import SpeedComparison
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("This example needs scikit-learn: pip install '.[examples]'") from None
 
 SIZE = 32  # pixels
 PATCH = 8  # pixels

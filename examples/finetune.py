@@ -4,10 +4,10 @@ python examples/finetune.py                         fp32, bf16 and fp16, from th
 python examples/finetune.py --precision fp16        one of them
 python examples/finetune.py --lora                  a frozen body in half precision, adapters in float32
 
-`make_model` names the line for a pretrained model. What is trained has to be float32: load it so, or pass
-`upcast_parameters=True` to the plugin, as LoRA does for its head. What is frozen may stay in half precision, in that of
-the run: bfloat16 weights in an fp16 run end in "mixed dtype" on a CPU. The attention is "eager" since torch's fused one
-has no fast backward in fp16 on a CPU.
+`make_model` shows the line for a pretrained model. Trained parameters must be float32: load them in float32, or pass
+`upcast_parameters=True` to the plugin, as this script does with LoRA. Frozen parameters may stay in the half precision
+of the run. bfloat16 weights in an fp16 run raise "mixed dtype" on a CPU. The attention is "eager", because torch's
+fused attention has no fast backward in fp16 on a CPU.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
-from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
 from lightning_amp import AmpPrecision, ScaleMonitor
+
+try:
+    from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
+except ImportError:
+    raise SystemExit("This example needs transformers and peft: pip install '.[examples]'") from None
 
 CHAPTERS = ("compound", "types", "string-methods", "debugger", "formatstrings", "import")
 PAD, START, UNKNOWN = 0, 1, 2
@@ -37,7 +41,7 @@ WORDS, LENGTH, PAGE = 1000, 32, 200  # words that have a number, of a passage at
 
 
 def passages(step: int, held_out: bool) -> list[dict[str, Tensor]]:
-    """What a tokenizer gives: numbers of words, padded to one length, and their mask. Every fifth page is held out."""
+    """Return inputs as from a tokenizer: padded word numbers and their mask. Every fifth page is held out."""
     counts = Counter(word for text in topics.values() for word in re.findall(r"\w+", text.lower()))
     number = {word: UNKNOWN + 1 + i for i, (word, _) in enumerate(counts.most_common(WORDS - UNKNOWN - 1))}
     data: list[dict[str, Tensor]] = []

@@ -10,8 +10,8 @@ As a SLURM batch script (`sbatch`), with the resources in its head and no torchr
     #SBATCH --nodes=2 --ntasks-per-node=8 --gpus-per-node=8
     srun python examples/fsdp2.py
 
-What is sharded is written in `configure_model`, as Lightning's `ModelParallelStrategy` asks for. Lightning refuses
-`precision="16-mixed"` there; the plugin works: an overflow in the shard of one rank skips the step on all.
+The module shards itself in `configure_model`, as Lightning's `ModelParallelStrategy` requires. Lightning refuses
+`precision="16-mixed"` there. `AmpPrecision` works: an overflow in the shard of one rank skips the step on all ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("This example needs scikit-learn: pip install '.[examples]'") from None
 
 
 class Block(nn.Module):

@@ -16,11 +16,15 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp import AmpPrecision, ScaleMonitor
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("This example needs scikit-learn: pip install '.[examples]'") from None
 
 PIXELS, LATENT = 64, 16
 

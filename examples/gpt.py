@@ -4,11 +4,12 @@ python examples/gpt.py                                          fp32 and bf16, f
 python examples/gpt.py --precision bf16 fp8 --compile           on a GPU from Ada and Hopper on: what fp8 gains
 python examples/gpt.py --precision bf16 fp8 --emulate           elsewhere: what fp8 costs in accuracy, not in time
 
-Without options the model fits the device: small on a CPU; on a GPU as wide as fp8 needs to gain anything, three blocks
-and 600 million parameters (9 GiB with gradients and Adam's state, and as much again for activations; `--width` and
-`--batch-size` make it smaller). fp8 needs torchao: `pip install torchao`.
+Without options the model fits the device. On a CPU it is small. On a GPU it is wide enough for fp8 to be faster: three
+blocks and 600 million parameters, which take 9 GiB with gradients and Adam's state, and as much again for activations.
+`--width` and `--batch-size` make it smaller. fp8 needs torchao: `pip install torchao`.
 
-The table is one run of each: whether a difference in the loss is more than chance is what `compare_precisions` answers.
+The table shows one run of each precision. `compare_precisions` tells whether a difference in the loss is more than
+chance.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class Stopwatch(L.Callback):
 
 
 def recipe(args: argparse.Namespace) -> Any:
-    """What `AmpPrecision` takes: a name, or torchao's configuration of that name with `emulate=True`."""
+    """Return the name of a recipe, or torchao's configuration of that name with `emulate=True`."""
     if not args.emulate:
         return args.recipe
     from dataclasses import replace
@@ -244,7 +245,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def about_speed(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
-    """What the column of speeds does not say."""
+    """Return a note about the limits of the measured speeds."""
     if args.emulate and "fp8" in {row["precision"] for row in rows}:
         return "fp8 is emulated: its loss is that of fp8, its speed says nothing about a device that has it.\n"
     if not torch.cuda.is_available():
@@ -253,7 +254,7 @@ def about_speed(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str
 
 
 def arguments() -> argparse.Namespace:
-    """What was asked for; the rest by device."""
+    """Parse the command line; the defaults depend on the device."""
     cuda = torch.cuda.is_available()
     both = ["fp32", "bf16" if not cuda or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -3,12 +3,11 @@
 python examples/lstm.py                         fp32, bf16 and fp16, from the same seed
 python examples/lstm.py --precision fp16        one of them
 
-The state goes on from one window to the next, the gradient does not. What is particular to a recurrent model needs no
-line of its own: the cell's weights, used 32 times in a step, are cast once, their gradients are summed in float32, and
-clipping sees true gradients, with a fused optimizer as well.
+The state continues from one window to the next, but the gradient does not. A step uses the cell's weights 32 times. The
+plugin casts them once, and sums their gradients in float32. Clipping sees true gradients, with a fused optimizer too.
 
-`nn.LSTM` can stand in place of the cell and its loop. On a CPU without instructions for fp16 torch has no such layer in
-fp16 ("could not create a primitive descriptor"): there, `AmpPrecision("fp16", fp32_modules=[nn.LSTM])` trains.
+`nn.LSTM` can replace the cell and its loop. On a CPU without fp16 instructions torch has no `nn.LSTM` in fp16
+("could not create a primitive descriptor"). `AmpPrecision("fp16", fp32_modules=[nn.LSTM])` trains it there.
 """
 
 from __future__ import annotations

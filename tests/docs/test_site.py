@@ -58,7 +58,11 @@ def listed() -> Iterator[Path]:
 
 
 def test_every_page_is_listed_once() -> None:
-    assert sorted([DOCS / "index.md", *listed()]) == PAGES
+    """The headline page is listed as soon as it has a measured row."""
+    headline = DOCS / "results" / "headline.md"
+    is_measured = "**Not yet measured**" not in headline.read_text(encoding="utf-8")
+    pages = [page for page in PAGES if page != headline or is_measured]
+    assert sorted([DOCS / "index.md", *listed()]) == sorted([*pages, DOCS / "genindex.md"])
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
