@@ -1,4 +1,4 @@
-"""Tables that fit the screen: names break at dots and underscores, and on a phone each cell shows its column's name.
+"""Pages that fit the screen: names break at dots and underscores, and on a phone table cells show their column's name.
 
 The written page is changed, and not the document: the search still finds whole names.
 """
@@ -22,11 +22,11 @@ FEWEST_COLUMNS = 3
 def fit(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
     """Change the tables of a page that is about to be written."""
     if "body" in context:
-        context["body"] = TABLE.sub(lambda match: _fitting(match[0]), context["body"])
+        body = NAME.sub(lambda match: re.sub(r"(?<=\w[_./=])(?=\w)", "<wbr>", match[0]), context["body"])
+        context["body"] = TABLE.sub(lambda match: _fitting(match[0]), body)
 
 
 def _fitting(table: str) -> str:
-    table = NAME.sub(lambda match: re.sub(r"(?<=\w[_./=])(?=\w)", "<wbr>", match[0]), table)
     columns = [unescape(re.sub(r"<[^>]+>", "", cell)).strip() for cell in HEAD.findall(table)]
     if len(columns) < FEWEST_COLUMNS:
         return table
