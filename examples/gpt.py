@@ -4,8 +4,8 @@ python examples/gpt.py                                          fp32 and bf16, f
 python examples/gpt.py --precision bf16 fp8 --compile           on a GPU from Ada and Hopper on: what fp8 gains
 python examples/gpt.py --precision bf16 fp8 --emulate           elsewhere: what fp8 costs in accuracy, not in time
 
-Without options the model fits the device. On a CPU it is small. On a GPU it is wide enough for fp8 to be faster: three
-blocks and 600 million parameters, which take 9 GiB with gradients and Adam's state, and as much again for activations.
+Without options the model fits the device. On a CPU it is small. On a GPU it is wide enough for fp8 to be faster. Its
+600 million parameters take 9 GiB with gradients and Adam's state, and activations take as much again.
 `--width` and `--batch-size` make it smaller. fp8 needs torchao: `pip install torchao`.
 
 The table shows one run of each precision. `compare_precisions` tells whether a difference in the loss is more than

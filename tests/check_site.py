@@ -129,7 +129,7 @@ class Site:
         yield from (f"the search does not know {name}" for name in PUBLIC if name.rpartition(".")[2] not in index)
 
     def wrong_first_hits(self) -> Iterator[str]:
-        text = (self.root / "searchindex.js").read_text(encoding="utf-8")
+        text = (self.root / "searchindex.js").read_text(encoding="utf-8") or '{"indexentries": {}}'
         index = json.loads(text[text.index("{") : text.rindex("}") + 1])
         for query, page in FIRST_HITS.items():
             if (found := first_hit(index, query)) != page:

@@ -72,7 +72,8 @@ def has_its_verb_first(sentence: Sentence) -> bool:
 def is_one_word(sentence: Sentence) -> bool:
     """As in "Likewise.", for which the reader must look elsewhere."""
     is_short = sentence.num_words == 1 and sentence.text.endswith(".") and not sentence.is_heading
-    return is_short and not sentence.text.startswith(("`", "...", "X"))
+    is_name = re.match(r"`|\.\.\.|X|[A-Z][a-z]+[A-Z]", sentence.text) is not None
+    return is_short and not is_name
 
 
 def is_no_search_term(sentence: Sentence) -> bool:

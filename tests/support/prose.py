@@ -87,7 +87,7 @@ def _of_page(text: str) -> Iterator[tuple[int, str, bool]]:
                 else child.content if child.type in ("text", "image") else ""
                 for child in token.children
             )  # fmt: skip
-            words = re.sub(r"\.\0", ":", words).replace("\0", "")  # a label: **Speed.** It is ...
+            words = re.sub(r"^(\w+)\.\0", r"\1:", words).replace("\0", "")  # a label: **Speed.** It is ...
             yield line + 1, _DIRECTIVE.sub("", words), before.type == "heading_open"
 
 
