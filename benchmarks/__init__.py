@@ -1,4 +1,4 @@
 """Benchmarks whose figures are published, under `docs/results/`.
 
-What a change is measured by while it is written, as a ratio of two sides in one process, is in `tests/benchmarks`.
+Benchmarks for work on a change, which compare two sides in one process, are in `tests/benchmarks`.
 """

@@ -1,4 +1,4 @@
-"""The machine and the versions that figures belong to; a rehearsal may not write into `docs/results`."""
+"""The machine and the versions of a measurement; a rehearsal may not write into `docs/results`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ RESULTS = ROOT / "docs" / "results"
 
 @final
 class Machine(NamedTuple):
-    """The device and the versions that records were made with. Records of different machines are never compared.
+    """The device and the versions of a record. Records of different machines are never compared.
 
     Attributes:
-        device: What a person calls it.
-        versions: Of what matters, as `torch 2.11.0`.
-        tiny: Whether it is `--tiny`, a rehearsal, whose figures mean nothing.
+        device: The name of the device for people.
+        versions: The versions that matter, such as `torch 2.11.0`.
+        tiny: Whether it is a rehearsal (`--tiny`), whose figures mean nothing.
 
     """
 
@@ -34,7 +34,7 @@ class Machine(NamedTuple):
 
 
 def machine_here(device: torch.device, *, tiny: bool) -> Machine:
-    """Return what records of this machine say of it: its device, and the versions that a speed depends on."""
+    """Return the device of this machine and the versions that affect speed."""
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     versions += [
         f"{name} {found}" for name in ("lightning", "transformers", "torchvision") if (found := installed(name))

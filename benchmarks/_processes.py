@@ -1,4 +1,4 @@
-"""Work in processes of its own, each with a limit of time, and all of them with one."""
+"""Run commands in other processes, each with a time limit, and all of them within one deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing_extensions import final
 from benchmarks._machine import ROOT
 
 _TOLERANCE_S = 30.0
-"""How far beyond the limit of all of them a process that has begun may go."""
+"""Seconds after the deadline in which a process that has begun may finish."""
 
 
 @final
@@ -24,7 +24,7 @@ class Ended(NamedTuple):
     """A process that ended.
 
     Attributes:
-        status: Its exit status; `None` if it was ended because it took longer than its own limit.
+        status: Its exit status; `None` if it was killed because it exceeded its own limit.
         reason: Why it failed, in one line; empty if its status is 0.
         wall_s: Seconds that it took.
 
@@ -37,7 +37,7 @@ class Ended(NamedTuple):
 
 @final
 class Deadline:
-    """Runs commands until a time is up.
+    """Runs commands until a deadline.
 
     Args:
         limit_s: Seconds from now.
@@ -48,19 +48,19 @@ class Deadline:
         self._end_s = time.monotonic() + limit_s
 
     def allows(self, estimated_s: float) -> bool:
-        """Return whether something that takes so long would end in time."""
+        """Return whether a command of this duration would end in time."""
         return time.monotonic() + estimated_s <= self._end_s
 
     def run(self, command: Sequence[str], folder: Path, limit_s: float) -> Ended | None:
-        """Run a command; it prints into `printed.txt` and `errors.txt`.
+        """Run a command that prints into `printed.txt` and `errors.txt`.
 
         Args:
-            command: What.
-            folder: Where these files are made.
-            limit_s: Seconds after which it is ended.
+            command: The command.
+            folder: The folder of these files.
+            limit_s: Seconds after which it is killed.
 
         Returns:
-            How it ended; `None` if the time of all was up before its own.
+            Its end; `None` if the deadline came before its own limit.
 
         """
         left_s = self._end_s + _TOLERANCE_S - time.monotonic()
@@ -75,7 +75,7 @@ class Deadline:
 
 
 def wait(command: Sequence[str], output: int, errors: int, limit_s: float) -> int | None:
-    """Run a command; `None` if it had to be ended. It has a session of its own, since torch's compiler has children."""
+    """Run a command in its own session, because torch's compiler has children; return `None` if it was killed."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path}
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Files of records: JSON, one record a line, so that what was measured is there to be read, and to be compared."""
+"""Read and write files of records: JSON with one record a line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 def read_lines(path: Path, from_dict: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Read a file of records; a torn last line is left out, and no file has none.
+    """Read a file of records. A torn last line is ignored, and a missing file has no records.
 
     Args:
         path: The file.
-        from_dict: Makes a record of its fields.
+        from_dict: Makes a record from its fields.
 
     Raises:
         ValueError: If another line is no record; it says which.
@@ -43,6 +43,6 @@ def read_lines(path: Path, from_dict: Callable[[dict[str, Any]], T]) -> list[T]:
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of records, in one move."""
+    """Write a file of records atomically."""
     text = "[\n" + ",\n".join(json.dumps(record, allow_nan=False) for record in records) + "\n]\n"
     write_atomically(path, lambda file: file.write(text))

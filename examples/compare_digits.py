@@ -1,10 +1,10 @@
-"""Does half precision cost accuracy on handwritten digits, and what does it gain? Three seeds, a control, verdicts.
+"""Does half precision cost accuracy on handwritten digits, and is it faster? Three seeds, a control, verdicts.
 
 python examples/compare_digits.py               under four minutes on two cores; the page: demo_results/comparison.html
-python examples/compare_digits.py --seeds 8     more seeds: what has run already is not run again
+python examples/compare_digits.py --seeds 8     more seeds: finished runs are kept
 
-The script trains the module of `digits.py` on its data. Each run is a new process, which imports both.
-Where a CPU computes half precision much more slowly than fp32, the transformer has one block instead of two.
+It takes the module and its data from `digits.py`. Each run has its own process, which imports them. On a CPU that
+computes half precision much more slowly than fp32, the transformer has one block instead of two.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from digits import Digits, DigitTransformer, slow_formats
 
 from lightning_amp import compare_precisions
 
-MARGINS = {"val_acc": 0.01, "val_loss": 0.03}  # one image in a hundred; three hundredths of the usual loss
+MARGINS = {"val_acc": 0.01, "val_loss": 0.03}  # one image in a hundred; 3 % of the usual loss
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each precision (3); fewer never decide")
-    parser.add_argument("--width", type=int, default=64, help="of the transformer (64)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each precision (3); fewer give no verdict")
+    parser.add_argument("--width", type=int, default=64, help="width of the transformer (64)")
     parser.add_argument("--fast", action="store_true", help="one seed, one epoch, a tiny model: does it run?")
     parser.add_argument("--out", type=Path, default=Path("demo_results"), help="folder for the page and the runs")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Train on handwritten digits in DDP, in fp16: every rank takes the same decision for every step.
+"""Train on handwritten digits in DDP, in fp16: all ranks take or skip a step together.
 
 python examples/ddp.py                                           one process
 torchrun --nproc-per-node=2 examples/ddp.py                      two processes of one machine, GPUs or CPU alike
@@ -10,7 +10,7 @@ As a SLURM batch script (`sbatch`), with the resources in its head and no torchr
     #SBATCH --nodes=2 --ntasks-per-node=8 --gpus-per-node=8
     srun python examples/ddp.py
 
-Nothing here is different from one device: the plugin is the same, and so is the module.
+The plugin and the module are the same as on one device.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from lightning_amp import AmpPrecision, DynamicLossScaler, OverflowLocator, Scal
 
 try:
     from sklearn.datasets import load_digits
-except ImportError:
-    raise SystemExit("This example needs scikit-learn: pip install '.[examples]'") from None
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs scikit-learn ({error}). Run: pip install '.[examples]'") from error
 
 
 class Classifier(L.LightningModule):
-    """Tells 8 x 8 digits apart."""
+    """Classifies 8 x 8 digits."""
 
     def __init__(self, width: int = 256, lr: float = 1e-3) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def main() -> None:
     data = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
     train, val = random_split(data, [0.8, 0.2])
 
-    # A first scale that is too high on purpose: some steps are skipped before it has settled, on all ranks alike.
+    # The first scale is too high on purpose, so that all ranks skip some steps before it settles.
     scaler = DynamicLossScaler(2.0**24) if args.precision == "fp16" else None
     plugin = AmpPrecision(args.precision, scaler=scaler)
     trainer = L.Trainer(

@@ -3,8 +3,8 @@
 python examples/detection.py                    fp32, bf16 and fp16, from the same seed
 python examples/detection.py --precision fp16   one of them
 
-Under `AmpPrecision` the loop means in fp16 what it means in fp32: gradients of two batches are accumulated, clipped by
-their true norm, and applied together. Every tenth batch has nothing to find in it, and so no loss of boxes and classes.
+Under `AmpPrecision` the loop works in fp16 as in fp32: gradients of two batches are accumulated, clipped by their true
+norm, and applied together. Every tenth batch has no object, and therefore no loss of boxes and classes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lightning_amp import AmpPrecision, ScaleMonitor
 
 try:
     from sklearn.datasets import load_digits
-except ImportError:
-    raise SystemExit("This example needs scikit-learn: pip install '.[examples]'") from None
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs scikit-learn ({error}). Run: pip install '.[examples]'") from error
 
 CELL, GRID = 8, 3  # pixels of a cell, and cells of a picture from side to side
 BATCH_SIZE = 32
@@ -34,7 +34,7 @@ Objects = dict[str, Tensor]  # in one picture: "boxes" [objects, 4] (left, top, 
 
 
 def draw(digits: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Objects]:
-    """Put so many digits into one picture, each near the middle of another cell."""
+    """Put `count` digits into one picture, each near the middle of another cell."""
     chosen, cells = torch.randint(len(digits), (count,)), torch.randperm(GRID**2)[:count]
     picture, boxes = torch.zeros(GRID * CELL, GRID * CELL), torch.zeros(count, 4)
     for digit, cell, box in zip(digits[chosen], cells, boxes, strict=True):
@@ -47,7 +47,7 @@ def draw(digits: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Objects]:
 
 
 class Pictures(Dataset):
-    """Pictures with so many digits in each, drawn anew whenever they are asked for."""
+    """Pictures with `counts` digits, drawn anew at each access."""
 
     def __init__(self, digits: Tensor, labels: Tensor, counts: list[int]) -> None:
         self.digits, self.labels, self.counts = digits, labels, counts
@@ -67,7 +67,7 @@ def collate(batch: list[tuple[Tensor, Objects]]) -> tuple[Tensor, list[Objects]]
 
 
 class F1(Metric):
-    """Share of the boxes that are right: of the same class as one on the other side, and half in common with it."""
+    """F1 of the boxes: a box is right if a true box has its class and overlaps it by half."""
 
     right: Tensor
     boxes: Tensor
@@ -91,7 +91,7 @@ class F1(Metric):
 
 
 class Detector(L.LightningModule):
-    """Says of each cell whether the middle of a digit is in it, and if so, where its box is, and which digit it is."""
+    """Predicts for each cell whether the middle of a digit is in it, and the box and class of that digit."""
 
     def __init__(self, width: int = 192, lr: float = 2e-3, accumulate: int = 2) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Detector(L.LightningModule):
         return found[..., 0], boxes * CELL + self.middles, classes
 
     def losses(self, pictures: Tensor, objects: list[Objects]) -> dict[str, Tensor]:
-        """The mean over all cells, and the means over the objects, of which there may be none."""
+        """Return the mean loss over all cells, and the mean losses over the objects, of which there may be none."""
         found, boxes, classes = self(pictures)
         image = torch.cat([torch.full_like(each["labels"], i) for i, each in enumerate(objects)])
         true, labels = torch.cat([each["boxes"] for each in objects]), torch.cat([each["labels"] for each in objects])
@@ -120,7 +120,7 @@ class Detector(L.LightningModule):
         at = image, row * GRID + column
         is_middle = torch.zeros_like(found)
         is_middle[at] = 1
-        count = max(1, len(labels))  # the mean over nothing would be NaN
+        count = max(1, len(labels))  # the mean over no objects would be NaN
         return {
             "found": F.binary_cross_entropy_with_logits(found, is_middle),
             "boxes": F.l1_loss(boxes[at], true, reduction="sum") / count / CELL,
@@ -150,10 +150,10 @@ class Detector(L.LightningModule):
 
 
 def train(precision: str, out: Path | None, epochs: int, pictures: int) -> str:
-    """Train once from seed 0, and return a line about it."""
+    """Train once from seed 0, and return a line of results."""
     L.seed_everything(0, verbose=False)
     digits, labels = torch.tensor(load_digits().images, dtype=torch.float32) / 16, torch.tensor(load_digits().target)
-    # As in real data, there are batches without anything to find: every tenth.
+    # As in real data, some batches have no object: here every tenth.
     counts = [0 if i // BATCH_SIZE % 10 == 9 else int(torch.randint(1, 4, ())) for i in range(pictures)]
     data = Pictures(digits[:1400], labels[:1400], counts)
     val = list(Pictures(digits[1400:], labels[1400:], counts[:320]))

@@ -3,8 +3,8 @@
 python examples/digits.py --precision fp16      one run
 python examples/digits.py --demo                fp32, bf16 and fp16 from the same seed, side by side
 
-The function `train` contains everything that mixed precision adds to an ordinary Lightning script: one plugin and two
-callbacks. The digits are part of scikit-learn.
+Mixed precision adds one plugin and two callbacks to an ordinary Lightning script: see `train`. The digits ship inside
+scikit-learn.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from lightning_amp.measure import SpeedComparison
 
 try:
     from sklearn.datasets import load_digits
-except ImportError:
-    raise SystemExit("This example needs scikit-learn: pip install '.[examples]'") from None
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs scikit-learn ({error}). Run: pip install '.[examples]'") from error
 
 SIZE = 32  # pixels
 PATCH = 8  # pixels
@@ -68,7 +68,7 @@ class Digits(L.LightningDataModule):
 
 
 class Attention(nn.Module):
-    """Self-attention, spelled out: the fused kernel has no fast half-precision backward on a CPU."""
+    """Self-attention from matrix products, since the fused kernel has no fast half-precision backward on a CPU."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Block(nn.Module):
 
 
 class DigitTransformer(L.LightningModule):
-    """A vision transformer on 4 x 4 patches. Patches are unfolded: fp16 convolutions crawl on a CPU."""
+    """A vision transformer on 4 x 4 patches, made by unfolding, since fp16 convolutions are slow on a CPU."""
 
     def __init__(self, width: int = 256, depth: int = 3, lr: float = 1e-3) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class DigitTransformer(L.LightningModule):
 
 
 class Stopwatch(L.Callback):
-    """Times the training batches, without the validation."""
+    """Times the training batches without validation."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -147,7 +147,7 @@ class Stopwatch(L.Callback):
 def train(
     precision: str, out: Path, *, size: Mapping[str, int] | None = None, epochs: int = 4, **trainer_kwargs: Any
 ) -> dict[str, Any]:
-    """Train once, leave CSV files and a picture in `out`, and return what the table shows."""
+    """Train once, write CSV files and a picture into `out`, and return a row of the table."""
     # 2^24 is far too high for this model: the first steps overflow, are skipped, and the scale comes down. It tries a
     # higher one every 30 good steps. With `scaler=None` it would start at 2^16 and try after 2,000.
     scaler = DynamicLossScaler(init_scale=2.0**24, growth_interval=30) if precision == "fp16" else None
@@ -185,7 +185,7 @@ def train(
 
 
 def demo(out: Path, *, fast: bool) -> tuple[list[dict[str, Any]], str]:
-    """Train in three precisions, one after the other, from the same seed; with the rows, what explains their speed."""
+    """Train in three precisions from the same seed; return the rows, and a note on their speed."""
     for advice in (".*does not have many workers", ".*treespec, LeafSpec"):
         warnings.filterwarnings("ignore", advice)
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
@@ -257,14 +257,14 @@ def about_speed(
 
 
 def slow_formats() -> dict[str, float]:
-    """Return the formats whose matrix products take more than eight times as long as those in fp32, and how long."""
+    """Return the formats in which a matrix product takes more than eight times as long as in fp32, and how long."""
     return {name: cost for name, cost in matmul_costs().items() if cost > 8}
 
 
 def matmul_costs() -> dict[str, float]:
-    """How long a matrix product takes in bf16 and fp16, against fp32: without instructions for it some forty times."""
+    """Time matrix products in bf16 and fp16 over fp32; without hardware instructions the ratio is about forty."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so that `thread_time` sees all of it, and nothing else that runs on this machine
+    torch.set_num_threads(1)  # so that `thread_time` measures the product alone
     cost_s: dict[torch.dtype, float] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         matrix = torch.ones(256, 256, dtype=dtype)
@@ -289,7 +289,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", default="fp16", help="what AmpPrecision takes: fp32, bf16, fp16 (default), auto")
+    parser.add_argument("--precision", default="fp16", help="fp32, bf16, fp16 (default) or auto")
     parser.add_argument("--demo", action="store_true", help="fp32, bf16 and fp16 side by side")
     parser.add_argument("--fast", action="store_true", help="a small model, an epoch or two: does it run?")
     parser.add_argument("--out", type=Path, default=Path("demo_results"), help="folder for CSV files and the picture")

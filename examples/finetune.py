@@ -1,13 +1,13 @@
-"""Fine-tune a Hugging Face model to say which chapter of Python's documentation a passage is from; or its LoRA.
+"""Fine-tune a Hugging Face model, or LoRA adapters, to classify passages of Python's documentation by chapter.
 
 python examples/finetune.py                         fp32, bf16 and fp16, from the same seed
 python examples/finetune.py --precision fp16        one of them
 python examples/finetune.py --lora                  a frozen body in half precision, adapters in float32
 
-`make_model` shows the line for a pretrained model. Trained parameters must be float32: load them in float32, or pass
-`upcast_parameters=True` to the plugin, as this script does with LoRA. Frozen parameters may stay in the half precision
-of the run. bfloat16 weights in an fp16 run raise "mixed dtype" on a CPU. The attention is "eager", because torch's
-fused attention has no fast backward in fp16 on a CPU.
+`make_model` names the line for a pretrained model. Trained weights must be float32: load them in float32, or pass
+`upcast_parameters=True` to the plugin, as this script does for LoRA. Frozen weights may be in half precision, but in
+the one of the run. On a CPU, bfloat16 weights in an fp16 run end in the error "mixed dtype". The attention is "eager"
+because torch's fused one has no fast backward in fp16 on a CPU.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lightning_amp import AmpPrecision, ScaleMonitor
 
 try:
     from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
-except ImportError:
-    raise SystemExit("This example needs transformers and peft: pip install '.[examples]'") from None
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs transformers ({error}). Run: pip install '.[examples]'") from error
 
 CHAPTERS = ("compound", "types", "string-methods", "debugger", "formatstrings", "import")
 PAD, START, UNKNOWN = 0, 1, 2
-WORDS, LENGTH, PAGE = 1000, 32, 200  # words that have a number, of a passage at most, and of a page
+WORDS, LENGTH, PAGE = 1000, 32, 200  # known words, longest passage, and page, all in words
 
 
 def passages(step: int, held_out: bool) -> list[dict[str, Tensor]]:
-    """Return inputs as from a tokenizer: padded word numbers and their mask. Every fifth page is held out."""
+    """Return padded word numbers with their masks, as a tokenizer does. Every fifth page is held out."""
     counts = Counter(word for text in topics.values() for word in re.findall(r"\w+", text.lower()))
     number = {word: UNKNOWN + 1 + i for i, (word, _) in enumerate(counts.most_common(WORDS - UNKNOWN - 1))}
     data: list[dict[str, Tensor]] = []
@@ -56,7 +56,7 @@ def passages(step: int, held_out: bool) -> list[dict[str, Tensor]]:
 
 
 class Classifier(L.LightningModule):
-    """A body that learns slowly, a head that learns fast, and rates that rise and then fall, step by step."""
+    """A body with a low learning rate, a head with a high one, and a schedule with warm-up, step by step."""
 
     def __init__(self, model: nn.Module, lr: float = 1e-3, head_lr: float = 5e-3) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ class Classifier(L.LightningModule):
 
 
 def make_model() -> nn.Module:
-    """A small one that knows nothing yet, so that nothing has to be downloaded.
+    """Make a small untrained model, so that nothing has to be downloaded.
 
-    For a pretrained one, with its tokenizer, write
+    For a pretrained model, with its tokenizer, write
     `BertForSequenceClassification.from_pretrained("bert-base-uncased", num_labels=6, dtype=torch.float32)`.
     """
     config = BertConfig(
@@ -97,17 +97,20 @@ def make_model() -> nn.Module:
 
 
 def add_adapters(model: nn.Module, precision: str) -> nn.Module:
-    """Freeze the body in the run's own precision; adapters, and a copy of the head, are what is trained."""
-    from peft import LoraConfig, get_peft_model
+    """Freeze the body in the precision of the run, and add adapters and a trainable copy of the head."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"`--lora` needs peft ({error}). Run: pip install '.[examples]'") from error
 
     body = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    # Of a pretrained body, "query" and "value" are enough; this one needs its words, too.
+    # For a pretrained body, "query" and "value" are enough; this untrained one needs adapters on its words, too.
     layers = ["word_embeddings", "query", "key", "value", "dense"]
     return get_peft_model(model.to(body), LoraConfig(task_type="SEQ_CLS", r=8, target_modules=layers))
 
 
 def train(precision: str, out: Path | None, epochs: int, step: int, lora: bool) -> str:
-    """Train once from seed 0, and return a line about it."""
+    """Train once from seed 0, and return a line of results."""
     L.seed_everything(0, verbose=False)
     data = DataLoader(passages(step, held_out=False), batch_size=32, shuffle=True)
     val = DataLoader(passages(step, held_out=True), batch_size=64)
@@ -116,7 +119,7 @@ def train(precision: str, out: Path | None, epochs: int, step: int, lora: bool) 
     if lora:
         model = add_adapters(model, precision)
     module = Classifier(model, lr=5e-3 if lora else 1e-3)
-    # peft makes the adapters float32, but not the head, which is trained as well: `upcast_parameters` does that.
+    # peft makes the adapters float32; `upcast_parameters` does it for the head, which is trained as well.
     plugin = AmpPrecision(precision, upcast_parameters=lora)
     monitor = ScaleMonitor(dirpath=out and out / precision)
     trainer = L.Trainer(

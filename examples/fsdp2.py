@@ -10,8 +10,8 @@ As a SLURM batch script (`sbatch`), with the resources in its head and no torchr
     #SBATCH --nodes=2 --ntasks-per-node=8 --gpus-per-node=8
     srun python examples/fsdp2.py
 
-The module shards itself in `configure_model`, as Lightning's `ModelParallelStrategy` requires. Lightning refuses
-`precision="16-mixed"` there. `AmpPrecision` works: an overflow in the shard of one rank skips the step on all ranks.
+`configure_model` shards the layers, as Lightning's `ModelParallelStrategy` requires. Lightning refuses
+`precision="16-mixed"` there; the plugin works: an overflow in the shard of one rank skips the step on all ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from lightning_amp import AmpPrecision, DynamicLossScaler, ScaleMonitor
 
 try:
     from sklearn.datasets import load_digits
-except ImportError:
-    raise SystemExit("This example needs scikit-learn: pip install '.[examples]'") from None
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs scikit-learn ({error}). Run: pip install '.[examples]'") from error
 
 
 class Block(nn.Module):
-    """A residual layer; each is gathered when it is its turn."""
+    """A residual layer, whose shards are gathered for its forward and backward."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Classifier(L.LightningModule):
-    """Tells 8 x 8 digits apart."""
+    """Classifies 8 x 8 digits."""
 
     def __init__(self, width: int = 128, depth: int = 3, lr: float = 1e-3) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def main() -> None:
     data = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
     train, val = random_split(data, [0.8, 0.2])
 
-    # A first scale that is too high on purpose: some steps are skipped before it has settled, on all ranks alike.
+    # The first scale is too high on purpose, so that all ranks skip some steps before it settles.
     scaler = DynamicLossScaler(2.0**24) if args.precision == "fp16" else None
     plugin = AmpPrecision(args.precision, scaler=scaler)
     devices = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)

@@ -2,8 +2,8 @@
 
 python examples/gan.py --precision fp16
 
-The training loop is Lightning's documented recipe. Under `AmpPrecision` it means in fp16 what it means in fp32: each
-backward is scaled, `clip_gradients` sees true gradients, and the loss scale moves once per batch for both optimizers.
+The training loop is Lightning's documented recipe. Under `AmpPrecision` it works in fp16 as in fp32. Each backward is
+scaled, `clip_gradients` sees true gradients, and the loss scale moves once per batch for both optimizers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lightning_amp import AmpPrecision, ScaleMonitor
 
 try:
     from sklearn.datasets import load_digits
-except ImportError:
-    raise SystemExit("This example needs scikit-learn: pip install '.[examples]'") from None
+except ModuleNotFoundError as error:
+    raise SystemExit(f"This example needs scikit-learn ({error}). Run: pip install '.[examples]'") from error
 
 PIXELS, LATENT = 64, 16
 
@@ -65,7 +65,7 @@ class DigitGAN(L.LightningModule):
 
     @torch.no_grad()
     def distance(self, real: Tensor) -> float:
-        """How far the mean generated image is from the mean digit: root mean square over pixels, pixels in [-1, 1]."""
+        """Return the RMS distance between the mean generated image and the mean digit, for pixels in [-1, 1]."""
         self.eval()
         noise = torch.randn(1024, LATENT, generator=torch.Generator().manual_seed(0))
         return float((self.generator(noise).mean(0) - real.mean(0)).square().mean().sqrt())

@@ -1,12 +1,12 @@
 """Train a small GPT on Python's own documentation, character by character, in several precisions side by side.
 
 python examples/gpt.py                                          fp32 and bf16, from the same seed
-python examples/gpt.py --precision bf16 fp8 --compile           on a GPU from Ada and Hopper on: what fp8 gains
-python examples/gpt.py --precision bf16 fp8 --emulate           elsewhere: what fp8 costs in accuracy, not in time
+python examples/gpt.py --precision bf16 fp8 --compile           on Ada, Hopper or newer: the speed and loss of fp8
+python examples/gpt.py --precision bf16 fp8 --emulate           elsewhere: the loss of fp8, not its speed
 
-Without options the model fits the device. On a CPU it is small. On a GPU it is wide enough for fp8 to be faster. Its
-600 million parameters take 9 GiB with gradients and Adam's state, and activations take as much again.
-`--width` and `--batch-size` make it smaller. fp8 needs torchao: `pip install torchao`.
+By default the model is small on a CPU. On a GPU it is so wide that fp8 can be faster: three blocks and 600 million
+parameters. That takes 9 GiB with gradients and Adam's state, and as much again for activations; `--width` and
+`--batch-size` make it smaller. fp8 needs torchao: `pip install torchao`.
 
 The table shows one run of each precision. `compare_precisions` tells whether a difference in the loss is more than
 chance.
@@ -41,11 +41,11 @@ RECIPES = ("rowwise_with_gw_hp", "rowwise", "tensorwise")
 CPU = {"width": 128, "depth": 2, "heads": 4, "context": 64, "batch_size": 16, "steps": 600}
 CUDA = {"width": 4096, "depth": 3, "heads": 32, "context": 1024, "batch_size": 8, "steps": 200}
 FAST = {"width": 32, "depth": 2, "heads": 2, "context": 32, "batch_size": 8, "steps": 20}
-WARMUP = 10  # steps that no speed is taken from: allocations, and the compiler
+WARMUP = 10  # first steps that are not timed: they allocate memory and compile
 
 
 class Documentation(L.LightningDataModule):
-    """The texts behind `help("FORMATTING")` and its like; the last tenth is kept for validation.
+    """The texts of `help("FORMATTING")` and other topics; the last tenth is kept for validation.
 
     They come with every Python, nearly half a million characters. Each release changes a few sentences, so losses are
     comparable between the precisions of one Python.
@@ -57,7 +57,7 @@ class Documentation(L.LightningDataModule):
         text = "\n\n".join(topics[name] for name in sorted(topics)).encode("ascii", errors="ignore")
         tokens = torch.tensor(list(text))
         train, val = tokens.split(len(tokens) * 9 // 10)[:2]
-        self.train = train.unfold(0, context + 1, 1)  # every window there is [windows, context + 1]: views, no copies
+        self.train = train.unfold(0, context + 1, 1)  # all windows [windows, context + 1], as views
         self.val = val.unfold(0, context + 1, context)[:128]  # end to end
 
     def train_dataloader(self) -> DataLoader:
@@ -101,16 +101,16 @@ class GPT(L.LightningModule):
         self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        # A layer of its own, not tied to the embedding: fp8 leaves the last `nn.Linear` alone, since logits want more
-        # than 8 bits. With `F.linear(x, self.token.weight)` here the last one would be inside of the last block.
+        # This layer is not tied to the embedding: logits need more than 8 bits, so fp8 leaves the last `nn.Linear`
+        # alone. With `F.linear(x, self.token.weight)` the last one would be inside the last block.
         self.head = nn.Linear(width, CHARACTERS, bias=False)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:  # what adds to the residual stream is smaller, the more layers do
+            if parameter.dim() == 2:  # weights that add to the residual stream are smaller in deep models
                 last = name.endswith(("out.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if last else 0.02)
         if compiled:
             for block in self.blocks:
-                block.compile()  # all alike, so the compiler does its work once
+                block.compile()  # equal blocks are compiled once
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
@@ -129,9 +129,9 @@ class GPT(L.LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))
 
-    @torch.compiler.set_stance("force_eager")  # too few characters to compile for
+    @torch.compiler.set_stance("force_eager")  # compiling takes longer than these characters
     def predict_step(self, batch: Tensor, batch_idx: int) -> str:
-        """Continue a text. The same characters in every precision, as long as their logits order them alike."""
+        """Continue a text by sampling from seed 0, so that equal logits give equal characters."""
         generator = torch.Generator().manual_seed(0)
         tokens = batch
         for _ in range(self.sample):
@@ -158,7 +158,7 @@ class GPT(L.LightningModule):
 
 
 class Stopwatch(L.Callback):
-    """Times whole steps: from the end of one batch to the end of the next, the data included."""
+    """Times whole steps, with data loading: from the end of one batch to the end of the next."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -166,12 +166,12 @@ class Stopwatch(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()  # else it would be the time to launch a step
+            torch.cuda.synchronize()  # else it would time the launch of a step
             self.peak_gib = torch.cuda.max_memory_allocated() / 2**30
         self.ends_s.append(time.perf_counter())
 
     def tokens_per_s(self, tokens: int) -> tuple[float, float, float]:
-        """The median of all steps after the warm-up, and the middle half."""
+        """Return the median speed after the warm-up, and the quartiles."""
         rates = sorted(tokens / (end - begin) for begin, end in itertools.pairwise(self.ends_s[WARMUP:]))
         return statistics.median(rates), rates[len(rates) // 4], rates[-1 - len(rates) // 4]
 
@@ -188,10 +188,10 @@ def recipe(args: argparse.Namespace) -> Any:
 
 
 def train(precision: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train once from seed 0, write what was logged if there is a folder, and return what the table shows."""
+    """Train once from seed 0, write the logged metrics into the folder if there is one, and return a row."""
     plugin = AmpPrecision(precision, fp8_recipe=recipe(args) if precision == "fp8" else None)
     stopwatch = Stopwatch()
-    torch.compiler.reset()  # the code compiled for the precision before
+    torch.compiler.reset()  # drops code compiled for another precision
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
@@ -226,7 +226,7 @@ def train(precision: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def as_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows side by side, with the speed against the first one's."""
+    """Write the rows as a table, with the speed against the first row."""
     lines = [["precision", "val loss", "bits/char", "tokens/s", "middle half", "speed", "fp8 layers", "skipped"]]
     for row in rows:
         median, low, high = row["tokens_per_s"]
@@ -245,26 +245,28 @@ def as_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def about_speed(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
-    """Return a note about the limits of the measured speeds."""
+    """Return a note on the limits of the measured speeds."""
     if args.emulate and "fp8" in {row["precision"] for row in rows}:
-        return "fp8 is emulated: its loss is that of fp8, its speed says nothing about a device that has it.\n"
+        return "fp8 is emulated: its loss is as on a device with fp8, its speed is not.\n"
     if not torch.cuda.is_available():
-        return "Speeds are those of this CPU and of a small model; they say nothing about a GPU.\n"
+        return "These speeds are of a small model on this CPU; they say nothing about a GPU.\n"
     return ""
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line; the defaults depend on the device."""
+    """Parse the command line; defaults depend on the device."""
     cuda = torch.cuda.is_available()
     both = ["fp32", "bf16" if not cuda or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="+", default=both, choices=["auto", "fp32", "bf16", "fp16", "fp8"])
-    parser.add_argument("--compile", action="store_true", help="compile the blocks; fp8 gains nothing without")
-    parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0], help="of fp8: how values are scaled")
-    parser.add_argument("--emulate", action="store_true", help="fp8 on a device that has none")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks; fp8 is not faster without it")
+    parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0], help="how fp8 scales values")
+    parser.add_argument("--emulate", action="store_true", help="emulate fp8 on a device without it")
     for name, value in (CUDA if cuda else CPU).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"default here: {value}")
-    parser.add_argument("--lr", type=float, help="the highest; default: 2e-3 at width 128, less in proportion for more")
+    parser.add_argument(
+        "--lr", type=float, help="the highest; default: 2e-3 at width 128, inversely proportional to the width"
+    )
     parser.add_argument("--sample", type=int, default=300, help="how many characters to write at the end")
     parser.add_argument("--fast", action="store_true", help="a tiny model and 20 steps: does it run?")
     parser.add_argument("--out", type=Path, help="folder for the losses (CSV); default: none is written")

@@ -3,11 +3,12 @@
 python examples/lstm.py                         fp32, bf16 and fp16, from the same seed
 python examples/lstm.py --precision fp16        one of them
 
-The state continues from one window to the next, but the gradient does not. A step uses the cell's weights 32 times. The
-plugin casts them once, and sums their gradients in float32. Clipping sees true gradients, with a fused optimizer too.
+The state is passed from one window to the next, the gradient is not. A recurrent model needs no extra code.
+A step uses the cell's weights 32 times; the plugin casts them only once, and sums their gradients in float32. Clipping
+sees true gradients, also with a fused optimizer.
 
-`nn.LSTM` can replace the cell and its loop. On a CPU without fp16 instructions torch has no `nn.LSTM` in fp16
-("could not create a primitive descriptor"). `AmpPrecision("fp16", fp32_modules=[nn.LSTM])` trains it there.
+`nn.LSTM` can replace the cell and its loop. On a CPU without instructions for fp16, torch has no such layer in fp16
+("could not create a primitive descriptor"): there, `AmpPrecision("fp16", fp32_modules=[nn.LSTM])` trains.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from torch.utils.data import DataLoader
 from lightning_amp import AmpPrecision, ScaleMonitor
 
 CHARACTERS = 128  # ASCII
-STREAMS = 16  # places of the text that are read side by side
-WINDOW = 32  # characters that a gradient goes back
+STREAMS = 16  # parts of the text that are read in parallel
+WINDOW = 32  # characters over which gradients flow back
 
 
 class CharacterLSTM(L.LightningModule):
@@ -49,7 +50,7 @@ class CharacterLSTM(L.LightningModule):
         return self.head(torch.stack(outputs, dim=1)), state
 
     def loss(self, windows: Tensor, batch_idx: int) -> Tensor:
-        """Mean over the characters, in nats."""
+        """Return the mean loss over the characters, in nats."""
         state = None if batch_idx == 0 else tuple(tensor.detach() for tensor in self.state)
         logits, self.state = self(windows[:, :-1], state)
         return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
@@ -65,13 +66,13 @@ class CharacterLSTM(L.LightningModule):
 
 
 def windows(text: Tensor) -> DataLoader:
-    """A batch is the next window of every stream, [streams, window + 1]; its last character is the next one's first."""
+    """Iterate over batches: the next window of every stream, [streams, window + 1]; windows overlap by a character."""
     streams = text[: len(text) // STREAMS * STREAMS].view(STREAMS, -1)
     return DataLoader(streams.unfold(1, WINDOW + 1, WINDOW).unbind(1), batch_size=None)
 
 
 def train(precision: str, out: Path | None, steps: int) -> str:
-    """Train once from seed 0, and return a line about it."""
+    """Train once from seed 0, and return a line of results."""
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode("ascii", errors="ignore")
     characters = torch.tensor(list(text))
     train_text, val_text = characters.split(len(characters) * 9 // 10)[:2]

@@ -9,7 +9,7 @@ A script to read from top to bottom, or to run cell by cell (`# %%`). It needs a
 3. One argument, `fp32_modules`, keeps the part that needs the digits in fp32.
 """
 
-# %% Arguments: only so that this script can be tested; in a notebook, set `args` by hand.
+# %% Arguments, for the tests of this script; in a notebook, set `args` by hand.
 from __future__ import annotations
 
 import argparse
@@ -39,7 +39,7 @@ for advice in (".*does not have many workers", ".*treespec, LeafSpec", ".*number
     warnings.filterwarnings("ignore", advice)
 
 
-# %% The data: one second of a sound, some of it to learn from and the rest to be asked for.
+# %% The data: one second of a sound; the model learns some samples and predicts the others.
 def wave(times: Tensor) -> Tensor:
     """Three tones and a sweep."""
     tones = sum(torch.sin(2 * math.pi * f * times + f) / 3 for f in (5, 17, 31))
@@ -70,7 +70,7 @@ class Phases(nn.Module):
 
 
 class Wave(L.LightningModule):
-    """A small network on sines and cosines of the phases. Nothing in it knows about mixed precision."""
+    """A small network on sines and cosines of the phases, without any code for mixed precision."""
 
     def __init__(self, frequencies: int = 48, width: int = 64) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Wave(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-# %% Training: the usual, with a plugin and a callback. The comparison costs one more validation pass, in fp32.
+# %% Training: an ordinary Trainer with a plugin and a callback. The comparison costs one more validation pass, in fp32.
 def train(**precision: Any) -> MetricComparison:
     L.seed_everything(0, verbose=False)
     comparison = MetricComparison(every_n_epochs=2 if args.fast else 5)
@@ -115,24 +115,24 @@ def train(**precision: Any) -> MetricComparison:
     return comparison
 
 
-# %% First try: all in bf16. `amp` is what validation reports; `fp32` is what the same weights score on the same batches
-# in full precision; `diff` is the price of mixed precision.
+# %% First try: all in bf16. `amp` is the metric of validation; `fp32` is the metric of the same weights on the same
+# batches in full precision; `diff` is the cost of mixed precision.
 print("\nbf16:\n")
 everywhere = train(precision="bf16")
 print(everywhere.table)
 
-# %% The price is high, so some module needs more digits. Positions are the first suspects, heads with large logits come
+# %% The cost is high, so some module needs more digits. Positions are the first suspects, heads with large logits come
 # next. Rules are names (`"position"`, `"*.norm"`) or classes; `Phases` itself would do as well. The rest of the model,
 # where the time goes, stays in bf16.
 print("\nbf16, and `position` in fp32:\n")
 with_island = train(precision="bf16", fp32_modules=["position"])
 print(with_island.table)
 
-# %% To be told when it happens again, give the comparison a tolerance: `MetricComparison(tolerance={"val_r2": 0.01})`.
+# %% To be warned the next time, give the comparison a tolerance: `MetricComparison(tolerance={"val_r2": 0.01})`.
 args.out.mkdir(parents=True, exist_ok=True)
 everywhere.to_csv(args.out / "bf16.csv")
 with_island.to_csv(args.out / "bf16_fp32_modules.csv")
 before, after = ({row.metric: row for row in c.table} for c in (everywhere, with_island))
 print(f"\nR2 of the last epoch: {before['val_r2'].amp:.3f} -> {after['val_r2'].amp:.3f}")
-print(f"what bf16 costs in R2: {before['val_r2'].diff:+.3f} -> {after['val_r2'].diff:+.6f}")
+print(f"cost of bf16 in R2: {before['val_r2'].diff:+.3f} -> {after['val_r2'].diff:+.6f}")
 print(f"The tables are in {args.out}/.")

@@ -1,9 +1,9 @@
-"""Models that have something, and what the callbacks and the doctor say about it: docs/guide/symptoms.md.
+"""Faulty models, and the messages of the callbacks and the doctor about them: docs/guide/symptoms.md.
 
 python examples/symptoms.py                     all of them
 python examples/symptoms.py nan-loss            one: nan-loss, falling-scale, many-skips, accuracy, speed, memory
 
-Each prints what they print for the sick model, and then for the same model with the advice taken.
+Each prints the messages for a faulty model, and then for the same model after the advice was followed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_amp import (
 
 
 class Regression(L.LightningModule):
-    """A small network. `loss_factor` and `middle` make it ill."""
+    """A small network. `loss_factor` and `middle` add a fault."""
 
     def __init__(self, middle: nn.Module | None = None, loss_factor: float = 1.0, offset: float = 0.0) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Regression(L.LightningModule):
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         x, y = batch
-        # The output in half precision, and a large number in it: most digits of what matters are gone.
+        # A large number is added to the output in half precision, which loses most digits of the output.
         prediction = self(x) + self.offset
         self.log("val_loss", nn.functional.mse_loss(prediction.float() - self.offset, y))
 
@@ -89,7 +89,7 @@ def fit(module: L.LightningModule, plugin: AmpPrecision, *callbacks: L.Callback,
 
 
 def fp16(scale: float = 2.0**16) -> AmpPrecision:
-    # The default scale; but by default 64 skips in a row stop the run.
+    # The default scale, but without the default that 64 skips in a row stop the run.
     return AmpPrecision("fp16", scaler=DynamicLossScaler(scale, max_consecutive_skips=1000))
 
 
@@ -147,7 +147,7 @@ def memory() -> None:
 
 
 def examine(make_module: Callable[[], L.LightningModule], rows: int, code: str = "") -> None:
-    """Print one finding of the doctor, beside which others may stand, or what a step takes."""
+    """Print one finding of the doctor, or the times and the memory of a step if no code is given."""
     report = doctor(make_module, lambda: Rows(rows), precision="bf16", device="cpu")
     if not code:
         print(textwrap.fill(str(report).split("\n\n")[1], 110))
@@ -217,7 +217,7 @@ def main() -> None:
 
 
 def show_only_the_callbacks() -> None:
-    """Everything on standard output, without what Lightning says about hardware."""
+    """Print all messages to standard output, except Lightning's own about the hardware."""
     ours = ("ScaleMonitor", "GradientMonitor", "MetricComparison")
     handler = logging.StreamHandler(sys.stdout)
     handler.addFilter(lambda record: record.name.startswith("lightning_amp") or record.getMessage().startswith(ours))

@@ -56,7 +56,7 @@ _ROOMS = (
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Import a public name, or a room, when it is asked for: Lightning takes seconds, which not everything needs."""
+    """Import a public name or a folder on first use, because importing Lightning takes seconds."""
     if name in _ROOMS:
         return _importlib.import_module(f"{__name__}.{name}")
     if name not in _ROOM_OF:

@@ -1,4 +1,4 @@
-"""`python -m lightning_amp`, which is the command `lightning-amp`."""
+"""Run the command `lightning-amp` by `python -m lightning_amp`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""One wording for every argument that is refused: its rule, the value received, the next step."""
+"""Refuse arguments in one wording: the rule, the value received, the next step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lightning_amp._text import literal
 
 
 def require(fine: bool, name: str, rule: str, value: object, next_step: str = "", *, none: str = "") -> None:
-    """Refuse an argument that is not `fine`: "`name` must be `rule`, got `value`. `next_step`".
+    """Raise "`name` must be `rule`, got `value`. `next_step`" unless the argument is `fine`.
 
-    `none` ends the rule where `None` is legal: "or `None` for all".
+    If `None` is legal, `none` ends the rule and says its meaning: "or `None` for all".
     """
     if not fine:
         whole = f"{rule}, {none};" if none else f"{rule},"
@@ -21,31 +21,31 @@ def require(fine: bool, name: str, rule: str, value: object, next_step: str = ""
 
 
 def require_number(name: str, value: Any, least: float, most: float = math.inf, *, optional: bool = False) -> None:
-    """Refuse what is no number from `least` to `most`, nor `None` if it is `optional`."""
+    """Refuse a value that is not a number from `least` to `most`; `None` is legal if it is `optional`."""
     fine = (is_number(value, finite=False) and least <= value <= most) or (optional and value is None)
     rule = f"a number of {least:g} or more" if most == math.inf else f"a number from {least:g} to {most:g}"
     require(fine, name, rule, value, none="or `None`" if optional else "")
 
 
 def require_count(name: str, value: object, least: int = 1, *, none: str = "") -> None:
-    """Refuse what is no integer from `least` on, nor `None` if `none` says what that means ("or `None` for all")."""
+    """Refuse a value that is not an integer of `least` or more; `None` is legal if `none` says its meaning."""
     rule = f"an integer of {least} or more"
     require(is_count(value, least) or (bool(none) and value is None), name, rule, value, none=none)
 
 
 def require_bool(name: str, value: object) -> None:
-    """Refuse what is neither `True` nor `False`."""
+    """Refuse a value other than `True` and `False`."""
     require(isinstance(value, bool), name, "`True` or `False`", value)
 
 
 def require_choice(name: str, value: object, choices: Sequence[str], next_step: str = "") -> None:
-    """Refuse what is none of the choices."""
+    """Refuse a value that is not among the choices."""
     rule = " or ".join(f'"{choice}"' for choice in choices) if len(choices) == 2 else f"one of {list(choices)}"
     require(value in choices, name, rule, value, next_step)
 
 
 def checked_rules(name: str, rules: object, legal: str, example: str, base: type | None = None) -> tuple[Any, ...]:
-    """Return a sequence of globs, and of classes derived from `base` if there is one, as a tuple; refuse all else."""
+    """Return a sequence of globs, and of classes derived from `base` if given, as a tuple; refuse anything else."""
 
     def is_rule(value: object) -> bool:
         return bool(value) if isinstance(value, str) else isinstance(value, type) and issubclass(value, base or ())
@@ -61,10 +61,10 @@ def checked_rules(name: str, rules: object, legal: str, example: str, base: type
 
 
 def is_number(value: Any, *, finite: bool = True) -> bool:
-    """Return whether this is a number, and neither infinite nor NaN."""
+    """Return whether a value is a number, and finite unless `finite` is false."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and (not finite or math.isfinite(value))
 
 
 def is_count(value: Any, least: int = 1) -> bool:
-    """Return whether this is an integer from `least` on."""
+    """Return whether a value is an integer of `least` or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

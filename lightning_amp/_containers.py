@@ -1,4 +1,4 @@
-"""The one walk over what users pass around: batches, arguments, outputs, in whatever containers they are."""
+"""Walk over batches, arguments and outputs in the containers of users."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _PLAIN = (list, tuple, dict)
 
 
 def to_fp32(data: Any, dtypes: tuple[torch.dtype, ...]) -> Any:
-    """Turn tensors of these dtypes into float32, see :func:`replace`; everything else is left alone."""
+    """Cast tensors of these dtypes to float32, wherever :func:`replace` finds them; leave everything else alone."""
     return replace(data, lambda v: v.to(torch.float32) if isinstance(v, Tensor) and v.dtype in dtypes else v)
 
 
 def replace(data: Any, function: Callable[[Any], Any]) -> Any:
-    """Put `function(value)` in the place of every value for which that is another object.
+    """Replace each value by `function(value)`, and return the result; the caller's object is not changed.
 
-    Looks into lists, tuples (named ones too) and other sequences, dictionaries and their likes, and dataclasses, frozen
-    or not. What needs no replacement comes back as the same object; what does is copied: the caller's own is not
-    changed.
+    It looks into lists, tuples (named ones too) and other sequences, mappings, and dataclasses, frozen or not. A
+    container in which nothing is replaced is returned as it is; others are copied.
 
     Args:
-        data: Where to look.
-        function: Gets each value but plain lists, tuples and dictionaries; what it replaces is not looked into.
+        data: A value or a container.
+        function: Is called with each value except plain lists, tuples and dictionaries. If it returns another object,
+            that object is used, and its inside is not searched.
 
     """
     if type(data) not in _PLAIN:
@@ -45,7 +45,7 @@ def replace(data: Any, function: Callable[[Any], Any]) -> Any:
             return data
         if type(data) is dict or not isinstance(data, MutableMapping):
             return type(data)({**data, **changed})  # pyright: ignore[reportCallIssue]
-        result: Any = copy.copy(data)  # keeps the type, and what it has besides items
+        result: Any = copy.copy(data)  # keeps the type and attributes
         for key, value in changed.items():
             result[key] = value
         return result
@@ -62,7 +62,7 @@ def replace(data: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _changed(data: Mapping[Any, Any], function: Callable[[Any], Any]) -> dict[Any, Any]:
-    # A loop, since `torch.compile` cannot trace the same as a comprehension with `:=`.
+    # A loop, because `torch.compile` cannot trace a comprehension with `:=`.
     changed: dict[Any, Any] = {}
     for key, old in data.items():
         new = replace(old, function)
@@ -72,7 +72,7 @@ def _changed(data: Mapping[Any, Any], function: Callable[[Any], Any]) -> dict[An
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the tensors in nested lists, tuples and mappings, and those that an object has, with their paths."""
+    """Iterate over tensors with their paths: in nested lists, tuples and mappings, and in attributes of objects."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):

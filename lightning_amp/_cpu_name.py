@@ -1,4 +1,4 @@
-"""What a person calls the CPU."""
+"""The name of the CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """Return the name of the CPU, as the kernel or Python knows it."""
+    """Return the model name of the CPU, from the kernel or from Python."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):

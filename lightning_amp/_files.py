@@ -1,4 +1,4 @@
-"""Writing files that are never torn."""
+"""Write files that are never torn."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from lightning_amp._urls import location, upload
 
 try:
     import fcntl
-except ImportError:  # Windows, where nobody can remove a file that another process has open
+except ImportError:  # Windows, on which a file that a process has open cannot be removed
     fcntl = None
 
 LEFTOVER = ".lightning-amp.tmp"
-"""How files end that are being written. One that is still there after its process died is removed at the next write."""
+"""Suffix of unfinished files. If the process of one has died, the next write into its folder removes it."""
 
 
 def write_atomically(
     path: str | os.PathLike[str], write: Callable[[Any], object], *, mode: Literal["text", "binary"] = "text"
 ) -> None:
-    """Let `write` fill a file that then takes the place of `path` in one move; folders are made.
+    """Let `write` fill a new file, and then move it to `path`. Missing folders are made.
 
-    A process that is killed on the way leaves the old file, and a hidden one that the next write into the folder
-    removes. For a URL that one is in the temporary folder of this machine, and is uploaded when it is whole.
+    A process that is killed before the move leaves the old file, and a hidden new file that the next write into the
+    folder removes. For a URL, the new file is in the temporary folder of this machine and is uploaded when it is whole.
 
     Args:
         path: The file, or a URL of fsspec.
-        write: Gets the open file.
+        write: Is called with the open file.
         mode: Text in UTF-8 with line ends as written, or binary.
 
     Raises:
-        OSError: If the folder cannot be written; nothing is left behind.
+        OSError: If the folder cannot be written. No file is left behind.
         ValueError: If fsspec does not know the protocol of the URL.
         ImportError: If the driver for it is not installed.
 
@@ -43,7 +43,7 @@ def write_atomically(
     target = location(path)
     if isinstance(target, str):
         folder, name = Path(tempfile.gettempdir()), target.rpartition("/")[2]
-        with _new_file(folder, name, mode, permissions=0o600) as (new, file):  # others, too, can look in there
+        with _new_file(folder, name, mode, permissions=0o600) as (new, file):  # other users can read that folder
             write(file)
             file.flush()
             upload(new, target)
@@ -54,15 +54,15 @@ def write_atomically(
         file.flush()
         os.fsync(file.fileno())
         if fcntl is None:
-            file.close()  # Windows moves no open file
-        new.replace(target)  # as long as the lock says that this is no leftover
+            file.close()  # Windows cannot move an open file
+        new.replace(target)  # while the lock is held, so that no process takes it for a leftover
 
 
 @contextlib.contextmanager
 def _new_file(
     folder: Path, name: str, mode: str, permissions: int = 0o666
 ) -> Generator[tuple[Path, IO[Any]], None, None]:
-    """Make a hidden file that is gone afterwards, unless it was moved; `permissions` are less those of the umask."""
+    """Make a hidden file, and remove it at the end unless it was moved. The umask restricts `permissions`."""
     _remove_leftovers(folder)
     path, file = _create(folder, name, mode, permissions)
     try:
@@ -74,7 +74,7 @@ def _new_file(
 
 
 def _create(folder: Path, name: str, mode: str, permissions: int) -> tuple[Path, IO[Any]]:
-    """Create a file, locked: the system takes the lock away when the process dies."""
+    """Create a locked file. The system releases the lock when the process dies."""
     how: dict[str, Any] = {"mode": "xb"} if mode == "binary" else {"mode": "x", "newline": "", "encoding": "utf-8"}
 
     def opener(path: str, flags: int) -> int:
@@ -85,11 +85,11 @@ def _create(folder: Path, name: str, mode: str, permissions: int) -> tuple[Path,
         file = open(new, **how, opener=opener)  # noqa: SIM115 - `_new_file` closes it
         if fcntl is None:
             return new, file
-        with contextlib.suppress(OSError):  # a file system without locks: there nobody cleans up either
+        with contextlib.suppress(OSError):  # on a file system without locks nothing is cleaned up either
             fcntl.flock(file, fcntl.LOCK_EX)
         if new.exists():
             return new, file
-        file.close()  # another process cleaned up between the two lines and took this one for a leftover
+        file.close()  # another process removed it as a leftover before it was locked
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -99,5 +99,5 @@ def _remove_leftovers(folder: Path) -> None:
                 leftover.unlink()
                 continue
             with leftover.open("r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its process lives
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while its process lives
                 leftover.unlink()

@@ -1,4 +1,4 @@
-"""Tell a fit that goes on where the one before it ended from one that starts afresh."""
+"""Find out whether a fit continues the one before it or starts afresh."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing_extensions import final
 
 @final
 class LastTrainer:
-    """Remembers the Trainer of the last fit, without keeping it alive.
+    """Remembers the Trainer of the last fit without keeping it alive.
 
-    A second fit of the same Trainer goes on: Lightning keeps its own counters, too. One in another Trainer starts
-    afresh (k folds). Copies remember none.
+    A second fit of the same Trainer continues the counts, as Lightning's own counters do. A fit in another Trainer
+    starts afresh (k folds). A copy of this object remembers no Trainer.
     """
 
     def __init__(self) -> None:
         self._trainer: weakref.ref[Any] | None = None
 
     def goes_on(self, trainer: Any) -> bool:
-        """Return whether a fit that begins goes on where the last one ended; remembers its Trainer."""
+        """Return whether a new fit continues the last one, and remember its Trainer."""
         same = self.knows(trainer)
         try:
             self._trainer = weakref.ref(trainer)
@@ -29,7 +29,7 @@ class LastTrainer:
         return same
 
     def knows(self, trainer: Any) -> bool:
-        """Return whether the last fit was one of this Trainer."""
+        """Return whether the last fit was a fit of this Trainer."""
         return self._trainer is not None and self._trainer() is trainer
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Messages to the user, on lines of their own."""
+"""Log and warn on separate lines, so that no progress bar is broken."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from lightning_amp._terminal import own_lines
 
 
 def info(text: str) -> None:
-    """Log a line, as Lightning does."""
+    """Log a line through Lightning's logger, on rank 0."""
     with own_lines():
         rank_zero_info(text, stacklevel=5)
 
 
 def warn_on_this_rank(text: str) -> None:
-    """Warn on whichever rank this is; the text says which."""
+    """Warn on this rank, whose number the text contains."""
     with own_lines():
         warnings.warn(text, stacklevel=2)
 
 
 def warn(text: str) -> None:
-    """Warn, as Lightning does."""
+    """Warn on rank 0."""
     with own_lines():
         rank_zero_warn(text, stacklevel=5)

@@ -1,4 +1,4 @@
-"""Values as JSON takes them, and tables as Markdown does."""
+"""Turn values into plain data for JSON, and texts and tables into Markdown."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 from typing_extensions import final, override
 
-_PIPE = re.compile(r"(\\*)(\|)")  # behind an even number of backslashes a pipe ends the cell
+_PIPE = re.compile(r"(\\*)(\|)")  # a pipe after an even number of backslashes ends the cell
 _TAG = re.compile(r"(\\*)(<(?=[A-Za-z/!?]))")
 
 
 def plain(value: Any, not_finite: Callable[[float], Any] = str) -> Any:
-    """Return plain data of JSON, which has no number that is not finite.
+    """Return plain data for JSON, which cannot hold infinities and NaN.
 
     Args:
         value: Numbers, texts, and mappings and sequences of them.
-        not_finite: What stands for such a number: by default a text; with `float` the number itself.
+        not_finite: Returns the replacement of such a number: by default a text; with `float` the number itself.
 
     """
     if isinstance(value, float) and not math.isfinite(value):
@@ -31,23 +31,23 @@ def plain(value: Any, not_finite: Callable[[float], Any] = str) -> Any:
 
 
 def null(value: float) -> None:
-    """Stand for a number that is not finite, as `null`."""
+    """Replace a number that is not finite by `null`."""
 
 
 def line(text: str) -> str:
-    """Write a text on one line of Markdown, in which nothing is taken for HTML."""
+    """Write a text on one line of Markdown, with escapes so that nothing is read as HTML."""
     return _TAG.sub(r"\1\1\\\2", " ".join(text.split()))
 
 
 def code(text: str) -> str:
-    """Write a name of the user's as code, on one line."""
+    """Write a name from the user as code, on one line."""
     on_one_line = " ".join(text.split()).replace("`", "'")
     return f"`{on_one_line}`"
 
 
 @final
 class Table(NamedTuple):
-    """A table before it is laid out, as Markdown or for a terminal; a pipe in a cell does not end it."""
+    """A table for Markdown or a terminal. Pipes in cells are escaped."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -62,9 +62,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: Sequence[s
     """Write a table of Markdown.
 
     Args:
-        header: Of the columns.
-        rows: Their cells; a pipe in one does not end it.
-        rule: What stands below the header: by default `---`, which leaves the alignment open.
+        header: The names of the columns.
+        rows: The cells. Pipes in them are escaped.
+        rule: The cells below the header: by default `---`, which leaves the alignment open.
 
     """
     lines = [[*map(_cell, header)], rule or ["---"] * len(header), *([*map(_cell, cells)] for cells in rows)]

@@ -1,4 +1,4 @@
-"""Text on lines of its own while a progress bar is on the terminal."""
+"""Keep messages and progress bars on separate lines of the terminal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _LOGGERS = ("lightning.pytorch.utilities.rank_zero", "lightning_amp")
 
 @contextlib.contextmanager
 def own_lines() -> Generator[None, None, None]:
-    """Keep what is logged or warned inside off the line of a progress bar of tqdm or rich, which are Lightning's.
+    """Keep messages that are logged inside off the line of Lightning's progress bars, of tqdm or rich.
 
-    A bar of tqdm is cleared, and drawn again below. Rich draws its bar again below what arrives at `sys.stderr`, which
-    it redirects; handlers that were made before, as Lightning's own, write past it, and are led there.
+    A bar of tqdm is cleared and drawn again below the message. Rich redirects `sys.stderr` and draws its bar again
+    below the text that arrives there. Handlers that were made before, such as Lightning's own, bypass it, so they are
+    led to the redirected `sys.stderr`.
     """
     with contextlib.ExitStack() as stack:
         tqdm = sys.modules.get("tqdm")
@@ -31,7 +32,7 @@ def own_lines() -> Generator[None, None, None]:
 
 
 def _handlers() -> Iterator[logging.StreamHandler]:
-    """Iterate over the handlers that our messages go through."""
+    """Iterate over the handlers that receive our messages."""
     for name in _LOGGERS:
         logger: logging.Logger | None = logging.getLogger(name)
         while logger is not None:

@@ -1,15 +1,15 @@
-"""How numbers and names are written wherever a person reads them, so that two messages can be compared."""
+"""Write numbers and names in one way in all messages, so that they can be compared."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-_PLAIN = range(-3, 11)  # exponents of the powers of two that everybody knows by sight: 0.125 to 1024
+_PLAIN = range(-3, 11)  # exponents of powers of two that are easy to recognise: 0.125 to 1024
 
 
 def exact(value: float) -> str:
-    """Write a number that is meant exactly: a loss scale, a limit. `2**16`, `0.5`, `3,000`, `2**-14`."""
+    """Write an exact number, such as a loss scale or a limit: `2**16`, `0.5`, `3,000`, `2**-14`."""
     exponent = _exponent(value)
     if exponent is not None:
         return f"{value:g}" if exponent in _PLAIN else f"2**{exponent}"
@@ -19,7 +19,7 @@ def exact(value: float) -> str:
 
 
 def rounded(value: float) -> str:
-    """Write a number that was measured, to three digits: `0.968`, `65,500`, `1.77e+08`."""
+    """Write a measured number with three digits: `0.968`, `65,500`, `1.77e+08`."""
     if not math.isfinite(value) or not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
     short = float(f"{value:.3g}")
@@ -27,28 +27,28 @@ def rounded(value: float) -> str:
 
 
 def literal(value: object) -> str:
-    """Write a setting as it stands in code: `2.0**16`, `0.5`, `2000`."""
+    """Write a setting as in code: `2.0**16`, `0.5`, `2000`."""
     exponent = _exponent(value) if isinstance(value, float) else None
     return repr(value) if exponent is None or exponent in _PLAIN else f"2.0**{exponent}"
 
 
 def counted(count: int, noun: str) -> str:
-    """Write a number of things: `1 record`, `2,000 records`."""
+    """Write a count with its noun: `1 record`, `2,000 records`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def listed(items: Sequence[str], most: int = 3) -> str:
-    """Write the first of some items, and how many more there are: `a, b, c and 2 more`."""
+    """Write the first items and the number of the others: `a, b, c and 2 more`."""
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def named(names: Sequence[str]) -> str:
-    """Write the first of some names in code, and how many more there are."""
+    """Write the first names as code, and the number of the others."""
     return listed([f"`{name}`" for name in names])
 
 
 def percent(fraction: float) -> str:
-    """Write a share to three digits, 0 % and 100 % only if it is nothing or all: `12.5 %`, `99.9 %`, `100 %`."""
+    """Write a share with three digits: `12.5 %`, `99.9 %`. `0 %` and `100 %` stand for nothing and all only."""
     if fraction in (0, 1):
         return f"{100 * fraction:.0f} %"
     return f"{min(max(100 * fraction, 0.001), 99.9):.3g} %"
@@ -63,7 +63,7 @@ def memory(num_bytes: int) -> str:
 
 
 def span(texts: Sequence[str]) -> str:
-    """Write from where to where something reaches, and one text if both are the same: `12 to 40`, `12`."""
+    """Write a range, or one text if both ends are the same: `12 to 40`, `12`."""
     return " to ".join(dict.fromkeys(texts))
 
 

@@ -1,4 +1,4 @@
-"""Paths that are URLs of fsspec: files in a bucket, on a server, in memory."""
+"""Read and write URLs of fsspec: files in a bucket, on a server, or in memory."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _ONE_SLASH = re.compile(r"([A-Za-z][\w+.-]+):[/\\](?!/)")
 _HERE = {"file", "local"}
 
 _FILLED_IN_PLACE = {"memory", "sftp", "ssh", "hdfs"}
-"""Stores that show a file while it arrives, and whose `mv` replaces another file."""
+"""Stores that show a file during its upload, and whose `mv` replaces another file."""
 
 
 def is_url(path: object) -> bool:
-    """Return whether this is a URL, or an object whose `str` is one."""
+    """Return whether a path is a URL, or an object whose `str` is one."""
     return bool(_protocols(str(path)))
 
 
 def location(path: str | os.PathLike[str], name: str = "path") -> Path | str:
-    """Return a path on this machine as a `Path`, and a URL as the string that it is.
+    """Return a path on this machine as a `Path`, and a URL as a string.
 
     Args:
-        path: One of the two; an object whose `str` is a URL (`UPath`) is one. `file://` is a path on this machine.
-        name: Of the argument, for the error.
+        path: A path, a URL, or an object whose `str` is a URL (`UPath`). `file://` is a path on this machine.
+        name: The name of the argument, for the error.
 
     Raises:
-        ValueError: If it is empty or has a null character, if fsspec does not know the protocol, or if a slash of the
-            URL is lost.
-        ImportError: If its driver is not installed.
+        ValueError: If the path is empty or has a null character, if fsspec does not know the protocol, or if the URL
+            lacks a slash.
+        ImportError: If the driver of the protocol is not installed.
 
     """
     text = str(path)
@@ -58,12 +58,12 @@ def location(path: str | os.PathLike[str], name: str = "path") -> Path | str:
 
 
 def child(folder: Path | str, name: str) -> Path | str:
-    """Return the place of a file in a folder, which is a :func:`location`."""
+    """Return the location of a file in a folder."""
     return folder / name if isinstance(folder, Path) else f"{folder}{'' if folder.endswith('/') else '/'}{name}"
 
 
 def open_to_read(path: str | os.PathLike[str], mode: Literal["text", "binary"], name: str = "path") -> IO[Any]:
-    """Open a file or a URL: text in UTF-8, with or without a mark in front, line ends as they are; or binary."""
+    """Open a file or a URL: text in UTF-8, with or without a byte order mark, with its own line ends; or binary."""
     place = location(path, name)
     how: dict[str, Any] = {"mode": "rb"} if mode == "binary" else {"mode": "r", "newline": "", "encoding": "utf-8-sig"}
     if isinstance(place, Path):
@@ -73,19 +73,19 @@ def open_to_read(path: str | os.PathLike[str], mode: Literal["text", "binary"], 
 
 
 def upload(file: Path, url: str) -> None:
-    """Let a file of this machine take the place of the one at `url`; folders are made.
+    """Upload a file of this machine to `url`, and replace the file there. Missing folders are made.
 
-    What a bucket shows is whole: it shows nothing of an upload that was interrupted. Where a file is filled in place,
-    the upload gets a name beside it and is moved; a process that is killed on the way leaves it there.
+    A bucket shows no part of an upload that was interrupted. A store that shows files during the upload gets the file
+    under another name, and then moves it; a process that is killed before the move leaves it there.
 
     Raises:
-        OSError: If it cannot be written; the old file is as it was.
+        OSError: If the URL cannot be written. The old file is unchanged.
 
     """
     try:
         store, key = url_to_fs(url)
         if _protocols(url)[-1] not in _FILLED_IN_PLACE:
-            store.put_file(str(file), key)  # `store.open` would keep half a file whose writer raises
+            store.put_file(str(file), key)  # `store.open` would keep half a file if its writer raises
             return
         new = f"{key}.{secrets.token_hex(4)}.part"
         try:
@@ -97,12 +97,12 @@ def upload(file: Path, url: str) -> None:
             raise
     except OSError:
         raise
-    except Exception as error:  # drivers have their own: no credentials, no connection
+    except Exception as error:  # drivers raise their own exceptions: no credentials, no connection
         raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _protocols(text: str) -> list[str]:
-    """Return the protocols of a URL, that of the store last; none of a path."""
+    """Return the protocols of a URL, with the store's own last; a path has none."""
     return _PROTOCOL.findall(text) if "://" in text and _PROTOCOL.match(text) else []
 
 
@@ -123,7 +123,7 @@ def _require_driver(protocol: str, name: str, url: str) -> None:
 
 
 def _require_both_slashes(name: str, path: str | os.PathLike[str]) -> None:
-    """Refuse `pathlib.Path("s3://bucket")`, which is `s3:/bucket`: it would be a folder of that name here."""
+    """Refuse `pathlib.Path("s3://bucket")`: it becomes `s3:/bucket`, a folder on this machine."""
     lost = _ONE_SLASH.match(str(path))
     advice = "`pathlib.Path` keeps one slash of two: pass the URL as a string."
     require(lost is None or not _is_known(lost[1]), name, "a path, or a URL with both slashes", path, advice)

@@ -1,4 +1,4 @@
-"""Is this the user's line? Whose code a file is, and the user's line of a frame or a traceback."""
+"""Find out whose code a file is, and the user's own line in a frame or a traceback."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def _of(package: str) -> tuple[str, ...]:
 
 @functools.cache
 def owner_of(file: str) -> Owner:
-    """Return whose code a file is.
+    """Return the owner of the code in a file.
 
-    Python's own folder may hold `site-packages` (conda, pyenv and Docker keep it there): those are not Python's.
+    Conda, pyenv and Docker keep `site-packages` inside Python's own folder; packages there are not Python's.
     """
     for owner, folders in _folders().items():
         if file.startswith(folders):
@@ -70,17 +70,17 @@ def owner_of(file: str) -> Owner:
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is the user's own or of a package that they installed besides torch and Lightning."""
+    """Return whether a file belongs to the user, or to an installed package other than torch and Lightning."""
     return owner_of(file) in ("project", "installed")
 
 
 def is_own_project(file: str) -> bool:
-    """Return whether a file is the user's own, which they can edit."""
+    """Return whether a file is the user's own, so that they can edit it."""
     return owner_of(file) == "project"
 
 
 def calling_line(frame: FrameType | None) -> Place | None:
-    """Return the innermost line of the user's code from a frame outwards; `None` where this package comes first."""
+    """Return the innermost line of the user's code around a frame; `None` if this package comes first."""
     while frame is not None:
         file = frame.f_code.co_filename
         if owner_of(file) == "ours":
@@ -92,6 +92,6 @@ def calling_line(frame: FrameType | None) -> Place | None:
 
 
 def innermost(lines: Iterable[tuple[str, int]]) -> Place | None:
-    """Return the last line of the user's code of a traceback, given as files and lines, outermost first."""
+    """Return the last line of the user's code in a traceback of files and lines, outermost first."""
     found = [Place(file, line) for file, line in lines if is_users(file)]
     return found[-1] if found else None

@@ -49,7 +49,7 @@ def wheel_problems(path: Path, tracked: set[str]) -> Iterator[str]:
 
 
 def link_problems(description: str, repository: str | None, version: str, tracked: set[str]) -> Iterator[str]:
-    """A link leads to another site, to a heading, or to a file of this version in the repository."""
+    """Check that each link leads to another site, to a heading, or to a file of this version in the repository."""
     for target in LINK.findall(description):
         if re.match(r"\w+:|#", target) is None:
             yield f"on PyPI's page the README's link to {target} leads nowhere (see hatch_build.py)"

@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 PINS = Path(__file__).parents[1] / "constraints.txt"
 
 OUT_OF_REACH = ("requests.exceptions", "ServiceError", "your network may be blocking")
-"""What pip-audit says when PyPI cannot be asked. Anything else that keeps it from reporting is a mistake of ours."""
+"""pip-audit's messages when PyPI cannot be reached. Any other failure is a mistake of ours."""
 
 IGNORED: dict[str, str] = {}
-"""Vulnerabilities that a pin may have: its ID, or an alias of it such as a CVE number, and why it does no harm here."""
+"""Vulnerabilities that a pin may have: an ID or alias such as a CVE number, and why it does no harm here."""
 
 
 class Verdict(NamedTuple):
-    """What to print, and whether it fails."""
+    """Return what to print, and whether the check fails."""
 
     text: str
     failed: bool
 
 
 def ask(pins: Path) -> tuple[str, str]:
-    """What pip-audit prints: its report, in JSON, and what it complains of."""
+    """Run pip-audit; return its JSON report and its error output."""
     command = [sys.executable, "-m", "pip_audit", "--requirement", str(pins), "--no-deps", "--disable-pip"]
     options = ["--format", "json", "--progress-spinner", "off"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)

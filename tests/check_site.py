@@ -1,7 +1,8 @@
-"""Checks the documentation that `make docs` built: `python tests/check_site.py docs/_build/html`.
+"""Check the documentation that `make docs` built: `python tests/check_site.py docs/_build/html`.
 
-Every link inside leads somewhere, nothing is loaded from elsewhere, every public name and every symptom is at most two
-clicks from the first page, the search knows them, and it shows the right page first for words that readers type.
+Every internal link has a target, and pages load nothing from other sites. Every public name and every symptom is at
+most two clicks from the first page, and the search finds it. The search shows
+the right page first for words that readers type.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ FIRST_HITS = {
 
 
 class Page(HTMLParser):
-    """The links, the anchors and what is loaded of one page."""
+    """The links, the anchors and the loaded files of one page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class Page(HTMLParser):
 
 
 class Site:
-    """All pages, by their path under the root."""
+    """Return all pages by their path under the root."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -80,7 +81,7 @@ class Site:
         self.pages = {path.relative_to(root).as_posix(): Page(path) for path in files}
 
     def target(self, page: str, link: str) -> tuple[str, str] | None:
-        """The file, relative to the root, and the anchor that a link leads to; `None` for a link to elsewhere."""
+        """Return the file under the root and the anchor that a link leads to; `None` for another site."""
         parts = urlsplit(link)
         if parts.scheme or parts.netloc:
             return None
@@ -104,7 +105,7 @@ class Site:
             yield from (f"{name} loads {url}" for url in page.loads if url.startswith(ELSEWHERE))
 
     def within(self, clicks: int) -> set[str]:
-        """The pages that so many clicks lead to, without a search."""
+        """Return the pages that this many clicks reach without a search."""
         found = {"index.html"}
         for _ in range(clicks):
             steps = (self.target(name, link) for name in found if name in self.pages for link in self.pages[name].links)
@@ -112,7 +113,7 @@ class Site:
         return found
 
     def too_far(self) -> Iterator[str]:
-        """What is more than two clicks away; the second click is on the page's own list of contents at most."""
+        """Return the names that need more than two clicks; the second click may be the page's own list of contents."""
         near = self.within(1)
         anchors = {anchor for name in near if name in self.pages for anchor in self.pages[name].anchors}
         yield from (f"{name} is more than two clicks away" for name in PUBLIC if name not in anchors)

@@ -1,5 +1,7 @@
-"""Checks an installed wheel from outside the source tree: `python -I check_wheel.py`. No pytest, so that nothing but
-the wheel and what it depends on need be installed."""
+"""Check an installed wheel from outside of the source tree: `python -I check_wheel.py`.
+
+It runs without pytest, so that only the wheel and its requirements need to be installed.
+"""
 
 from __future__ import annotations
 

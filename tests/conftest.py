@@ -1,10 +1,10 @@
-"""What every test gets: quiet threads, a fixed seed, and the device to run on.
+"""Give every test quiet threads, a fixed seed, and the device to run on.
 
-Nothing here imports torch or Lightning before a test needs it: the process that hands the tests out to the workers has
-no use for them, and the workers wait for it.
+Nothing here imports torch or Lightning before a test needs it. The process that hands out the tests does not use them,
+and the workers would wait for its imports.
 
 `LIGHTNING_AMP_TEST_DEVICE=cuda pytest` runs the tests that take `device` or `accelerator` on a GPU.
-`make test-device` runs them, and no others, on a device that is only pretended: `tests/pretended`.
+`make test-device` runs only these tests, on a pretended device: `tests/pretended`.
 `LIGHTNING_AMP_TEST_MACHINE=bf16-slow pytest` runs them on another CPU of `support/machines.py`.
 """
 
@@ -23,8 +23,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Before torch is imported, and inherited by subprocesses: idle OpenMP threads sleep, so that tests stay fast on a
-# machine that is busy with something else.
+# Idle OpenMP threads sleep, so that tests stay fast on a busy machine. torch reads this when it is imported, and
+# subprocesses inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("KMP_BLOCKTIME", "0")
 
@@ -44,26 +44,28 @@ if ACCELERATOR not in {"cpu", "cuda", pretended.KIND}:
 _ON_DEVICE = {"device", "accelerator", "DEVICE", "assert_as_fp32", "evaluate", "fit", "quiet_trainer", "promise"}
 """Fixtures, and functions of `support`, that put tensors on the device."""
 _MOST_CASES = {"cuda": 2, "pretended": 1}
-"""How many of the parameters of one test run on a pretended device; `LIGHTNING_AMP_PRETEND_ALL=1` runs all tests."""
+"""How many cases of one parametrized test run on a pretended device; `LIGHTNING_AMP_PRETEND_ALL=1` runs all."""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Accept the option of pytest-timeout where it is not installed: `tests/gpu` needs nothing but pytest."""
+    """Accept pytest-timeout's option where it is not installed: `tests/gpu` needs nothing but pytest."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "Has no effect without pytest-timeout.")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each worker tests that stand together, which share fixtures, references and what they import; who has done
-    its own takes half of what another has left. `-n` alone deals them out one by one."""
+    """Give each worker tests that stand together, because they share fixtures, references and imports.
+
+    A worker that has finished takes half of what another has left. `-n` alone deals the tests out one by one.
+    """
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is about CPUs on any other device, and what needs a real device on a pretended one."""
+    """Skip tests about CPUs on other devices, and tests that need a real device on a pretended one."""
     legal = {*pretended.MISSING, *pretended.MISSING_OF_ANOTHER_TYPE}
     for item in items:
         if unknown := set(_needs(item)) - legal:
@@ -99,25 +101,29 @@ def _uses_a_device(item: pytest.Item) -> bool:
 
 
 def _some_of_each(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield each test, of one with many parameters some that lie evenly: all of them take minutes on two devices."""
+    """Yield each test, but only some evenly spread cases of a large parametrized one: all would take minutes."""
     for _, cases in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         every = list(cases)
         yield from every[:: -(-len(every) // _MOST_CASES[ACCELERATOR])]
 
 
 def pytest_collection_finish() -> None:
-    """Let collections of garbage not walk through what stays to the end: the modules, and thousands of tests. That
-    takes a third of a second each time, and what looks at memory or weak references collects often."""
+    """Keep garbage collections from walking through modules and thousands of tests, which live until the end.
+
+    Each such walk takes a third of a second, and tests of memory or weak references collect often.
+    """
     if "lightning.pytorch" in sys.modules:
-        importlib.import_module("support.trainers")  # which halves the time that each Trainer takes
+        importlib.import_module("support.trainers")  # this halves the time that each Trainer takes
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup() -> None:
-    """Seed each test, so that its outcome does not depend on which ran before, and give it one thread: the models are
-    tiny, and a second one only adds the cost of waking it. (DDP sets another number. A hook, because hypothesis objects
-    to function-scoped fixtures.)"""
+    """Seed each test, so that its outcome does not depend on earlier tests, and give it one thread.
+
+    The models are tiny, so a second thread only costs the time to wake it. (DDP sets another number.) This is a hook
+    because hypothesis refuses function-scoped fixtures.
+    """
     import numpy as np
     import torch
 
@@ -129,7 +135,7 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print what was found out about planted faults, if that was asked for: `-k diseases`."""
+    """Print the findings about planted faults, if they were asked for: `-k diseases`."""
     if "diseases" not in (config.getoption("keyword") or ""):
         return
     from lightning_amp._plain_data import table
@@ -142,7 +148,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where tensors of the test live."""
+    """Return the device of the test's tensors."""
     import torch
 
     return torch.device(DEVICE)
@@ -150,13 +156,13 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def accelerator() -> str:
-    """The `accelerator` argument of the Trainer."""
+    """Return the `accelerator` argument of the Trainer."""
     return ACCELERATOR
 
 
 @cache
 def _move_to_the_machine() -> None:
-    """Let the package see the same CPU everywhere, before the first test."""
+    """Let the package see the same CPU on every machine, before the first test."""
     from support import machines
 
     machines.move_to(machines.NAME)
@@ -164,7 +170,7 @@ def _move_to_the_machine() -> None:
 
 @pytest.fixture
 def on_machine() -> Iterator[Callable[[str], None]]:
-    """Moves the test to one of `support.machines.MACHINES`, or to the `real` machine, until it ends."""
+    """Return a function that moves the test to one of `support.machines.MACHINES`, or to the `real` machine."""
     from support import machines
 
     yield machines.move_to
@@ -173,14 +179,14 @@ def on_machine() -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture(params=["bf16-fast", "bf16-slow", "fp16-native", "none"])
 def machine(request: pytest.FixtureRequest, on_machine: Callable[[str], None]) -> str:
-    """Each of the four kinds of CPU."""
+    """Run the test on each of the four kinds of CPU."""
     on_machine(request.param)
     return request.param
 
 
 @pytest.fixture
 def own_lstm() -> Iterator[None]:
-    """LSTMs of torch itself: those of oneDNN do not run in half precision on every CPU."""
+    """Use torch's own LSTM kernels, because oneDNN's do not run in half precision on every CPU."""
     import torch
 
     with warnings.catch_warnings():
@@ -195,20 +201,20 @@ def own_lstm() -> Iterator[None]:
 
 @pytest.fixture
 def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current directory, for code that writes where it stands."""
+    """Make an empty folder the current directory, for code that writes there."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def weights_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every checkpoint is loaded with `weights_only=True`, for which Lightning 2.5 has no argument."""
+    """Load every checkpoint with `weights_only=True`; Lightning 2.5 has no argument for it."""
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
 
 
 @pytest.fixture
 def memory_folder() -> Iterator[str]:
-    """The URL of a folder that is filled in place, and that does not exist yet."""
+    """Return the URL of a folder that does not exist yet and is written in place."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     yield "memory://runs/1"
@@ -218,7 +224,7 @@ def memory_folder() -> Iterator[str]:
 
 @pytest.fixture
 def bucket_folder() -> Iterator[str]:
-    """The URL of a folder in a bucket; `Bucket.failure` lets an upload fail."""
+    """Return the URL of a folder in a bucket; `Bucket.failure` lets an upload fail."""
     from support.stores import Bucket
 
     Bucket.failure = None
@@ -229,13 +235,13 @@ def bucket_folder() -> Iterator[str]:
 
 @pytest.fixture(params=["memory_folder", "bucket_folder"])
 def folder_url(request: pytest.FixtureRequest) -> str:
-    """The URL of a folder, of both kinds."""
+    """Return the URL of a folder of each kind."""
     return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(params=[False, True], ids=["flags on the host", "flags on a device"])
 def where_flags_live(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both ways to decide about a step: at once, as on the CPU, and without ever asking, as on a GPU."""
+    """Decide about a step both ways: at once, as on the CPU, and without asking the device, as on a GPU."""
     from support import flags_on_a_device
 
     with flags_on_a_device() if request.param else contextlib.nullcontext():

@@ -1,1 +1,1 @@
-"""Everything that only a GPU can show, collected by one command. See `__main__.py`."""
+"""Collect all measurements that need a GPU by one command. See `__main__.py`."""

@@ -1,7 +1,7 @@
-"""Everything that only a GPU can show: `make gpu-evidence`, or `python -m benchmarks.evidence`.
+"""Collect all measurements that need a GPU: `make gpu-evidence`, or `python -m benchmarks.evidence`.
 
-It runs the tests for GPUs and all benchmarks that need one, each in a process of its own, and writes what it finds as a
-page. A second call goes on where the first one stopped. It needs a checkout, torch, lightning, torchmetrics and pytest.
+It runs the tests for GPUs and all benchmarks that need one, each in its own process, and writes a page of the results.
+A second call goes on where the first one stopped. It needs a checkout, torch, lightning, torchmetrics and pytest.
 Some parts also use transformers, scipy or torchao; without them they measure less, and say so.
 """
 
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def commit_here() -> str:
-    """Return the commit of the checkout, and whether something was changed since; `unknown` without git."""
+    """Return the commit of the checkout, and whether files have changed since; `unknown` without git."""
     if not (ROOT / ".git").exists():
         return "unknown"
     try:
@@ -75,7 +75,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _refusal(args: argparse.Namespace, out: Path, device_type: str, wanted: Sequence[Part]) -> str:
-    """Return why nothing is run, and the next step; empty if it is."""
+    """Return why nothing can run, and the next step; empty if everything can."""
     if device_type == "cpu" and not args.tiny:
         return (
             "Evidence needs a CUDA device, and there is none here."

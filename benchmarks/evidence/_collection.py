@@ -1,4 +1,4 @@
-"""The parts, one after the other, each in a process of its own."""
+"""Run the parts one after the other, each in its own process."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lightning_amp._text import counted
 
 @final
 class Collection:
-    """Does the parts of which a file has no record, as long as there is time.
+    """Runs the parts that are not on record yet, while there is time.
 
     Args:
-        machine: What the records say of where they were made.
+        machine: The machine of the records.
         out: The folder of the results. Five files are written: `gpu.json`, `gpu.md`, `headline.json`, `headline.md`,
             and the page of the comparison.
-        commit: Of the checkout.
+        commit: The commit of the checkout.
         limit_s: Seconds for all parts.
 
     """
@@ -37,11 +37,11 @@ class Collection:
         self._deadline = Deadline(limit_s)
 
     def go(self, parts: Sequence[Part], *, retry: bool = False) -> None:
-        """Do them in their order, and say so; after each the page is written.
+        """Run the parts in order, report each, and write the page after each.
 
         Args:
-            parts: Which.
-            retry: Do those again that failed, took too long, or found something wrong.
+            parts: The parts.
+            retry: Run parts again that failed, took too long, or found a fault.
 
         """
         self._out.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class Collection:
         return bool(found) and found[-1] != "not there" and (not retry or found[-1] == "done")
 
     def _run(self, part: Part) -> Record | None:
-        """Return what came of a process; `None` if the time was up before its own."""
+        """Run a part and return its record; `None` if the deadline came before its own limit."""
         with tempfile.TemporaryDirectory() as name:
             work = Path(name)
             ended = self._deadline.run(part.command(self._out, work), work, part.limit_s)

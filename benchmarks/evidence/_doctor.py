@@ -1,4 +1,4 @@
-"""What `doctor` says of this machine and of a GPT in bf16: `python -m benchmarks.evidence._doctor`, for `__main__`."""
+"""Print `doctor` for this machine and a GPT in bf16: `python -m benchmarks.evidence._doctor`, for `__main__`."""
 
 from __future__ import annotations
 

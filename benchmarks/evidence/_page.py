@@ -1,4 +1,4 @@
-"""The page: one section for each machine, and in it one for each part."""
+"""Write the page: one section for each machine, with one for each part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def page(records: Sequence[Record]) -> str:
     """Write the page in Markdown.
 
     Args:
-        records: Of any machines.
+        records: Records of any machines.
 
     """
     machines = sorted({record.machine for record in records}, key=lambda machine: (machine.tiny, machine))

@@ -15,7 +15,7 @@ from benchmarks._machine import RESULTS, ROOT, installed
 from benchmarks.evidence._printed import as_it_is, in_a_block, results_of_tests
 
 OUT, WORK = "{out}", "{work}"
-"""In a command: the folder of the results, and one that is gone when the part has ended."""
+"""Placeholders in a command: the folder of the results, and a folder that is removed after the part."""
 _MOST_S = 500.0
 HEADLINE_MINUTES = 5
 
@@ -25,12 +25,12 @@ class Part(NamedTuple):
     """One part.
 
     Attributes:
-        name: In the file of records, and on the page.
-        arguments: Of Python.
-        estimated_s: Seconds that it takes on an H200, about.
-        results: Exit statuses with which it has a result: some commands end with 1 if they found something wrong.
-        read: Reads what is put on the page, Markdown, from the folder with what it printed.
-        missing: Why it cannot be done here; empty if it can.
+        name: Its name in the file of records and on the page.
+        arguments: Arguments of Python.
+        estimated_s: Approximate seconds on an H200.
+        results: Exit statuses of a part with a result; some commands end with 1 if they found a fault.
+        read: Returns Markdown for the page from the folder with the output.
+        missing: Why the part cannot run here; empty if it can.
 
     """
 
@@ -43,11 +43,11 @@ class Part(NamedTuple):
 
     @property
     def limit_s(self) -> float:
-        """Return the seconds after which it is ended."""
+        """Return the seconds after which it is killed."""
         return max(self.estimated_s, min(3 * self.estimated_s, _MOST_S))
 
     def command(self, out: Path, work: Path) -> list[str]:
-        """Return what is run."""
+        """Return the command to run."""
         filled = [text.replace(OUT, str(out)).replace(WORK, str(work)) for text in self.arguments]
         return [sys.executable, *filled]
 
@@ -62,7 +62,7 @@ def parts(device_type: str, *, tiny: bool) -> list[Part]:
 
     Args:
         device_type: `"cuda"`, or `"cpu"` in a rehearsal.
-        tiny: A rehearsal: the smallest of everything. Of the tests one file, since they have no sizes.
+        tiny: A rehearsal with the smallest sizes, and with one file of the tests, which have no sizes.
 
     """
     small = ("--tiny", "--device", device_type) if tiny else ()
@@ -94,7 +94,7 @@ def parts(device_type: str, *, tiny: bool) -> list[Part]:
 
 
 def comparison_page(*, tiny: bool) -> str:
-    """Return the name of the page that :class:`PrecisionReport` writes."""
+    """Return the file name of the comparison page."""
     return "rehearsal_comparison.html" if tiny else "gpu_comparison.html"
 
 
@@ -108,7 +108,7 @@ def _tests(tiny: bool) -> Iterator[Part]:
 
 
 def _headline(small: tuple[str, ...]) -> tuple[str, ...]:
-    """Return as much of it as fits into some minutes; in a rehearsal three runs."""
+    """Return the command for the rows that fit into some minutes; in a rehearsal, for three runs."""
     command = ("-m", "benchmarks.headline", "--limit-minutes", str(HEADLINE_MINUTES), "--out", f"{OUT}/headline.json")
     return (*command, *small, "--only", "resnet50", "--arms", "bf16,lightning_fp16") if small else command
 

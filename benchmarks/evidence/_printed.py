@@ -1,4 +1,4 @@
-"""Turns the output of a part into Markdown."""
+"""Turn the output of a part into Markdown."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _LAST_LINES = 15
 
 
 def as_it_is(folder: Path) -> str:
-    """Return what printed Markdown."""
+    """Return the output of a part that printed Markdown."""
     return _text(folder / "printed.txt")
 
 
 def in_a_block(folder: Path) -> str:
-    """Return what printed lines for a terminal."""
+    """Return the output of a part that printed lines for a terminal."""
     return block(_text(folder / "printed.txt"))
 
 
 def last_lines(folder: Path) -> str:
-    """Return the end of what a part printed that has no result."""
+    """Return the end of the output of a part without a result."""
     printed, errors = (_text(folder / name).splitlines()[-_LAST_LINES:] for name in ("printed.txt", "errors.txt"))
     return block("\n".join([*printed, *errors])) if printed or errors else ""
 
 
 def crashed(folder: Path) -> bool:
-    """Return whether an exception ended a part, with the exit status of those that found something wrong."""
+    """Return whether a part ended with an exception; its exit status can be the one for a fault that was found."""
     return "Traceback (most recent call last)" in (folder / "errors.txt").read_text(encoding="utf-8", errors="replace")
 
 
 def results_of_tests(folder: Path) -> str:
-    """Return how many tests passed, why others were skipped, and the last lines of those that failed."""
+    """Return how many tests passed, why others were skipped, and the last lines of failed tests."""
     cases = list(ElementTree.parse(folder / "results.xml").getroot().iter("testcase"))
     failed = [(case, found) for case in cases for found in case if found.tag in ("failure", "error")]
     skipped = [found.get("message", "") for case in cases for found in case if found.tag == "skipped"]
@@ -45,7 +45,7 @@ def results_of_tests(folder: Path) -> str:
 
 
 def block(text: str) -> str:
-    """Return a block of text that is shown as it is."""
+    """Return a text as a preformatted block."""
     return f"````text\n{text}\n````"
 
 
@@ -64,7 +64,7 @@ def _results(
 
 
 def _text(path: Path) -> str:
-    """Return what a file ends with, as a page can show it: without the folder of this checkout."""
+    """Return the end of a file for the page, without the folder of this checkout."""
     lines = path.read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}/", "").strip().splitlines()
     cut = [f"({len(lines) - _MOST_LINES} lines before these are left out)"] if len(lines) > _MOST_LINES else []
     return "\n".join(line.rpartition("\r")[2].rstrip() for line in [*cut, *lines[-_MOST_LINES:]])

@@ -1,4 +1,4 @@
-"""The record of one part: its result, and how it was made."""
+"""The record of one part: its result and its circumstances."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from benchmarks._machine import Machine
 from benchmarks._records import read_lines, write_lines
 
 Status = Literal["done", "found wrong", "failed", "took too long", "not there"]
-"""`"found wrong"`: it has a result, which is that something is not as promised, such as a test that failed."""
+"""`"found wrong"`: the part has a result, which is a fault, such as a failed test."""
 
 
 @final
 class Record(NamedTuple):
-    """A part that was done, or that could not be.
+    """A part that ran, or that could not run.
 
     Attributes:
-        machine: Where.
+        machine: The machine.
         part: Its name.
-        status: What came of it.
+        status: The outcome.
         reason: Why it has no result; empty if it has one.
-        text: Its section of the page, Markdown.
+        text: Its section of the page, in Markdown.
         command: As a person types it.
-        commit: Of the checkout.
+        commit: The commit of the checkout.
         date: The day.
         wall_s: Seconds that it took.
 
@@ -42,7 +42,7 @@ class Record(NamedTuple):
     wall_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return its fields for JSON."""
         return {**self._asdict(), "machine": self.machine._asdict()}
 
     @classmethod

@@ -1,8 +1,8 @@
 """The headline table: `python -m benchmarks.headline`.
 
-Six well-known models train on synthetic data in strict fp32, in fp32 with TF32, in Lightning's bf16 and fp16, and in
-ours, bf16, fp16 and fp8. Each run has a process of its own. What it measured is added to a file of records as soon as
-it ends, so that a second call goes on where the first one stopped; the page is written from that file.
+Six well-known models train on synthetic data: in strict fp32, in fp32 with TF32, in Lightning's bf16 and fp16, and in
+our bf16, fp16 and fp8. Each run has its own process, and its record is added to a file as soon as it ends. A second
+call goes on where the first one stopped. The page is written from the records.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _names(legal: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    """Return what reads names with commas between them."""
+    """Return a function that reads names with commas between them."""
 
     def read_names(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))

@@ -1,4 +1,4 @@
-"""The precisions that are compared, and how a Trainer is told of each."""
+"""The precisions to compare, and the Trainer arguments of each."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Arm(NamedTuple):
     """One precision.
 
     Attributes:
-        name: On the command line and in the file of records.
-        title: On the page.
-        format: What the matrix products multiply.
-        stock: Lightning's own arm with the same format, whose ratio to this one is shown; empty if there is none.
+        name: Its name on the command line and in the file of records.
+        title: Its name on the page.
+        format: The number format of the matrix products.
+        stock: Lightning's own arm with the same format, for the ratio on the page; empty if there is none.
 
     """
 
@@ -28,7 +28,7 @@ class Arm(NamedTuple):
     stock: str = ""
 
     def trainer_kwargs(self, device_type: str, *, tiny: bool) -> dict[str, Any]:
-        """Return what makes a Trainer train so; at toy sizes fp8 is emulated."""
+        """Return the Trainer arguments; at toy sizes fp8 is emulated."""
         if self.name in ("fp32", "tf32"):
             return {"precision": "32-true"}
         if self.name == "lightning_fp16" and device_type == "cpu":  # there `precision="16-mixed"` becomes bf16
@@ -45,7 +45,7 @@ class Arm(NamedTuple):
         return {"plugins": [AmpPrecision(self.name)]}
 
     def set_fp32(self) -> None:
-        """Say what products and convolutions of float32 are computed in; in all arms but the strict one, TF32."""
+        """Set the format of float32 products and convolutions: TF32, except in the strict arm."""
         torch.set_float32_matmul_precision("highest" if self.name == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = self.name != "fp32"
 
@@ -62,7 +62,7 @@ ARMS: dict[str, Arm] = {
         Arm("fp8", "our fp8", "fp8", "lightning_bf16"),
     )
 }
-"""In the order in which they are run, so that the two sides of a ratio are close in time."""
+"""The arms in the order of their runs, so that the two sides of a ratio are close in time."""
 
 _DENSE_TFLOPS = {
     "H200 NVL": (60.3, 417.5, 835.5, 835.5, 1671.0),
@@ -74,7 +74,7 @@ _DENSE_TFLOPS = {
 
 
 def peak_flops(device_name: str, arm: Arm) -> float | None:
-    """Return the FLOPs per second that a device has at best in the format of an arm; `None` if that is not known."""
+    """Return the peak FLOPs per second of a device in the format of an arm; `None` if unknown."""
     row = next((row for name, row in _DENSE_TFLOPS.items() if name in device_name), None)
     if row is None:
         return None

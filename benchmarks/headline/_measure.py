@@ -1,4 +1,4 @@
-"""The callback that measures a fit: memory, then time, then how often the host waits."""
+"""The callback that measures a fit: memory, then time, then the host's waits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_amp._containers import tensors_in
 from lightning_amp.measure import PeakMemory, StepTimer, num_bytes
 
 _MOST_SETTLING = 40
-"""Steps after which a loss scale is taken as it is."""
+"""Steps after which a loss scale counts as settled."""
 _QUIET_STEPS = 3
-"""So many steps must not have been skipped before anything is timed."""
+"""Number of steps without a skip before the timing begins."""
 
 
 @final
 class Lengths(NamedTuple):
-    """How many steps a run has.
+    """The number of steps of a run.
 
     Attributes:
-        warm_up: At least, before the first that is timed.
-        timed: At most.
-        timed_s: Seconds that the timed steps take together, about, if that is fewer steps.
-        least: Timed steps, however long they take.
+        warm_up: Least number of steps before the first timed one.
+        timed: Largest number of timed steps.
+        timed_s: Approximate seconds of all timed steps, if that is fewer steps.
+        least: Least number of timed steps, however long they take.
         watched: Steps after these in which waits of the host are counted.
 
     """
@@ -46,21 +46,21 @@ TINY = Lengths(warm_up=3, timed=5, timed_s=1.0, least=2, watched=1)
 class Measure(L.Callback):
     """Measures a fit, and ends it.
 
-    The device is waited for in the warm-up only. What the counting of waits costs falls into no timed step.
+    It waits for the device in the warm-up only. Waits are counted after the timed steps, because counting takes time.
 
     Args:
-        device: Where.
+        device: The device.
         batch_size: Samples of a step.
-        lengths: How many steps.
+        lengths: The number of steps.
 
     Attributes:
         step_s: Seconds of each timed step.
-        memory: Bytes by part, and the peak; the peak is missing where it could not be measured.
-        memory_of: `"device"` or `"tensors"`: what the peak counts.
-        waits: How often the host waited per step; `None` where that is not known.
-        num_timed: Timed steps; the first of them begins the clock, so that `step_s` has one less.
-        num_skipped: Of these, how many were skipped.
-        loss: Of the last step.
+        memory: Bytes by part, and the peak, which is missing if it could not be measured.
+        memory_of: What the peak counts: `"device"` or `"tensors"`.
+        waits: Waits of the host per step; `None` if unknown.
+        num_timed: Timed steps. The first starts the clock, so `step_s` has one less.
+        num_skipped: Number of skipped steps among them.
+        loss: The loss of the last step.
 
     """
 
@@ -129,9 +129,9 @@ class Measure(L.Callback):
         assert self._peak is not None
         self.memory = held(trainer, module)
         if self._on_cuda:
-            self._peak.resume()  # from here on: without what the first steps need once
+            self._peak.resume()  # measure from here on, without one-time costs of the first steps
         else:
-            self._peak_bytes = self._peak.close()  # it is measured by a profiler, which takes time
+            self._peak_bytes = self._peak.close()  # a profiler measures it, which takes time
         (took_s,) = self._settling.step_s([self._count - 1])
         steps = int(self._lengths.timed_s / max(took_s, 1e-6))
         self.num_timed = max(self._lengths.least, min(self._lengths.timed, steps))
@@ -162,7 +162,7 @@ class Measure(L.Callback):
 
 @final
 class _Skips:
-    """Counts skipped steps, of ours by its own count, of Lightning's by how often its scale has been halved.
+    """Counts skipped steps: ours by the plugin's count, Lightning's by how often its scale was halved.
 
     Reading either waits for the device.
     """
@@ -172,7 +172,7 @@ class _Skips:
         self._scale = 0.0
 
     def since(self, trainer: L.Trainer) -> int:
-        """Return how many steps were skipped since the last call; 0 at the first of a scale."""
+        """Return the number of steps skipped since the last call; 0 at the first scale."""
         plugin: Any = trainer.precision_plugin
         number = 0
         if hasattr(plugin, "num_skipped"):

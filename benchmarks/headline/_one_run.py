@@ -1,4 +1,4 @@
-"""One run, in a process of its own: `python -m benchmarks.headline._one_run RUN_AS_JSON --out FILE`, for `__main__`."""
+"""Do one run in this process: `python -m benchmarks.headline._one_run RUN_AS_JSON --out FILE`, for `__main__`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_amp.casting import MatmulFlops
 from lightning_amp.shadow import in_one_line, is_out_of_memory
 
 _MOST_STEPS = 200
-"""More than any run takes: `Measure` ends it."""
+"""More steps than any run takes; `Measure` ends it."""
 
 
 @final
@@ -40,8 +40,8 @@ class Trained(L.LightningModule):
     """Trains a workload.
 
     Args:
-        workload: What.
-        optimizer: Its name.
+        workload: The workload.
+        optimizer: The name of the optimizer.
 
     """
 
@@ -62,7 +62,7 @@ class Trained(L.LightningModule):
 
 
 def measure(run: Run, device_type: str, *, tiny: bool) -> Outcome:
-    """Train, and return what was measured; not enough memory, or what torch cannot do, is a result."""
+    """Train, and return the measurements; running out of memory, or an operation that torch lacks, is a result."""
     try:
         return _measured(run, device_type, tiny)
     except Exception as error:
@@ -126,7 +126,7 @@ def _outcome(run: Run, watch: Measure, workload: Workload, flops: int, peak: flo
 
 
 def forward_flops(workload: Workload) -> int:
-    """Return the FLOPs of the products of one forward, as if nothing was left out (a causal mask leaves out half).
+    """Return the FLOPs of the products of one forward, with the half that a causal mask leaves out.
 
     A backward has twice as many. It is not counted itself: torch takes the backward of a convolution with groups for
     one without.

@@ -1,4 +1,4 @@
-"""The page: the articles' claims beside what was measured, then all tables, one section for each machine."""
+"""Write the page: the articles' claims beside the measurements, then all tables, one section for each machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def page(records: Sequence[Record]) -> str:
     """Write the page in Markdown.
 
     Args:
-        records: Of any machines; those of one are never set against those of another.
+        records: Records of any machines. Records of different machines are never compared.
 
     """
     machines = sorted({record.machine for record in records}, key=lambda machine: (machine.tiny, machine))
@@ -54,7 +54,7 @@ def _section(machine: Machine, records: Sequence[Record]) -> Iterable[str]:
 
 
 def _claims(machine: Machine | None, outcomes: _Outcomes) -> Iterable[str]:
-    """Write the claims, and beside each what the usual batch gave, eager, in bf16 and in fp16."""
+    """Write each claim beside the measurement in bf16 and in fp16, eager, at the usual batch."""
     yield "| model | the articles | measured: speed against strict fp32, and against TF32 | measured: peak memory |"
     yield "|---|---|---|---|"
     for model in MODELS.values():
@@ -67,7 +67,7 @@ def _claims(machine: Machine | None, outcomes: _Outcomes) -> Iterable[str]:
 
 
 def _each(case: Run, outcomes: _Outcomes, write: Callable[[Run, Outcome, _Outcomes], str]) -> str:
-    """Write something of both half precisions; empty if there is no record of either."""
+    """Write a value for both half precisions; empty if neither has a record."""
     runs = [(arm.title, case._replace(arm=name)) for name, arm in ARMS.items() if name in ("bf16", "fp16")]
     return "; ".join(f"{title} {write(run, outcomes[run], outcomes)}" for title, run in runs if run in outcomes)
 
@@ -79,7 +79,7 @@ def _speed_ups(run: Run, outcome: Outcome, outcomes: _Outcomes) -> str:
 
 
 def _memory_change(run: Run, outcome: Outcome, outcomes: _Outcomes) -> str:
-    """Write how much less the peak is than that of strict fp32, and how much less the activations are."""
+    """Write how much smaller the peak and the activations are than in strict fp32."""
     if outcome.activations is None:
         return "-" if outcome.status == "measured" else outcome.status
     base = outcomes.get(run._replace(arm="fp32"))
@@ -160,12 +160,12 @@ def _cells(run: Run, outcomes: _Outcomes) -> list[str]:
 
 
 def _status(outcome: Outcome) -> str:
-    """Say what came of a run that was not measured, with the reason if that is a matter of training."""
+    """Write why a run was not measured, with the reason if training caused it."""
     return f"{outcome.status}: {outcome.reason}" if outcome.status == "not measured" else outcome.status
 
 
 def _note(outcome: Outcome | None) -> str:
-    """Say why something was not measured, or what was odd in a run that was."""
+    """Write why a value was not measured, or what was unusual in a run."""
     if outcome is None or outcome.status == "not measured":
         return ""
     if outcome.samples_per_s is None:
@@ -174,9 +174,9 @@ def _note(outcome: Outcome | None) -> str:
 
 
 def ratio(run: Run, baseline: str, outcomes: _Outcomes) -> str:
-    """Write how many times as fast a run is as another arm of the same case; empty if one of them has no figure.
+    """Write how many times as fast a run is as another arm of the same case; empty if one of them was not measured.
 
-    It is one process of each, which has no interval: the page says so.
+    It compares one process of each arm, and therefore has no interval: the page says so.
     """
     other = outcomes.get(run._replace(arm=baseline))
     own = outcomes.get(run)

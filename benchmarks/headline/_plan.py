@@ -1,4 +1,4 @@
-"""Which runs the table has, in their order."""
+"""The runs of the table, in their order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.headline.models import MODELS, Model, Size
 
 _EAGER = ("fp32", "tf32", "lightning_bf16", "bf16", "lightning_fp16", "fp16")
 _SHORT = ("tf32", "lightning_bf16", "bf16", "fp16")
-"""Of the batches beside the usual one."""
+"""Factors of the batch sizes beside the usual one."""
 
 
 @final
 class Run(NamedTuple):
-    """One run: what is trained, how, and on what.
+    """One run: its model, arm, and batch.
 
     Attributes:
         model: Its name.
@@ -36,12 +36,12 @@ class Run(NamedTuple):
 
     @property
     def size(self) -> Size:
-        """Return what is in a batch."""
+        """Return the contents of a batch."""
         return Size(self.batch, self.length)
 
     @property
     def case(self) -> Run:
-        """Return what all arms of a table have in common."""
+        """Return the settings that all arms of a table share."""
         return self._replace(arm="")
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Run(NamedTuple):
         return f"{self.model}, {ARMS[self.arm].title}, {self.batch} x {self.length}, {mode}"
 
     def estimated_s(self) -> float:
-        """Return the seconds that it takes on an H200, about, its start included."""
+        """Return the approximate seconds on an H200, with the start."""
         model = MODELS[self.model]
         if self.arm == "fp8" and model.no_fp8:
             return 0.0
@@ -60,8 +60,8 @@ def plan(models: Sequence[Model], *, tiny: bool = False) -> list[Run]:
     """Return the runs in their order: for each model all precisions, then compiled, then with other batches.
 
     Args:
-        models: Which.
-        tiny: Each arm once, at toy sizes; compiled where only that is run.
+        models: The models.
+        tiny: Each arm once, at toy sizes; compiled only if the arm has no eager run.
 
     """
     if tiny:
@@ -73,7 +73,7 @@ def plan(models: Sequence[Model], *, tiny: bool = False) -> list[Run]:
 
 
 def _arms(model: Model) -> tuple[str, ...]:
-    """Return the eager arms: fp8 is for compiled modules, but where it cannot be used, that is said here."""
+    """Return the eager arms: fp8 is for compiled modules, but the table says here if it cannot be used."""
     return (*_EAGER, "fp8") if model.no_fp8 else _EAGER
 
 

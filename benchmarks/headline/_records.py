@@ -1,4 +1,4 @@
-"""The file of records: JSON, one record a line, so that what was measured is there to be read, and to be compared."""
+"""The file of records: JSON with one record a line."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from benchmarks.headline._plan import Run
 
 STATUSES = ("measured", "not measured", "does not fit", "cannot", "took too long", "failed")
 FINAL = ("measured", "does not fit", "cannot")
-"""What a second try would not change."""
+"""Outcomes that a second try would not change."""
 
 
 @final
 class Outcome(NamedTuple):
-    """What came of a run.
+    """The outcome of a run.
 
     Attributes:
         status: One of :data:`STATUSES`.
         reason: Why it was not measured. A run with skipped steps, or with a loss that is not finite, is "not measured":
-            its time is not that of training.
+            its time is not the time of training.
         samples_per_s: The median over the timed steps, and their middle half, from and to.
-        num_steps: That were timed.
+        num_steps: Number of timed steps.
         memory: Bytes: `weights`, `gradients`, `states` and `peak`.
         memory_of: `"device"`: what the allocator gave out; `"tensors"`: what tensors held, on a CPU.
-        flops: Of the products of a step.
-        mfu: The share of the device's best FLOPs that is used; `None` where that is not known.
-        waits: How often the host waited for the device, per step; `None` where that is not known.
-        loss: Of the last step.
+        flops: FLOPs of the products of a step.
+        mfu: The used share of the device's peak FLOPs; `None` if unknown.
+        waits: Waits of the host for the device, per step; `None` if unknown.
+        loss: The loss of the last step.
         num_parameters: Of the model.
         source: The library that has the model.
         wall_s: Seconds of the process.
@@ -66,7 +66,7 @@ class Outcome(NamedTuple):
         return self.memory["peak"] - sum(self.memory[part] for part in ("weights", "gradients", "states"))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what is not as it is by default."""
+        """Return the fields without defaults."""
         defaults = self._field_defaults
         return {
             name: value for name, value in self._asdict().items() if name not in defaults or value != defaults[name]
@@ -74,7 +74,7 @@ class Outcome(NamedTuple):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Outcome:
-        """Read what :meth:`as_dict` returned, perhaps from JSON."""
+        """Make an outcome from the result of :meth:`as_dict`."""
         fields = dict(data)
         if fields.get("samples_per_s") is not None:
             fields["samples_per_s"] = tuple(fields["samples_per_s"])
@@ -86,9 +86,9 @@ class Record(NamedTuple):
     """A finished run.
 
     Attributes:
-        machine: Where.
-        run: What.
-        outcome: What came of it.
+        machine: The machine.
+        run: The run.
+        outcome: Its outcome.
         date: The day.
 
     """
@@ -99,12 +99,12 @@ class Record(NamedTuple):
     date: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return its fields for JSON."""
         return {"date": self.date, **self.machine._asdict(), **self.run._asdict(), **self.outcome.as_dict()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Record:
-        """Read what :meth:`as_dict` returned."""
+        """Make a record from the result of :meth:`as_dict`."""
         machine = Machine(data.pop("device"), tuple(data.pop("versions")), data.pop("tiny"))
         run = Run(**{name: data.pop(name) for name in Run._fields})
         date = data.pop("date")
@@ -117,11 +117,11 @@ def read(path: Path) -> list[Record]:
 
 
 def write(path: Path, records: Sequence[Record]) -> None:
-    """Write a file of records, in one move."""
+    """Write a file of records atomically."""
     write_lines(path, [record.as_dict() for record in records])
 
 
 def append(path: Path, record: Record) -> None:
-    """Add a record to a file; one of the same run on the same machine is replaced."""
+    """Add a record to a file, in the place of an earlier one of the same run on the same machine."""
     others = [r for r in read(path) if (r.machine, r.run) != (record.machine, record.run)]
     write(path, [*others, record])

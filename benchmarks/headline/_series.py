@@ -1,4 +1,4 @@
-"""Runs, one after the other, each in a process of its own."""
+"""Do runs one after the other, each in its own process."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from lightning_amp.advice._examine_machine import support_of
 
 @final
 class Series:
-    """Does the runs that a file has no record of, as long as there is time.
+    """Does the runs that are not on record yet, while there is time.
 
     Args:
-        machine: What the records say of where they were made.
+        machine: The machine of the records.
         device_type: `"cuda"` or `"cpu"`.
         out: The file of records.
         run_limit_s: Seconds after which a run is ended, and counts as one that took too long.
@@ -40,11 +40,11 @@ class Series:
         self._run_limit_s, self._deadline = run_limit_s, Deadline(limit_s)
 
     def go(self, runs: Sequence[Run], *, retry: bool = False) -> None:
-        """Do them in their order, and say so.
+        """Do the runs in order, and report each.
 
         Args:
-            runs: Which.
-            retry: Do those again that failed or took too long.
+            runs: The runs.
+            retry: Do runs again that failed or took too long.
 
         """
         waiting = [run for run in runs if not self._is_done(run, retry)]
@@ -74,13 +74,13 @@ class Series:
         return bool(found) and (not retry or found[-1].status in FINAL)
 
     def _estimated_s(self, run: Run) -> float:
-        """Return what a run is going to take: as long as the last one of this model, or as planned."""
+        """Return the expected seconds of a run: as the last one of this model, or as planned."""
         alike = [r for r in self._records() if (r.run.model, r.run.compiled) == (run.model, run.compiled)]
         took = [record.outcome.wall_s for record in alike if record.outcome.wall_s]
         return took[-1] if took else run.estimated_s()
 
     def _known(self, run: Run) -> Outcome | None:
-        """Return the outcome of a run that need not be done; `None` of one that must."""
+        """Return the outcome of a run that need not be done; `None` for others."""
         if run.arm == "fp8" and MODELS[run.model].no_fp8:
             return Outcome("cannot", MODELS[run.model].no_fp8)
         support, reason = (
@@ -95,7 +95,7 @@ class Series:
         return None
 
     def _run(self, run: Run) -> Outcome | None:
-        """Return what came of a process; `None` if the time of the series was up before that of the run."""
+        """Do a run in a process and return its outcome; `None` if the deadline of all came before its own limit."""
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder, "outcome.json")
             command = [sys.executable, "-m", "benchmarks.headline._one_run", json.dumps(run._asdict())]
@@ -116,5 +116,5 @@ def _said(outcome: Outcome) -> str:
 
 
 def has_torchao() -> bool:
-    """Return whether fp8 has what it needs."""
+    """Return whether the libraries of fp8 are installed."""
     return bool(installed("torchao"))

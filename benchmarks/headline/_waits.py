@@ -1,4 +1,4 @@
-"""Counts how often the host waits for the device."""
+"""Count how often the host waits for the device."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class SyncWarnings:
         self._caught: list[warnings.WarningMessage] | None = None
 
     def start(self) -> None:
-        """Count from here on. Other warnings are swallowed."""
+        """Start the count. Other warnings are swallowed."""
         self._context = warnings.catch_warnings(record=True)
         self._caught = self._context.__enter__()
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
 
     def stop(self) -> int | None:
-        """Return how many there were; `None` if nothing was counted."""
+        """Return the count; `None` if nothing was counted."""
         if self._context is None:
             return None
         torch.cuda.set_sync_debug_mode("default")

@@ -1,5 +1,5 @@
-"""The one place that touches private names of torch and Lightning. Read `_torch.py` first.
+"""All uses of private names of torch and Lightning. Read `_torch.py` first.
 
-Each entry says why there is no public way, names the upstream thread if there is one, and when the entry can go.
+Each entry says why there is no public way, names the upstream thread if there is one, and says when the entry can go.
 `tests/contract/test_private_names.py` proves that no other file uses a private name.
 """

@@ -1,4 +1,4 @@
-"""Operations of torch below autograd that a recorded step is read by. Their names have an underscore."""
+"""Operations of torch below autograd, by which a recorded step is analysed. Their names have an underscore."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ WAITS = {
     _aten.unique_dim: "unique",
     _aten.unique_consecutive: "unique_consecutive",
 }
-"""Operations whose result, or its size, the host needs. Can go when torch tags them as such."""
+"""Operations that make the host wait for their result, or for its size. Can go when torch tags them as such."""
 
 INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}
-"""Operations that wait if an index is a mask, whose rows they count. Can go with `WAITS`."""
+"""Operations that wait if an index is a mask, since they count its rows. Can go with `WAITS`."""
 
 COPIES = {_aten._to_copy, _aten.copy_}
-"""What casts, also where autocast does. Can go when `_to_copy` has a public name."""
+"""Operations that cast, also inside autocast. Can go when `_to_copy` has a public name."""
 
 SOFTMAX = {_aten._log_softmax}
-"""What a loss over classes computes. Can go when it has a public name."""
+"""The operation of a loss over classes. Can go when it has a public name."""
 
 CONVOLUTIONS = {_aten.convolution, _aten._convolution}
 """Forwards of convolutions. Can go when `_convolution` does."""
 
 PRODUCTS = {_aten.mm: (0, 1), _aten.addmm: (1, 2), _aten.bmm: (0, 1), _aten.baddbmm: (1, 2)}
-"""Products of two matrices, and which arguments these are. Can go with `CONVOLUTIONS`."""
+"""Products of two matrices, with the places of the matrices among the arguments. Can go with `CONVOLUTIONS`."""
 
 
 def scaled_product(
@@ -45,7 +45,7 @@ def scaled_product(
 
 @functools.cache
 def viewed_or_written(operation: Any) -> frozenset[int | str]:
-    """Return the arguments, by place and by name, whose memory an operation returns or writes.
+    """Return the arguments, by place and by name, whose memory an operation returns or writes into.
 
     Can go when an operation's schema has a public name.
     """

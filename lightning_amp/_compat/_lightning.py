@@ -13,9 +13,9 @@ from torch import Tensor
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the user's optimizer behind a `LightningOptimizer`.
 
-    `.optimizer` is public, the import takes long on the step path. Can go when hooks get the user's optimizer.
+    `.optimizer` is public, but importing its class in each step is slow. Can go when hooks get the user's optimizer.
     """
-    if not type(optimizer).__name__.startswith("Lightning"):  # saves an import on the step path
+    if not type(optimizer).__name__.startswith("Lightning"):
         return optimizer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
@@ -27,7 +27,7 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 # Can go when Lightning makes `Precision._clip_gradients` public.
 def run_clipping(plugin: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Run `configure_gradient_clipping` with the Trainer's settings, as `Precision` does; none in manual mode."""
+    """Run `configure_gradient_clipping` with the Trainer's settings, as `Precision` does; not in manual mode."""
     trainer = module.trainer
     plugin._clip_gradients(module, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
@@ -42,21 +42,21 @@ def run_hook(module: Any, name: str, *args: Any) -> None:
 
 
 # --- Lightning: evaluation ---
-# Lightning evaluates a module inside one loop that owns the results, and has no public way to evaluate a second module
-# on the same batches and let `self.log` name, weight and reduce its values. Upstream thread: none known.
+# Lightning evaluates a module inside one loop that owns the results. There is no public way to evaluate a second module
+# on the same batches and have `self.log` name, weight and reduce its values. Upstream thread: none known.
 
 
 def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:
     """Give a view of the trainer its own result collection and logger connector.
 
     `LightningModule.log` writes to `trainer._results` and `trainer._logger_connector`. With its own pair, a copy of a
-    module logs with Lightning's naming, batch-size weighting and reduction, and the trainer never hears of it. Can go
-    when Lightning offers a result collection that a callback may create and read.
+    module logs with Lightning's naming, batch-size weighting and reduction, and leaves the trainer alone. Can go when
+    Lightning offers a result collection that a callback may create and read.
 
     Args:
-        view: Stands in for the trainer; gets the attributes.
-        trainer: The real one. What it has collected in this evaluation so far is copied.
-        memo: Of the deep copy of the module, so that the metric objects in the results are the copy's own.
+        view: Stands in for the trainer, and gets the attributes.
+        trainer: The real trainer. Its results of this evaluation so far are copied.
+        memo: The memo of the module's deep copy, so that the copied results refer to the copy's metric objects.
 
     """
     from copy import deepcopy
@@ -90,7 +90,7 @@ def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:
 def connector_metrics(view: Any, name: str) -> dict[str, Any]:
     """Return `callback_metrics`, `logged_metrics` or `progress_bar_metrics` of the view's own connector.
 
-    Those of the Trainer are properties over `_logger_connector`. Can go with `own_results`.
+    The Trainer's own attributes are properties over `_logger_connector`. Can go with `own_results`.
     """
     return getattr(view._logger_connector, name)
 
@@ -101,7 +101,7 @@ def start_evaluation_batch(view: Any, batch: Any, dataloader_idx: int | None) ->
 
 
 def finish_evaluation_batch(view: Any) -> None:
-    """Drop the reference to the batch; step values, which nobody reads, stay. Can go with `own_results`."""
+    """Drop the reference to the batch. Step values stay, but nobody reads them. Can go with `own_results`."""
     view._results.batch = None
     view._results.batch_size = None
 
@@ -122,7 +122,7 @@ def start_evaluation_epoch_end(view: Any) -> None:
 
 
 def finish_evaluation_epoch_end(view: Any) -> dict[str, Tensor]:
-    """Do what the loop does after `on_*_epoch_end`; returns what was logged there. Can go with `own_results`."""
+    """Do what the loop does after `on_*_epoch_end`. Return what was logged there. Can go with `own_results`."""
     connector = view._logger_connector
     connector.on_epoch_end()
     connector.update_eval_epoch_metrics()
@@ -137,7 +137,7 @@ def evaluation_loader_idx(trainer: Any) -> int | None:
 
 
 def evaluation_metrics(trainer: Any) -> dict[str, Tensor]:
-    """Return what the current evaluation has logged and already reduced, by its name in `callback_metrics`.
+    """Return the reduced values that the current evaluation has logged, by their names in `callback_metrics`.
 
     `callback_metrics` also holds what training logged and what earlier evaluations left. Can go with `own_results`.
     """
@@ -154,7 +154,10 @@ def evaluation_metrics(trainer: Any) -> dict[str, Tensor]:
 
 
 def evaluation_names(trainer: Any) -> set[str]:
-    """Name the `evaluation_metrics`, which the sanity check does not reduce. Can go with `own_results`."""
+    """Return the names of `evaluation_metrics`, also in the sanity check, which does not reduce them.
+
+    Can go with `own_results`.
+    """
     results = trainer._results
     if results is None:
         return set()
@@ -165,27 +168,28 @@ def evaluation_names(trainer: Any) -> set[str]:
 def add_callback_metrics(trainer: Any, metrics: dict[str, Tensor]) -> None:
     """Add values to `trainer.callback_metrics` where `self.log` is not allowed (`on_validation_end`).
 
-    Reading `trainer.callback_metrics`, to update it, reduces what the sanity check does not. Can go when it does not.
+    Reading `trainer.callback_metrics` to update it would reduce metrics that the sanity check does not reduce. Can go
+    when it does not.
     """
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
 def log_evaluation_metrics(trainer: Any, metrics: dict[str, Tensor], step: float | None) -> int:
-    """Send values to all loggers as Lightning sends those of an evaluation, and return the step that they got.
+    """Send values to all loggers as Lightning sends evaluation metrics, and return the step that they got.
 
-    The step is not `global_step`, but a `step` that the user logged, else the private counter of batches after which an
-    optimizer stepped. Can go when that counter and the way that adds the epoch are public.
+    The step is a `step` that the user logged, else the private counter of batches after which an optimizer stepped; it
+    is not `global_step`. Can go when that counter and the call that adds the epoch are public.
     """
     number = trainer.fit_loop.epoch_loop._batches_that_stepped if step is None else int(step)
     connector = trainer._logger_connector
-    # As in `log_metrics`, which adds the epoch only where there is no `step`.
+    # `log_metrics` adds the epoch only if there is no `step`.
     connector.log_metrics(metrics if step is None else {**metrics, "step": torch.tensor(float(number))})
     return number
 
 
-# Can go when the Trainer has a public way to do so.
+# Can go when the Trainer has a public way to prepare a batch.
 def to_device(trainer: Any, batch: Any, dataloader_idx: int) -> Any:
-    """Do with a batch of an evaluation's loader what the loop does before it hands it to the step."""
+    """Prepare a batch of an evaluation's loader as the loop does before it calls the step."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
@@ -193,10 +197,10 @@ def to_device(trainer: Any, batch: Any, dataloader_idx: int) -> Any:
 
 @contextmanager
 def training_stage(trainer: Any) -> Generator[None]:
-    """Have the trainer be in its training epoch, for the length of a hook of the validation inside of it.
+    """Put the trainer into its training stage, for a while during a validation inside the training epoch.
 
-    `self.log` of a training step then finds the results of training. Lightning does the same where it prepares the
-    loaders of validation. Can go with `own_results`.
+    `self.log` of a training step then finds the results of training. Lightning does the same when it prepares the
+    validation loaders. Can go with `own_results`.
     """
     stage = trainer.state.stage
     trainer.training = True
@@ -208,7 +212,7 @@ def training_stage(trainer: Any) -> Generator[None]:
 
 # Can go with `run_hook`.
 def call_module_hook(module: Any, name: str, *args: Any) -> Any:
-    """Call a hook so that `self.log` works in it: it looks up `_current_fx_name`, which only the Trainer sets."""
+    """Call a hook, and set `_current_fx_name` for it. `self.log` needs that name, and only the Trainer sets it."""
     previous = module._current_fx_name
     module._current_fx_name = name
     try:
@@ -219,7 +223,7 @@ def call_module_hook(module: Any, name: str, *args: Any) -> Any:
 
 # Can go when Lightning drops the cache in copies.
 def forget_metric_names(module: Any) -> None:
-    """Drop the cache of metric names by `id`: in a copied module the ids are those of the original's metrics."""
+    """Drop a copied module's cache of metric names, whose keys are the ids of the original's metrics."""
     from lightning.pytorch import LightningModule
 
     for child in module.modules():
@@ -228,10 +232,10 @@ def forget_metric_names(module: Any) -> None:
 
 
 def uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Undo what `torch.compile(LightningModule)` put among the attributes of a module.
+    """Return the attributes of a module without the changes of `torch.compile(LightningModule)`.
 
-    Lightning stores compiled functions, bound to the original module, as attributes over the methods. Can go when
-    `to_uncompiled` works on something else than the module itself.
+    Lightning stores compiled functions, bound to the original module, as attributes that hide the methods. Can go when
+    `to_uncompiled` works on attributes, rather than on the module itself.
     """
     context = state.get("_compiler_ctx")
     if not context:
@@ -243,7 +247,7 @@ def uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_weight_averaging(callback: Any) -> bool:
-    """Return whether it is a `WeightAveraging`. Lightning 2.5 has none; can go when 2.6 is the oldest supported."""
+    """Return whether it is a `WeightAveraging`, which Lightning 2.5 lacks. Can go when 2.6 is the oldest supported."""
     from lightning.pytorch import callbacks
 
     base: type | None = getattr(callbacks, "WeightAveraging", None)
@@ -252,21 +256,21 @@ def is_weight_averaging(callback: Any) -> bool:
 
 # Can go when the counter is public.
 def logging_step(trainer: Any) -> int:
-    """Return the step that Lightning itself logs training metrics at; its own callbacks read this counter, too."""
+    """Return the step at which Lightning logs training metrics. Its own callbacks read this counter, too."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process writes files. Can go when `rank_zero_only` has its `rank` for a type checker, too."""
+    """Return whether this process writes files. Can go when a type checker knows `rank_zero_only.rank`."""
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     return rank_zero_only.rank == 0  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
-    """Make attributes for a view of a strategy: what `LightningModule.optimizers()` returns, each through `stand_in`.
+    """Return attributes for a view of a strategy, whose optimizers are replaced by `stand_in(optimizer)`.
 
-    It takes them from private attributes of the strategy. Can go when it asks the Trainer.
+    `LightningModule.optimizers()` reads private attributes of the strategy. Can go when it asks the Trainer.
     """
     wrapped = trainer.strategy._lightning_optimizers
     return {
@@ -277,7 +281,7 @@ def optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
 
 # Can go with `own_results`.
 def metric_directions(trainer: Any) -> dict[str, Literal["min", "max"]]:
-    """Return which way each torchmetrics metric of the current evaluation is better: `"min"` or `"max"`."""
+    """Return whether each torchmetrics metric of the current evaluation is better as `"min"` or `"max"`."""
     from torchmetrics import Metric
 
     results, found = trainer._results, dict[str, Literal["min", "max"]]()
@@ -294,18 +298,18 @@ def metric_directions(trainer: Any) -> dict[str, Literal["min", "max"]]:
 
 
 def loaded_checkpoint(trainer: Any) -> dict[str, Any]:
-    """Return the checkpoint that a run resumes from, until it began; empty if there is none.
+    """Return the checkpoint that a run resumes from, before the run begins; empty if there is none.
 
-    The plugin gets it after `configure_optimizers` and `on_fit_start`, which may have copied the weights. Can go when a
-    plugin can change the module before its checkpoint is loaded.
+    The plugin's own hook gets it only after `configure_optimizers` and `on_fit_start`, which may have copied the
+    weights. Can go when a plugin can change the module before its checkpoint is loaded.
     """
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
 def set_half_modules_float(module: Any, parameters: Any) -> None:
-    """Make float32 the `dtype` of each Lightning module that holds one of these parameters, and says half precision.
+    """Set `dtype` to float32 in each half-precision Lightning module that holds one of these parameters.
 
-    Only `module.to(dtype)` sets it, which would convert frozen parameters too. Can go when it is read from parameters.
+    The public `module.to(dtype)` would convert frozen parameters too. Can go when `dtype` is read from parameters.
     """
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 
@@ -318,7 +322,7 @@ def set_half_modules_float(module: Any, parameters: Any) -> None:
 def averages(trainer: Any) -> list[tuple[Any, Any]]:
     """Return the copies of the module that averaging callbacks made in `setup`, each with its callback.
 
-    Can go when they say which it is, or make it when the strategy has set up the module.
+    Can go when the copies are public, or are made after the strategy has set up the module.
     """
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
@@ -333,14 +337,14 @@ def averages(trainer: Any) -> list[tuple[Any, Any]]:
 
 # Can go with `averages`.
 def weights_beside_averages(checkpoint: dict[str, Any], callbacks: list[Any]) -> dict[str, Any]:
-    """Return the weights that training goes on with. `WeightAveraging` saves them elsewhere, and averages in place."""
+    """Return the weights that training continues with. `WeightAveraging` saves averages in their usual place."""
     averaged = "averaging_state" in checkpoint and any(is_weight_averaging(callback) for callback in callbacks)
     return checkpoint["current_model_state" if averaged else "state_dict"]
 
 
 # Can go with `averages`.
 def load_average(callback: Any, average: Any, checkpoint: dict[str, Any]) -> None:
-    """Load an average from a checkpoint, as its callback does, without its messages."""
+    """Load an average from a checkpoint as its callback does, but without messages."""
     if is_weight_averaging(callback):
         average.load_state_dict(checkpoint["state_dict"], strict="averaging_state" in checkpoint)
         return

@@ -1,9 +1,10 @@
-"""Private names of torch around modules: their dictionaries, compilers, transforms, wrappers; each with its reason."""
+"""Private names of torch around modules: their dictionaries, compilers, transforms and wrappers."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def norm_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def has_convolutions(module: torch.nn.Module) -> bool:
-    """Return whether a part of it is a convolution of any kind. Can go when their common base class is public."""
+    """Return whether a module contains a convolution. Can go when the common base class of convolutions is public."""
     from torch.nn.modules.conv import _ConvNd
 
     return any(isinstance(m, _ConvNd) for m in module.modules())
@@ -34,38 +35,38 @@ def has_convolutions(module: torch.nn.Module) -> bool:
 def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
     """Return the dictionary in which a module looks up its own parameters.
 
-    `functional_call` puts tensors into it one by one, with checks and a search for ties. Can go when something public
-    puts another dictionary in its place for the length of a call.
+    The public `functional_call` writes tensors into it one by one, with checks and a search for ties. Can go when a
+    public function replaces the dictionary for the length of a call.
     """
     return vars(module)["_parameters"]
 
 
 def set_own_parameters(module: torch.nn.Module, parameters: dict[str, Any]) -> None:
-    """Put another dictionary there. Can go with `own_parameters`."""
+    """Replace that dictionary. Can go with `own_parameters`."""
     vars(module)["_parameters"] = parameters
 
 
 def is_transformed_or_traced() -> bool:
-    """Return whether a `torch.func` transform or `torch.jit.trace` is looking.
+    """Return whether a `torch.func` transform or `torch.jit.trace` is active.
 
-    Neither takes a plain `autograd.Function`. Can go when there is a public question for the first; for the second
-    there is one, ten times as slow.
+    Neither accepts a plain `autograd.Function`. Can go when there is a public check for the first. The second has one
+    that is ten times as slow.
     """
     return torch._C._are_functorch_transforms_active() or bool(torch._C._get_tracing_state())
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Return whether this is one of the gradients that `torch.autograd.grad(..., is_grads_batched=True)` takes at once.
+    """Return whether this is a batch of gradients in `torch.autograd.grad(..., is_grads_batched=True)`.
 
-    Its `vmap` is older than those of `torch.func`, and no question knows of it. Can go when torch has removed it.
+    Its `vmap` is older than `torch.func`, whose checks do not see it. Can go when torch has removed it.
     """
     return torch._C._dispatch_keys(tensor).has(torch._C._dispatch_key_parse("Batched"))
 
 
 def in_forward_mode() -> bool:
-    """Return whether a level of forward-mode differentiation is open, in which any tensor may have a tangent.
+    """Return whether forward-mode differentiation is active, so that any tensor may have a tangent.
 
-    Can go when there is a public question for it that does not ask about one tensor.
+    Can go when there is a public check that does not need a tensor.
     """
     return torch.autograd.forward_ad._current_level >= 0
 
@@ -74,20 +75,20 @@ _REPLAYING = (_checkpoint_module._CachingTorchDispatchMode, _checkpoint_module._
 
 
 def is_replayed() -> bool:
-    """Return whether selective activation checkpointing notes operations, or plays them back in the backward.
+    """Return whether selective activation checkpointing records operations, or replays them in the backward.
 
-    Both times must run the same ones, one by one. Its two modes have no public names. Can go when there is a public
-    question for them, or when operations can be hidden from it.
+    Both runs must have the same operations, one by one. Its two modes have no public names. Can go when there is a
+    public check for them, or a way to hide operations from them.
     """
     if not torch._C._len_torch_dispatch_stack():
         return False
     return any(isinstance(m, _REPLAYING) for m in _get_current_dispatch_mode_stack())
 
 
-# Can go when there is one public question for all of them.
+# Can go when there is one public check for all of them.
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether calls of this module are compiled, by any of torch's and Lightning's ways, or scripted."""
-    dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing is compiled
+    dynamo = sys.modules.get("torch._dynamo")  # `None`: not imported, so nothing is compiled
     return (
         (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
         or isinstance(module, torch.jit.ScriptModule)
@@ -99,17 +100,16 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 @final
 class Flag:
-    """Something that has happened or not, shared by copies of an object.
+    """A flag that copies of an object share.
 
-    `set()` works also where `torch.compile` traces: it calls this then, and never again; nothing is in the graph. The
-    mark is what `torch.compiler.assume_constant_result` leaves; that one imports the whole compiler. Can go when it
-    does not.
+    `torch.compile` calls `set()` once, while it traces, and adds nothing to the graph. That is the effect of
+    `torch.compiler.assume_constant_result`, which imports the whole compiler. Can go when it does not.
     """
 
     def __init__(self) -> None:
         self.is_set = False
 
-        def set_flag() -> None:  # a function of its own: torch 2.8 passes such a function constants only
+        def set_flag() -> None:  # not a method, since torch 2.8 calls a marked function with constants only
             self.is_set = True
 
         set_flag._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -117,7 +117,7 @@ class Flag:
 
 
 def buffer_names(module: torch.nn.Module) -> list[str]:
-    """Name a module's own buffers. Can go when `named_buffers` does not leave out those that are `None` as yet."""
+    """Return the names of a module's own buffers. Can go when `named_buffers` includes buffers that are `None`."""
     return list(module._buffers)
 
 
@@ -127,19 +127,31 @@ def version(tensor: Tensor) -> int:
 
 
 # Can go when `copyreg` makes public what `object.__reduce__` returns.
-def reduce_as(instance: Any, base: type) -> Any:
-    """Pickle (and copy) an instance whose class we swapped as one of its own class, so that no pickle needs us."""
+def swap_class(instance: Any, methods: dict[str, Any], before_pickle: Callable[[], None] = lambda: None) -> type[Any]:
+    """Make the class of an instance a subclass with other methods, and return the subclass.
+
+    A pickle (or copy) of the instance has its own class again, so that loading it does not need this package.
+    """
     import copyreg
 
-    return copyreg._reconstructor, (base, object, None), dict(vars(instance))  # pyright: ignore[reportAttributeAccessIssue]
+    base = type(instance)
+
+    def __reduce_ex__(this: Any, protocol: Any) -> Any:  # noqa: N807
+        before_pickle()
+        return copyreg._reconstructor, (base, object, None), dict(vars(this))  # pyright: ignore[reportAttributeAccessIssue]
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    members = {**names, **methods, "__reduce_ex__": __reduce_ex__}
+    instance.__class__ = swapped = type(base.__name__, (base,), members)
+    return swapped
 
 
 def fsdp_mixed_precision(reduce_dtype: torch.dtype | None) -> Any:
-    """Make a `MixedPrecision` of FSDP1 that only says what gradients are reduced in.
+    """Return a `MixedPrecision` of FSDP1 that only sets the dtype in which gradients are reduced.
 
-    With a wrapping policy FSDP1 puts each BatchNorm into a unit of its own, with a warning, as soon as there is a
-    `MixedPrecision`: half-precision parameters would break it. Ours stay as they are, so it need not; the field that
-    says so is private. Can go when FSDP1 looks at `param_dtype` before.
+    With a wrapping policy and any `MixedPrecision`, FSDP1 puts each BatchNorm into its own unit, with a warning, since
+    half-precision parameters would break it. Our parameters stay float32, so that is not needed, but the field that
+    turns it off is private. Can go when FSDP1 reads `param_dtype` first.
     """
     from torch.distributed.fsdp import MixedPrecision
 
@@ -153,10 +165,10 @@ def fsdp_mixed_precision(reduce_dtype: torch.dtype | None) -> Any:
 
 @final
 class CompiledBackwardWithoutAutocast:
-    """Lets `torch.compile` trace backwards outside autocast, as eager runs them, for the length of a fit.
+    """Lets `torch.compile` trace backwards outside autocast, as in eager mode, for the length of a fit.
 
     By default the compiled backward runs under the forward's autocast, so gradients of fp32 regions are half precision
-    (pytorch/pytorch#153044). The switch is private, and torch 2.8 has none; can go when its default changes.
+    (pytorch/pytorch#153044). The switch is private, and torch 2.8 does not have it. Can go when its default changes.
     """
 
     def __init__(self) -> None:
@@ -173,21 +185,21 @@ class CompiledBackwardWithoutAutocast:
         return hasattr(config, "backward_pass_autocast")
 
     def start(self) -> None:
-        """Switch it on, where there is a switch."""
+        """Turn the switch on, if there is one."""
         if self.is_possible() and not self._on:
             self._patch.__enter__()
             self._on = True
 
     def stop(self) -> None:
-        """Put the switch back."""
+        """Restore the switch."""
         if self._on:
             self._patch.__exit__(None, None, None)
             self._on = False
 
 
 # --- torch: torch.func ---
-# Inside `vmap` or `grad` a hook sees wrapped tensors: what it computes from them stays inside of the transform, and a
-# hook on one cannot run. There is no public way to the tensor behind them.
+# Inside `vmap` or `grad` a hook gets wrapped tensors. Whatever it computes from them stays inside the transform, and a
+# tensor hook on them cannot run. There is no public way to the tensor behind them.
 
 
 _NOTHING = contextlib.nullcontext()
@@ -195,7 +207,7 @@ _NOTHING = contextlib.nullcontext()
 
 # Can go when module and tensor hooks are called outside of transforms.
 def outside_transforms() -> contextlib.AbstractContextManager[None]:
-    """Compute as if no transform of `torch.func` was under way."""
+    """Return a context that computes as if no transform of `torch.func` was active."""
     if _functorch.peek_interpreter_stack() is None:
         return _NOTHING
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -204,30 +216,30 @@ def outside_transforms() -> contextlib.AbstractContextManager[None]:
 
 
 def inside_transforms() -> bool:
-    """Return whether a transform of `torch.func` is under way. Can go with `outside_transforms`."""
+    """Return whether a transform of `torch.func` is active. Can go with `outside_transforms`."""
     return _functorch.peek_interpreter_stack() is not None
 
 
 # Can go with `outside_transforms`.
 def behind_transforms(tensor: Tensor) -> Tensor:
-    """Return the tensor that holds the values: of a batch inside `vmap` all of them."""
+    """Return the tensor behind a wrapped one. Inside `vmap` it has the values of the whole batch."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
-# Can go when modes can be left for one operation without a stack of contexts, which takes ten times as long.
+# Can go when a public way to leave all modes is not ten times as slow.
 def outside_dispatch_modes() -> contextlib.AbstractContextManager[None]:
-    """Compute on plain tensors as if no `TorchDispatchMode` was on."""
+    """Return a context that computes on plain tensors as if no `TorchDispatchMode` was on."""
     if not torch._C._len_torch_dispatch_stack():
         return _NOTHING
     return torch._C._DisableTorchDispatch()
 
 
 outside_function_modes = torch._C.DisableTorchFunction
-"""Context in which no `TorchFunctionMode`, and no `__torch_function__` of a tensor, sees what is measured.
+"""Context that hides operations from each `TorchFunctionMode` and each tensor's `__torch_function__`.
 
-Can go when torch exports it: the public one leaves the modes on.
+Can go when torch exports it. The public one leaves the modes on.
 """
 
 
@@ -238,13 +250,13 @@ def watched_backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Do what `loss.backward(...)` does, in the sight of a `TorchFunctionMode`.
+    """Do what `loss.backward(...)` does, so that a `TorchFunctionMode` sees the operations inside.
 
-    The public ways are calls that such a mode takes, and it sees nothing of what runs inside: neither a Function of the
-    user's own nor what activation checkpointing runs again. Can go when a mode stays on in a backward.
+    A mode handles the public functions as one call, and is off inside it. So it would see neither a user's own Function
+    nor the operations that activation checkpointing runs again. Can go when a mode stays on in a backward.
     """
     if gradient is None and loss.numel() != 1:
-        loss.backward(None, retain_graph, create_graph, inputs)  # which says what is wrong
+        loss.backward(None, retain_graph, create_graph, inputs)  # raises the usual error
         return
     gradient = torch.ones_like(loss) if gradient is None else gradient
     keep = create_graph if retain_graph is None else retain_graph
@@ -255,7 +267,7 @@ def watched_backward(
 
 
 WRAPPED_CHILDREN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Names that `torch.compile`, FSDP1 and activation checkpointing put into the qualified names of what they wrap.
+"""Names that `torch.compile`, FSDP1 and activation checkpointing add to the qualified names of wrapped modules.
 
 Can go when torch leaves them out of these names.
 """
@@ -263,7 +275,7 @@ Can go when torch leaves them out of these names.
 
 # Can go with `WRAPPED_CHILDREN`.
 def plain_name(name: str) -> str:
-    """Return a qualified name without what wrappers put in between: as before the module was compiled or sharded."""
+    """Return a qualified name without the names of wrappers, as before the module was compiled or sharded."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED_CHILDREN)
 
 
@@ -273,14 +285,14 @@ def plain_parameters(module: Any) -> dict[str, Any]:
 
 
 def uncompiled_module(module: Any) -> Any:
-    """Return the module inside one that `torch.compile` returned, else `None`. Can go when torch has a way to ask."""
+    """Return the module inside the result of `torch.compile`, else `None`. Can go when torch has a public way."""
     from torch._dynamo import OptimizedModule
 
     return module._orig_mod if isinstance(module, OptimizedModule) else None
 
 
 DispatchMode = TorchDispatchMode
-"""Base of what sees every operation; its module has a private name. Can go when torch exports it elsewhere."""
+"""Base class of modes that see every operation. Can go when torch exports it from a public module."""
 
 SAME_FLOPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
@@ -288,7 +300,7 @@ SAME_FLOPS = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-"""Attention on the CPU, and what `flop_registry` has of the same arguments. Can go when it has these itself."""
+"""Attention on the CPU, and the operation of the same FLOPs in `flop_registry`. Can go when it has these itself."""
 
 RECURRENT = {
     torch.ops.aten._cudnn_rnn: 1,
@@ -298,4 +310,4 @@ RECURRENT = {
     torch.ops.aten.mkldnn_rnn_layer: 1,
     torch.ops.aten.mkldnn_rnn_layer_backward: 2,
 }
-"""Whole LSTMs and GRUs, and how many products each has by each weight. Can go when `flop_registry` has them."""
+"""Whole LSTMs and GRUs, with their number of products per weight. Can go when `flop_registry` has them."""

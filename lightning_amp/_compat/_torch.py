@@ -1,4 +1,4 @@
-"""Private names of torch that a step needs: kernels, `GradScaler`, autograd, fused optimizers; each with its reason."""
+"""Private names of torch that a step needs: kernels, `GradScaler`, autograd and fused optimizers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing_extensions import final
 # The multi-tensor kernels that `GradScaler` and `torch.optim` run on are private; their public wrappers
 # (`GradScaler.unscale_`, `clip_grad_norm_`) cannot express complex gradients, two steps in a batch, or a check alone.
 
-# (grads, found_inf, factor): multiplies by `factor` [] in place and sets `found_inf` [] to 1.0 if a value was not
-# finite before; one device. Not a function of ours, since it is called in every step. Can go when torch makes it
-# public.
+# (grads, found_inf, factor): multiplies by `factor` [] in place, and sets `found_inf` [] to 1.0 if a value was not
+# finite before. All are on one device. An alias, since a function around it would cost time in every step. Can go when
+# torch makes it public.
 amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
@@ -40,7 +40,7 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def sparse_values(grad: Tensor) -> Tensor:
-    """Return the values of a sparse gradient without coalescing it first, as `GradScaler` takes them.
+    """Return the values of a sparse gradient without coalescing it first, as `GradScaler` does.
 
     `values` refuses a tensor that is not coalesced. Can go when it does not.
     """
@@ -48,16 +48,16 @@ def sparse_values(grad: Tensor) -> Tensor:
 
 
 # --- torch: GradScaler -----------------------------------------------------------------------------------------------
-# `GradScaler` has no public way to read or set its scale without waiting for the device (`get_scale` is an `.item()`),
-# nor to be told a found_inf flag from outside.
+# `GradScaler` has no public way to read or set its scale without waiting (`get_scale` calls `.item()`), or to receive a
+# found_inf flag.
 
 
 _in_graphs: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-"""Scalers that a CUDA graph has captured: it goes on to read and write the very tensors that they had then."""
+"""Scalers that a CUDA graph has captured. The graph reads and writes the tensors that they had at the capture."""
 
 
 def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured: the host may not wait, and replays repeat what it decides now.
+    """Return whether a CUDA graph is being captured. Then the host must not wait, and replays repeat its decisions.
 
     Can go when `torch.cuda.is_current_stream_capturing` does not raise in a torch without CUDA.
     """
@@ -66,7 +66,7 @@ def is_capturing() -> bool:
 
 # Can go when `GradScaler` has a getter that does not wait.
 def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = None) -> Tensor:
-    """Return the scale, shape [], made on `device` if the scaler is unused yet. No later update changes this tensor."""
+    """Return the scale [], which no later update changes. An unused scaler makes it on `device`."""
     scale = scaler._scale
     if scale is None:
         scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
@@ -90,7 +90,7 @@ GROWTH_TRACKER = "_growth_tracker"
 
 # Can go when `GradScaler` has a setter.
 def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor | None = None) -> None:
-    """Replace the scale (and the growth tracker), in memory that stays once a graph has captured the scaler."""
+    """Replace the scale (and the growth tracker). If a graph has captured the scaler, keep their memory."""
     if scaler in _in_graphs:
         assert scaler._scale is not None
         scaler._scale.copy_(scale)
@@ -103,7 +103,7 @@ def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tenso
 
 
 def reset_scale(scaler: torch.amp.GradScaler, scale: float, tracker: int = 0) -> None:
-    """Go back to the state before first use, with this scale. Can go when `GradScaler` can be reset."""
+    """Return a scaler to its state before the first use, with this scale. Can go when `GradScaler` can be reset."""
     _in_graphs.discard(scaler)
     scaler._init_scale, scaler._init_growth_tracker = scale, tracker
     scaler._scale = scaler._growth_tracker = None
@@ -112,7 +112,7 @@ def reset_scale(scaler: torch.amp.GradScaler, scale: float, tracker: int = 0) ->
 
 # Can go when `GradScaler` takes the device of the first loss.
 def set_scaler_device(scaler: torch.amp.GradScaler, device_type: str) -> None:
-    """Set the device type, which a Trainer knows only after the scaler was made."""
+    """Set the device type. A Trainer knows it only after the user has made the scaler."""
     scaler._device = device_type
 
 
@@ -126,14 +126,14 @@ def take_found_infs(scaler: torch.amp.GradScaler) -> list[Tensor]:
 
 # Can go when `GradScaler.update` takes a flag.
 def give_found_inf(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
-    """Tell somebody else's scaler what we found, so that its own `update` can be called."""
+    """Give our flag to another scaler, so that its own `update` can be called."""
     scaler._per_optimizer_states = _no_optimizer_states()
     scaler._per_optimizer_states[0]["found_inf_per_device"] = {found_inf.device: found_inf}
 
 
 # Can go with `give_found_inf`.
 def has_found_infs(scaler: torch.amp.GradScaler) -> bool:
-    """Return whether a scaler was told any flag since its last update."""
+    """Return whether a scaler has flags for its next update."""
     return bool(scaler._per_optimizer_states)
 
 
@@ -142,11 +142,10 @@ def _no_optimizer_states() -> Any:
 
 
 # Can go when torch makes the kernel public.
-def amp_update_scale(
-    scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
-) -> None:
-    """Update in place by torch's own kernel, so that the default policy equals torch's to the bit."""
-    torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
+def amp_update_scale(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
+    """Update scale and tracker in place by torch's own kernel, so that the default policy equals torch's to the bit."""
+    growth, backoff = scaler.get_growth_factor(), scaler.get_backoff_factor()
+    torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, scaler.get_growth_interval())
 
 
 # --- torch: autograd -------------------------------------------------------------------------------------------------
@@ -155,13 +154,12 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
-    """Return what `parameter.to(copy.dtype)` is to autograd, without computing it: the values of `copy` are taken.
+    """Return `copy` with the autograd history of `parameter.to(copy.dtype)`, without casting again.
 
-    The result has a node of its own, whose gradient autograd casts to the parameter's dtype, as that of a cast. A
-    custom `autograd.Function` does the same in Python, and takes longer than casting a small weight. The node is made
-    by the one operation that has the identity as its derivative, moves no data and is not a view: a view would share
-    the parameter's version counter, and an optimizer step between forward and backward would be an error. Can go when
-    torch offers a cast into memory that is given.
+    Autograd casts its gradient to the parameter's dtype, as for a cast. A custom `autograd.Function` could do the same,
+    but its Python takes longer than casting a small weight. `_unsafe_view` has the identity as its derivative, moves no
+    data and is not a view. A view would share the parameter's version counter, so an optimizer step between forward and
+    backward would be an error. Can go when torch offers a cast into given memory.
     """
     alias = _unsafe_view(parameter, parameter.shape)
     alias.data = copy
@@ -170,20 +168,20 @@ def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
 
 # Can go when a hook is told which backward it runs in.
 def backward_number() -> int:
-    """Return which backward runs in this thread, one number for each; -1 outside of any."""
+    """Return the number of the backward that runs in this thread; -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 
 # Can go when a hook is told whether `backward` or `torch.autograd.grad` runs it.
 def adds_to_gradients(node: Any) -> bool:
-    """Return, inside a backward, whether it adds to `.grad` of anything below `node`; `torch.autograd.grad` does not.
+    """Return, inside a backward, whether it adds to `.grad` of a leaf below `node`; `torch.autograd.grad` does not.
 
-    Looks no further than the first leaf that tells. Where none is to be seen (all are inside of custom functions): yes.
+    Stops at the first leaf that tells. If all leaves are hidden in custom functions, returns `True`.
     """
     seen, below, leaves = {node}, [node], False
     while below:
         node = below.pop()
-        if hasattr(node, "variable"):  # adds to the `.grad` of a leaf
+        if hasattr(node, "variable"):  # the node that adds to the `.grad` of a leaf
             leaves = True
             try:
                 if torch._C._will_engine_execute_node(node):
@@ -197,8 +195,8 @@ def adds_to_gradients(node: Any) -> bool:
 
 
 # --- torch: optimizers -----------------------------------------------------------------------------------------------
-# Fused optimizers skip inside their kernel, told by two attributes. This is the protocol that `GradScaler.step` uses;
-# it has no public form.
+# Fused optimizers skip inside their kernel if two attributes say so. `GradScaler.step` uses this protocol, which has no
+# public form.
 
 _FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -206,8 +204,8 @@ _FUSED_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.op
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `step` of this optimizer reads `found_inf` and `grad_scale` on the device, after its closure.
 
-    Only torch's own classes are taken at their word: somebody else's fused optimizer may read them before. Can go when
-    torch has a public question for it.
+    Only torch's own classes qualify, since a third-party fused optimizer may read them before the closure. Can go when
+    torch has a public check.
     """
     return isinstance(optimizer, _FUSED_CLASSES) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -220,23 +218,23 @@ def fused_device_types() -> list[str]:
 
 # Can go when loading a checkpoint leaves `fused` alone.
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer is still fused: a checkpoint brings the `fused` of the run that wrote it."""
+    """Return whether the optimizer is still fused. Loading a checkpoint overwrites `fused`."""
     return all(group["fused"] for group in optimizer.param_groups)
 
 
 # Can go when `Optimizer.step` has an argument for the flag.
 def set_found_inf(optimizer: Any, found_inf: Tensor) -> None:
-    """Hand the flag to a fused optimizer. The kernels test `found_inf == 1`: any other value steps."""
+    """Give the flag to a fused optimizer. Its kernel skips only if `found_inf == 1`."""
     optimizer.found_inf = found_inf
 
 
 def set_grad_scale(optimizer: Any, grad_scale: Tensor | None) -> None:
-    """Hand a fused optimizer what to divide gradients by. Can go with `set_found_inf`."""
+    """Have a fused optimizer divide gradients by `grad_scale`. Can go with `set_found_inf`."""
     optimizer.grad_scale = grad_scale
 
 
 def clear_amp_attributes(optimizer: Any) -> None:
-    """Undo both. Can go with `set_found_inf`."""
+    """Undo `set_found_inf` and `set_grad_scale`. Can go with `set_found_inf`."""
     attributes = vars(optimizer)
     attributes.pop("found_inf", None)
     attributes.pop("grad_scale", None)
@@ -246,7 +244,7 @@ def momentum_is_uninitialised(optimizer: torch.optim.SGD) -> bool:
     """Return whether a skipped first step would leave garbage in a fused SGD's momentum.
 
     torch 2.13 allocates `momentum_buffer` with `empty_like` and fills it inside the kernel, which does not run on a
-    skip (`torch/optim/sgd.py`, `_fused_sgd`). Found by this project; can go when torch fills it before.
+    skip (`torch/optim/sgd.py`, `_fused_sgd`). Found by this project. Can go when torch fills it before the kernel.
     """
     return any(
         group["momentum"] != 0 and optimizer.state.get(p, {}).get("momentum_buffer") is None
@@ -257,9 +255,9 @@ def momentum_is_uninitialised(optimizer: torch.optim.SGD) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether anybody registered a hook around `step`, on this optimizer or on all.
+    """Return whether a hook is registered around `step`, of this optimizer or of all optimizers.
 
-    One that `only_looks` does not count. Can go when torch has a public question for it.
+    Hooks with an attribute `only_looks` do not count. Can go when torch has a public check.
     """
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return True
@@ -274,7 +272,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """Return `torch.cpu.get_capabilities()`, and up to torch 2.10, which has none, what it says of bfloat16.
+    """Return `torch.cpu.get_capabilities()`. Up to torch 2.10, which does not have it, return the bfloat16 entries.
 
     Can go when torch 2.11 is the oldest supported.
     """
@@ -287,13 +285,13 @@ def cpu_capabilities() -> Mapping[str, Any]:
 
 # Can go when torch 2.9, which has `fp32_precision`, is the oldest supported.
 def older_fp32_switches() -> tuple[Any, ...]:
-    """Return what stands for the switches `fp32_precision` up to torch 2.8, and nothing from torch 2.9 on."""
+    """Return substitutes for the switches `fp32_precision` up to torch 2.8, and nothing from torch 2.9 on."""
     return () if hasattr(torch.backends, "fp32_precision") else (_OlderMatmul(), _OlderCudnn())
 
 
 @final
 class _OlderMatmul:
-    """`torch.set_float32_matmul_precision` as a switch: cuBLAS and, with "medium", oneDNN."""
+    """`torch.set_float32_matmul_precision` as a switch, for cuBLAS and, with "medium", oneDNN."""
 
     @property
     def fp32_precision(self) -> str:
@@ -331,7 +329,7 @@ def peak_of_allocations(profile: Any) -> int:
     return peak
 
 
-# Can go when there is a public question.
+# Can go when there is a public check.
 def is_profiling() -> bool:
-    """Return whether a profiler of torch is on in this thread: a second one would end it."""
+    """Return whether a profiler of torch is on in this thread. Starting a second one would end it."""
     return bool(torch.autograd._profiler_enabled())

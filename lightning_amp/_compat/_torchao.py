@@ -1,4 +1,4 @@
-"""What fp8 needs of torchao besides its documented names; each with its reason. torchao is optional."""
+"""Names of torchao that fp8 needs, beyond the documented ones. torchao is optional."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _INSTALL = "Run `pip install 'torchao>=0.18'`, or use precision 'bf16', which ne
 def torchao_float8() -> Any:
     """Return the module `torchao.float8`.
 
-    Older releases lack the way round a bug of Triton: what torch 2.13 compiles beside fp8 becomes NaN in about every
-    fourth run (pytorch/ao#4652). The check can go when no torch that we support needs it.
+    Older releases lack the workaround for a bug of Triton: code that torch 2.13 compiles beside fp8 gives NaN in about
+    every fourth run (pytorch/ao#4652). The check can go when no supported torch needs it.
 
     Raises:
         ModuleNotFoundError: Without torchao.
@@ -36,7 +36,7 @@ def torchao_float8() -> Any:
         raise ImportError(f"precision 'fp8' needs torchao 0.18 or later; torchao {version} is installed. {_INSTALL}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchao's own deprecations, of which nobody here can do anything
+            warnings.simplefilter("ignore")  # torchao's own deprecations, which our users cannot change
             import torchao.float8  # pyright: ignore[reportMissingImports]
     except Exception as error:
         raise ImportError(
@@ -48,10 +48,10 @@ def torchao_float8() -> Any:
 
 
 def float8_twin(linear: nn.Linear, config: Any) -> nn.Module:
-    """Make the layer that computes in fp8 what `linear` computes, from its own parameters, whatever happens to these.
+    """Return a layer that computes `linear` in fp8, and shares its dictionary of parameters.
 
-    `convert_to_float8_training` returns one when it is called on a layer; here it looks its parameters up where
-    `linear` does. Can go when torchao has a function that takes an input and a weight.
+    `convert_to_float8_training` returns such a layer, but with parameters of its own. Can go when torchao has a
+    function of an input and a weight.
     """
     has_bias = vars(linear)["_parameters"]["bias"] is not None
     plain = nn.Linear(linear.in_features, linear.out_features, bias=has_bias, device="meta")
@@ -70,7 +70,7 @@ def _product() -> Any:
         @override
         def forward(ctx: Any, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             output = matmul_with_hp_or_float8_args.forward(ctx, *args)
-            base = output._base  # a view of the whole of it, which autograd would not let anybody edit in place
+            base = output._base  # if it is a view of its base, autograd would refuse an edit in place
             return output if base is None or base.shape != output.shape else base
 
         @staticmethod
@@ -87,10 +87,10 @@ def _product() -> Any:
 
 
 def float8_linear(twin: Any, values: Tensor) -> Tensor:
-    """Compute what the twin does, for rows of bf16 values, so that more can be done with it.
+    """Compute the output of the twin for rows of bf16 values.
 
-    Its gradient can be differentiated again, and be taken for many directions at once: then it is one of bf16 products.
-    And the result can be edited in place. torchao's own product fails in all three. Can go when it does not.
+    Unlike with torchao's own product, the result can be edited in place. Its gradient can be differentiated again, and
+    be taken for many directions at once; such gradients use bf16 products. Can go when torchao supports all three.
     """
     out = _product().apply(values, twin.weight.t(), twin.linear_mm_config, twin.config)
     return out if twin.bias is None else out + twin.bias.to(out.dtype)

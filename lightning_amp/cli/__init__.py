@@ -1,4 +1,4 @@
-"""The command `lightning-amp`: what to do with saved records, and which precision to use, without writing Python.
+"""The command `lightning-amp`: choose a precision and read saved records without writing Python.
 
 Read `_main.py` first.
 """

@@ -1,4 +1,4 @@
-"""`lightning-amp batch-size`: the largest batch that fits, in each precision."""
+"""`lightning-amp batch-size`: find the largest batch that fits, in each precision."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lightning_amp.cli._output import laid_out
 from lightning_amp.cli._runner import CLASS_OPTIONS, Command, Outcome, Request
 
 _DESCRIPTION = """\
-Find the largest batch that fits into memory, in each precision: measured at two
-sizes, each in a fresh process, and proved by a run.
+Find the largest batch that fits into memory, in each precision, by short runs
+in fresh processes.
 
---model and --data take a class path; its arguments follow, as those of a
-LightningCLI do: --model.width 64, --trainer.accumulate_grad_batches 4.
---config takes the YAML of a LightningCLI; the command line wins over it. The
+--model and --data take a class path; the arguments of the class follow, as in a
+LightningCLI: --model.width 64, --trainer.accumulate_grad_batches 4.
+--config takes the YAML of a LightningCLI; the command line overrides it. The
 data module or the module must have a `batch_size` that its loaders use."""
 
 _EPILOG = """\
@@ -22,7 +22,7 @@ _EPILOG = """\
       --data models.Data --memory-limit-gib 4
   lightning-amp batch-size --config config.yaml --precisions bf16
 
-Exit status: 0, or 1 if a precision has no batch size that could be run."""
+Exit status: 0, or 1 if a precision has no batch size that fits."""
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     **CLASS_OPTIONS,
@@ -34,15 +34,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--memory-limit-gib": {
         "metavar": "GIB",
-        "help": "limit for each device; default: what the device has free; needed on the CPU",
+        "help": "limit for each device; default: its free memory; needed on the CPU",
         "type": float,
     },
-    "--json": {"metavar": "FILE", "help": "save all that was measured as JSON"},
+    "--json": {"metavar": "FILE", "help": "save all measurements as JSON"},
 }
 
 
 def _run(request: Request) -> Outcome:
-    user, _ = request.user_classes()
+    user = request.user_classes()
     from lightning_amp import find_batch_size
 
     with documented_errors(ValueError, RuntimeError, OSError):

@@ -1,4 +1,4 @@
-"""`lightning-amp compare`: the same module in several precisions, and which one to use."""
+"""`lightning-amp compare`: train one module in several precisions, and say which one to use."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _DESCRIPTION = """\
 Train the same module once per precision and seed, each in a fresh process, and
 say which precision to use.
 
---model and --data take a class path; its arguments follow, as those of a
-LightningCLI do: --model.width 64, --trainer.max_epochs 2, --optimizer SGD.
---config takes the YAML of a LightningCLI; the command line wins over it."""
+--model and --data take a class path; the arguments of the class follow, as in a
+LightningCLI: --model.width 64, --trainer.max_epochs 2, --optimizer SGD.
+--config takes the YAML of a LightningCLI; the command line overrides it."""
 
 _EPILOG = """\
---margins.METRIC says what a precision may cost in a metric, in its own unit:
---margins.val_acc 0.001, or max:0.1 and min:0.1 where it is not known whether
-more or less is better.
+--margins.METRIC is the loss in a metric that you accept, in its own unit:
+--margins.val_acc 0.001. If the command cannot know whether more or less is
+better, write max:0.1 (more is) or min:0.1 (less is).
 
   lightning-amp compare --model models.Net --model.width 64 --data models.Data \\
       --trainer.max_epochs 2 --seeds 3 --margins.val_acc 0.002 --dirpath compare
@@ -41,14 +41,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "nargs": "+",
         "default": ["fp32", "bf16", "fp16"],
     },
-    "--seeds": {"metavar": "N", "help": "how many; fewer than three decide nothing", "type": int, "default": 1},
+    "--seeds": {"metavar": "N", "help": "how many; fewer than three give no verdict", "type": int, "default": 1},
     "--seed": {"metavar": "N", "help": "the first; default: `seed_everything` of the YAML, or 0", "type": int},
     "--control": {
-        "help": "train the reference also with initial weights moved in the last bit; default: if there are more seeds",
+        "help": "train the reference again, its initial weights changed in the last bit;"
+        " default: with two or more seeds",
         "choices": ["true", "false"],
     },
-    "--dirpath": {"metavar": "DIR", "help": "keeps what finished; the same command goes on from there"},
-    "--json": {"metavar": "FILE", "help": "save all that was measured as JSON"},
+    "--dirpath": {"metavar": "DIR", "help": "keep finished runs; the same command goes on from there"},
+    "--json": {"metavar": "FILE", "help": "save all measurements as JSON"},
     "--html": {"metavar": "FILE", "help": "save the report as one HTML page"},
 }
 
@@ -56,7 +57,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def _run(request: Request) -> Outcome:
     options = request.options
     margins, others = _margins(request.others)
-    user, seed = request._replace(others=others).user_classes("precisions are what is compared")
+    user = request._replace(others=others).user_classes("this command compares precisions")
     from lightning_amp import compare_precisions
 
     try:
@@ -66,14 +67,14 @@ def _run(request: Request) -> Outcome:
                 user.make_data,
                 precisions=tuple(options.precisions),
                 trainer_kwargs=user.trainer_kwargs,
-                seed=options.seed if options.seed is not None else seed or 0,
+                seed=options.seed if options.seed is not None else user.seed,
                 num_seeds=options.seeds,
                 margins=margins or None,
                 control=None if options.control is None else options.control == "true",
                 dirpath=options.dirpath,
             )
     except KeyboardInterrupt as error:
-        goes_on = f"what finished is in `{options.dirpath}`, and the same command goes on from there"
+        goes_on = f"finished runs are in `{options.dirpath}`, and the same command goes on from there"
         without = "with `--dirpath DIR` the same command goes on where it was stopped"
         raise Interrupted(f"interrupted; {goes_on if options.dirpath else without}") from error
     files = {"--json": report.to_json, "--html": report.to_html}
@@ -88,7 +89,7 @@ def _is_something_wrong(report: PrecisionReport) -> bool:
 
 
 def _margins(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Take `--margins.METRIC VALUE` out of the arguments; `METRIC` is whatever the module logs."""
+    """Split off the options `--margins.METRIC VALUE`; the module logs `METRIC`."""
     margins: dict[str, Any] = {}
     rest: list[str] = []
     left = iter(arguments)
@@ -109,7 +110,7 @@ def _margin(option: str, text: str) -> Any:
             return float(text)
         return pair[1] or pair[3], float(pair[2] or pair[4])
     except ValueError as error:
-        rule = "a number such as 0.001, or, with what is better, max:0.1 or min:0.1"
+        rule = "a number such as 0.001, or, with the better direction, max:0.1 or min:0.1"
         raise UsageError(f"{option} must be {rule}, got {text!r}") from error
 
 

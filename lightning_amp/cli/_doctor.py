@@ -1,4 +1,4 @@
-"""`lightning-amp doctor`: what this machine can do, and why a module is not faster."""
+"""`lightning-amp doctor`: measure this machine, and say why a module is not faster."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "cyan", "ok":
 
 _DESCRIPTION = """\
 Measure what this machine can do in each precision. With a module and its data,
-say why mixed precision is not faster, or saves no memory: a few steps are
-trained and recorded here, and what is advised is tried.
+say why mixed precision is not faster or saves no memory. For this, the command
+trains and records a few steps here, and tries its advice.
 
---model and --data take a class path; its arguments follow, as those of a
-LightningCLI do: --model.width 64, --trainer.max_epochs 2, --optimizer SGD.
---config takes the YAML of a LightningCLI; the command line wins over it."""
+--model and --data take a class path; the arguments of the class follow, as in a
+LightningCLI: --model.width 64, --trainer.max_epochs 2, --optimizer SGD.
+--config takes the YAML of a LightningCLI; the command line overrides it."""
 
 _EPILOG = """\
   lightning-amp doctor
@@ -32,18 +32,18 @@ Exit status: 0, or 1 if a finding is a warning or an error."""
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     **CLASS_OPTIONS,
-    "--precision": {"metavar": "NAME", "help": "what is looked at; default: auto", "default": "auto"},
-    "--device": {"metavar": "NAME", "help": "where: cpu, cuda:0; default: where a Trainer would train"},
-    "--json": {"metavar": "FILE", "help": "save all that was measured as JSON"},
+    "--precision": {"metavar": "NAME", "help": "the precision to examine; default: auto", "default": "auto"},
+    "--device": {"metavar": "NAME", "help": "cpu or cuda:0, for example; default: where a Trainer would train"},
+    "--json": {"metavar": "FILE", "help": "save all measurements as JSON"},
 }
 
 
 def _run(request: Request) -> Outcome:
     options = request.options
     require_extra("rich")
-    user, seed = None, None
+    user = None
     if options.model is not None or options.data is not None or options.config:
-        user, seed = request.user_classes()
+        user = request.user_classes()
         note(f"{request.command}: training some steps of {user.make_module!r}")
     elif request.others:
         request.parser.error(f"unrecognized arguments: {' '.join(request.others)}")
@@ -56,7 +56,7 @@ def _run(request: Request) -> Outcome:
         else:
             from lightning.pytorch import seed_everything
 
-            seed_everything(seed or 0, verbose=False)
+            seed_everything(user.seed, verbose=False)
             report = doctor(user.make_module, user.make_data, **where, trainer_kwargs=user.made_trainer_kwargs())
     return Outcome(_text(report), files={"--json": report.to_json}, has_work=report.has_problems)
 

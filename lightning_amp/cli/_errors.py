@@ -1,4 +1,4 @@
-"""How a command ends: its exit statuses, and which exceptions become one line instead of a traceback."""
+"""The exit statuses of a command, and the exceptions that become one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from lightning_amp._user_line import is_own_project, owner_of
 
 FINE = 0
 TO_DO = 1
-"""There is something to do: a verdict "worse", an arm or a precision that failed."""
+"""The user has something to do: a verdict is "worse", or an arm or a precision failed."""
 WRONG_USE = 2
 CRASHED = 70
-"""An error of our own, which must not look like something to do; `EX_SOFTWARE` of sysexits.h."""
+"""An error of this package, which must not look like `TO_DO`; `EX_SOFTWARE` of sysexits.h."""
 INTERRUPTED = 130
-"""Ctrl-C, as a shell reports it: 128 and the number of the signal."""
+"""Ctrl-C, as a shell reports it: 128 plus the number of the signal."""
 PIPE_CLOSED = 141
-"""Whoever reads the output has gone (`| head`), as a shell reports it."""
+"""The reader of the output has closed it (`| head`), as a shell reports it."""
 
 
 class UsageError(Exception):
-    """The user asked for what cannot be done; the text says what, and what is legal. It becomes one line."""
+    """The user asked for something impossible. `main` prints the text as one line: the fault, and what is legal."""
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """Ctrl-C where there is more to say than that; the text says it."""
+    """Ctrl-C, with a text that says how to go on."""
 
 
 @contextmanager
 def documented_errors(*kinds: type[Exception]) -> Generator[None]:
-    """Let exceptions of these kinds, which a function documents, be one line."""
+    """Turn exceptions of these kinds, which a function documents, into one line."""
     try:
         yield
     except BrokenPipeError:
@@ -42,12 +42,7 @@ def documented_errors(*kinds: type[Exception]) -> Generator[None]:
 
 @contextmanager
 def users_errors(*others: type[Exception]) -> Generator[None]:
-    """Let what the user's own code raises be one line; what is ours comes out as it is.
-
-    Args:
-        others: What comes out as it is, too.
-
-    """
+    """Turn exceptions of the user's code into one line; leave ours, and the kinds `others`, as they are."""
     try:
         yield
     except (BrokenPipeError, UsageError, *others):
@@ -60,11 +55,11 @@ def users_errors(*others: type[Exception]) -> Generator[None]:
 
 
 def usage_error(error: Exception) -> UsageError | None:
-    """Turn an exception into one line; `None` if it is our own, which is an error of the command.
+    """Turn an exception into one line; return `None` if it is an error of this package.
 
-    The line names the last place in a file that is no library's, also where a library has raised another exception over
-    it. Without one, the exception is that of a library about what the user wrote (a LightningModule without an
-    optimizer), or ours about an argument.
+    The line names the last line of the user's own files, even if a library raised another exception from it. If there
+    is none, a library complained about the user's code (a LightningModule without an optimizer), or we did about an
+    argument.
     """
     for raised in _chain(error):
         own = [frame for frame in traceback.extract_tb(raised.__traceback__) if is_own_project(frame.filename)]

@@ -1,4 +1,4 @@
-"""What a command line describes, on its way into another process: made there, as a `LightningCLI` would make it."""
+"""Descriptions of objects that another process makes as a `LightningCLI` would make them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import final, override
 
 Plain = Mapping[str, Any]
-"""A class as `{"class_path": ..., "init_args": {...}}`, arbitrarily nested, with values as jsonargparse parsed them."""
+"""A class as `{"class_path": ..., "init_args": {...}}`, nested as needed, with values that jsonargparse parsed."""
 
 
 @final
 class Factory:
-    """Makes a module or a data module; it has the same text wherever it is made and called.
+    """Makes a module or a data module. Its `repr` is the same on every machine.
 
     Args:
-        key: What it makes: `"model"` or `"data"`.
-        config: The sections of a `LightningCLI` that it takes: `model`, perhaps with `optimizer` and `lr_scheduler`,
-            or `data`.
-        import_from: Folders in which another process finds the classes, put before its own.
+        key: The section of the object to make.
+        config: Sections of a `LightningCLI`: `data`, or `model` with or without `optimizer` and `lr_scheduler`.
+        import_from: Folders with the classes, which another process puts first into `sys.path`.
 
     """
 
@@ -38,7 +37,7 @@ class Factory:
         return made.model if self._key == "model" else made.datamodule
 
     def __repr__(self) -> str:
-        """Write it as code; not where from, so that a comparison goes on elsewhere."""
+        """Write it as code without the folders, so that a comparison can go on in another folder."""
         extra = [f"{name}: {describe(value)}" for name, value in self._config.items() if name != self._key]
         return ", ".join([describe(self._config[self._key]), *extra])
 
@@ -47,8 +46,7 @@ class Factory:
 class TrainerArgument:
     """A callback, a logger, a strategy, ...: pickled as a description, and unpickled as the object itself.
 
-    So each process gets one of its own, and nothing has to be pickled that cannot be.
-
+    Each process gets its own object, which need not be picklable.
     """
 
     def __init__(self, name: str, value: Any, import_from: tuple[str, ...] = ()) -> None:
@@ -64,12 +62,12 @@ class TrainerArgument:
 
 
 def make_trainer_argument(name: str, value: Any, import_from: Sequence[str] = ()) -> Any:
-    """Make the object that an argument of the Trainer describes; of a list, which has one item, that item."""
+    """Make the object that an argument of the Trainer describes, or the only item of a list."""
     _import_from(import_from)
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_lightning_class_args(Trainer, "trainer")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of jsonargparse, about how Lightning calls it
+        warnings.simplefilter("ignore", DeprecationWarning)  # from jsonargparse, about Lightning
         made = parser.instantiate_classes(parser.parse_object({"trainer": {name: value}}))
     found = made["trainer"][name]
     return found[0] if isinstance(value, list) else found
@@ -94,10 +92,10 @@ def _import_from(folders: Sequence[str]) -> None:
 
 @final
 class _CommandLine(LightningCLI):
-    """A `LightningCLI` that makes a model or a data module and no Trainer; so they are what they are in the user's own.
+    """A `LightningCLI` that makes a model or a data module, and no Trainer.
 
-    That is: the optimizer of the YAML is the model's, and `save_hyperparameters` saves what was written.
-
+    Therefore the model gets the optimizer of the YAML, and `save_hyperparameters` saves the same values as in the
+    user's own `LightningCLI`.
     """
 
     @override

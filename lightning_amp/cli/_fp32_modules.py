@@ -1,10 +1,10 @@
-"""`lightning-amp fp32-modules`: which modules must stay in fp32."""
+"""`lightning-amp fp32-modules`: find the modules that must stay in fp32."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp.cli._errors import UsageError, users_errors
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _DESCRIPTION = """\
-Find which modules must stay in fp32, so that in fp16 or bf16 gradients and
-validation metrics are within a relative tolerance of those in fp32.
+Find which modules must stay in fp32, so that gradients and validation metrics
+in fp16 or bf16 are within a relative tolerance of fp32.
 
---model and --data take a class path; its arguments follow, as those of a
-LightningCLI do: --model.width 64, --trainer.accelerator cpu.
---config takes the YAML of a LightningCLI; the command line wins over it."""
+--model and --data take a class path; the arguments of the class follow, as in a
+LightningCLI: --model.width 64, --trainer.accelerator cpu.
+--config takes the YAML of a LightningCLI; the command line overrides it."""
 _EPILOG = """\
   lightning-amp fp32-modules --model models.Net --model.width 64 \\
       --data models.Data --precision fp16 --tolerance 0.05
@@ -37,13 +37,16 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": float,
         "required": True,
     },
-    "--json": {"metavar": "FILE", "help": "save what was found as JSON"},
+    "--json": {"metavar": "FILE", "help": "save the result as JSON"},
 }
 
 
 def _run(request: Request) -> Outcome:
-    precision, tolerance = _precision(request.options.precision, request.options.precisions), request.options.tolerance
-    user, seed = request.user_classes()
+    given = [one for one in (request.options.precision, *request.options.precisions) if one is not None]
+    if len(given) > 1:
+        raise UsageError(f"--precisions must be exactly one here, got {' '.join(given)}")
+    precision, tolerance = given[0] if given else "fp16", request.options.tolerance
+    user = request.user_classes()
     from lightning.pytorch import seed_everything
 
     from lightning_amp import find_fp32_modules
@@ -51,7 +54,7 @@ def _run(request: Request) -> Outcome:
 
     try:
         with users_errors(NothingHelps):
-            seed_everything(seed or 0, verbose=False)
+            seed_everything(user.seed, verbose=False)
             kwargs = user.made_trainer_kwargs()
             found = find_fp32_modules(
                 user.make_module, user.make_data, precision, tolerance=tolerance, trainer_kwargs=kwargs
@@ -70,13 +73,6 @@ def _run(request: Request) -> Outcome:
         "metric_errors": {name: list(errors) for name, errors in found.metric_errors.items()},
     }
     return Outcome(_report(found, precision), files={"--json": json_writer(data)}, has_work=bool(found))
-
-
-def _precision(one: str | None, several: Sequence[str]) -> str:
-    given = [*([] if one is None else [one]), *several]
-    if len(given) > 1:
-        raise UsageError(f"--precisions must be exactly one here, got {' '.join(given)}")
-    return given[0] if given else "fp16"
 
 
 def _report(found: Any, precision: str) -> Iterator[RenderableType]:

@@ -1,4 +1,4 @@
-"""The YAML of a `LightningCLI`, read for a comparison."""
+"""Read the YAML of a `LightningCLI`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler")
 COMPARED = ("precision", "plugins")
 _SUBCOMMANDS = {"fit", "validate", "test", "predict"}
 _FIT = ("ckpt_path", "weights_only", "verbose")
-"""Arguments of `fit` and its relatives, which stand beside the sections."""
+"""Arguments of `fit` that a YAML has beside its sections."""
 
 
 @final
 class Config(NamedTuple):
-    """What a YAML file says.
+    """The contents of a YAML file.
 
     Attributes:
-        sections: Those of :data:`SECTIONS` that it has.
-        seed: The integer of `seed_everything`, if it is one.
-        dropped: Settings of the Trainer that are left out, since they are what is compared.
+        sections: Its sections, of :data:`SECTIONS`.
+        seed: The value of `seed_everything` if it is an integer.
+        dropped: Settings of the Trainer that the command replaces.
 
     """
 
@@ -40,14 +40,14 @@ def read_config(path: str, model: str | None, data: str | None) -> Config:
 
     Args:
         path: The file, or its URL.
-        model: Class path for a section `model` that has none, as that of `LightningCLI(MyModel)`.
-        data: Likewise.
+        model: Class path for a section `model` without one, as in the YAML of `LightningCLI(MyModel)`.
+        data: Class path for a section `data` without one.
 
     Raises:
-        UsageError: If it cannot be read, or has what a comparison cannot do.
+        UsageError: If the file cannot be read, or has settings that a command cannot use.
 
     """
-    found = _load(path, ())
+    found = _load(path)
     if "fit" in found:
         others = found.keys() - _SUBCOMMANDS - {"subcommand"}
         found = {**{key: found[key] for key in found if key in others}, **_section(path, "fit", found["fit"])}
@@ -55,7 +55,7 @@ def read_config(path: str, model: str | None, data: str | None) -> Config:
     if unknown:
         raise UsageError(
             f"--config {path} has {named(unknown)}, which only the LightningCLI of your script knows; legal are"
-            f" {', '.join([*SECTIONS, 'seed_everything'])}. `compare_precisions` in Python takes any module"
+            f" {', '.join([*SECTIONS, 'seed_everything'])}. `compare_precisions` in Python accepts any module"
         )
     if found.get("ckpt_path") is not None:
         raise UsageError(f"--config {path} has a `ckpt_path`; a comparison trains from the start: remove it")
@@ -75,8 +75,8 @@ def read_config(path: str, model: str | None, data: str | None) -> Config:
 
 
 def _section(path: str, key: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, str) and Path(value).suffix in {".yaml", ".yml", ".json"}:  # relative to the file, as there
-        return _load(str(Path(path).parent / value), (key,))
+    if isinstance(value, str) and Path(value).suffix in {".yaml", ".yml", ".json"}:  # relative to the file
+        return _load(str(Path(path).parent / value), key)
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -89,27 +89,22 @@ def _with_class(path: str, key: str, section: dict[str, Any], given: str | None)
         return section
     if given is None:
         advice = f"pass it: `--{key} package.module.Class`"
-        raise UsageError(f"--config {path}: `{key}` has no `class_path`, so that its class is not known; {advice}")
+        raise UsageError(f"--config {path}: `{key}` has no `class_path`, so its class is not known; {advice}")
     return {"class_path": given, "init_args": section}
 
 
-def _load(path: str, where: tuple[str, ...]) -> dict[str, Any]:
-    """Read YAML as jsonargparse does, to which 1e-3 is a number; syntax is checked before, since PyYAML says where."""
+def _load(path: str, key: str = "it") -> dict[str, Any]:
+    """Read YAML as jsonargparse does, for which 1e-3 is a number."""
     import yaml
-    from jsonargparse import ArgumentParser
+    from jsonargparse import get_loader
 
     try:
         with open_to_read(path, "text", "--config") as file:
-            text: str = file.read()
-        yaml.safe_load(text)
+            found: Any = get_loader("yaml")(file.read())
     except FileNotFoundError as error:
         raise UsageError(f"there is no file `{path}`, which --config names") from error
     except (OSError, ValueError, ImportError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path} cannot be read as YAML: {error}") from error
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--yaml", type=dict)
-    try:
-        found: Any = parser.parse_args([f"--yaml={text}"]).yaml if text.strip() else {}
-    except Exception as error:
-        raise UsageError(f"--config {path} must hold a mapping with {', '.join(SECTIONS)}") from error
-    return _section(path, ".".join(where) or "it", found)
+    if found is not None and not isinstance(found, Mapping):
+        raise UsageError(f"--config {path} must hold a mapping with {', '.join(SECTIONS)}")
+    return _section(path, key, found)

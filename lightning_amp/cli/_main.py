@@ -1,4 +1,4 @@
-"""`lightning-amp`: finds the command, and turns all that can go wrong into an exit status and one line."""
+"""`lightning-amp`: run a command, and turn every error into an exit status and one line."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DEBUG = "LIGHTNING_AMP_DEBUG"
 COMMANDS = {
     "batch-size": "find the largest batch that fits into memory, in each precision",
     "compare": "train a module in several precisions, and say which one to use",
-    "doctor": "say what this machine can do, and why a module is not faster",
+    "doctor": "measure this machine, and say why a module is not faster",
     "fp32-modules": "find the modules that must stay in fp32",
     "scale": "show saved scale histories, and replay other scale policies",
 }
-"""What each command does. It is `COMMAND` of the file that is named after it, imported when it is wanted."""
+"""The description of each command. The command itself is `COMMAND` of the file with its name, imported on use."""
 
 _EXIT_STATUS = f"""\
 exit status: {FINE} fine; {TO_DO} something to do (a finding that is a warning, a
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = _run(given)
         except HelpShown:
             status = FINE
-        sys.stdout.flush()  # here, and not at the end of the interpreter, which would say that nobody reads it
+        sys.stdout.flush()  # the interpreter would do it at its end, and print an error if the pipe is closed
     except BrokenPipeError:
         return PIPE_CLOSED
     except (Interrupted, KeyboardInterrupt) as error:
@@ -70,7 +70,7 @@ def _run(arguments: list[str]) -> int:
     listed = "\n".join(f"  {command:12} {what}" for command, what in COMMANDS.items())
     parser = Parser(
         NAME,
-        f"Which precision to use, and what it did.\n\ncommands:\n{listed}",
+        f"Choose a precision, and see what it did.\n\ncommands:\n{listed}",
         _EXIT_STATUS,
         usage=f"{NAME} COMMAND ...   ({NAME} COMMAND --help says more)",
     )
@@ -86,7 +86,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _say(name: str, text: str, status: int, *, debug: bool) -> int:
-    """Write one line to stderr, whatever became of stderr; returns the status."""
+    """Write one line to stderr, even if stderr is closed; return the status."""
     with contextlib.suppress(OSError):
         if debug:
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""What the commands print and save."""
+"""Print and save the results of commands."""
 
 from __future__ import annotations
 
@@ -17,23 +17,18 @@ from lightning_amp._urls import is_url, location
 from lightning_amp.cli._errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 
 WIDEST = 100
-"""Characters in a line of text, or of a chart: where a terminal is wider they are not easier to read."""
+"""Longest line of text or of a chart, in characters. Longer ones are hard to read, even on a wider terminal."""
 
 GAP = 2
 """Characters between two columns of a table."""
 
 
 def require_extra(*modules: str) -> None:
-    """Refuse to go on without the libraries of the extra `cli`.
-
-    Raises:
-        UsageError: Saying how to install them.
-
-    """
+    """Refuse to go on without libraries of the extra `cli`; the error says how to install them."""
     for module in modules:
         try:
             __import__(module)
@@ -46,15 +41,14 @@ def require_extra(*modules: str) -> None:
 
 
 def show(parts: Iterable[RenderableType]) -> None:
-    """Print to stdout, as wide as the terminal; 80 characters where it is none, and then without colour.
+    """Print to stdout, as wide as the terminal; if it is no terminal, in 80 characters and without colour.
 
-    Rich looks at `NO_COLOR`, `FORCE_COLOR`, `COLUMNS` and `TERM`. It does not print by itself, since it ends the
-    process with status 1 where nobody reads the output.
-
+    Rich reads `NO_COLOR`, `FORCE_COLOR`, `COLUMNS` and `TERM`. It does not print itself, because it would end the
+    process with status 1 if the pipe is closed.
     """
     from rich.console import Console
 
-    real, text = _console(), io.StringIO()
+    real, text = Console(), io.StringIO()
     console = Console(
         file=text, width=real.width, force_terminal=real.is_terminal, highlight=False, markup=False, emoji=False
     )
@@ -64,11 +58,11 @@ def show(parts: Iterable[RenderableType]) -> None:
 
 
 def write(text: str) -> None:
-    """Write a text to stdout as it is; what its encoding does not have becomes a question mark.
+    """Write a text to stdout; characters that its encoding lacks become question marks.
 
     Raises:
-        BrokenPipeError: If nobody reads it any more.
-        UsageError: If it cannot be written for another reason: a full disk.
+        BrokenPipeError: If the reader has closed the pipe.
+        UsageError: If it cannot be written for another reason, such as a full disk.
 
     """
     encoding = sys.stdout.encoding or "utf-8"
@@ -89,22 +83,13 @@ def note(text: str) -> None:
 
 def output_width() -> int:
     """Return how many characters fit into a line."""
-    return _console().width
-
-
-def _console() -> Console:
     from rich.console import Console
 
-    return Console()
-
-
-def is_terminal() -> bool:
-    """Return whether a person reads stdout."""
-    return sys.stdout.isatty()
+    return Console().width
 
 
 def paragraph(text: str | RenderableType) -> RenderableType:
-    """Return a text in lines that are not too long to read."""
+    """Return a text whose lines are not too long to read."""
     from rich.constrain import Constrain
     from rich.text import Text
 
@@ -112,7 +97,7 @@ def paragraph(text: str | RenderableType) -> RenderableType:
 
 
 def laid_out(blocks: Iterable[str | Table]) -> Iterator[RenderableType]:
-    """Yield paragraphs of Markdown, and tables, as a terminal shows them, with empty lines between them."""
+    """Yield the blocks of a report, Markdown or tables, for a terminal, with empty lines between them."""
     from rich.markdown import Markdown
 
     for number, block in enumerate(blocks):
@@ -124,11 +109,10 @@ def laid_out(blocks: Iterable[str | Table]) -> Iterator[RenderableType]:
 def table(
     header: Sequence[str], rows: Iterable[Sequence[str]], justify: Literal["left", "right"] = "right"
 ) -> RenderableType:
-    """Return a table without lines, whose first column is on the left.
+    """Return a table without rules, whose first column is aligned to the left.
 
-    One that is too wide is turned, so that its rows are columns, if it fits then or has fewer of them; if it still does
-    not fit, its cells are wrapped.
-
+    If it is too wide, rows and columns are swapped if it then fits or has fewer columns. If it still does not fit, its
+    cells are wrapped.
     """
     from rich.table import Table as RichTable
 
@@ -146,7 +130,7 @@ def table(
 
 
 def _width(lines: Sequence[Sequence[str]]) -> int:
-    """Return how wide a table is whose cells are not wrapped."""
+    """Return the width of a table whose cells are not wrapped."""
     return sum(max(map(len, column)) + GAP for column in zip(*lines, strict=True)) - GAP
 
 
@@ -154,12 +138,7 @@ def _width(lines: Sequence[Sequence[str]]) -> int:
 
 
 def check_output(option: str, path: str | None) -> None:
-    """Refuse, before any work is done, what cannot become a file.
-
-    Raises:
-        UsageError: If it is a folder, or a URL that fsspec cannot write.
-
-    """
+    """Refuse a folder, or a URL that fsspec does not know, before any work is done."""
     if path is None:
         return
     try:
@@ -171,18 +150,13 @@ def check_output(option: str, path: str | None) -> None:
 
 
 def save(option: str, path: str, write: Callable[[str], object]) -> None:
-    """Let `write` make a file at `path`, also where that is no file but a pipe or `/dev/stdout`.
-
-    Raises:
-        UsageError: If it cannot be written.
-
-    """
+    """Let `write` make the file `path`, which may also be a pipe or `/dev/stdout`."""
     try:
         place = None if is_url(path) else Path(path)
         if place is None or not (place.is_symlink() or (place.exists() and not place.is_file())):
             write(path)
             return
-        with tempfile.TemporaryDirectory() as folder:  # what takes the place of a file must not do so here
+        with tempfile.TemporaryDirectory() as folder:  # a move would replace the pipe
             write(str(Path(folder) / f"output{place.suffix}"))
             (made,) = Path(folder).iterdir()  # matplotlib adds a suffix where there is none
             with made.open("rb") as source, place.open("wb") as target:
@@ -194,6 +168,6 @@ def save(option: str, path: str, write: Callable[[str], object]) -> None:
 
 
 def json_writer(data: Any) -> Callable[[str], object]:
-    """Return what writes JSON to a path; NaN and infinities, which it does not have, are null there."""
+    """Return a function that writes JSON to a path, with null for NaN and infinities."""
     text = json.dumps(plain(data, null), indent=1, allow_nan=False)
     return lambda path: write_atomically(path, lambda file: file.write(f"{text}\n"))

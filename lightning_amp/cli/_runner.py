@@ -1,9 +1,10 @@
-"""Runs a command: reads its options, writes its files, prints what it found, and returns its exit status."""
+"""Run a command: read its options, write its files, print its result, and return its exit status."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -11,7 +12,7 @@ from typing_extensions import final, override
 
 from lightning_amp._compat._messages import is_unknown_option
 from lightning_amp.cli._errors import FINE, TO_DO, UsageError
-from lightning_amp.cli._output import check_output, is_terminal, note, require_extra, save, show, write
+from lightning_amp.cli._output import check_output, note, require_extra, save, show, write
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
     from lightning_amp.cli._user_classes import UserClasses
 
 EXTRA = ("jsonargparse", "docstring_parser", "typeshed_client", "rich")
-"""What the extra `cli` brings: jsonargparse needs the two in the middle for the arguments of classes."""
+"""Modules of the extra `cli`. jsonargparse needs the two in the middle for the arguments of classes."""
 
 CLASS_OPTIONS: dict[str, dict[str, Any]] = {
     "--model": {"metavar": "CLASS", "help": "the LightningModule: package.module.Class"},
     "--data": {"metavar": "CLASS", "help": "the LightningDataModule: package.module.Class"},
     "--config": {"metavar": "FILE", "help": "the YAML of a LightningCLI", "action": "append", "default": []},
 }
-"""Of commands that take a module and its data."""
+"""Options of commands that take a module and its data."""
 
 
 @final
@@ -35,14 +36,14 @@ class Command:
     """One command of `lightning-amp`.
 
     Attributes:
-        name: With that of the program: `"lightning-amp scale"`.
-        description: What it does, at the top of its `--help`.
+        name: The name with the program: `"lightning-amp scale"`.
+        description: Text at the top of its `--help`.
         epilog: Examples and exit statuses, below the options.
-        options: By option, the arguments of :meth:`argparse.ArgumentParser.add_argument`.
-        run: Does the work, and returns what came of it.
-        outputs: Options that name a file to write: checked before any work is done.
+        options: The arguments of :meth:`argparse.ArgumentParser.add_argument` for each option.
+        run: Does the work and returns the outcome.
+        outputs: Options that name a file to write. They are checked before any work is done.
         usage: The first line of its `--help`; `None` leaves it to argparse.
-        takes_others: Whether the user's classes have options of their own: `--model.width 64`.
+        takes_others: Whether the user's classes add options, such as `--model.width 64`.
 
     """
 
@@ -58,23 +59,18 @@ class Command:
 
 @final
 class Request(NamedTuple):
-    """What was typed: the values of the command's own options, and what else stands on the command line."""
+    """The command line: the values of the command's own options, and the other arguments."""
 
     command: str
     options: Any
     others: Sequence[str]
     parser: Parser
 
-    def user_classes(
-        self, instead: str = "the precision is an option of this command"
-    ) -> tuple[UserClasses, int | None]:
-        """Parse what describes the user's classes; nothing is made.
+    def user_classes(self, reason: str = "the precision is an option of this command") -> UserClasses:
+        """Parse the descriptions of the user's classes without making any object.
 
         Args:
-            instead: Tells why the precision of a YAML is left out.
-
-        Returns:
-            The classes, and `seed_everything` of the last YAML that has one.
+            reason: Why the precision of a YAML is ignored.
 
         Raises:
             UsageError: If a class cannot be imported, or does not take an argument or its value.
@@ -88,30 +84,24 @@ class Request(NamedTuple):
         configs = [read_config(path, self.options.model, self.options.data) for path in paths]
         for path, config in zip(paths, configs, strict=True):
             if config.dropped:
-                note(f"{self.command}: of --config {path}, {', '.join(config.dropped)} is left out: {instead}")
-        sections = [config.sections for config in configs]
+                note(f"{self.command}: of --config {path}, {', '.join(config.dropped)} is ignored: {reason}")
+        given = {key: getattr(self.options, key) for key in ("model", "data")}
+        classes = [f"--{key}={name}" for key, name in given.items() if name is not None]
+        found = parse_user_classes([config.sections for config in configs], [*classes, *self.others])
         seeds = [config.seed for config in configs if config.seed is not None]
-        found = parse_user_classes(sections, [*self._classes(sections), *self.others])
-        return found, seeds[-1] if seeds else None
-
-    def _classes(self, sections: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        """Hand on `--model` and `--data`, unless they only named the class that a YAML leaves out."""
-        for key in ("model", "data"):
-            given = getattr(self.options, key)
-            if given is not None and not any(each.get(key, {}).get("class_path") == given for each in sections):
-                yield from (f"--{key}", given)
+        return found._replace(seed=seeds[-1] if seeds else 0)
 
 
 @final
 @dataclass(frozen=True)
 class Outcome:
-    """What a command came to.
+    """The result of a command.
 
     Attributes:
-        shown: What a person reads.
-        markdown: The same for a program or a file, which get no layout; `None`: as `shown`.
-        files: By option, what writes its file.
-        has_work: Whether something is to be done: exit status 1.
+        shown: The text for a terminal.
+        markdown: The text for a pipe or a file; `None` prints `shown` there, too.
+        files: The function that writes the file of each option.
+        has_work: Whether the user has something to do: exit status 1.
 
     """
 
@@ -122,7 +112,7 @@ class Outcome:
 
 
 def run(command: Command, arguments: Sequence[str]) -> int:
-    """Run a command; returns its exit status."""
+    """Run a command and return its exit status."""
     parser = Parser(command.name, command.description, command.epilog, command.usage)
     for option, settings in command.options.items():
         parser.add_argument(option, **settings)
@@ -136,7 +126,7 @@ def run(command: Command, arguments: Sequence[str]) -> int:
     for option, write_file in found.files.items():
         if path := paths[option]:
             save(option, path, write_file)
-    if found.markdown is None or is_terminal():
+    if found.markdown is None or sys.stdout.isatty():
         require_extra("rich")
         show(found.shown)
     else:
@@ -145,16 +135,16 @@ def run(command: Command, arguments: Sequence[str]) -> int:
 
 
 class HelpShown(Exception):  # noqa: N818 - not an error
-    """`--help` was printed, and nothing else is to be done."""
+    """`--help` was printed; the command ends."""
 
 
 @final
 class Parser(argparse.ArgumentParser):
-    """A parser of one command."""
+    """A parser whose errors are one line with the legal options."""
 
     def __init__(self, prog: str, description: str, epilog: str = "", usage: str | None = None) -> None:
         self.options: list[str] = []
-        """What is legal, in the order in which it was added."""
+        """Legal options in the order in which they were added."""
         super().__init__(
             prog=prog,
             usage=usage,

@@ -1,4 +1,4 @@
-"""`lightning-amp scale`: what the loss scale did in a run, in several, and what another policy would have done."""
+"""`lightning-amp scale`: show the loss scale of saved runs, and replay another scale policy over them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
 _POWER = re.compile(r"([\d.]+)\*\*(-?\d+)")
 
 _DESCRIPTION = f"""\
-Sum up what the loss scale did, draw it, and say what another scale policy
-would have done.
+Sum up the loss scale of saved runs, draw it, and replay another scale policy.
 
-FILE is what ScaleMonitor(dirpath=...) or history.to_csv(...) wrote, or the
-folder with its {SCALE_HISTORY_FILE}; URLs work too. In the picture `v` marks steps
-that were skipped because gradients overflowed, `x` because the loss was not
-finite, `*` both, and `>` where a stuck run went on in another precision."""
+FILE is a file of ScaleMonitor(dirpath=...) or history.to_csv(...), or a folder
+with a {SCALE_HISTORY_FILE}; URLs work too. Marks in the picture: `v` a step
+skipped because gradients overflowed; `x` because the loss was not finite; `*`
+both; `>` a stuck run that went on in another precision."""
 
 _EPILOG = f"""\
 --policy takes settings of DynamicLossScaler:
   {", ".join(POLICY_SETTINGS[:4])},
   {", ".join(POLICY_SETTINGS[4:])}.
-What is not given has its default there, but for init_scale: as recorded.
+A setting that is not given has its default; init_scale is then as recorded.
 
   lightning-amp scale logs/run1 logs/run2 --plot scales.png
   lightning-amp scale logs/run1 --policy init_scale=2**12 growth_interval=500"""
@@ -60,16 +59,11 @@ def _run(request: Request) -> Outcome:
     return Outcome(chain(_text(histories), _replay_text(replays)), files=files)
 
 
-# -- what is asked for -------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def _policy(settings: Sequence[str]) -> dict[str, float]:
-    """Read `name=value` pairs.
-
-    Raises:
-        UsageError: If one is no pair, or no policy can have it.
-
-    """
+    """Read `name=value` pairs and check that a policy can have them."""
     policy: dict[str, float] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -95,32 +89,27 @@ def _number(name: str, text: str) -> float:
 
 
 def _label(path: str) -> str:
-    """Return what a run is called: as it was typed, without the name that all such files have."""
+    """Return the label of a run: its path, without the name that all such files have."""
     short = path.rstrip("/").removesuffix(f"/{SCALE_HISTORY_FILE}")
     return short or path
 
 
 def _read(path: str) -> ScaleHistory:
-    """Read a history from a file, from the one in a folder, or from a URL, which is a folder unless it ends in `.csv`.
-
-    Raises:
-        UsageError: If there is none, or it cannot be read.
-
-    """
+    """Read a history from a file, a folder, or a URL, which is a folder unless it ends in `.csv`."""
     try:
         place = location(path, "FILE")
         is_folder = place.is_dir() if isinstance(place, Path) else not place.endswith(".csv")
         file = child(place, SCALE_HISTORY_FILE) if is_folder else place
         if isinstance(file, Path) and not file.exists():
             what = f"the folder `{path}` has no {SCALE_HISTORY_FILE}" if is_folder else f"there is no file `{path}`"
-            raise UsageError(f"{what}; FILE is what `ScaleMonitor(dirpath=...)` writes, or the folder it is in")
+            raise UsageError(f"{what}; FILE is a file that `ScaleMonitor(dirpath=...)` writes, or its folder")
         return ScaleHistory.from_csv(file)
     except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
     except UsageError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) or is_url(path):  # each store has exceptions of its own
+        if isinstance(error, OSError) or is_url(path):  # each store has its own exceptions
             raise UsageError(f"`{path}` cannot be read: {type(error).__name__}: {error}") from error
         raise
 
@@ -132,7 +121,7 @@ def _replay(label: str, history: ScaleHistory, policy: Mapping[str, Any]) -> Pol
         raise UsageError(f"--policy, `{label}`: {error}") from error
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def _text(histories: Mapping[str, ScaleHistory]) -> Iterator[RenderableType]:
@@ -188,7 +177,7 @@ def _replay_row(label: str, replay: PolicyReplay) -> list[str]:
 
 
 def _policy_text(replays: Sequence[PolicyReplay]) -> str:
-    """Write the settings; a first scale that is each record's own is not one of them."""
+    """Write the settings; `init_scale` only if it is the same in all replays."""
     policies = [replay.policy for replay in replays]
     differ = any(policy["init_scale"] != policies[0]["init_scale"] for policy in policies)
     settings = [
@@ -214,7 +203,7 @@ def _data(histories: Mapping[str, ScaleHistory], replays: Mapping[str, PolicyRep
 
 
 def _figures(history: ScaleHistory) -> dict[str, Any]:
-    """Return the figures of a run; its scales are `None` if no step was recorded."""
+    """Return the numbers of a run; scales are `None` if it has no record."""
     records = list(history)
     scales = [scale for record in history.before_fallback() for scale in (record.scale, record.next_scale)]
     skipped = [record.reason for record in records if record.skipped]

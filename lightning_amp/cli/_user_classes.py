@@ -1,4 +1,4 @@
-"""The user's module, data and Trainer settings from a command line and YAML files, checked before anything runs."""
+"""Parse the user's module, data and Trainer settings from a command line and YAML files, and check them."""
 
 from __future__ import annotations
 
@@ -29,31 +29,33 @@ _NOISE = re.compile(
     r"given value type:|given value: (?:namespace|nestedarg)|given value: none|$",
     re.IGNORECASE,
 )
-"""Lines of an error of jsonargparse that say nothing to a user; what they say differs from version to version."""
+"""Lines in errors of jsonargparse that do not help a user. They differ between versions."""
 
 
 @final
 class UserClasses(NamedTuple):
-    """What a command line describes.
+    """The user's classes, as a command line describes them.
 
     Attributes:
         make_module: Makes the LightningModule, in any process.
-        make_data: Makes the LightningDataModule, likewise.
-        trainer_kwargs: What was given of the Trainer's arguments; objects among them are made in the other process.
+        make_data: Makes the LightningDataModule, in any process.
+        trainer_kwargs: The given arguments of the Trainer; objects among them are made when they are unpickled.
+        seed: `seed_everything` of the last YAML that has one; 0 if there is none.
 
     """
 
     make_module: Factory
     make_data: Factory
     trainer_kwargs: dict[str, Any]
+    seed: int = 0
 
     def made_trainer_kwargs(self) -> dict[str, Any]:
-        """Make the objects among the Trainer's arguments here, and return all arguments."""
+        """Return the Trainer's arguments with their objects made in this process."""
         return pickle.loads(pickle.dumps(self.trainer_kwargs))
 
 
 def import_from_here() -> tuple[str, ...]:
-    """Make the current directory importable, as `python -m` does; returns what another process has to do likewise."""
+    """Make the current directory importable, as `python -m` does; return the folders for another process."""
     if getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
         return ()
     here = os.getcwd()
@@ -63,10 +65,10 @@ def import_from_here() -> tuple[str, ...]:
 
 
 def parse_user_classes(configs: Sequence[Mapping[str, Any]], arguments: Sequence[str]) -> UserClasses:
-    """Parse and check what a `LightningCLI` would take; nothing is made.
+    """Parse and check arguments of a `LightningCLI` without making any object.
 
     Args:
-        configs: Sections of YAML files; later ones win, and `arguments` over all of them.
+        configs: Sections of YAML files. Later ones override earlier ones, and `arguments` override all of them.
         arguments: `--model pkg.Class --model.width 64 --data pkg.Class --trainer.max_epochs 2 ...`.
 
     Raises:
@@ -80,7 +82,7 @@ def parse_user_classes(configs: Sequence[Mapping[str, Any]], arguments: Sequence
         _import(key, what, _class_paths(key, configs, arguments))
     try:
         parser = LightningArgumentParser(exit_on_error=False, allow_abbrev=False)
-    except ModuleNotFoundError as error:  # an extra of jsonargparse, of which Lightning says how to install it
+    except ModuleNotFoundError as error:  # Lightning says how to install the extra of jsonargparse
         raise UsageError(f"Lightning's own command line lacks a library: {error}") from error
     parser.add_argument("--config", action=ActionConfigFile)
     parser.add_lightning_class_args(Trainer, "trainer")
@@ -90,7 +92,7 @@ def parse_user_classes(configs: Sequence[Mapping[str, Any]], arguments: Sequence
     parser.add_lr_scheduler_args()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of jsonargparse, about how Lightning calls it
+            warnings.simplefilter("ignore", DeprecationWarning)  # from jsonargparse, about Lightning
             texts = [f"--config={json.dumps(config, default=str)}" for config in configs]
             parsed = parser.parse_args([*texts, *arguments], defaults=False).as_dict()
     except Exception as error:
@@ -106,7 +108,7 @@ def parse_user_classes(configs: Sequence[Mapping[str, Any]], arguments: Sequence
 
 
 def _class_paths(key: str, configs: Sequence[Mapping[str, Any]], arguments: Sequence[str]) -> list[str]:
-    """Return how a class was named, the name that wins last."""
+    """Return all class paths that were given for a section; the last one counts."""
     written: list[str] = [config[key]["class_path"] for config in configs if key in config]
     for argument, following in pairwise([*arguments, ""]):
         option, equals, value = argument.partition("=")
@@ -116,7 +118,7 @@ def _class_paths(key: str, configs: Sequence[Mapping[str, Any]], arguments: Sequ
 
 
 def _import(key: str, what: str, class_paths: Sequence[str]) -> None:
-    """Import the module of a class, whose errors are the user's own; jsonargparse would not say that they are."""
+    """Import the module of a class. Its errors are the user's own, which jsonargparse would not say."""
     if not class_paths:
         advice = f"name a {what}: `--{key} package.module.Class`, or a `{key}` in the YAML of --config"
         raise UsageError(f"--{key} is missing; {advice}")
@@ -126,15 +128,15 @@ def _import(key: str, what: str, class_paths: Sequence[str]) -> None:
             importlib.import_module(module)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-            return  # there is no such module: that much jsonargparse says
+            return  # no such module: jsonargparse says so
         text = f"--{key} {class_paths[-1]}: importing `{module}` raised {type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
-            text += "; only what stands below `if __name__ == '__main__':` may do so"
+            text += "; only code below `if __name__ == '__main__':` may exit"
         raise UsageError(text) from error
 
 
 def _require_all(key: str, config: Mapping[str, Any]) -> None:
-    """Refuse a class without an argument that has no default; jsonargparse asks for those with a type only."""
+    """Refuse a class whose required arguments are not all given; jsonargparse only checks arguments with a type."""
     module, _, name = config["class_path"].rpartition(".")
     given = {**config.get("init_args", {}), **config.get("dict_kwargs", {})}
     parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters.values()
@@ -147,7 +149,7 @@ def _require_all(key: str, config: Mapping[str, Any]) -> None:
 
 
 def _trainer_kwargs(given: Mapping[str, Any], folders: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Leave out what is the Trainer's default anyway: a saved YAML has all of its arguments."""
+    """Leave out defaults of the Trainer, because a saved YAML has all of its arguments."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
     for name, value in given.items():
         if name in COMPARED:
@@ -168,10 +170,10 @@ def _is_class(value: object) -> bool:
 
 
 def _one_line(error: Exception, configs: Sequence[Mapping[str, Any]], arguments: Sequence[str]) -> str:
-    """Put what jsonargparse says over many lines into one, and say what is legal."""
+    """Turn an error of jsonargparse, which has many lines, into one line that says what is legal."""
     lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
     lines = [line for line in lines if not _NOISE.match(line)] or [f"{type(error).__name__}: {error}"]
-    if any("class_path" in line for line in lines):  # of a list of classes, or one
+    if any("class_path" in line for line in lines):  # for a list of classes or one class
         lines = [line for line in lines if line != "Expected a <class 'list'>"]
     text = "; ".join(lines).replace(":; ", ": ")
     text = re.sub(r"^Parser key \"([\w.]+)\":", r"--\1:", text)
@@ -186,7 +188,7 @@ def _legal(text: str, configs: Sequence[Mapping[str, Any]], arguments: Sequence[
     if is_unknown_option(text):
         unknown = re.search(r"--trainer\.(\w+)", text)
         return f"; {_other_options() if unknown is None else _trainer_names(unknown[1])}"
-    unknown = re.search(r"'trainer' does not accept \w[\w ]* '(\w+)'", text)  # of a YAML
+    unknown = re.search(r"'trainer' does not accept \w[\w ]* '(\w+)'", text)  # in a YAML
     if unknown is not None:
         return f"; {_trainer_names(unknown[1])}"
     for key in ("model", "data"):
@@ -197,7 +199,7 @@ def _legal(text: str, configs: Sequence[Mapping[str, Any]], arguments: Sequence[
 
 def _other_options() -> str:
     sections = ", ".join(f"--{section}.*" for section in SECTIONS)
-    return f"there are {sections}, and those that `--help` lists"
+    return f"there are {sections}, and the options in `--help`"
 
 
 def _trainer_names(name: str) -> str:
@@ -207,7 +209,7 @@ def _trainer_names(name: str) -> str:
 
 
 def _class_names(class_path: str) -> str:
-    """Say what a class takes, if it can be found at all."""
+    """Return the names of a class's arguments as an addition to a message; empty if it cannot be imported."""
     from jsonargparse import ArgumentParser
 
     try:

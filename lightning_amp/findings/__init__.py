@@ -1,4 +1,4 @@
-"""Plain records of what was seen in a run, and of what was tried on it; who prints them is `reports`.
+"""Plain records of observations in a run, and of remedies that were tried. `reports` prints them.
 
 Read `_step.py` first.
 """
@@ -12,7 +12,7 @@ from lightning_amp.findings._gradient import (
     InaccurateDerivative,
 )
 from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, EvaluationReport, ModuleRow
-from lightning_amp.findings._remedy import Remedy, RemedyKind
+from lightning_amp.findings._remedy import Remedy, RemedyKind, TriedRemedy
 from lightning_amp.findings._step import (
     StepPrecision,
     StepReason,
@@ -21,7 +21,6 @@ from lightning_amp.findings._step import (
     describe_fallbacks,
     fallbacks,
 )
-from lightning_amp.findings._tried_remedy import TriedRemedy
 
 __all__ = [
     "LOADER_SUFFIX",

@@ -1,4 +1,4 @@
-"""What a sample of gradients found: a row for each module or parameter, and what is wrong with a gradient."""
+"""Records of sampled gradients: a row for each module or parameter, and the faults found in them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ TOTAL = "(all)"
 """Name of the row of all gradients together."""
 
 LOW_DB = 10.0
-"""Below it the noise is a third of the gradient. Deep healthy networks have 20 in bf16, fp8 has 18."""
+"""Below this SQNR, noise is more than a third of the gradient. Healthy deep networks have 20 dB in bf16, 18 in fp8."""
 
 
 @final
 class GradientRow(NamedTuple):
-    """One module, or parameter, at one step.
+    """The sampled gradients of one module or parameter at one step.
 
     Attributes:
         step: `trainer.global_step` before the sampled step.
         name: Qualified name; `"(all)"` for all gradients together.
-        scale: The loss scale that the shares and the headroom are meant for.
-        num_values: How many gradients are not zero.
-        underflow_fraction: Share of these that becomes zero in fp16.
-        subnormal_fraction: Share of these that loses bits.
+        scale: The loss scale for which the fractions and the headroom hold.
+        num_values: Number of non-zero gradients.
+        underflow_fraction: Share of them that becomes zero in fp16.
+        subnormal_fraction: Share of them that becomes subnormal in fp16 and loses bits.
         headroom_bits: How often the scale could be doubled before the largest leaves fp16.
-        sqnr_db: Of the mixed-precision gradient against fp32; NaN if it overflowed.
-        cosine: Between the two; NaN if it overflowed.
+        sqnr_db: SQNR of the mixed-precision gradient against fp32; NaN if it overflowed.
+        cosine: Cosine between the two gradients; NaN if it overflowed.
         largest: Largest magnitude, unscaled.
-        fp8_underflow_fraction: In fp8, share of the non-zero gradients reaching the layer that its cast to 8 bits makes
-            zero; `None` for what does not run in fp8.
-        fp8_saturated_fraction: Share that is cut to the largest number of the format; `None` likewise.
-        norm_ratio: Norm of the mixed-precision gradient, in units of that of fp32; NaN if one overflowed.
-        precision: That the step ran in: `"fp16"`, `"bf16"`, `"fp8"` or `"fp32"`; empty where it is not known.
+        fp8_underflow_fraction: Share of the non-zero gradients reaching an fp8 layer that its cast to 8 bits makes
+            zero; `None` for other layers.
+        fp8_saturated_fraction: Share of these gradients that the cast cuts to the largest number of the format; `None`
+            for other layers.
+        norm_ratio: Norm of the mixed-precision gradient over the norm of the fp32 gradient; NaN if one overflowed.
+        precision: The precision of the step: `"fp16"`, `"bf16"`, `"fp8"` or `"fp32"`; empty if it is not known.
     """
 
     step: int
@@ -57,15 +58,15 @@ GradientFaultKind = Literal["nan", "infinite", "overflow", "zero", "length", "ro
 
 @final
 class GradientFault(NamedTuple):
-    """What is wrong with a gradient.
+    """A fault of a gradient.
 
     Attributes:
-        kind: `"nan"` and `"infinite"`: in fp32, too. `"overflow"`: in mixed precision alone. `"zero"`: it is too small
-            for fp16. `"length"`: it points the same way. `"rounding"`: it does not, and all of it is in range.
-        row: The first in the order of the backward.
+        kind: `"nan"` and `"infinite"`: in fp32, too. `"overflow"`: in mixed precision only. `"zero"`: too small for
+            fp16. `"length"`: the right direction with a wrong norm. `"rounding"`: in range, but the wrong direction.
+        row: The first faulty row in the order of the backward.
         total: All gradients together.
-        whole: Whether all of them together are far off, or only some modules' own.
-        clipped: Who clips gradients that are still multiplied with the loss scale, and where; empty if nobody does.
+        whole: Whether all gradients together are far off, rather than the gradients of some modules only.
+        clipped: The line that clips gradients before they are unscaled; empty if there is none.
 
     """
 
@@ -77,18 +78,18 @@ class GradientFault(NamedTuple):
 
     @property
     def cause(self) -> tuple[str, str, float]:
-        """Return what two samples have in common that the same setting helps."""
+        """Return a key. Two faults with the same key have the same remedy."""
         return self.kind, self.row.name, self.total.scale if self.kind in ("zero", "overflow") else 1.0
 
 
 @final
 class InaccurateDerivative(NamedTuple):
-    """A derivative inside of the loss that fp16 does not hold.
+    """A derivative inside the loss that does not fit into fp16.
 
     Attributes:
-        line: Where the step asks for it.
-        zero: Share of its non-zero values that is zero in fp16.
-        sqnr_db: Against that of fp32; NaN if it overflowed.
+        line: The line of the step that computes it.
+        zero: Share of its non-zero values that become zero in fp16.
+        sqnr_db: SQNR against the fp32 derivative; NaN if it overflowed.
 
     """
 

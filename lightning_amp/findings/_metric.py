@@ -1,4 +1,4 @@
-"""What a comparison of metrics found: a row for each metric and module, and why a metric went wrong."""
+"""Records of a metric comparison: a row for each metric and module, and the cause of a difference."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 from typing_extensions import final, override
 
 from lightning_amp._text import named, rounded
-from lightning_amp.findings._tried_remedy import TriedRemedy
+from lightning_amp.findings._remedy import TriedRemedy
 
 LOADER_SUFFIX = "/dataloader_idx_"
-"""What Lightning puts between the name of a metric and the number of its loader."""
+"""The text that Lightning puts between the name of a metric and the number of its loader."""
 
 _FEW_PERCENT = 0.05
 
@@ -21,8 +21,8 @@ _FEW_PERCENT = 0.05
 class ComparisonRow(NamedTuple):
     """One metric of one compared validation.
 
-    `step` is the step that the loggers got. `diff` is AMP minus fp32, in the metric's own unit; `relative_diff` is
-    `diff` over the magnitude of `fp32` (0 where both are 0, infinite where only `fp32` is).
+    `step` is the step that the loggers got. `diff` is AMP minus fp32, in the metric's own unit. `relative_diff` is
+    `diff` over the magnitude of `fp32` (0 if both are 0, infinite if only `fp32` is 0).
     """
 
     epoch: int
@@ -35,8 +35,8 @@ class ComparisonRow(NamedTuple):
 
     @classmethod
     def of(cls, epoch: int, step: int, metric: str, amp: float, fp32: float) -> ComparisonRow:
-        """Build a row from the two values."""
-        # Equal infinities agree; their difference would be NaN.
+        """Return a row for the two values."""
+        # Equal infinities agree, but their difference would be NaN.
         diff = 0.0 if amp == fp32 else amp - fp32
         if diff == 0.0:
             relative_diff = 0.0
@@ -47,7 +47,7 @@ class ComparisonRow(NamedTuple):
         return cls(epoch, step, metric, amp, fp32, diff, relative_diff)
 
     def exceeds(self, tolerance: float) -> bool:
-        """Return whether the two sides differ by more than `tolerance`: NaN on one side does, on both does not."""
+        """Return whether the two sides differ by more than `tolerance`. A NaN on only one side is a difference."""
         if math.isnan(self.amp) or math.isnan(self.fp32):
             return math.isnan(self.amp) != math.isnan(self.fp32)
         return abs(self.diff) > tolerance
@@ -55,8 +55,8 @@ class ComparisonRow(NamedTuple):
     def stands_out(self, largest: float) -> bool:
         """Return whether AMP is not finite, or the two differ by more than a few per cent.
 
-        Args:
-            largest: Magnitude of the metric in fp32 so far: of a loss that has fallen far below it, little matters.
+        `largest` is the largest magnitude of the metric in fp32 so far. If a loss has fallen far below it, small
+        differences do not matter.
         """
         if not math.isfinite(self.amp):
             return True
@@ -65,7 +65,7 @@ class ComparisonRow(NamedTuple):
         return abs(self.diff) > max(_FEW_PERCENT * min(abs(self.amp), abs(self.fp32)), 0.005 * largest)
 
     def is_noise(self, num_rows: int) -> bool:
-        """Return whether a share of samples, or a count of them, differs by less than two of its standard errors."""
+        """Return whether a share or a count of samples differs by less than two of its standard errors."""
         size, number = max(abs(self.amp), abs(self.fp32)), max(num_rows, 1)
         unit = number if size > 1 and self.amp.is_integer() and self.fp32.is_integer() else 1
         share = min(size / unit, 0.5)
@@ -80,13 +80,13 @@ class ModuleRow(NamedTuple):
     Attributes:
         epoch: `trainer.current_epoch`.
         step: `trainer.global_step`.
-        name: Qualified name.
+        name: Qualified name of the module.
         kind: Its class.
-        num_calls: How often it ran.
-        sqnr_db: Signal to noise of its outputs against fp32; 6 dB are one correct bit. NaN if one is not finite.
-        varying_sqnr_db: The same of what differs between the samples of a batch, that is after subtraction of their
-            mean: in `x + 1000` little of the whole is wrong in bfloat16, and most of what matters.
-        cosine: Between the two; NaN if one is not finite.
+        num_calls: Number of calls.
+        sqnr_db: SQNR of its outputs against fp32; 6 dB are one correct bit. NaN if an output is not finite.
+        varying_sqnr_db: SQNR after subtracting the mean over the batch. It shows the bfloat16 error in
+            `x + 1000`, a small part of the output but a large part of the difference between samples.
+        cosine: Cosine between the outputs of both runs; NaN if an output is not finite.
         rms: Root mean square of the outputs in fp32.
     """
 
@@ -105,22 +105,16 @@ class ModuleRow(NamedTuple):
 
 MetricCause = Literal["batch", "weights", "module", "operation", "state", "unknown"]
 
-_ZERO_DIVISOR = "a divisor that is 0"
+_DIVISIONS = ("truediv", "div", "itruediv", "rtruediv", "reciprocal")
+_ATTENTION = ("softmax", "log_softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
 _LOOK_FOR = {
-    "truediv": _ZERO_DIVISOR,
-    "div": _ZERO_DIVISOR,
-    "itruediv": _ZERO_DIVISOR,
-    "rtruediv": _ZERO_DIVISOR,
-    "reciprocal": _ZERO_DIVISOR,
-    "softmax": "a row that is masked entirely",
-    "log_softmax": "a row that is masked entirely",
-    "scaled_dot_product_attention": "a row that is masked entirely",
+    **dict.fromkeys(_DIVISIONS, "a divisor that is 0"),
+    **dict.fromkeys(_ATTENTION, "a row that is masked entirely"),
     "log": "a value of 0 or below",
     "sqrt": "a value below 0",
     "rsqrt": "a value of 0 or below",
     "exp": "a value above 88, beyond which `exp` leaves float32",
     "mean": "a mean over no values",
-    "multi_head_attention_forward": "a row that is masked entirely",
     "cross_entropy": "a batch whose labels are all left out (`ignore_index`)",
 }
 
@@ -128,7 +122,7 @@ _LOOK_FOR = {
 @final
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """Why a metric is not finite, or not what it is in fp32. Immutable.
+    """The reason why a metric is not finite, or differs from fp32. Immutable.
 
     .. code-block:: python
 
@@ -140,28 +134,28 @@ class EvaluationReport:
 
     Attributes:
         metric: Its name in `trainer.callback_metrics`.
-        amp: Over the whole validation.
-        fp32: Likewise.
+        amp: The metric in mixed precision, over the whole validation.
+        fp32: The metric in fp32, over the whole validation.
         cause: `"batch"`: the batch is not finite. `"weights"`: a parameter or buffer is not. `"module"`: the output of
-            a module is wrong, and what went in was not. `"operation"`: one outside of all modules, in the step itself.
-            `"state"`: what adds up from batch to batch in half precision. `"unknown"`: no batch shows it.
+            a module is wrong, and its input is not. `"operation"`: an operation of the step outside of all modules.
+            `"state"`: a value that adds up over batches in half precision. `"unknown"`: no batch shows the difference.
         epoch: `trainer.current_epoch`.
-        rank: Of the process whose batch this is about.
-        world_size: How many there are.
-        loader_idx: Which loader; `None` with one.
-        batch_idx: The first batch that shows it; `None` if no single one does.
-        batch_amp: The metric over this batch alone.
-        batch_fp32: Likewise.
-        in_fp32_too: Whether it is not finite in fp32 either: no precision can help.
-        names: With cause `"batch"`, `"weights"` or `"state"`: of what.
+        rank: Rank of the process that had the batch.
+        world_size: Number of processes.
+        loader_idx: Index of the loader; `None` with one.
+        batch_idx: The first batch that shows the difference; `None` if no single one does.
+        batch_amp: The metric in mixed precision, over this batch alone.
+        batch_fp32: The metric in fp32, over this batch alone.
+        in_fp32_too: Whether the metric is not finite in fp32 either, so that no precision can help.
+        names: The faulty values, with cause `"batch"`, `"weights"` or `"state"`.
         module: Qualified name of the first module whose output is wrong.
         module_class: Its class.
-        input_sqnr_db: What goes into it against fp32; infinite if that is the same.
-        output_sqnr_db: What comes out of it; NaN if it is not finite.
-        operation: The operation, if it is known: `"cos"`.
+        input_sqnr_db: SQNR of the module's input against fp32; infinite if both are equal.
+        output_sqnr_db: SQNR of its output; NaN if the output is not finite.
+        operation: The operation, such as `"cos"`; empty if it is not known.
         place: The line of the user's code that calls it.
-        tried: What was tried, in this order.
-        note: Why not more is known.
+        tried: The remedies that were tried, in this order.
+        note: The reason why not more is known.
 
     """
 
@@ -188,7 +182,7 @@ class EvaluationReport:
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain types."""
+        """Return the report as plain types."""
         return asdict(self)
 
     @override
@@ -216,32 +210,32 @@ class EvaluationReport:
             case "batch":
                 return f"the batch itself has values that are not finite ({', '.join(self.names)}){reached}"
             case "weights":
-                return f"not finite are {named(self.names)}{reached}"
+                return f"values that are not finite in {named(self.names)}{reached}"
             case "state":
-                return f"what adds up over the batches in half precision: {', '.join(self.names)}"
+                return f"a value that adds up over the batches in half precision: {', '.join(self.names)}"
             case "module":
                 return f"the output of `{self.module}` ({self.module_class}) {self._noise()}{too}"
             case "operation":
-                before = "" if self.in_fp32_too else "all modules give what they give in fp32; "
-                return f"{before}what the step computes outside of all modules {self._noise()}{too}"
+                before = "" if self.in_fp32_too else "the outputs of all modules are as in fp32; "
+                return f"{before}a value that the step computes outside of all modules {self._noise()}{too}"
             case "unknown":
                 return "not found"
 
     def _noise(self) -> str:
         if math.isnan(self.output_sqnr_db):
-            return "is not finite, although what goes into it is"
+            return "is not finite, although its input is"
         before = "is exact" if math.isinf(self.input_sqnr_db) else f"has {self.input_sqnr_db:.0f}"
-        return f"is wrong: it has {self.output_sqnr_db:.0f} dB of SQNR against fp32, and what goes into it {before}"
+        return f"is wrong: it has {self.output_sqnr_db:.0f} dB of SQNR against fp32, and its input {before}"
 
     def _advice(self) -> str:
         if self.cause == "batch":
             return "try: clean the data, or leave these rows out of the metric; no precision can help"
         if self.cause == "weights":
-            return "try: a checkpoint from before it; in fp32 it is the same, no precision can help"
+            return "try: an earlier checkpoint; the values are the same in fp32, so no precision can help"
         if self.in_fp32_too:
             what = _LOOK_FOR.get(self.operation)
-            where = f"look for {what}" if what else "look at what goes into it"
-            return f"try: no precision can help, for this is so in fp32, too; {where}"
+            where = f"look for {what}" if what else "look at the input of the operation"
+            return f"try: {where}; it is not finite in fp32 either, so no precision can help"
         if self.cause == "state":
             works = [one for one in self.tried if one.works]
             return f"tried: in float32 it works: {rounded(works[0].value)} over the same batches" if works else ""

@@ -1,7 +1,8 @@
-"""What was tried on a skipped step."""
+"""Remedies that were tried on a skipped step, and settings that were tried against other faults."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from typing_extensions import final
@@ -14,19 +15,19 @@ RemedyKind = Literal[
 
 @final
 class Remedy(NamedTuple):
-    """What was tried on a step that was skipped, in a replay of it.
+    """A remedy that was tried on a skipped step, in a replay.
 
     Attributes:
         kind: Empty: nothing. `"bf16"`: that precision. `"fp32_modules"`: these modules in fp32. `"operation in fp32"`:
-            `.float()` on what goes into the operation that is named; `"operation without autocast"`: and autocast off
-            around it. `"source in fp32"`: `.float()` on what goes into an earlier operation, whose rounded result made
-            an argument 0. `"logsigmoid"`: `logsigmoid` in the place of the logarithm of a sigmoid. `"scale"`: a lower
-            loss scale. `"divisor"`: the loss divided by a constant. `"epsilon"`: what must not be 0 is kept that far
-            away from it. `"finite mask"`: the lowest number of the format in the place of minus infinity. `"clamp"`:
-            the argument is kept below a number. `"zero_infinity"`: that option of a CTC loss.
-        values: Names of modules, the scale, the divisor, the epsilon, what `logsigmoid` takes (`"x"` or `"-x"`), or the
-            earlier operation and its line, and the same of the one that loses the digits; then further lines on which
-            the same was done.
+            `.float()` on the inputs of the named operation. `"operation without autocast"`: the same, with autocast off
+            around it. `"source in fp32"`: `.float()` on the inputs of an earlier operation, whose rounded result made
+            an argument 0. `"logsigmoid"`: `logsigmoid` instead of the logarithm of a sigmoid. `"scale"`: a lower loss
+            scale. `"divisor"`: the loss divided by a constant. `"epsilon"`: an argument kept at least that far from 0.
+            `"finite mask"`: the lowest number of the format instead of minus infinity. `"clamp"`: an argument kept
+            below a number. `"zero_infinity"`: that option of a CTC loss.
+        values: Names of modules, the scale, the divisor, the epsilon, the argument of `logsigmoid` (`"x"` or `"-x"`).
+            For an earlier operation: its name and line, then name and line of the operation that loses the digits. All
+            further entries are lines on which the same was done.
         worked: Whether loss and gradients were finite.
 
     """
@@ -36,5 +37,22 @@ class Remedy(NamedTuple):
     worked: bool = False
 
 
-# Checkpoints of earlier versions have it pickled under this name, which `safe_globals([Remedy])` then allows.
+# Earlier versions pickled it under this name. With it, `safe_globals([Remedy])` also loads their checkpoints.
 Remedy.__module__ = "lightning_amp.reports._overflow_report"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TriedRemedy:
+    """A setting that was tried in a replay of the step that shows the fault.
+
+    Attributes:
+        setting: The setting as code: `fp32_modules=['rotary']`.
+        value: The metric on that batch, or the SQNR of the gradient in dB. NaN if the replay failed or overflowed.
+        works: Whether the difference to fp32 is gone, for a metric at least three quarters of it.
+
+    """
+
+    setting: str
+    value: float
+    works: bool

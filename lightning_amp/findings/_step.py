@@ -1,4 +1,4 @@
-"""One attempted optimizer step; and where the steps of a run show that it fell back to another precision."""
+"""The record of one attempted optimizer step, and the fallbacks that the records of a run show."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class StepRecord:
         print(plugin.last_step)  # StepRecord(index=7, optimizer_idx=0, scale=2048.0, ..., precision='fp16')
 
     Attributes:
-        index: Optimizer steps attempted before this one, over all optimizers of the run.
-        optimizer_idx: Which optimizer, in the order of `configure_optimizers`.
+        index: Number of optimizer steps attempted before this one, over all optimizers of the run.
+        optimizer_idx: Place of the optimizer in `configure_optimizers`.
         scale: Loss scale used for this step; 1.0 without scaling.
         next_scale: Loss scale after the update that followed, at the end of the batch.
         skipped: Whether the step was dropped.
         reason: `"none"`; `"loss"` if the loss itself was not finite; `"gradient"` if only gradients were.
-        precision: What it was taken in: `"fp16"`, `"bf16"`, `"fp8"` or `"fp32"`; empty outside of a plugin.
+        precision: The precision of the step: `"fp16"`, `"bf16"`, `"fp8"` or `"fp32"`; empty without our plugin.
 
     """
 
@@ -44,7 +44,7 @@ class StepRecord:
 
 
 def fallbacks(records: Iterable[StepRecord]) -> list[StepRecord]:
-    """Return the first step of each precision but the first."""
+    """Return the first step in each precision that a fallback has reached."""
     found: list[StepRecord] = []
     before = ""
     for record in records:
@@ -55,11 +55,11 @@ def fallbacks(records: Iterable[StepRecord]) -> list[StepRecord]:
 
 
 def before_fallback(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """Return the steps in the precision in which the run began: from a fallback on there is no loss scale."""
+    """Return the steps before the first fallback, after which there is no loss scale."""
     later = fallbacks(records)
     return records[: records.index(later[0])] if later else records
 
 
 def describe_fallbacks(records: Iterable[StepRecord]) -> str:
-    """Write them behind other words: `, bf16 from step 64 on`; empty if there are none."""
+    """Return the fallbacks as the end of a sentence: `, bf16 from step 64 on`; empty if there are none."""
     return "".join(f", {record.precision} from step {record.index:,} on" for record in fallbacks(records))

@@ -1,4 +1,4 @@
-"""How close values come to what they should be. Every result is a tensor on the device: nothing waits for it."""
+"""How close values are to a reference. Every result is a tensor on the device, so nothing waits for it."""
 
 from __future__ import annotations
 
@@ -7,49 +7,33 @@ from torch import Tensor
 
 from lightning_amp.numerics._limits import widest_dtype
 
+_MASK = -3e4
+"""A value below this in both outputs is a mask. Each precision fills masks with its own smallest number."""
 
-def sqnr_db(reference: Tensor, values: Tensor) -> Tensor:
-    """Compute the signal-to-quantization-noise ratio in decibels, shape [].
 
-    That is 20 log10(||reference|| / ||values - reference||), the usual measure of low-precision arithmetic: 6.02 dB are
-    one correct bit. Infinite if both are equal (two zero or two empty tensors, too); minus infinity if only the
-    reference is zero; NaN if a value is not finite.
+def fidelity(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn :func:`fidelity_sums` into SQNR in decibels and cosine, each of shape []. NaN if a value is not finite.
 
-    Args:
-        reference: What the values should be.
-        values: Of the same shape; any dtype.
-
-    Raises:
-        ValueError: If the shapes differ.
-
+    The SQNR is 20 log10(||reference|| / ||values - reference||), the usual measure of low-precision arithmetic: 6.02 dB
+    are one correct bit. It is infinite if both tensors are equal (zero or empty ones, too), and minus infinity if only
+    the reference is zero. The cosine is 1 if both are zero, and 0 if only one is.
     """
-    return fidelity(fidelity_sums(reference, values))[0]
-
-
-def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Compute the cosine of the angle between two tensors, shape []: 1 if they point the same way.
-
-    1 if both are zero (or empty), 0 if only one is, NaN if a value is not finite.
-
-    Args:
-        a: Any shape and dtype. A complex value counts as its two parts.
-        b: The same shape.
-
-    Raises:
-        ValueError: If the shapes differ.
-
-    """
-    return fidelity(fidelity_sums(a, b))[1]
+    signal, energy, noise = sums.unbind()
+    finite = torch.isfinite(sums).all()
+    decibels = 10 * (torch.log10(signal) - torch.log10(noise))
+    decibels = torch.where(noise == 0, torch.full_like(noise, torch.inf), decibels)
+    lengths = signal.sqrt() * energy.sqrt()
+    # The three sums give the dot product without a second pass over the values.
+    quotient = (signal + energy - noise) / 2 / torch.where(lengths == 0, torch.ones_like(lengths), lengths)
+    quotient = torch.where(lengths == 0, ((signal == 0) & (energy == 0)).to(quotient.dtype), quotient.clamp(-1, 1))
+    unknown = torch.full_like(decibels, torch.nan)
+    return torch.where(finite, decibels, unknown), torch.where(finite, quotient, unknown)
 
 
 def fidelity_sums(reference: Tensor, values: Tensor) -> Tensor:
-    """Sum the squares of `reference`, of `values` and of their difference, float64, shape [3].
+    """Return the squared norms of `reference`, of `values` and of their difference: [3], float64 if the device has it.
 
-    Those of several tensors add up; :func:`fidelity` turns them into a ratio. (float32 on devices without float64.)
-
-    Raises:
-        ValueError: If the shapes differ.
-
+    The sums of several tensors add up; :func:`fidelity` turns them into ratios. A complex value counts as two reals.
     """
     if reference.shape != values.shape:
         raise ValueError(f"The shapes must be the same; got {tuple(reference.shape)} and {tuple(values.shape)}.")
@@ -61,51 +45,28 @@ def fidelity_sums(reference: Tensor, values: Tensor) -> Tensor:
 
 
 def inner_product(reference: Tensor, values: Tensor) -> Tensor:
-    """Sum the products of two tensors of one shape, float64, shape [].
+    """Return the inner product of two tensors of one shape: [], float64 if the device has it.
 
-    Those of several tensors add up. For a cosine between tensors of very different length, of which the sums of
-    squares know nothing.
+    The products of several tensors add up. Use it for the cosine between tensors of very different norm, where the sums
+    of squares lose it.
     """
     a, b = _at_least_fp32(reference.detach()).reshape(-1), _at_least_fp32(values.detach()).reshape(-1)
     if not a.numel():
         return fidelity_sums(a, b).sum()
-    # each by its largest: the products of small gradients leave the range of fp32
+    # Divide each by its largest value first, since products of small gradients leave the range of fp32.
     tops = [torch.where(top > 0, top, torch.ones_like(top)) for top in (a.abs().max(), b.abs().max())]
     dtype = widest_dtype(a.device)
     product = torch.dot(a / tops[0], (b / tops[1]).to(a.dtype)).to(dtype)
     return product * tops[0].to(dtype) * tops[1].to(dtype)
 
 
-def fidelity(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn :func:`fidelity_sums` into SQNR in decibels and cosine, each of shape []."""
-    signal, energy, noise = sums.unbind()
-    finite = torch.isfinite(sums).all()
-    decibels = 10 * (torch.log10(signal) - torch.log10(noise))
-    decibels = torch.where(noise == 0, torch.full_like(noise, torch.inf), decibels)
-    lengths = signal.sqrt() * energy.sqrt()
-    # The dot product from the three sums: no second pass over the values.
-    quotient = (signal + energy - noise) / 2 / torch.where(lengths == 0, torch.ones_like(lengths), lengths)
-    quotient = torch.where(lengths == 0, ((signal == 0) & (energy == 0)).to(quotient.dtype), quotient.clamp(-1, 1))
-    unknown = torch.full_like(decibels, torch.nan)
-    return torch.where(finite, decibels, unknown), torch.where(finite, quotient, unknown)
-
-
-def _at_least_fp32(values: Tensor) -> Tensor:
-    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    return values if values.dtype in (torch.float32, torch.float64) else values.float()
-
-
-_MASK = -3e4
-"""What is below in both is a mask: each precision has its own smallest number."""
-
-
 @torch.no_grad()
 def output_sums(reference: Tensor, values: Tensor) -> Tensor:
-    """Compare two outputs: sums of squares, float64 [6].
+    """Compare two outputs: [6], float64 if the device has it.
 
-    Three as of :func:`fidelity_sums`, and three of what differs between the samples, that is
-    after subtraction of the mean over the first dimension: in `x + 1000` little of the whole is wrong in bfloat16, and
-    most of what matters.
+    The first three are :func:`fidelity_sums` of the outputs. The last three are the same after subtracting the mean
+    over the first dimension. They show the bfloat16 error in `x + 1000`, which is a small part of the whole output but
+    a large part of the difference between samples.
     """
     reference, values = reference.detach().float(), values.detach().float()
     alike = ((reference < _MASK) & (values < _MASK)) | (reference == values) & ~torch.isfinite(reference)
@@ -117,3 +78,8 @@ def output_sums(reference: Tensor, values: Tensor) -> Tensor:
     error = values - reference
     varying = reference - reference.mean(0, keepdim=True)
     return torch.cat([plain, fidelity_sums(varying, varying + (error - error.mean(0, keepdim=True)))])
+
+
+def _at_least_fp32(values: Tensor) -> Tensor:
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()

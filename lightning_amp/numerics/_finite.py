@@ -1,4 +1,4 @@
-"""The one home of the question "is it finite?". The answers are tensors on the device, unless a docstring says so."""
+"""Check whether values are finite. Results are tensors on the device, unless a docstring says otherwise."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightning_amp.numerics._ranges import dense
 
 
 def nonfinite(scalar: Tensor) -> Tensor:
-    """Return whether `scalar` [] is inf or NaN, bool []; two kernels where `isfinite` takes four."""
+    """Return whether `scalar` [] is inf or NaN, bool []. Takes two kernels; `isfinite` takes four."""
     return (scalar * 0).ne(0)
 
 
 def nonfinite_flag(scalar: Tensor) -> Tensor:
-    """Return exactly 1.0 if `scalar` [] is inf or NaN, else 0.0; float32, [] (fused optimizers test for 1.0)."""
+    """Return 1.0 if `scalar` [] is inf or NaN, else 0.0: float32 []. Fused optimizers test for exactly 1.0."""
     return nonfinite(scalar).to(torch.float32)
 
 
 def count_nonfinite(values: Tensor) -> Tensor:
-    """Count the values that are infinite or NaN: int64, shape []."""
+    """Count the values that are inf or NaN: int64 []."""
     return (~torch.isfinite(dense(values.detach()))).sum()
 
 
@@ -31,12 +31,12 @@ _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def extremes(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the smallest and the largest value, each [], on the device; nothing where there are none, or integers.
+    """Return the smallest and the largest value, each []; an empty tuple if there are no values, or only integers.
 
-    NaN is both. Takes every layout, looks at this rank's shard of a sharded tensor, and at both parts of complex ones.
+    With a NaN, both are NaN. Takes every layout. Of a sharded tensor it reads this rank's shard, and of complex values
+    both parts.
 
-    Cost: one pass and one kernel; `TorchDispatchMode`s do not see it.
-
+    Cost: one pass and one kernel, hidden from every `TorchDispatchMode`.
     """
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     if is_plain and tensor.dtype in _FLOATING:
@@ -53,16 +53,13 @@ def extremes(tensor: Tensor) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether all values of all tensors are finite: bool, shape [], on their device; see :func:`extremes`.
-
-    Integers, and nothing at all, are finite.
-    """
+    """Return whether all values of all tensors are finite: bool [] on their device. Integers and no values are."""
     ends = [end for tensor in tensors for end in extremes(tensor)]
     return torch.isfinite(stack_scalars(ends)).all() if ends else torch.ones((), dtype=torch.bool)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return the same of one tensor. Waits for the device."""
+    """Return whether all values of one tensor are finite. Waits for the device."""
     ends = extremes(tensor)
     if not ends:
         return True
@@ -71,7 +68,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def nonfinite_gradients(parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Name the parameters whose gradients are not all finite. Waits for the device once."""
+    """Return the names of parameters whose gradients are not all finite. Waits for the device once."""
     ends = [(n, end) for n, p in parameters.items() if p.grad is not None for end in extremes(p.grad)]
     if not ends:
         return ()
@@ -80,7 +77,7 @@ def nonfinite_gradients(parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
-    """Put scalars from whichever device, at least one, beside each other on that of the first: shape [number]."""
+    """Stack scalars, at least one, on the device of the first: shape [number]."""
     device = scalars[0].device
-    # autocast cannot stack all halves
+    # under autocast, `torch.stack` does not accept every half-precision dtype
     return torch.stack([(s.float() if s.itemsize == 2 else s).to(device) for s in scalars])

@@ -1,4 +1,4 @@
-"""How well values fit into a format. Every result is a tensor on the device of the values: nothing waits for it."""
+"""How well values fit into a format. Every result is a tensor on the device of the values, so nothing waits for it."""
 
 from __future__ import annotations
 
@@ -8,87 +8,83 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp.numerics._limits import limits
+from lightning_amp.numerics._limits import FORMATS, widest_dtype
 
-Scale = float | Tensor
+_LEAST = 1e-12
+"""Torchao treats a smaller largest value as this one, so it does not scale such values up to the format's range."""
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-class Underflow(NamedTuple):
-    """Shares of the finite non-zero values, each of shape [].
-
-    Attributes:
-        to_zero: Become zero.
-        to_subnormal: Stay, with fewer bits than the format's.
-
-    """
-
-    to_zero: Tensor
-    to_subnormal: Tensor
-
-
-def underflow(values: Tensor, number_format: str | torch.dtype = "fp16", scale: Scale = 1.0) -> Underflow:
-    """Compute the share of `values` that is too small for a format, exactly as a conversion would round them.
-
-    Args:
-        values: Of any shape and dtype. Zeros and non-finite values do not count; without any other, the shares are 0.
-        number_format: See :func:`limits`.
-        scale: What they are multiplied with before; a float, or a tensor [].
-
-    """
-    zero, subnormal, counted = underflow_counts(values, number_format, scale).unbind()
-    return Underflow(zero / counted.clamp(min=1), subnormal / counted.clamp(min=1))
-
-
-def underflow_counts(values: Tensor, number_format: str | torch.dtype = "fp16", scale: Scale = 1.0) -> Tensor:
+def underflow_counts(values: Tensor, number_format: str = "fp16", scale: float | Tensor = 1.0) -> Tensor:
     """Count the values that become zero, that become subnormal, and all that count: int64, shape [3].
 
-    Counts of several tensors add up. The arguments are those of :func:`underflow`.
+    They are multiplied by `scale`, a float or a tensor [], and rounded exactly as a conversion to the format does it.
+    Zeros and non-finite values do not count. The counts of several tensors add up.
     """
-    fits = limits(number_format)
-    magnitude = _scaled(values, scale)
+    fits = FORMATS[number_format]
+    values = values.detach()
+    magnitude = values.abs()
+    magnitude = (magnitude if magnitude.dtype in (torch.float32, torch.float64) else magnitude.float()) * scale
     zeros, finite = (values == 0).count_nonzero(), torch.isfinite(values).count_nonzero()
     to_zero = (magnitude <= fits.rounds_to_zero).count_nonzero()  # these include the zeros; never inf or NaN
     below_normal = (magnitude < fits.rounds_to_normal).count_nonzero()
     return torch.stack([to_zero - zeros, below_normal - to_zero, finite - zeros])
 
 
-def overflow_fraction(values: Tensor, number_format: str | torch.dtype = "fp16", scale: Scale = 1.0) -> Tensor:
-    """Compute the share, shape [], of values that are not finite, or would not be in the format; 0 if there are none.
+@final
+class ScaledCast(NamedTuple):
+    """A cast with dynamic scaling, as in torchao's recipes: the largest value becomes the largest of the format.
 
-    Args:
-        values: Of any shape and dtype.
-        number_format: See :func:`limits`.
-        scale: What they are multiplied with before; a float, or a tensor [].
-
-    """
-    magnitude = _scaled(values, scale)
-    fine = magnitude < limits(number_format).overflows_from  # false for NaN
-    return (~fine).sum() / max(values.numel(), 1)
-
-
-def headroom_bits(values: Tensor, number_format: str | torch.dtype = "fp16", scale: Scale = 1.0) -> Tensor:
-    """Compute how often `values` could be doubled before the largest leaves the range, shape [].
-
-    That is log2(largest of the format / max |values|): negative if it is outside already, infinite if all are zero or
-    there are none, NaN if one is, minus infinity if one is infinite.
-
-    Args:
-        values: Of any shape and dtype.
-        number_format: See :func:`limits`.
-        scale: What they are multiplied with before; a float, or a tensor [].
+    Attributes:
+        number_format: A key of `FORMATS`.
+        rowwise: Whether each row (the last dimension) has its own scale, rather than one for the whole tensor.
+        power_of_two: Whether the scale is rounded down to a power of two.
 
     """
-    # The logarithms apart: the quotient of a large and a tiny number leaves the range of fp32.
+
+    number_format: str
+    rowwise: bool
+    power_of_two: bool
+
+    def losses(self, values: Tensor) -> Tensor:
+        """Count the values that become zero, that are cut to the largest, and all that count: int64 [3].
+
+        Zeros do not count. After scaling only non-finite values are cut. The counts of several tensors add up.
+        """
+        values = dense(values).detach().float()
+        if values.numel() == 0:
+            return torch.zeros(3, dtype=torch.int64, device=values.device)
+        fits = FORMATS[self.number_format]
+        magnitude = values.abs()
+        whole = self.rowwise and values.dim() > 0
+        top = magnitude.amax(-1, keepdim=True) if whole else magnitude.max()
+        scale = fits.largest / top.to(widest_dtype(top.device)).clamp(min=_LEAST)
+        if self.power_of_two:
+            scale = torch.exp2(torch.floor(torch.log2(scale)))
+        scaled = magnitude * scale  # with an infinite value this is NaN, as in torchao
+        counted = values != 0
+        to_zero = (counted & (scaled <= fits.rounds_to_zero)).count_nonzero()
+        saturated = (~(scaled < fits.overflows_from)).count_nonzero()
+        return torch.stack([to_zero, saturated, counted.count_nonzero()])
+
+
+def headroom_bits(values: Tensor, number_format: str = "fp16", scale: float | Tensor = 1.0) -> Tensor:
+    """Return how often `values` times `scale` could be doubled before the largest leaves the format's range, shape [].
+
+    That is log2(largest of the format / max |values|). It is negative for values outside the range. It is infinite if
+    all are zero or there are none, NaN if one is NaN, and minus infinity if one is infinite.
+    """
+    # Subtract logarithms, since the quotient of a large and a tiny number leaves the range of fp32.
     factor = torch.log2(scale.to(values.device)) if isinstance(scale, Tensor) else math.log2(scale)
-    return math.log2(limits(number_format).largest) - torch.log2(largest(values)) - factor
+    return math.log2(FORMATS[number_format].largest) - torch.log2(largest(values)) - factor
 
 
 def dense(values: Tensor) -> Tensor:
-    """Return the values that a sparse or nested tensor stores, as a plain one; any other as it is."""
+    """Return the stored values of a sparse or nested tensor as a plain one, and any other tensor unchanged."""
     if values.is_nested:
         return values.values() if values.layout is torch.jagged else torch.cat([v.flatten() for v in values.unbind()])
     if values.layout is torch.sparse_coo:
@@ -97,14 +93,14 @@ def dense(values: Tensor) -> Tensor:
 
 
 def outside_modes(values: Tensor) -> AbstractContextManager[None]:
-    """Return a context in which no `TorchDispatchMode` sees what is measured of a plain tensor."""
+    """Return a context that hides operations on a plain tensor from every `TorchDispatchMode`."""
     kind = type(values)
     plain = kind is Tensor or kind is nn.Parameter
     return _modules.outside_dispatch_modes() if plain else nullcontext()
 
 
 def largest(values: Tensor) -> Tensor:
-    """Return the largest magnitude, shape [], float32: 0 if there are no values, NaN if one is."""
+    """Return the largest magnitude, float32 []: 0 if there are no values, NaN if one is NaN."""
     values = dense(values)
     if values.numel() == 0:
         return torch.zeros((), device=values.device)
@@ -112,7 +108,7 @@ def largest(values: Tensor) -> Tensor:
 
 
 def largest_finite(values: Tensor) -> Tensor:
-    """Return the largest finite magnitude, shape [], float32: 0 if there are none."""
+    """Return the largest finite magnitude, float32 []: 0 if there are none."""
     values = dense(values)
     if values.numel() == 0:
         return torch.zeros((), device=values.device)
@@ -124,9 +120,9 @@ class ExponentHistogram(NamedTuple):
     """Counts of values by exponent.
 
     Attributes:
-        counts: int64, shape [highest - lowest + 1]; the first and the last also hold what lies beyond.
-        lowest: Exponent of the first: it counts the values up to 2**(lowest + 1).
-        highest: Exponent of the last: it counts the values from 2**highest on.
+        counts: int64, shape [highest - lowest + 1]. The first and the last bin also count all values beyond them.
+        lowest: Exponent of the first bin, which counts values below 2**(lowest + 1).
+        highest: Exponent of the last bin, which counts values from 2**highest on.
 
     """
 
@@ -135,36 +131,17 @@ class ExponentHistogram(NamedTuple):
     highest: int
 
 
-def exponent_histogram(values: Tensor, lowest: int = -50, highest: int = 20) -> ExponentHistogram:
-    """Count the finite non-zero values by the exponent of two that is just below them.
-
-    Args:
-        values: Of any shape and dtype.
-        lowest: First bin, and what is smaller. The default lies well under what fp16 can hold at any usual scale.
-        highest: Last bin, and what is larger.
-
-    Raises:
-        ValueError: If there would be no bin.
-
-    """
-    if lowest > highest:
-        raise ValueError(f"`lowest` must not be above `highest`; got {lowest} and {highest}.")
+def exponent_histogram(values: Tensor, lowest: int, highest: int) -> ExponentHistogram:
+    """Count the finite non-zero values by the exponent of the power of two at or below them."""
     flat = values.detach().reshape(-1)
     flat = flat.abs() if flat.is_complex() else flat
     flat = flat.float() if flat.dtype != torch.float64 else flat
     size = highest - lowest + 1
     bins = torch.frexp(flat).exponent.clamp_(lowest + 1, highest + 1).sub_(lowest + 1).long()
-    bins.masked_fill_((flat == 0) | ~torch.isfinite(flat), size)  # one more bin, for what does not count
+    bins.masked_fill_((flat == 0) | ~torch.isfinite(flat), size)  # an additional bin for values that do not count
     if flat.device.type == "cpu":
         counts = torch.bincount(bins, minlength=size + 1)
-    else:  # where `bincount` would wait for the device to learn the largest bin
+    else:  # `bincount` would wait for the device, to learn the largest bin
         counts = torch.zeros(size + 1, dtype=torch.int64, device=flat.device)
         counts.scatter_add_(0, bins, torch.ones_like(bins))
     return ExponentHistogram(counts[:size], lowest, highest)
-
-
-def _scaled(values: Tensor, scale: Scale) -> Tensor:
-    values = values.detach()
-    magnitude = values.abs()
-    magnitude = magnitude if magnitude.dtype in (torch.float32, torch.float64) else magnitude.float()
-    return magnitude * scale

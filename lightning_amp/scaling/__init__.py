@@ -1,21 +1,18 @@
-"""Loss scaling in plain torch: one optimizer step and its record, the scaler and its policy. Read `_steps.py` first."""
+"""Loss scaling in plain torch: optimizer steps, their records, and the scaler. Read `_steps.py` first."""
 
 from lightning_amp.scaling._backward_watch import BackwardWatch
-from lightning_amp.scaling._common_scale import CommonScale
 from lightning_amp.scaling._derivative_scale import DerivativeScale
 from lightning_amp.scaling._gradient_state import Scaled, Unscaled
 from lightning_amp.scaling._gradients import HalfGradientsError, has_gradients, parameters
 from lightning_amp.scaling._policy_replay import ReplayedRun, replay_policy, scaler_of_policy
-from lightning_amp.scaling._records import RecordLog, Subscription
+from lightning_amp.scaling._records import RecordLog, Skip, StepResult, Subscription
 from lightning_amp.scaling._saved import Saved, check_scaler_state
 from lightning_amp.scaling._scaler import POLICY_SETTINGS, DynamicLossScaler
-from lightning_amp.scaling._step_result import Skip, StepResult
 from lightning_amp.scaling._steps import OptimizerSteps, StepPlan
 
 __all__ = [
     "POLICY_SETTINGS",
     "BackwardWatch",
-    "CommonScale",
     "DerivativeScale",
     "DynamicLossScaler",
     "HalfGradientsError",

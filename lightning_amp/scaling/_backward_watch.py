@@ -1,4 +1,4 @@
-"""Which gradients came with a scaled backward, and which with one of the user's own."""
+"""Tell gradients of a scaled backward from gradients of the user's own, unscaled backward."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from lightning_amp.scaling._gradients import parameters
 
 @final
 class BackwardWatch:
-    """Tells them apart by hooks on parameters: one of each known optimizer, and all that none of them has.
+    """Hooks on parameters that note the scale of each backward.
+
+    One parameter of each known optimizer is watched, and every parameter that no known optimizer has.
 
     Args:
-        optimizers: That are known.
-        others: Parameters, of which those of the optimizers are left out.
+        optimizers: The known optimizers.
+        others: Parameters to watch unless a known optimizer has them.
 
-    A gradient that the user assigns (`p.grad = ...`) is one that no backward left there. It came with the scale of the
-    latest derivative by its parameter: `torch.autograd.grad` computes one that nobody scaled.
+    If the user assigns a gradient (`p.grad = ...`), it has the scale of the latest derivative by its parameter.
+    `torch.autograd.grad` computes such a derivative without the loss scale.
 
     Cost: two Python calls per watched parameter and backward.
 
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], others: Iterable[Any]) -> None:
-        self._plugins_scale: Tensor | None = None  # while its backward runs
-        self._by_hand: tuple[int, Tensor] | None = None  # the latest that the user scaled: its number, its scale
-        self._spokesmen: dict[int, Any] = {}  # by id of a known optimizer: the parameter that speaks for it
-        self._scales: dict[int, Tensor | None] = {}  # by id of the parameter: that of its latest backward
-        self._left: dict[int, weakref.ref[Tensor] | None] = {}  # the gradient that this backward left
-        self._plain: set[int] = set()  # ids of parameters whose latest derivative nobody scaled
+        self._plugins_scale: Tensor | None = None  # while the plugin's backward runs
+        self._by_hand: tuple[int, Tensor] | None = None  # the latest backward that the user scaled: number, scale
+        self._spokesmen: dict[int, Any] = {}  # by id of a known optimizer: its watched parameter
+        self._scales: dict[int, Tensor | None] = {}  # by id of the parameter: the scale of its latest backward
+        self._left: dict[int, weakref.ref[Tensor] | None] = {}  # by id: the gradient that this backward left
+        self._plain: set[int] = set()  # ids of parameters whose latest derivative was not scaled
         self._handles: dict[int, tuple[Any, Any]] = {}
         known: set[int] = set()
         for optimizer in optimizers:
@@ -57,7 +59,7 @@ class BackwardWatch:
         key = id(parameter)
 
         def note_derivative(_: Tensor) -> None:
-            if self._plugins_scale is None and self.scale is None:  # read first: as a rule it is the plugin's
+            if self._plugins_scale is None and self.scale is None:  # the plugin's first: it is the usual one
                 self._plain.add(key)
             else:
                 self._plain.discard(key)
@@ -72,41 +74,38 @@ class BackwardWatch:
 
     @property
     def scale(self) -> Tensor | None:
-        """Return that of the backward that runs now, []; `None` in one that nobody scaled, and outside of any."""
+        """Return the scale of the current backward, []; `None` outside a backward, and in one without a scale."""
         if self._plugins_scale is None and self._by_hand is not None:
             number, scale = self._by_hand
             return scale if number == _torch.backward_number() else None
         return self._plugins_scale
 
     def begin(self, scale: Tensor) -> None:
-        """Note that the backward of a loss begins that was multiplied by `scale` []."""
+        """Note that the plugin begins the backward of a loss that it has multiplied by `scale` []."""
         self._plugins_scale = scale
 
     def end(self) -> None:
-        """Note that it is over."""
+        """Note that the plugin's backward is over."""
         self._plugins_scale = None
 
     @property
     def plugins_runs(self) -> bool:
-        """Return whether a backward is between :meth:`begin` and :meth:`end`."""
+        """Return whether the plugin's backward runs now."""
         return self._plugins_scale is not None
 
     def begin_by_hand(self, scale: Tensor) -> None:
-        """Note, inside of it, that the user's own backward is that of a loss times `scale` []. It ends by itself."""
+        """Note, inside the user's own backward, that its loss was multiplied by `scale` []."""
         self._by_hand = _torch.backward_number(), scale
 
     def came_plain(self, optimizer: Optimizer) -> bool:
-        """Return whether the latest gradients of a known optimizer came with a backward of the user's own."""
+        """Return whether the latest gradients of a known optimizer came with an unscaled backward."""
         first = self._spokesmen.get(id(optimizer))
         return first is not None and first.grad is not None and self._scales.get(id(first), self) is None
 
     def scale_of(self, optimizer: Optimizer, known: Mapping[int, Tensor]) -> Tensor | None:
-        """Return what the gradients of an optimizer that is not known are multiplied by, []; `None` if by nothing.
+        """Return the scale [] of an unknown optimizer's gradients; `None` if they are true gradients.
 
-        Args:
-            optimizer: Whose.
-            known: By id of the parameter, the scale of gradients that it shares with an optimizer that is known.
-
+        `known` has the scale of each gradient that a known optimizer has too, by the id of its parameter.
         """
         mine = [p for p in parameters(optimizer) if p.grad is not None]
         if mine and self.scale is not None:
@@ -114,7 +113,7 @@ class BackwardWatch:
         assigned = {id(parameter) for parameter in mine if self._is_assigned_plain(parameter)}
         for parameter in mine:
             key = id(parameter)
-            # nobody has seen the others of a known optimizer: its first parameter speaks for them
+            # of a known optimizer only the first parameter is watched, and stands for the others
             is_scaled = key not in assigned and (key in self._left or not assigned)
             scale = known.get(key, self._scales.get(key)) if is_scaled else None
             if scale is not None:

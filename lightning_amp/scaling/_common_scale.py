@@ -1,4 +1,4 @@
-"""Whose gradients carry which scale: carried to one scale before a backward, unscaled or folded for a step."""
+"""Keep the gradients of all optimizers at one loss scale: carry them before a backward, unscale them for a step."""
 
 from __future__ import annotations
 
@@ -22,16 +22,9 @@ from lightning_amp.scaling._scaler import DynamicLossScaler
 class CommonScale:
     """The gradients of all optimizers of a fit.
 
-    The one invariant: after a backward, all gradients of all optimizers carry the *current* scale. Gradients that were
-    unscaled and are still there when another backward comes are carried back first. So it does not matter in which
-    order backward, unscale, clip and step are called, for how many optimizers, or whether an exception came between.
-
-    Args:
-        optimizers: In the order of `configure_optimizers`. One that is made inside the training step comes after them.
-        log: Tells how far the scale may have fallen.
-        all_reduce_max: Reduces a tensor in place over all ranks; `None` for one process.
-        device: That `all_reduce_max` works on; `None`: where the gradients are.
-
+    The one invariant: after a backward, all gradients of all optimizers carry the *current* scale. If gradients were
+    unscaled and are still there when another backward comes, they are carried back first. So backward, unscale, clip
+    and step may come in any order, for any number of optimizers, and an exception may come between them.
     """
 
     def __init__(
@@ -51,18 +44,18 @@ class CommonScale:
         self.note_scale()
 
     def note_scale(self) -> None:
-        """Note that the scale was set from outside. Waits for the device."""
+        """Read the scale again, after somebody else has set it. Waits for the device."""
         self._first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
 
     @property
     def num_optimizers(self) -> int:
-        """Count the optimizers that have been met."""
+        """Return the number of optimizers met so far."""
         return len(self._states)
 
     def state(self, optimizer: Optimizer, if_unknown: Form = UNCHECKED) -> GradientState:
-        """Return what is known of an optimizer; one that was made inside the training step gets the next index.
+        """Return the state of an optimizer; a new optimizer gets the next index.
 
-        `if_unknown` is the form of its gradients if it is met now, and nobody has seen where they came from.
+        `if_unknown` is the form of a new optimizer's gradients if no watched backward computed them.
         """
         state = self._states.get(id(optimizer))
         if state is None:
@@ -72,11 +65,11 @@ class CommonScale:
         return state
 
     def known_state(self, optimizer: Optimizer) -> GradientState | None:
-        """Return the same; `None` for an optimizer that has not been met."""
+        """Return the state of an optimizer; `None` for a new one."""
         return self._states.get(id(optimizer))
 
     def scale_of_unknown(self, optimizer: Optimizer) -> Tensor | None:
-        """Return what the gradients of an optimizer that has not been met are multiplied by, []; `None`: by nothing."""
+        """Return the scale [] of a new optimizer's gradients; `None` if they are true gradients."""
         if self.watch is None:
             return None
         forms = [(state.optimizer, state.form) for state in self._states.values()]
@@ -86,17 +79,17 @@ class CommonScale:
     # -- backward: carry -----------------------------------------------------------------------------------------------
 
     def add_loss(self, loss: Tensor) -> None:
-        """Note the loss of the backward to come."""
+        """Note the loss of the next backward."""
         for state in self._states.values():
             state.add_loss(loss, may_have_none=self._all_reduce_max is not None)
 
     def carry(self, to: Scaled) -> None:
-        """Bring all gradients that are still there to the scale of the backward to come."""
+        """Bring all gradients that are still there to the scale of the next backward."""
         states = [*self._states.values()]
         if len(states) == 1:
             states[0].carry(to, ())
             return
-        done: set[int] = set()  # what two optimizers share is carried once
+        done: set[int] = set()  # parameters that two optimizers share are carried once
         for state in sorted(states, key=lambda s: isinstance(s.form, Scaled)):
             state.carry(to, done)
             done.update(id(p) for p in parameters(state.optimizer))
@@ -107,21 +100,12 @@ class CommonScale:
             self.watch.begin(_torch.scale_tensor(self.scaler))
 
     def end_backward(self) -> None:
-        """Note that it is over."""
+        """Note the end of that backward."""
         if self.watch is not None:
             self.watch.end()
 
     def begin_backward_by_hand(self, loss: Tensor, scale: Tensor) -> None:
-        """Do, from inside a backward of the user's own, what is done before one of the plugin's.
-
-        Args:
-            loss: Of any shape; what was multiplied.
-            scale: By what, [].
-
-        Raises:
-            RuntimeError: If it is the plugin's backward, which multiplied it once more.
-
-        """
+        """Prepare, inside a backward of the user's own, for the gradients of `loss`, multiplied by `scale` []."""
         assert self.watch is not None
         if self.watch.plugins_runs:
             raise RuntimeError(
@@ -129,14 +113,14 @@ class CommonScale:
                 " `self.manual_backward(loss)`, or return `loss` from `training_step`, without `scaler.scale`."
             )
         self.add_loss(loss)
-        if self.watch.scale is None:  # else another loss of the same backward was first
+        if self.watch.scale is None:  # else the same backward has begun with another loss
             self.carry(Scaled(scale))
             self.watch.begin_by_hand(scale)
 
     # -- step: unscale, fold, agree ------------------------------------------------------------------------------------
 
     def unscale(self, state: GradientState) -> None:
-        """Make gradients true ones and check them, unless they are."""
+        """Make scaled gradients true ones and check them."""
         state.unfold()
         if isinstance(state.form, Scaled):
             self._require_scaled(state)
@@ -144,17 +128,15 @@ class CommonScale:
             state.unscale_(scale, shared, may_overflow=self._may_be_below_one())
 
     def examine(self, state: GradientState) -> None:
-        """Make gradients true ones, and know whether they are finite as they are now."""
-        state.unfold()  # what an earlier step has left
+        """Make gradients true ones, and check whether they are finite now."""
+        state.unfold()
         if isinstance(state.form, Scaled):
             self.unscale(state)
-        elif state.found_inf is None:
-            state.check()
         else:
-            state.check_again()  # the user had them unscaled
+            state.check()
 
     def fold(self, state: GradientState, max_norm: float | None) -> bool:
-        """Leave unscaling and clipping to a fused optimizer; returns whether it can be done."""
+        """Leave unscaling and clipping to a fused optimizer. Return whether that is possible."""
         if isinstance(state.form, Scaled):
             if self._true_elsewhere(state):
                 return False
@@ -168,18 +150,17 @@ class CommonScale:
             state.agree(self._all_reduce_max, self._reduces_on)
 
     def _require_scaled(self, state: GradientState) -> None:
-        """Refuse to divide by the scale what a backward of the user's own, past the plugin, has not multiplied."""
+        """Refuse to divide gradients by the scale if the user's own backward has not multiplied them."""
         if self.watch is not None and self.watch.came_plain(state.optimizer):
             raise RuntimeError(
                 f"Gradients of `{type(state.optimizer).__name__}` come from `loss.backward()`, which does not multiply"
-                " them by the loss scale as those of the other losses are. Call `self.manual_backward(loss)` for each"
-                " loss."
+                " them by the loss scale. Call `self.manual_backward(loss)` for each loss."
             )
 
     def _true_elsewhere(self, state: GradientState) -> set[int]:
-        """Find parameters shared with an optimizer whose gradients were unscaled since the last backward.
+        """Return the ids of parameters whose gradients another optimizer has unscaled since the last backward.
 
-        Those that a folded step left are made true.
+        If a fused step of that optimizer has left them scaled, unscale them here.
         """
         shared: set[int] = set()
         for other in self._states.values():
@@ -192,12 +173,12 @@ class CommonScale:
         return shared
 
     def _may_be_below_one(self) -> bool:
-        """Return whether the scale may be so small that a finite value can leave the range when it is unscaled."""
+        """Return whether the scale may be so small that unscaling takes a finite value out of range."""
         if not isinstance(self.scaler, DynamicLossScaler):
             return True
-        if _torch.is_capturing():  # nobody knows yet what it will be when the graph is replayed
+        if _torch.is_capturing():  # the scale at a replay of the graph is not known yet
             return self.scaler.min_scale < 1
-        # as far as the host knows: exact where it reads the flag of each step, else at most one read-back old
+        # The host knows the scale exactly if it reads the flag of each step; else as of the latest read-back.
         scale = self._first_scale  # a record from before a resume may be of another precision
         if self._log.last is not None:
             scale = min(scale, self._log.last.next_scale)
@@ -206,7 +187,7 @@ class CommonScale:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Make all gradients that are still there true ones, since the scaler or the run ends."""
+        """Make all remaining gradients true ones, since the scaler or the run ends."""
         for state in self._states.values():
             if self.watch is None or not self.watch.came_plain(state.optimizer):
                 self.unscale(state)
@@ -214,6 +195,6 @@ class CommonScale:
             state.release()
 
     def forget_found(self) -> None:
-        """Take off what watches gradients that were not finite."""
+        """Remove the hooks on gradients that were not finite."""
         for state in self._states.values():
             state.forget_found()

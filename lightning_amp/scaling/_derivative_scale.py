@@ -1,4 +1,4 @@
-"""Derivatives that become a part of the loss (gradient penalties), at a scale of their own. Torch only."""
+"""Compute derivatives that become a part of the loss (gradient penalties), at a scale of their own."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from typing_extensions import final
 from lightning_amp._compat import _torch
 from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite
 from lightning_amp.scaling._saved import Saved
+from lightning_amp.scaling._scalars import constant
 from lightning_amp.scaling._scaler import HALF_LOSS_CEILING
-from lightning_amp.scaling._step_result import constant
 
 FIRST_SCALE = 2.0**10
-"""Leaves derivatives of up to 64 room in float16, and those of 6e-8 all their digits."""
+"""Derivatives of up to 64 fit into float16 at this scale, and derivatives of 6e-8 keep all their digits."""
 
-_TOO_SMALL = 2.0**-4  # of the largest scaled derivative
-_PATIENCE = 2000.0  # calls, as long as a loss scale waits before it grows
+_TOO_SMALL = 2.0**-4  # the scale may grow if the largest scaled derivative is below
+_PATIENCE = 2000.0  # calls after an overflow in which it does not grow; a loss scale waits as long
 
 
 @final
 class DerivativeScale:
-    """Differentiates half-precision outputs without underflow, and without overflow if it can be helped.
+    """Differentiates half-precision outputs, at a scale that prevents underflow and adapts to overflow.
 
-    The loss scale will not do: the derivative of a half-precision output by itself *is* the scale, which must therefore
-    stay below 65504; where it is too large the loss is infinite, and of that the loss scale learns nothing. So this
-    scale is independent of it. It starts at 2**10. After an overflow (of finite outputs) it falls to a quarter; while
-    the largest scaled derivative is below 2**-4 it doubles, up to the loss scale and to 2**15, but not in the 2000
-    calls after an overflow. All of this happens on the device, from one call to the next.
+    The loss scale cannot be used. The derivative of a half-precision output by itself *is* the scale, so the scale must
+    stay below 65504. If it is too large, the loss is infinite, and a non-finite loss does not lower the loss scale.
 
-    The backward of the loss through the derivative carries the loss scale as ever: what enters at the derivative is
-    multiplied with the loss scale and divided by this one, what the derivative's own backward left is multiplied with
-    this one.
+    So this scale is independent. It starts at 2**10. After an overflow (of finite outputs) it falls to a quarter. It
+    doubles while the largest scaled derivative is below 2**-4, up to the loss scale and to 2**15. After an overflow it
+    does not grow for 2000 calls. All of this happens on the device.
 
+    The backward of the loss still carries the loss scale. Where it enters the derivative, autograd divides it by this
+    scale, and in the derivative's own backward multiplies it by this scale again.
     """
 
     def __init__(self) -> None:
@@ -45,15 +44,10 @@ class DerivativeScale:
     def grad(
         self, scaler: torch.amp.GradScaler | None, outputs: Any, inputs: Any, *, learn: bool = True, **kwargs: Any
     ) -> tuple[Tensor | None, ...]:
-        """As `torch.autograd.grad`; half-precision gradients come back in float32. Does not wait for the device.
+        """Do what `torch.autograd.grad` does, and return half-precision gradients in float32. Does not wait.
 
-        Args:
-            scaler: Of the loss that they will be a part of; without one this is `torch.autograd.grad`.
-            outputs: What to differentiate: a tensor of any shape, or a sequence of them.
-            inputs: What by.
-            learn: Whether what is found may change the scale of the next call.
-            kwargs: Go to `torch.autograd.grad`.
-
+        `scaler` belongs to the loss that the derivatives become a part of; `None` scales nothing. With `learn`, this
+        call may change the scale of the next one.
         """
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         if scaler is None:
@@ -86,18 +80,13 @@ class DerivativeScale:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state(self) -> list[float] | None:
-        """Scale and patience; `None` before the first call. Waits for the device."""
+        """Return scale and patience; `None` before the first call. Waits for the device."""
         if self._current is None or self._patience is None:
             return None
         return [float(self._current), float(self._patience)]
 
     def load(self, saved: Saved, key: str) -> None:
-        """Continue from :meth:`state`.
-
-        Raises:
-            ValueError: If it is something else.
-
-        """
+        """Continue from :meth:`state`. Raise `ValueError` if the entry is something else."""
         values = saved.any(key)
         two = isinstance(values, list) and len(values) == 2 and all(type(v) in (int, float) for v in values)
         if not (two and 0 < values[0] <= HALF_LOSS_CEILING and 0 <= values[1] <= _PATIENCE):

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer between a backward and its step, and what they are multiplied by."""
+"""Track the gradients of one optimizer from a backward to its step: their scale, and whether they are finite."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from typing_extensions import final
 
 from lightning_amp._compat import _torch
 from lightning_amp.numerics import dense, nonfinite_flag
-from lightning_amp.scaling import _step_result
+from lightning_amp.scaling import _scalars
 from lightning_amp.scaling._gradients import Gradients, has_gradients, inverse, parameters
-from lightning_amp.scaling._step_result import Skip, constant, merge_losses
+from lightning_amp.scaling._records import Skip, merge_losses
+from lightning_amp.scaling._scalars import constant
 
 
 class Scaled(NamedTuple):
-    """They are the true ones times `scale` []."""
+    """True gradients times `scale` []."""
 
     scale: Tensor
 
 
 class Unscaled(NamedTuple):
-    """They are the true ones.
+    """True gradients.
 
     Attributes:
-        found_inf: 1.0, [], if they are not finite now; `None` if nobody has looked since the backward.
-        used_scale: What they were divided by, [].
-        overflow_before_edits: Whether they were not finite before the user changed them; `None` if nobody could.
+        found_inf: 1.0, [], if they are not finite now; `None` if they were not checked since the backward.
+        used_scale: The scale that they were divided by, [].
+        overflow_before_edits: Whether they overflowed before the user could change them; `None` if nobody could.
 
     """
 
@@ -40,11 +41,11 @@ class Unscaled(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """A fused optimizer makes them true ones inside of its kernel, if it steps at all.
+    """Gradients that a fused optimizer unscales inside its kernel, if it does not skip the step.
 
     Attributes:
-        found_inf: 1.0, [], if it does not.
-        scale: What they are multiplied by until then, []; `None` without scaling.
+        found_inf: 1.0, [], if it skips the step.
+        scale: The scale that they carry until then, []; `None` without scaling.
 
     """
 
@@ -52,14 +53,14 @@ class Folded(NamedTuple):
     scale: Tensor | None
 
     def to_true(self) -> Tensor | float:
-        """Return the factor [] that makes what the step left true gradients."""
+        """Return the factor [] that turns the gradients after the step into true ones."""
         return 1.0 if self.scale is None else torch.where(self.found_inf > 0, inverse(self.scale), 1.0)
 
 
 Form: TypeAlias = "Scaled | Unscaled | Folded"
 
 UNCHECKED = Unscaled()
-"""True gradients that nobody has looked at, as a backward without scaling leaves them."""
+"""True gradients that were not checked, as a backward without scaling leaves them."""
 
 
 @final
@@ -67,12 +68,16 @@ class GradientState:
     """The gradients of one optimizer since its last step.
 
     Attributes:
+        optimizer: The user's optimizer.
         index: The optimizer's place in `configure_optimizers`.
-        form: What its gradients are multiplied by now.
-        loss_probe: Finite, [], as long as every loss since the last step was; `None` before the first.
-        has_gradients: On any rank; known once they were looked at.
-        bad_loss: What `loss_probe` tells, where the host has read it with the flag of the gradients; else `None`. The
-            probe itself stays on its device: to bring it back there later would be another wait.
+        form: Whether the gradients are scaled now, and whether they are finite.
+        loss_probe: A value [] that is finite exactly if all losses since the last step were; `None` before the first.
+        has_gradients: Whether any rank has gradients, as of the last check.
+        bad_loss: Whether `loss_probe` is not finite, if the host has read it together with `found_inf`; else `None`.
+            The probe stays on its device, since copying it back there would be another wait.
+        decides_on_device: Whether the optimizer is fused and reads `found_inf` on the device.
+        always_calls_closure: Whether the optimizer is torch's own, which calls a closure that it is given.
+        takes_closure: Whether `optimizer.step` accepts a closure.
 
     """
 
@@ -86,20 +91,20 @@ class GradientState:
         self.decides_on_device = _torch.decides_on_device(optimizer)
         self.always_calls_closure = type(optimizer).__module__.startswith("torch.optim")
         self.takes_closure = self.always_calls_closure or _takes_closure(optimizer)
-        self.may_move_first = not self.always_calls_closure or isinstance(optimizer, torch.optim.LBFGS)
+        self._may_move_first = not self.always_calls_closure or isinstance(optimizer, torch.optim.LBFGS)
         self._kept = _StaysFound()
-        self._closure_calls: int | None = None  # of its last step
+        self._closure_calls: int | None = None  # in its last step
         self._had_gradients = False  # on this rank, in any step
-        self._spare_flag: Tensor | None = None  # 0.0 for sure, to be used again
+        self._spare_flag: Tensor | None = None  # a flag that is still 0.0, to be used again
 
     @property
     def found_inf(self) -> Tensor | None:
-        """Return 1.0, [], if the gradients are not finite; `None` if that is not known."""
+        """Return 1.0, [], if the gradients are not finite; `None` if they were not checked."""
         return None if isinstance(self.form, Scaled) else self.form.found_inf
 
     @property
     def used_scale(self) -> Tensor | None:
-        """Return what the gradients were, or in a fused optimizer are, divided by, []."""
+        """Return the scale that this step divides the gradients by, []; `None` without scaling."""
         if isinstance(self.form, Folded):
             return self.form.scale
         return self.form.used_scale if isinstance(self.form, Unscaled) else None
@@ -112,23 +117,23 @@ class GradientState:
     # -- around the backward -------------------------------------------------------------------------------------------
 
     def add_loss(self, loss: Tensor, *, may_have_none: bool) -> None:
-        """Note the loss, of any shape, of the backward to come; what was known about gradients without it is over.
+        """Note the loss, of any shape, of the next backward, and forget the last check.
 
-        With `may_have_none` this rank may hold no shard of the parameters, and so never has gradients.
+        With `may_have_none`, this rank may hold no shard of the parameters, and so never have gradients.
         """
         probe = self.loss_probe
         if probe is not None and (self._had_gradients or not may_have_none) and not has_gradients(self.optimizer):
-            probe = None  # they were dropped: earlier losses say nothing about the step to come
+            probe = None  # gradients were dropped, and earlier losses with them
         self.loss_probe, self.bad_loss = merge_losses(probe, loss), None
-        if not self._kept.is_empty:  # dropped or zeroed gradients are not in the step to come
+        if not self._kept.is_empty:  # dropped or zeroed gradients do not enter the next step
             self._kept.begin_backward(Gradients(self.optimizer).largest())
         if isinstance(self.form, Unscaled):
             self.form = UNCHECKED
 
     def carry(self, to: Scaled, leave_out: Collection[int]) -> None:
-        """Multiply the gradients that are still there so that they fit to those of the backward to come.
+        """Multiply the gradients that are still there, so that the next backward can add to them.
 
-        All but those of `leave_out`, ids of parameters that another optimizer shares and that were carried with it.
+        `leave_out` has the ids of parameters whose gradients were carried already, with another optimizer.
         """
         form = self.form
         if isinstance(form, Scaled) and form.scale is to.scale:
@@ -146,7 +151,7 @@ class GradientState:
     # -- unscale and check ---------------------------------------------------------------------------------------------
 
     def unfold(self) -> None:
-        """Make what a folded step left true gradients."""
+        """Make the gradients that a folded step left behind true ones."""
         if isinstance(self.form, Folded):
             factor = self.form.to_true()
             if isinstance(factor, Tensor):
@@ -154,13 +159,9 @@ class GradientState:
             self.form = UNCHECKED
 
     def unscale_(self, scale: Tensor, shared: Collection[int], *, may_overflow: bool) -> None:
-        """Divide the gradients by `scale` [] and check them.
+        """Divide the gradients by `scale` [] and check them. `may_overflow`: the scale may be below 1.
 
-        Args:
-            scale: What they are multiplied by.
-            shared: Ids of parameters whose gradients another optimizer has unscaled already.
-            may_overflow: Whether the scale may be below 1, so that a finite value can leave the range.
-
+        `shared` has the ids of parameters whose gradients another optimizer has unscaled already.
         """
         gradients = Gradients(self.optimizer, shared)
         everything = Gradients(self.optimizer) if shared else gradients
@@ -174,32 +175,29 @@ class GradientState:
         self.form = Unscaled(self._kept.beside(found_inf), scale)
 
     def check(self) -> None:
-        """Check gradients that are true ones already."""
-        assert isinstance(self.form, Unscaled)
+        """Check true gradients as they are now.
+
+        The user may have changed them since an earlier check, which still tells whether the scale was too large.
+        """
+        form = self.form
+        assert isinstance(form, Unscaled)
+        overflow = form.overflow_before_edits
+        if form.found_inf is not None:
+            before = Skip.on_device(form.found_inf)
+            if before.known is False:
+                self._spare_flag = form.found_inf
+            overflow = before | (overflow or Skip.NO)
         gradients = Gradients(self.optimizer)
         self._note_gradients(gradients)
         device = gradients.device or (torch.device("cpu") if self.loss_probe is None else self.loss_probe.device)
         found_inf = gradients.check(self._new_flag(device))
-        self.form = Unscaled(self._kept.beside(found_inf), self.form.used_scale, self.form.overflow_before_edits)
-
-    def check_again(self) -> None:
-        """Check true gradients that the user may have changed since they were checked: as they are now, they count.
-
-        What they were before still tells whether the scale was too large.
-        """
-        form = self.form
-        if not isinstance(form, Unscaled) or form.found_inf is None:
-            return
-        overflow = Skip.on_device(form.found_inf)
-        if overflow.known is False:
-            self._spare_flag = form.found_inf
-        self.form = Unscaled(form.found_inf, form.used_scale, overflow | (form.overflow_before_edits or Skip.NO))
-        self.check()
+        self.form = Unscaled(self._kept.beside(found_inf), form.used_scale, overflow)
 
     def keep_found(self, *, infinities_only: bool = False) -> None:
-        """Have the next step skipped if the latest check found anything, whatever the user makes of the gradients.
+        """Have the next step skipped if the last check found inf or NaN, even if the user repairs the gradients.
 
-        With `infinities_only` not if it found NaN: clipping by value leaves it, so that a user who removes it mends.
+        With `infinities_only`, ignore NaN. Clipping by value hides inf but not NaN, so the next check still finds NaN,
+        unless the user has removed it on purpose.
         """
         found_inf = self.found_inf
         if found_inf is None or Skip.on_device(found_inf).known is False:
@@ -209,9 +207,9 @@ class GradientState:
         self._kept.keep(flag, list(parameters(self.optimizer)))
 
     def fold(self, max_norm: float | None, *, may_overflow: bool) -> bool:
-        """Leave unscaling, and clipping to a total 2-norm, to the fused optimizer; one read of the gradients decides.
+        """Leave unscaling, and clipping to a total 2-norm, to the fused optimizer. Reads the gradients once.
 
-        Returns whether it can be done. If not, nothing was changed.
+        Return whether that is possible. If not, nothing was changed.
         """
         scale = self.form.scale if isinstance(self.form, Scaled) else None
         gradients = Gradients(self.optimizer)
@@ -235,12 +233,12 @@ class GradientState:
         return True
 
     def agree(self, all_reduce_max: Callable[[Tensor], Any], device: torch.device | None) -> None:
-        """Agree with all ranks: the gradients are not finite if they are not finite anywhere.
+        """Agree with all ranks: the gradients are not finite if any rank has found so.
 
-        A shard's overflow or a non-finite loss may be on one rank only, and all ranks must step, and move the scale,
-        alike. One collective per closure call on every rank, whatever it found: no rank waits forever as long as all
-        step the same optimizers. `all_reduce_max` reduces a tensor [4] in place, on `device`; `None`: on that of the
-        gradients.
+        A shard's overflow or a non-finite loss may be on one rank only, but all ranks must skip and move the scale
+        together. Every rank calls this collective once per closure call, whatever it found. So no rank waits forever as
+        long as all ranks step the same optimizers. `all_reduce_max` reduces a tensor [4] in place, on `device` (`None`:
+        the device of the gradients).
         """
         form = self.form
         assert not isinstance(form, Scaled)
@@ -253,7 +251,7 @@ class GradientState:
         all_reduce_max(everywhere)
         found_inf, loss, anybody_has, before = everywhere.unbind()
         self.loss_probe = torch.where(loss > 0, torch.nan, 0.0)
-        if not self.has_gradients:  # others may: then this was a step, and the scale moves here too
+        if not self.has_gradients:  # if another rank has, this rank moves its scale too
             self.has_gradients = bool(anybody_has)
         if isinstance(form, Folded):
             self.form = Folded(found_inf, form.scale)
@@ -264,41 +262,41 @@ class GradientState:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def wait(self, *, asks_for_loss: bool) -> bool:
-        """Return whether the step is to be skipped. Waits for the device; with it, if asked, for the loss."""
+        """Wait for the device, once, for whether to skip the step and, if asked, whether the loss was finite."""
         found_inf, probe = self.found_inf, self.loss_probe
         assert found_inf is not None
-        if not asks_for_loss or probe is None or _step_result.in_host_memory(probe):
+        if not asks_for_loss or probe is None or _scalars.in_host_memory(probe):
             return Skip(found_inf).wait()
-        skip, bad_loss = Skip.wait_together(found_inf, nonfinite_flag(probe).to(found_inf))
-        self.bad_loss = bad_loss
-        return skip.wait()
+        both = (found_inf * 2 + nonfinite_flag(probe).to(found_inf)).item()  # two flags in one transfer
+        self.bad_loss = Skip.YES if both % 2 else Skip.NO
+        return both >= 2
 
     def keep_spare(self, flag: Tensor) -> None:
-        """Keep a flag [] that is 0.0, to be used again."""
+        """Keep a flag [] that is still 0.0, to be used again."""
         self._spare_flag = flag
 
     @property
     def needs_snapshot(self) -> bool:
-        """Return whether the optimizer may move parameters before it has called its closure for the last time."""
-        return self.may_move_first and (self._closure_calls is None or self._closure_calls > 1)
+        """Return whether the optimizer may move parameters before its last closure call."""
+        return self._may_move_first and (self._closure_calls is None or self._closure_calls > 1)
 
     def note_closure_calls(self, count: int) -> None:
-        """Note how often a step has called its closure, whether it ended well or not."""
+        """Note how often a step has called its closure, even if the step failed."""
         self._closure_calls = count
 
     def release(self) -> None:
-        """Take the gradients as true ones that nobody has looked at."""
+        """Treat the gradients as true ones that were not checked."""
         self.form = UNCHECKED
 
     def finish(self) -> None:
-        """Begin anew: the gradients are those of no loss until the next backward."""
+        """Forget the losses and flags of the step that ended."""
         self.loss_probe = self.bad_loss = None
         self.forget_found()
         if isinstance(self.form, Unscaled) or (isinstance(self.form, Folded) and self.form.scale is None):
             self.form = UNCHECKED
 
     def forget_found(self) -> None:
-        """Let the gradients alone decide about the next step."""
+        """Forget what earlier checks have found."""
         self._kept.forget()
 
     def _note_gradients(self, gradients: Gradients) -> None:
@@ -306,7 +304,7 @@ class GradientState:
         self._had_gradients |= self.has_gradients
 
     def _new_flag(self, device: torch.device) -> Tensor:
-        """Return 0.0, [], to be set by a check."""
+        """Return a flag [] of 0.0, which a check may write into."""
         flag, self._spare_flag = self._spare_flag, None
         if flag is not None and flag.device == device:
             return flag
@@ -315,15 +313,15 @@ class GradientState:
 
 @final
 class _StaysFound:
-    """A flag that holds until the gradients in which it was found are dropped, set to zero, or stepped with.
+    """A flag that lasts until the gradients in which it was found are dropped, set to zero, or used in a step.
 
-    A step whose gradients were not finite is skipped, whatever they are mended to before it. The plugin sees its own
-    backward begin. A backward past the plugin (`loss.backward()`, which needs no plugin without loss scaling) shows
-    itself by the hook of one parameter, which runs before autograd adds to its gradient.
+    It skips the step even if the user repairs the gradients first. The plugin reports the beginning of its own
+    backwards. Without loss scaling the user may call `loss.backward()` instead. A hook on one parameter notices that,
+    because it runs before autograd adds to the gradient.
     """
 
     def __init__(self) -> None:
-        self._flag: Tensor | None = None  # 1.0, [], if the next step is skipped
+        self._flag: Tensor | None = None  # 1.0, [], if the next step must be skipped
         self._handle: Any = None
 
     @property
@@ -331,7 +329,7 @@ class _StaysFound:
         return self._flag is None
 
     def keep(self, flag: Tensor, parameters: list[Any]) -> None:
-        """Keep a flag [] that was found in the gradients of these parameters."""
+        """Keep a flag [] that a check of these parameters' gradients has set."""
         self._flag = self.beside(flag)
         if self._handle is None:
             watched = next((p for p in parameters if p.grad is not None and p.requires_grad and p.is_leaf), None)
@@ -339,11 +337,11 @@ class _StaysFound:
                 self._handle = watched.register_hook(lambda _: self._only_if(_largest(watched)))
 
     def beside(self, found_inf: Tensor) -> Tensor:
-        """Return 1.0, [], if this flag or the kept one is."""
+        """Return 1.0, [], if `found_inf` or the kept flag is set."""
         return found_inf if self._flag is None else torch.maximum(found_inf, self._flag.to(found_inf.device))
 
     def begin_backward(self, left: Tensor | None) -> None:
-        """Forget it if nothing but zeros is left of the gradients: their largest value [] is 0, or there are none."""
+        """Forget the flag if `left`, the largest gradient [], is 0, or `None` since all gradients were dropped."""
         self._unwatch()
         self._only_if(left)
 
@@ -368,7 +366,7 @@ def _largest(parameter: Any) -> Tensor | None:
 
 
 def _takes_closure(optimizer: Optimizer) -> bool:
-    """Return whether its `step` has a place for a closure; some optimizers take gradients only."""
+    """Return whether `optimizer.step` accepts a closure; some third-party optimizers do not."""
     try:
         parameters = inspect.signature(optimizer.step).parameters.values()
     except (TypeError, ValueError):

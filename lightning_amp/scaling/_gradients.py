@@ -1,4 +1,4 @@
-"""The gradients of an optimizer as flat lists that the multi-tensor kernels take."""
+"""Group the gradients of an optimizer into lists for the multi-tensor kernels."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from typing_extensions import final
 
 from lightning_amp._compat import _torch
 from lightning_amp.numerics import HALF_DTYPES, all_finite, nonfinite_flag, widest_dtype
-from lightning_amp.scaling import _step_result
-from lightning_amp.scaling._step_result import constant
+from lightning_amp.scaling import _scalars
+from lightning_amp.scaling._scalars import constant
 
 _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 
 
 class HalfGradientsError(ValueError):
-    """Gradients under a loss scale are half precision, since their parameters are.
-
-    Args:
-        parameter: The first of them.
-
-    """
+    """Raised for half-precision parameters, whose gradients cannot be unscaled. `parameter` is the first of them."""
 
     def __init__(self, parameter: Tensor) -> None:
         super().__init__(
@@ -38,13 +33,8 @@ class HalfGradientsError(ValueError):
 class Gradients:
     """Real, dense views of the gradients of one optimizer, grouped by device and dtype.
 
-    Complex gradients are seen as pairs of reals, sparse ones through their values, sharded ones (DTensor) through the
-    local shard: whatever is written into a view is written into the gradient.
-
-    Args:
-        optimizer: Whose parameters.
-        leave_out: Ids of parameters that are not wanted.
-
+    A complex gradient is viewed as pairs of reals, a sparse one as its values, and a sharded one (DTensor) as its local
+    shard. Writing into a view changes the gradient. Parameters whose id is in `leave_out` are left out.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, leave_out: Collection[int] = ()) -> None:
@@ -60,7 +50,7 @@ class Gradients:
                     continue
                 if type(grad) is not Tensor or grad.layout is not torch.strided:
                     grad = self._view(param, grad)
-                if grad.dtype is dtype and grad.device == device:  # as a rule all are alike
+                if grad.dtype is dtype and grad.device == device:  # usually all are alike
                     group.append(grad)
                     continue
                 if grad.is_complex():
@@ -74,7 +64,7 @@ class Gradients:
         if hasattr(grad, "to_local"):
             grad = grad.to_local()
         if grad.layout is torch.sparse_coo:
-            if grad.dtype is torch.float16:  # duplicates may overflow when they are added, so add them before checking
+            if grad.dtype is torch.float16:  # add duplicates before the check, since their sum may overflow
                 param.grad = grad = grad.coalesce()
             grad = _torch.sparse_values(grad)
         elif grad.layout is not torch.strided:
@@ -89,31 +79,26 @@ class Gradients:
         return bool(self.groups)
 
     def require_full_precision(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse half-precision gradients, which a division by the scale would round to zero, as `GradScaler` does.
-
-        Raises:
-            HalfGradientsError: Naming the first parameter.
-
-        """
+        """Raise `HalfGradientsError` for half-precision gradients, which dividing by the scale would round to zero."""
         if any(dtype in HALF_DTYPES for _, dtype in self.groups):
             half = (p for p in parameters(optimizer) if p.grad is not None and p.dtype in HALF_DTYPES)
             raise HalfGradientsError(next(half))
 
     @property
     def device(self) -> torch.device | None:
-        """Return the one device that all gradients are on, else `None`."""
+        """Return the device of all gradients; `None` if there are several, or no gradients."""
         if len(self.groups) == 1:
             return next(iter(self.groups))[0]
         devices = {device for device, _ in self.groups}
         return devices.pop() if len(devices) == 1 else None
 
     def multiply_(self, factor: Tensor) -> None:
-        """Multiply all by `factor` []."""
+        """Multiply all gradients by `factor` []."""
         for (device, _), grads in self.groups.items():
             _torch.foreach_mul_(grads, factor.to(device))
 
     def unscale_(self, inverse: Tensor, found_inf: Tensor) -> Tensor:
-        """Multiply all by `inverse` []; returns a flag [], 1.0 if `found_inf` was or any value was not finite."""
+        """Multiply all gradients by `inverse` []. Return `found_inf` [], set to 1.0 if any value was not finite."""
         for (device, _), grads in self.groups.items():
             if device == found_inf.device:
                 _torch.amp_unscale_(grads, found_inf, inverse.to(device))
@@ -124,22 +109,22 @@ class Gradients:
         return found_inf
 
     def check(self, found_inf: Tensor) -> Tensor:
-        """Do what :meth:`unscale_` does with an inverse of 1, reading only where that is faster."""
+        """Return `found_inf` [], set to 1.0 if any value is not finite. Gradients stay as they are."""
         for (device, _), grads in self.groups.items():
             if device.type != "cpu" or found_inf.device.type != "cpu":
                 filled = [g for g in grads if g.numel()]  # an empty one has no infinity norm
                 if filled:
                     norms = torch.stack(_torch.foreach_norm(filled, torch.inf))
                     torch.maximum(found_inf, nonfinite_flag(norms.max()).to(found_inf.device), out=found_inf)
-            else:  # the CPU has no fast infinity norm
+            else:  # the CPU has no fast infinity norm, so multiply by 1
                 try:
                     _torch.amp_unscale_(grads, found_inf, constant(1.0, device))
-                except RuntimeError:  # an expanded gradient, which an optimizer only reads, cannot be written into
+                except RuntimeError:  # an expanded gradient cannot be written into
                     found_inf.logical_or_(all_finite(grads).logical_not())
         return found_inf
 
     def largest(self) -> Tensor | None:
-        """Return the largest magnitude, [], or NaN if there is any; `None` without gradients."""
+        """Return the largest magnitude [], or NaN if any value is NaN; `None` without gradients."""
         found: Tensor | None = None
         for grads in self.groups.values():
             filled = [g for g in grads if g.numel()]
@@ -149,25 +134,23 @@ class Gradients:
         return found
 
     def true_norm(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the 2-norm over all gradients of one device, divided by `scale` [], and whether any is not finite.
+        """Return the 2-norm over all gradients of one device, divided by `scale` [], and the non-finite flag.
 
-        Where the host would wait for the values, the norm is computed in float64 if the device has it, which holds the
-        squares of all float32, so that one read tells both. Returned is the norm that `clip_grad_norm_` finds, which
-        adds up squares in float32: inf from 1.8e19 on. Finite gradients become 0 then, and the step is taken.
+        Both are float32 []. The flag is `None` if host memory holds a non-finite norm: then check each gradient.
 
-        Returns:
-            Two tensors [], float32. The flag is `None` in host memory if the norm is not finite: look at each gradient.
-
+        On a device, one pass over the gradients gives both: the norm is summed in float64, which holds the squares of
+        all float32. It is then cut to the norm of `clip_grad_norm_`, which sums in float32 and is inf from 1.8e19 on.
+        Clipping turns finite gradients into 0 in that case, and the step is applied.
         """
         device, sample = next((device, grads[0]) for (device, _), grads in self.groups.items())
-        if _step_result.in_host_memory(sample):
+        if _scalars.in_host_memory(sample):
             norm = self._norm(None, scale)
-            return norm, nonfinite_flag(norm) if math.isfinite(_step_result.host_value(norm)) else None
+            return norm, nonfinite_flag(norm) if math.isfinite(_scalars.host_value(norm)) else None
         wide = widest_dtype(device)
         norm = self._norm(wide, scale)
-        if wide == torch.float32:  # as on MPS; one more read of the gradients
+        if wide == torch.float32:  # a device without float64, such as MPS, reads the gradients once more
             found_inf = self.check(torch.zeros((), device=device))
-        else:  # as float32 with a scale: one below 1 may take gradients out of that range
+        else:  # in float32, since dividing by a scale below 1 may leave its range
             found_inf = nonfinite_flag(norm if scale is None else norm.float())
         return torch.where(norm > _LARGEST_NORM, torch.inf, norm).float(), found_inf
 
@@ -184,10 +167,10 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether there are any; looks no further than the first."""
+    """Return whether any parameter has a gradient. Stops at the first."""
     return any(param.grad is not None for param in parameters(optimizer))
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """Return 1 / scale, computed in float64 as `GradScaler.unscale_` does, where the device has it."""
+    """Return 1 / scale, computed in float64 (if the device has it), as `GradScaler.unscale_` does."""
     return scale.to(widest_dtype(scale.device)).reciprocal().float()

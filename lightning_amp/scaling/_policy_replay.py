@@ -1,4 +1,4 @@
-"""What another scale policy would have done in a run, as far as the run's records tell."""
+"""Replay the records of a run under another scale policy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from lightning_amp._arguments import is_number
 from lightning_amp._compat import _torch
 from lightning_amp._text import exact
 from lightning_amp.findings import StepReason, StepRecord
-from lightning_amp.scaling._scale_update import move_scale
-from lightning_amp.scaling._scaler import POLICY_SETTINGS, DynamicLossScaler
-from lightning_amp.scaling._step_result import Skip, StepResult
+from lightning_amp.scaling._records import Skip, StepResult
+from lightning_amp.scaling._scaler import POLICY_SETTINGS, DynamicLossScaler, move_scale
 
 _BAD_LOSS = torch.tensor(math.nan)
 
@@ -28,10 +27,9 @@ class ReplayedRun(NamedTuple):
 
     Attributes:
         records: Every step that was skipped or moved the scale, the first, the last, and some others. The steps between
-            two of them were applied at the later one's scale.
+            two records were applied at the later one's scale.
         num_decided: How many steps the record decides; the others were assumed.
-        stopped_at: Index of the step whose skip would have been the last of `max_consecutive_skips`; the run ends with
-            it. `None` if there is none.
+        stopped_at: Index of the step that would have ended the run, after `max_consecutive_skips`; `None` if none.
 
     """
 
@@ -41,19 +39,14 @@ class ReplayedRun(NamedTuple):
 
 
 def scaler_of_policy(policy: Mapping[str, Any], first_scale: float) -> DynamicLossScaler:
-    """Return a scaler with these settings; it starts at `first_scale`, or at the limit beyond which that is.
-
-    Raises:
-        ValueError: If a name is no setting of the policy, or a value is out of its range.
-
-    """
+    """Return a scaler with these settings, which starts at `first_scale`, clamped. Refuse unknown names and values."""
     unknown = [name for name in policy if name not in POLICY_SETTINGS]
     if unknown:
         legal = ", ".join(POLICY_SETTINGS)
-        raise ValueError(f"A policy has the settings {legal}, those of `DynamicLossScaler`; got {unknown[0]!r}.")
+        raise ValueError(f"A policy has the settings {legal} (see `DynamicLossScaler`); got {unknown[0]!r}.")
     default = DynamicLossScaler()
     least, most = policy.get("min_scale", default.min_scale), policy.get("max_scale", default.max_scale)
-    if is_number(least) and is_number(most):  # the scaler refuses other ones, and says why
+    if is_number(least) and is_number(most):  # the scaler refuses other values, and says why
         first_scale = min(max(first_scale, least), most)
     return DynamicLossScaler(**{"init_scale": first_scale, **policy})
 
@@ -61,23 +54,22 @@ def scaler_of_policy(policy: Mapping[str, Any], first_scale: float) -> DynamicLo
 def replay_policy(records: Sequence[StepRecord], scaler: DynamicLossScaler, *, assume_overflow: bool) -> ReplayedRun:
     """Run the scaler's own rule over the overflows of a run.
 
-    A step whose gradients overflowed at a scale would have overflowed at every larger one, and one whose gradients did
-    not would not at any smaller one; one with a non-finite loss is skipped at every scale. That decides most steps. The
-    others have to be assumed: once with `assume_overflow` and once without, which gives two runs between which the
-    truth may lie.
+    If the gradients of a step overflowed at one scale, they would have overflowed at every larger scale. If they did
+    not, they would not have at any smaller scale. A step with a non-finite loss is skipped at every scale. That decides
+    most steps. The others must be assumed. Replay once with `assume_overflow` and once without: the truth may lie
+    between the two runs.
 
     Args:
-        records: As :class:`~lightning_amp.reports.ScaleHistory` stores them: the steps between two of them were applied
+        records: As :class:`~lightning_amp.reports.ScaleHistory` stores them: the steps between two records were applied
             at the later one's scale.
-        scaler: Has the policy, and is at its first scale; it is used up.
+        scaler: Has the policy, and is at its first scale. The replay uses it up.
         assume_overflow: Whether a step that the record does not decide overflows.
 
     Raises:
-        ValueError: If several optimizers did not step once each in every batch: the scale moves once per batch, and
-            the records do not say where one ends.
+        ValueError: If several optimizers did not step once each in every batch. The scale moves once per batch, and
+            such records do not say where a batch ends.
 
-    Cost: some 50 microseconds for each batch that overflows or in which the scale grows; what lies between costs
-    nothing.
+    Cost: some 50 microseconds for each batch that overflows or in which the scale grows. Batches between them are free.
 
     """
     replayed = _Replay(scaler, assume_overflow)
@@ -94,13 +86,13 @@ def replay_policy(records: Sequence[StepRecord], scaler: DynamicLossScaler, *, a
 @final
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Records of a batch, one for each optimizer, and the number of batches in a row that went alike."""
+    """The records of a batch, one for each optimizer, and the number of equal batches in a row."""
 
     steps: tuple[StepRecord, ...]
     count: int = 1
 
     def shifted(self, batches: int) -> _Batch:
-        """Return what is left after so many of them."""
+        """Return the batches that are left after the first ones."""
         by = batches * len(self.steps)
         return _Batch(tuple(replace(step, index=step.index + by) for step in self.steps), self.count - batches)
 
@@ -108,7 +100,7 @@ class _Batch:
     def overflowed(self) -> list[bool]:
         """Return, for each step, whether its gradients overflowed at the recorded scale.
 
-        Where the scale fell although no step was skipped, one overflowed and was mended by the user.
+        If the scale fell although no step was skipped, a step overflowed and the user repaired its gradients.
         """
         skipped = [step.skipped and step.reason == "gradient" for step in self.steps]
         mended = not any(skipped) and any(step.next_scale < step.scale for step in self.steps)
@@ -116,7 +108,7 @@ class _Batch:
 
 
 def _batches(records: Sequence[StepRecord]) -> Iterator[_Batch]:
-    """Put records together to batches, with those in between that were left out because nothing happened."""
+    """Group records into batches, and add the batches in between, which have no records since nothing happened."""
     if not records:
         return
     size = 1 + max(record.optimizer_idx for record in records)
@@ -127,10 +119,16 @@ def _batches(records: Sequence[StepRecord]) -> Iterator[_Batch]:
         known = {record.index: record for record in group}
         some = next(iter(known.values()))
         start = first + number * size
-        steps = [_step(known, some, start + i, order[i]) for i in range(size) if start + i <= last]
-        if len({(step.scale, step.next_scale) for step in steps}) > 1:  # in a batch that moved it, all are stored
-            raise _irregular(some, size)
+        # a step without a record was applied at the scale of its batch
         quiet = replace(some, next_scale=some.scale, skipped=False, reason="none")
+        steps = [
+            known.get(start + i, replace(quiet, index=start + i, optimizer_idx=order[i]))
+            for i in range(size)
+            if start + i <= last
+        ]
+        # all steps of a batch that moved the scale are stored
+        if len({(step.scale, step.next_scale) for step in steps}) > 1:
+            raise _irregular(some, size)
         if number > done:
             clean = [replace(quiet, index=first + done * size + i, optimizer_idx=order[i]) for i in range(size)]
             yield _Batch(tuple(clean), number - done)
@@ -139,7 +137,7 @@ def _batches(records: Sequence[StepRecord]) -> Iterator[_Batch]:
 
 
 def _order(records: Sequence[StepRecord], size: int) -> list[int]:
-    """Return which optimizer steps first, second, ... in every batch, as far as the records show it."""
+    """Return the order of the optimizers in every batch, as far as the records show it."""
     order: dict[int, int] = {}
     for record in records:
         if order.setdefault((record.index - records[0].index) % size, record.optimizer_idx) != record.optimizer_idx:
@@ -148,12 +146,6 @@ def _order(records: Sequence[StepRecord], size: int) -> list[int]:
         raise _irregular(records[-1], size)
     others = iter(sorted(set(range(size)) - set(order.values())))
     return [order[i] if i in order else next(others) for i in range(size)]
-
-
-def _step(known: Mapping[int, StepRecord], some: StepRecord, index: int, optimizer_idx: int) -> StepRecord:
-    """Return the record of a step; one that was not stored was applied at the scale of the others of its batch."""
-    quiet = replace(some, index=index, optimizer_idx=optimizer_idx, next_scale=some.scale, skipped=False, reason="none")
-    return known.get(index, quiet)
 
 
 def _irregular(record: StepRecord, size: int) -> ValueError:
@@ -169,7 +161,7 @@ def _irregular(record: StepRecord, size: int) -> ValueError:
 
 @final
 class _Replay:
-    """A run on its way: the scaler, what it did so far, and how much of that the record decides."""
+    """A replay in progress: the scaler, the records so far, and how many steps the record decides."""
 
     def __init__(self, scaler: DynamicLossScaler, assume_overflow: bool) -> None:
         self.records: list[StepRecord] = []
@@ -181,7 +173,7 @@ class _Replay:
         self._streak = 0
 
     def run(self, batch: _Batch) -> None:
-        """Take a batch, or all those that it stands for, up to the one that stops the run."""
+        """Replay a batch, or all equal batches in a row, up to the batch that stops the run."""
         while batch.count > 0 and self.stopped_at is None:
             quiet = self._num_quiet(batch)
             if quiet > 0:
@@ -191,7 +183,7 @@ class _Replay:
             batch = batch.shifted(quiet or 1)
 
     def _num_quiet(self, batch: _Batch) -> int:
-        """Return how many of these batches the rule would only count, since they are clean and too few for growth."""
+        """Return how many of these batches only add to the count of clean steps, before the scale grows."""
         if batch.count == 1 or (self._assume_overflow and not self._is_known(batch.steps[0], overflowed=False)):
             return 0
         until_growth = self._scaler.get_growth_interval() - self._clean_steps - 1
@@ -209,7 +201,7 @@ class _Replay:
         self._streak = 0
 
     def _is_known(self, step: StepRecord, overflowed: bool) -> bool:
-        """Return whether the recorded step says what happens at the scale of now. One at scale 0 says nothing."""
+        """Return whether the recorded step decides what happens at the current scale. One at scale 0 does not."""
         if step.skipped and step.reason == "loss":
             return True
         return step.scale > 0 and (self._in_force >= step.scale if overflowed else self._in_force <= step.scale)

@@ -1,41 +1,168 @@
-"""What happened to each optimizer step, written on the device and read back in blocks; and who is told of it."""
+"""From the outcome of a step, which only the device knows, to the `StepRecord` that the host reads.
+
+:class:`Skip` is the flag of a step, :class:`StepResult` its outcome, and :class:`RecordLog` reads outcomes in blocks.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import final
 
 from lightning_amp._compat import _torch
 from lightning_amp.findings import StepPrecision, StepReason, StepRecord
-from lightning_amp.scaling import _stuck
-from lightning_amp.scaling._step_result import StepResult, read_records, read_scalars
+from lightning_amp.numerics import nonfinite
+from lightning_amp.scaling import _scalars, _stuck
+from lightning_amp.scaling._scalars import constant, read_scalars
 
-Listener: TypeAlias = Callable[[list[StepRecord]], None]
+
+@final
+class Skip:
+    """Whether something was skipped: `Skip.NO`, `Skip.YES`, or a flag that the device still computes. Immutable.
+
+    Only :meth:`wait` waits for the device. To avoid the wait, read :attr:`known`, or pass :meth:`flag` on.
+
+    """
+
+    __slots__ = ("known", "value")
+    NO: ClassVar[Skip]
+    YES: ClassVar[Skip]
+
+    def __init__(self, value: Tensor | bool) -> None:
+        self.value = value
+        self.known: bool | None = None if isinstance(value, Tensor) else value
+        """Whether it was skipped; `None` if only the device knows."""
+
+    @classmethod
+    def on_device(cls, flag: Tensor) -> Skip:
+        """Return a skip if `flag` [] is above 0. The answer is known at once if `flag` is in host memory."""
+        if not _scalars.in_host_memory(flag):
+            return cls(flag)
+        return cls.YES if _scalars.host_value(flag) else cls.NO
+
+    @classmethod
+    def if_nonfinite(cls, probe: Tensor | None) -> Skip:
+        """Return a skip if `probe` [] is inf or NaN; no skip if it is `None`."""
+        if probe is None:
+            return cls.NO
+        if not _scalars.in_host_memory(probe):
+            return cls(nonfinite(probe))
+        return cls.NO if math.isfinite(_scalars.host_value(probe)) else cls.YES
+
+    def wait(self) -> bool:
+        """Return whether it was skipped. Waits for the device if only the device knows."""
+        return bool(self.value.item()) if isinstance(self.value, Tensor) else self.value
+
+    def flag(self, device: torch.device) -> Tensor:
+        """Return 1.0 if it was skipped, else 0.0: float32 [] on `device`. Do not write into it. Never waits."""
+        if isinstance(self.value, Tensor):
+            return self.value.to(device, torch.float32)
+        return constant(float(self.value), device)
+
+    def __or__(self, other: Skip) -> Skip:
+        if isinstance(self.value, Tensor) and isinstance(other.value, Tensor):
+            return Skip(torch.maximum(self.value, other.value.to(self.value.device)))
+        if self.value is False or other.value is True:
+            return other
+        return self
+
+
+Skip.NO, Skip.YES = Skip(False), Skip(True)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class StepResult:
+    """The outcome of one step before the host has read it. Each becomes a :class:`StepRecord`.
+
+    Attributes:
+        skip: Whether the step was skipped.
+        loss_probe: A value [] that is finite exactly if all losses of this step were; `None` if there was no loss.
+        optimizer_idx: Place of the optimizer in `configure_optimizers`.
+        scale: Loss scale used, []; `None` without scaling.
+        overflow: Whether the scale was too large. If the user repaired the gradients, such a step is still applied.
+        had_gradients: Whether any rank had gradients. A step without them says nothing about the scale.
+        known_bad_loss: Whether the loss was not finite, if the host has read that together with `skip`.
+        reported_bad_loss: Whether to report a loss that was not finite; `Skip.NO` if nobody asks.
+        next_scale: The loss scale of the next step, []; set once, when it is known.
+
+    """
+
+    skip: Skip
+    loss_probe: Tensor | None = None
+    optimizer_idx: int = 0
+    scale: Tensor | None = None
+    overflow: Skip = Skip.NO
+    had_gradients: bool = True
+    known_bad_loss: Skip | None = None
+    reported_bad_loss: Skip = Skip.NO
+    next_scale: Tensor | None = None
+
+    @property
+    def bad_loss(self) -> Skip:
+        """Return whether the loss was not finite. Such a step is skipped even if its gradients were repaired."""
+        return self.known_bad_loss or Skip.if_nonfinite(self.loss_probe)
+
+    def report_loss(self) -> None:
+        """Have :class:`RecordLog` read whether the loss was finite, together with the skip."""
+        self.reported_bad_loss = self.bad_loss
+
+    def note(self, skip: bool, bad_loss: bool) -> None:
+        """Note both flags as the host has read them."""
+        self.skip = Skip.YES if skip else Skip.NO
+        self.reported_bad_loss = Skip.YES if bad_loss else Skip.NO
+
+    def complete(self, next_scale: Tensor | None) -> None:
+        """Note the loss scale of the next step, []."""
+        self.next_scale = next_scale
+
+    def gradient_overflow(self, device: torch.device) -> Tensor:
+        """Return 1.0 if gradients overflowed under a finite loss, else 0.0: [] on `device`."""
+        flag = self.overflow.flag(device)
+        if self.loss_probe is None:
+            return flag
+        return flag * (1 - is_from_loss(self.loss_probe, flag).to(torch.float32))
+
+
+def merge_losses(probe: Tensor | None, loss: Tensor) -> Tensor:
+    """Return a probe [] that is finite exactly if `probe` [] and all of `loss` are. The first scalar loss is free."""
+    loss = loss.detach()
+    if loss.dim() != 0:
+        loss = (loss.float() * 0).sum()
+    if probe is None:
+        return loss
+    return probe.float() * 0 + loss.to(probe.device).float() * 0
+
+
+def is_from_loss(probe: Tensor, found_inf: Tensor) -> Tensor:
+    """Return whether an overflow, `found_inf` [], comes from a non-finite loss: bool [], beside `found_inf`."""
+    return nonfinite(probe).to(found_inf.device).logical_and(found_inf)
 
 
 @final
 class Subscription:
-    """Somebody who gets the records of a :class:`~lightning_amp.scaling.RecordLog`, until :meth:`close`.
+    """A listener of a :class:`RecordLog`, until :meth:`close`.
 
     Args:
         listener: Gets the records, in blocks.
-        everybody: Who is subscribed.
-        at_once: Hand over what there is at the end of a batch in which a step was skipped.
-        on_bad_loss: Gets the record of each step that was taken although its loss was not finite; `None`: nobody asks.
+        everybody: All open subscriptions of the log.
+        at_once: Deliver all pending records at the end of a batch in which a step was skipped.
+        on_bad_loss: Gets the record of each step that was applied although its loss was not finite.
         before_update: Is told the index of a step and its optimizer, right before the update reads hyperparameters.
-        cause: Is asked, for the error of a stuck run, why steps were skipped since the one of this index; returns an
-            empty text if it does not know. `None`: it does not look for causes.
+        cause: Explains, for the error of a stuck run, the skips since a given step index. It returns an empty text if
+            it does not know; `None` if the listener does not look for causes.
 
     """
 
     def __init__(
         self,
-        listener: Listener,
+        listener: Callable[[list[StepRecord]], None],
         everybody: list[Subscription],
         *,
         at_once: bool = False,
@@ -54,29 +181,37 @@ class Subscription:
         return self in self._everybody
 
     def end_losses(self) -> None:
-        """Ask no more for steps that were taken although their loss was not finite."""
+        """Stop calling `on_bad_loss`."""
         self.on_bad_loss = None
 
     def close(self) -> None:
-        """End it; a second time does nothing."""
+        """End the subscription. A second call does nothing."""
         if self.is_open:
             self._everybody.remove(self)
 
 
 @final
 class RecordLog:
-    """Keeps references to the device's own scalars and turns them into `StepRecord`s one block at a time.
+    """Keeps references to scalars on the device and turns them into `StepRecord`s one block at a time.
 
     Appending launches nothing and waits for nothing, since scale tensors are never changed in place. Reading a block
-    waits once and transfers the flags, the scales (only the last ones where nobody listens) and, if steps were skipped,
+    waits once. It transfers the flags, the scales (only the last ones if nobody listens) and, if steps were skipped,
     their losses.
 
     Args:
-        max_consecutive_skips: Raise `FloatingPointError` after this many consecutive skips, when they are read; `None`
+        max_consecutive_skips: Raise `FloatingPointError` when the records of this many skips in a row are read. `None`
             disables the check.
-        block: Records that are kept before they are read back.
-        describe_skips: Says what is known of the gradients of a run that is stuck, for the error.
-        offers_fallback: Whether whoever made it has an argument `fallback`, for the error.
+        block: Number of records to collect before they are read back.
+        describe_skips: Describes the gradients of a stuck run, for the error.
+        offers_fallback: Whether the plugin has an argument `fallback`, which the error can then recommend.
+
+    Attributes:
+        num_steps: Applied steps that were read back.
+        num_skipped: Skipped steps that were read back.
+        last: The last record that was read back.
+        streak: The reason of each of the latest skips in a row, up to `last`.
+        num_known_skips: Skips that the host decided and that were not read back yet.
+        subscriptions: The open ones.
 
     """
 
@@ -88,86 +223,71 @@ class RecordLog:
         describe_skips: Callable[[], str] = str,
         offers_fallback: bool = False,
     ) -> None:
-        self.max_consecutive_skips = max_consecutive_skips
-        self.num_steps = 0
-        self.num_skipped = 0
+        self.num_steps = self.num_skipped = self.num_known_skips = 0
         self.last: StepRecord | None = None
+        self.streak: tuple[StepReason, ...] = ()
+        self.subscriptions: list[Subscription] = []
+        self._max_consecutive_skips = max_consecutive_skips
         self._block = block
         self._describe_skips = describe_skips
         self._offers_fallback = offers_fallback
         self._precision: StepPrecision = ""
         self._on_stuck: Callable[[str], None] | None = None
-        self.subscriptions: list[Subscription] = []
-        """Those that are open."""
-        self._pending: list[StepResult] = []  # complete, and not read yet
-        self._open: list[StepResult] = []  # the scale that follows is not known yet
+        self._pending: list[StepResult] = []  # complete, but not read yet
+        self._open: list[StepResult] = []  # the next scale is not known yet
         self._in_batch = False  # there are records since the last batch was closed
-        self._streak: list[StepReason] = []
-        self._known_streak = 0  # the same, as far as the host knows without reading
-        self.num_known_skips = 0
-        """Skips that the host decided and that were not read back yet."""
-        self._blocks = 0  # that are over
+        self._known_streak = 0  # length of the streak, as far as the host knows it without reading
+        self._num_blocks = 0
         self._is_stuck = False
 
-    @property
-    def streak(self) -> tuple[StepReason, ...]:
-        """Return why each of the skips in a row happened, up to the last record that was read."""
-        return tuple(self._streak)
-
     def restore(self, num_steps: int, num_skipped: int, streak: Sequence[StepReason], last: StepRecord | None) -> None:
-        """Continue the counters of a checkpoint; forgets what was not read yet."""
+        """Continue the counters of a checkpoint. Pending records are dropped."""
         self._pending.clear()
         self._open.clear()
         self.num_known_skips = 0
-        self.num_steps, self.num_skipped, self._streak = num_steps, num_skipped, list(streak)
-        self._known_streak = len(streak)
-        self._is_stuck = False
-        self._blocks = self.num_attempted // self._block
-        self.last = last
+        self.num_steps, self.num_skipped, self.last = num_steps, num_skipped, last
+        self._begin_streak(streak)
+        self._num_blocks = self.num_attempted // self._block
 
     def go_on_in(
         self, precision: StepPrecision, max_consecutive_skips: int, on_stuck: Callable[[str], None] | None = None
     ) -> None:
-        """Note what the steps to come are taken in. If the run was stuck it is not any more: the count starts at 0.
+        """Note the precision of the steps to come. The caller has read back all earlier records.
 
         Args:
-            precision: Of the steps to come; those so far were read back.
-            max_consecutive_skips: Of these steps.
-            on_stuck: Is told why, instead of an error, if these are stuck by their gradients: at the end of a batch,
-                the same one on all ranks, and again at later ones until somebody calls this method.
+            precision: Of the steps to come.
+            max_consecutive_skips: The limit for these steps. If the run was stuck, their count starts at 0.
+            on_stuck: Gets the text, in place of an error, if the gradients of these steps make the run stuck. All ranks
+                call it at the end of the same batch, and again after later ones until this method is called.
 
         """
-        self._precision, self.max_consecutive_skips, self._on_stuck = precision, max_consecutive_skips, on_stuck
+        self._precision, self._max_consecutive_skips, self._on_stuck = precision, max_consecutive_skips, on_stuck
         if self._is_stuck:
-            self._end_streak()
+            self._begin_streak()
 
-    def _end_streak(self) -> None:
-        self._streak, self._known_streak, self._is_stuck = [], 0, False
+    def _begin_streak(self, reasons: Sequence[StepReason] = ()) -> None:
+        self.streak, self._known_streak, self._is_stuck = tuple(reasons), len(reasons), False
 
     # -- listening -----------------------------------------------------------------------------------------------------
 
     @property
     def wants_losses(self) -> bool:
-        """Return whether somebody wants to know of steps that were taken although their loss was not finite."""
+        """Return whether a listener asks for steps that were applied although their loss was not finite."""
         return any(s.on_bad_loss is not None for s in self.subscriptions)
 
-    def subscribe(self, listener: Listener, *, at_once: bool = False, **also: Any) -> Subscription:
-        """Have `listener` receive all records to come, in blocks, at no extra cost.
+    def subscribe(
+        self, listener: Callable[[list[StepRecord]], None], *, at_once: bool = False, **also: Any
+    ) -> Subscription:
+        """Have `listener` receive all records to come, in blocks, oldest first. Return a handle, to be closed.
 
-        Args:
-            listener: Gets a list of records, oldest first.
-            at_once: Hand over what there is at the end of a batch in which a step was skipped, for those who must act
-                on it at once: one wait for the device per batch, none where the host decides, as long as it is open.
-            also: What else it wants to know; see :class:`Subscription`. Losses are read with the flags.
+        See :class:`Subscription` for the arguments.
 
-        Returns:
-            A handle, to be closed.
-
+        Cost: nothing; with `at_once` one wait for the device per batch, or none where the host decides.
         """
         return Subscription(listener, self.subscriptions, at_once=at_once, **also)
 
     def announce(self, optimizer: Optimizer) -> None:
-        """Tell subscribers who asked that the update of this optimizer comes next, unless the device skips it."""
+        """Tell the listeners with `before_update` that this optimizer updates next, unless the device skips it."""
         for subscription in self.subscriptions:
             if subscription.before_update is not None:
                 subscription.before_update(self.num_attempted, optimizer)
@@ -175,7 +295,7 @@ class RecordLog:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def append(self, step: StepResult) -> None:
-        """Note an attempted step; :meth:`complete` gives it the scale that follows."""
+        """Add an attempted step; :meth:`complete` adds its next scale."""
         self._open.append(step)
         if step.skip.known:
             self._known_streak += 1
@@ -184,7 +304,7 @@ class RecordLog:
             self._known_streak = 0
 
     def complete(self, next_scale: Tensor | None) -> None:
-        """Complete the records so far with the scale that follows, in the middle of a batch. Reads nothing back."""
+        """Give all open records their next scale, in the middle of a batch. Reads nothing back."""
         if self._open:
             self._in_batch = True
             for step in self._open:
@@ -193,19 +313,20 @@ class RecordLog:
             self._open.clear()
 
     def close_batch(self, next_scale: Tensor | None) -> None:
-        """Complete this batch's records with the scale that follows; reads a full block back."""
+        """Complete the records of this batch, and read them back if a block is full."""
         self.complete(next_scale)
         if not self._in_batch:
             return
         at_once = any(s.at_once for s in self.subscriptions)
-        if _torch.is_capturing() and not at_once:  # a later batch reads; who cannot wait for it gets CUDA's error
+        if _torch.is_capturing() and not at_once:  # a later batch reads; with `at_once` CUDA raises its own error
             return
         self._in_batch = False
-        stuck = self.max_consecutive_skips is not None and self._known_streak >= self.max_consecutive_skips
-        # by the number of steps, not of those to be read: some ranks may have been asked in between
-        blocks, before = self.num_attempted // self._block, self._blocks
-        self._blocks = blocks
-        if stuck or blocks > before or (at_once and self._has_news()):
+        limit = self._max_consecutive_skips
+        stuck = limit is not None and self._known_streak >= limit
+        # All ranks must read in the same batch. So count steps, not unread ones: some ranks may have read in between.
+        num_blocks, before = self.num_attempted // self._block, self._num_blocks
+        self._num_blocks = num_blocks
+        if stuck or num_blocks > before or (at_once and self._has_news()):
             self.flush()
             if self._is_stuck and self._on_stuck is not None and self.last is not None:
                 self._on_stuck(self._why_stuck(self.last))
@@ -214,94 +335,97 @@ class RecordLog:
 
     @property
     def num_attempted(self) -> int:
-        """Return how many steps there were, those that were not read back included. Reads nothing."""
+        """Return how many steps were attempted, read back or not. Reads nothing."""
         return self.num_steps + self.num_skipped + len(self._pending) + len(self._open)
 
     def _has_news(self) -> bool:
-        """Return whether a step that is not handed over was skipped, or taken with a loss that is not finite.
-
-        Waits for the flags of the latest batch alone.
-        """
+        """Return whether a pending step was skipped, or had a loss that is not finite. Waits only for unread flags."""
         unread = [s for s in self._pending if None in (s.skip.known, s.reported_bad_loss.known)]
-        values = read_scalars([flag.value for step in unread for flag in (step.skip, step.reported_bad_loss)])
-        for step, skip, bad_loss in zip(unread, values[::2], values[1::2], strict=True):
+        for step, (skip, bad_loss) in zip(unread, _read_flags(unread), strict=True):
             step.note(skip > 0, bad_loss > 0)
         return any(step.skip.known or step.reported_bad_loss.known for step in self._pending)
 
     def flush(self) -> None:
         """Read everything back. Waits for the device.
 
-        Raises:
-            FloatingPointError: If `max_consecutive_skips` steps in a row were skipped, unless
-                :meth:`go_on_in` was given somebody to tell instead.
-
+        Raise `FloatingPointError` if `max_consecutive_skips` steps in a row were skipped and there is no `on_stuck`.
         """
         pending, self._pending = self._pending, []
         self.num_known_skips = sum(step.skip.known is True for step in self._open)
         if not pending:
             return
-        flags = read_scalars([flag.value for step in pending for flag in (step.skip, step.reported_bad_loss)])
-        skips, bad_losses = flags[::2], flags[1::2]
+        flags = _read_flags(pending)
         subscriptions = [*self.subscriptions]
-        if not subscriptions and not any(skips):
-            self.num_steps += len(pending) - 1  # the last one is still to be written down
-            pending, skips, bad_losses = pending[-1:], skips[-1:], bad_losses[-1:]
-        records = read_records(pending, skips, self.num_steps + self.num_skipped, self._precision)
-        limit = self.max_consecutive_skips
+        if not subscriptions and not any(skip for skip, _ in flags):
+            self.num_steps += len(pending) - 1  # only the last one needs a record
+            pending, flags = pending[-1:], flags[-1:]
+        records = self._read(pending, [skip for skip, _ in flags])
+        limit = self._max_consecutive_skips
         for record in records:
             if record.skipped:
                 self.num_skipped += 1
-                self._streak.append(record.reason)
-                self._is_stuck |= limit is not None and len(self._streak) >= limit
+                self.streak = (*self.streak, record.reason)
+                self._is_stuck |= limit is not None and len(self.streak) >= limit
             else:
                 self.num_steps += 1
                 if not self._is_stuck:
-                    self._streak.clear()
+                    self.streak = ()
         self.last = records[-1]
         for subscription in subscriptions:
             subscription.listener(records)
-            for record, is_bad in zip(records, bad_losses, strict=True):
-                if is_bad and not record.skipped and subscription.on_bad_loss is not None:
+            for record, (_, bad_loss) in zip(records, flags, strict=True):
+                if bad_loss and not record.skipped and subscription.on_bad_loss is not None:
                     subscription.on_bad_loss(record)
-        if self._is_stuck and (self._on_stuck is None or _stuck.by_losses(self._streak)):
+        if self._is_stuck and (self._on_stuck is None or _stuck.by_losses(self.streak)):
             self._raise_stuck(self.last)
 
     def so_far(self, next_scale: Tensor | None) -> tuple[int, int, StepRecord | None]:
-        """Return applied and skipped steps, and the last one, those of the batch that runs included.
+        """Return applied steps, skipped steps and the last record, with the current batch. Waits, as :meth:`flush`.
 
-        Waits for the device.
-
-        Args:
-            next_scale: In force now, []; that of a batch that has not ended is not known.
-
-        Raises:
-            FloatingPointError: As :meth:`flush`.
-
+        `next_scale` [] is in force now; the current batch has not moved it yet.
         """
         self.flush()
         if not self._open:
             return self.num_steps, self.num_skipped, self.last
         skips = read_scalars([step.skip.value for step in self._open])
-        steps = [replace(step, next_scale=next_scale) for step in self._open]
-        records = read_records(steps, skips, self.num_steps + self.num_skipped, self._precision)
+        records = self._read([replace(step, next_scale=next_scale) for step in self._open], skips)
         skipped = sum(map(bool, skips))
         return self.num_steps + len(records) - skipped, self.num_skipped + skipped, records[-1]
 
+    def _read(self, steps: Sequence[StepResult], skips: Sequence[float]) -> list[StepRecord]:
+        """Read the scales of steps, and the losses of the skipped ones, with one transfer per device."""
+        probes = [step.loss_probe if skip else None for step, skip in zip(steps, skips, strict=True)]
+        values = read_scalars([*(scale for step in steps for scale in (step.scale, step.next_scale)), *probes])
+        used, following, losses = values[: 2 * len(steps) : 2], values[1 : 2 * len(steps) : 2], values[2 * len(steps) :]
+        first = self.num_steps + self.num_skipped
+        reasons: list[StepReason] = [
+            "none" if not skip else "gradient" if math.isfinite(loss) else "loss"
+            for skip, loss in zip(skips, losses, strict=True)
+        ]
+        return [
+            StepRecord(first + i, s.optimizer_idx, used[i], following[i], bool(skips[i]), reasons[i], self._precision)
+            for i, s in enumerate(steps)
+        ]
+
+    # -- a run that is stuck -------------------------------------------------------------------------------------------
+
     def _why_stuck(self, last: StepRecord) -> str:
         details = self._describe_skips()
-        return _stuck.why(self._streak, self.max_consecutive_skips, last.scale) + (f" {details}." if details else "")
+        return _stuck.why(self.streak, self._max_consecutive_skips, last.scale) + (f" {details}." if details else "")
 
     def _raise_stuck(self, last: StepRecord) -> None:
-        since = last.index + 1 - len(self._streak)
+        since = last.index + 1 - len(self.streak)
         causes = [s.cause for s in self.subscriptions if s.cause is not None]
-        known = next(filter(None, (cause(since) for cause in causes)), "") or _stuck.advice(
-            self._streak,
-            last.scale,
-            last.next_scale,
-            precision=last.precision,
-            fallback=self._offers_fallback and self._precision == "fp16",
-            is_located=bool(causes),
+        fallback = self._offers_fallback and self._precision == "fp16"
+        advice = next(filter(None, (cause(since) for cause in causes)), "") or _stuck.advice(
+            self.streak, last, fallback=fallback, is_located=bool(causes)
         )
-        text = f"{self._why_stuck(last)} {known}"
-        self._end_streak()
+        text = f"{self._why_stuck(last)} {advice}"
+        self._begin_streak()
         raise FloatingPointError(text)
+
+
+def _read_flags(steps: Sequence[StepResult]) -> list[tuple[float, float]]:
+    """Read, with one transfer per device, whether each step was skipped, and whether it had a bad loss to report."""
+    flags = read_scalars([flag.value for step in steps for flag in (step.skip, step.reported_bad_loss)])
+    return list(zip(flags[::2], flags[1::2], strict=True))

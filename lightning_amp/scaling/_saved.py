@@ -1,4 +1,4 @@
-"""Reading back what was saved in a checkpoint: a wrong entry is named before it can do harm."""
+"""Read entries of a checkpoint, and refuse a wrong one by name."""
 
 from __future__ import annotations
 
@@ -17,15 +17,9 @@ Row = TypeVar("Row")
 
 @final
 class Saved:
-    """A dictionary from a checkpoint; values are checked as they are taken.
+    """A dictionary from a checkpoint, called `name` in errors. Each method checks the value that it returns.
 
-    Args:
-        values: The dictionary.
-        name: What errors call it.
-
-    Raises:
-        ValueError: Here and in every method: which entry is missing or wrong, what it must be, and what to do.
-
+    Every `ValueError` says which entry is missing or wrong, its rule, and what to do.
     """
 
     def __init__(self, values: Any, name: str) -> None:
@@ -38,7 +32,7 @@ class Saved:
         return key in self._values
 
     def any(self, key: str) -> Any:
-        """Return the value, whatever it is."""
+        """Return the value of an entry, unchecked."""
         if key not in self._values:
             raise ValueError(f"The saved state has no entry `{self.name}.{key}`. {_ADVICE}")
         return self._values[key]
@@ -112,17 +106,12 @@ def wrong(name: str, rule: str, value: Any) -> ValueError:
 
 _ADVICE = (
     "The checkpoint is damaged, or was not written by this package: resume from an earlier one, or delete the entry"
-    " from it, and what it holds starts afresh."
+    " from it to start afresh."
 )
 
 
 def check_scaler_state(values: Any, name: str) -> None:
-    """Refuse what no scaler can continue from this: a `GradScaler.state_dict()`, stock or ours.
-
-    Raises:
-        ValueError: Naming the entry that is missing or wrong.
-
-    """
+    """Raise `ValueError` unless a scaler can continue from this `GradScaler.state_dict()`, stock or ours."""
     state = Saved(values, name)
     state.number("scale", above=0.0)
     state.number("growth_factor", above=0.0)

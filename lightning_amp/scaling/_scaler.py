@@ -1,11 +1,11 @@
-"""Dynamic loss scaling with limits and hysteresis, on torch's own `GradScaler`."""
+"""The rule by which the loss scale moves, and when the optimizer steps of a batch apply it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,21 +16,21 @@ from lightning_amp._arguments import is_number, require, require_count
 from lightning_amp._compat import _torch
 from lightning_amp._terminal import own_lines
 from lightning_amp._text import exact, literal
-from lightning_amp.scaling._records import RecordLog
+from lightning_amp.scaling._records import RecordLog, Skip, StepResult, is_from_loss, merge_losses
 from lightning_amp.scaling._saved import check_scaler_state
-from lightning_amp.scaling._step_result import Skip, StepResult, held_by, merge_losses
+from lightning_amp.scaling._scalars import constant
 
 HALF_LOSS_CEILING = 2.0**15
-"""Largest power of two that float16 can hold: the gradient that enters a float16 loss *is* the scale."""
+"""Largest power of two in float16. The gradient that enters a float16 loss *is* the scale, so it must fit."""
 
 _POLICY = ("growth_factor", "backoff_factor", "growth_interval")
 _LIMITS = ("hysteresis", "min_scale", "max_scale", "max_consecutive_skips")
 POLICY_SETTINGS = ("init_scale", *_POLICY, *_LIMITS)
-"""What decides about the scale: the arguments of :class:`DynamicLossScaler` without `device` and `enabled`."""
+"""The arguments of :class:`DynamicLossScaler` that decide about the scale: all but `device` and `enabled`."""
 
 
 def _remembers_its_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Note in `_explicit` what the caller wrote down: on a resume this wins over the checkpoint, defaults do not."""
+    """Note in `_explicit` which arguments the caller gave. They win over a checkpoint on a resume; defaults do not."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -43,7 +43,7 @@ def _remembers_its_arguments(init: Callable[..., None]) -> Callable[..., None]:
 
 @final
 class DynamicLossScaler(torch.amp.GradScaler):
-    r"""A `torch.amp.GradScaler` that cannot destroy a model.
+    """A `torch.amp.GradScaler` that cannot destroy a model.
 
     .. code-block:: python
 
@@ -52,41 +52,39 @@ class DynamicLossScaler(torch.amp.GradScaler):
         trainer.fit(model, data)
         print(scaler.get_scale())
 
-    The loss is multiplied by a scale, so that small float16 gradients do not become zero. When the gradients
-    overflow, the step is skipped and the scale is lowered; after `growth_interval` clean steps in a row it is raised.
-    With the defaults the sequence of scales equals torch's wherever the loss is finite and not half precision and the
-    scale stays inside the limits. What torch's scaler lacks:
+    The scaler multiplies the loss by a scale, so that small float16 gradients do not become zero. When the gradients
+    overflow, the step is skipped and the scale falls. After `growth_interval` clean steps in a row it grows. With the
+    defaults the sequence of scales equals torch's if every loss is finite and not half precision, and the scale stays
+    inside the limits. It adds to torch's scaler:
 
-    * limits. Torch's scale can fall to 0, and the next healthy batch is then multiplied by an infinite inverse.
-    * non-finite gradients of a non-finite *loss* leave the scale alone: scaling acts on gradients, so lowering it
-      cannot help.
-    * hysteresis after Megatron-LM: tolerate some overflows before the scale falls.
-    * an end: `max_consecutive_skips` skipped steps in a row raise an error that says why.
+    * Limits. Torch's scale can fall to 0, and the next healthy batch is then multiplied by an infinite inverse.
+    * A non-finite *loss* leaves the scale alone. Scaling acts on gradients, so lowering the scale cannot help.
+    * Hysteresis after Megatron-LM: the scale falls only after several overflows.
+    * An end: `max_consecutive_skips` skipped steps in a row raise an error that says why.
 
-    It works wherever a `GradScaler` does, in a plain torch loop too. In a Trainer it belongs to
-    :class:`~lightning_amp.AmpPrecision`, which decides about steps; this class decides about the scale.
+    It works wherever a `GradScaler` does, in a plain torch loop too. In a Trainer, pass it to
+    :class:`~lightning_amp.AmpPrecision`, which decides about steps, while this class decides about the scale.
 
     Args:
         init_scale: The first scale. The default is torch's.
-        growth_factor: What the scale is multiplied with after `growth_interval` clean steps in a row; above 1.
-        backoff_factor: What the scale is multiplied with after an overflow; between 0 and 1.
-        growth_interval: Clean steps in a row before the scale grows.
-        hysteresis: How many overflows are tolerated before the scale is lowered. The allowance is refilled only when
-            the scale grows (Megatron-LM, `megatron/core/optimizer/grad_scaler.py`); 1 is torch's behaviour, 2 is
-            Megatron's default.
-        min_scale: The scale never falls below. At the default, `2**-14`, a scaled gradient is *smaller* than
-            the true one by the range of normal float16 numbers; a run that gets there has another problem.
-        max_scale: The scale never grows above. The default is Apex's `2**24`.
+        growth_factor: Factor by which the scale grows after `growth_interval` clean steps in a row; above 1.
+        backoff_factor: Factor by which the scale falls after an overflow; between 0 and 1.
+        growth_interval: Number of clean steps in a row before the scale grows.
+        hysteresis: Number of overflows before the scale falls. Only growth resets the count (Megatron-LM,
+            `megatron/core/optimizer/grad_scaler.py`). 1 is torch's behaviour, 2 is Megatron's default.
+        min_scale: The scale never falls below it. At the default, `2**-14`, a scaled gradient is *smaller* than
+            the true one by the range of normal float16 numbers. A run that gets there has another problem.
+        max_scale: The scale never grows above it. The default is Apex's `2**24`.
         max_consecutive_skips: Raise :class:`FloatingPointError` after this many consecutive skips.
-        device: Device type (`"cuda"`, `"cpu"`, ...). `None` takes the device of the first loss; in a Trainer the
+        device: Device type (`"cuda"`, `"cpu"`, ...). `None` takes the device of the first loss. In a Trainer the
             plugin sets it.
         enabled: `False` makes every method a no-op, as in torch.
 
     Raises:
         ValueError: If an argument is out of its range.
 
-    Cost: no method waits for the device, but `get_scale`, `state_dict` and pickling, and one read-back in
-    `max_consecutive_skips` calls of `update`.
+    Cost: only `get_scale`, `state_dict` and pickling wait for the device, and one of `max_consecutive_skips` calls of
+    `update`.
 
     """
 
@@ -135,44 +133,34 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self.max_scale = float(max_scale)
         self.max_consecutive_skips = max_consecutive_skips
         self._start = (float(init_scale), self.min_scale, self.max_scale)
-        self._allowance: Tensor | int = hysteresis  # a tensor once the scale lives on a device
-        self._loss: Tensor | None = None  # finite while every loss scaled since the last update was
-        self._log = RecordLog(max_consecutive_skips, block=max_consecutive_skips)  # only for loops without the plugin
+        self._allowance: Tensor | int = hysteresis  # a tensor once the scale is on a device
+        self._loss: Tensor | None = None  # finite exactly if all losses since the last update were
+        self._log = self._new_log()  # only for loops without the plugin
+
+    def _new_log(self) -> RecordLog:
+        return RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
 
     @classmethod
     def static(cls, scale: float) -> DynamicLossScaler:
-        """Return a scaler whose scale never moves; non-finite steps are still skipped and counted.
-
-        Raises:
-            ValueError: If `scale` is not a finite number above 0.
-
-        """
+        """Return a scaler whose scale, a finite number above 0, never moves. Non-finite steps are still skipped."""
         fine = is_number(scale) and scale > 0
         require(fine, "scaler", "a finite number above 0", scale, "A usual static scale is 2.0**10.")
         return cls(scale, min_scale=scale, max_scale=scale)
 
-    # -- scaling -------------------------------------------------------------------------------------------------------
-
     @override
     def scale(self, outputs: Any) -> Any:
-        """Multiply a loss (or an iterable of them) by the scale.
+        """Multiply a loss of any shape, or nested iterables of losses, by the scale.
 
-        The first float16 loss lowers `max_scale` to 2**15, with one warning: the gradient that enters a float16 tensor
+        The first float16 loss lowers `max_scale` to 2**15, with one warning. The gradient that enters a float16 tensor
         is the scale itself, and float16 ends at 65504.
-
-        Args:
-            outputs: Tensor of any shape, or nested iterables of them.
-
         """
         if not self.is_enabled():
             return outputs
-        if not isinstance(outputs, Tensor):
-            outputs = list(outputs) if isinstance(outputs, Iterable) else outputs
-            tensors = [t for t in outputs if isinstance(t, Tensor)] if isinstance(outputs, list) else []
-        else:
-            tensors = [outputs]
-        for tensor in tensors:
-            self._notice(tensor)
+        if isinstance(outputs, Iterable) and not isinstance(outputs, Tensor):
+            outputs = list(outputs)
+        for loss in outputs if isinstance(outputs, list) else [outputs]:
+            if isinstance(loss, Tensor):
+                self._notice(loss)
         return super().scale(outputs)
 
     def _notice(self, loss: Tensor) -> None:
@@ -203,10 +191,10 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     @override
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale after the step(s) of one batch; see `torch.amp.GradScaler.update`.
+        """Move the scale after the steps of one batch; see `torch.amp.GradScaler.update`.
 
         Args:
-            new_scale: Sets the scale to this value instead, clamped to the limits.
+            new_scale: Set the scale to this value instead, clamped to the limits.
 
         Raises:
             FloatingPointError: After `max_consecutive_skips` skipped steps in a row (at most one read-back later).
@@ -227,7 +215,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         for other in found_infs[1:]:
             found_inf = torch.maximum(found_inf, other.to(used.device))
         loss = self._loss
-        self.advance(found_inf, None if loss is None else held_by(loss, found_inf))
+        self.advance(found_inf, None if loss is None else is_from_loss(loss, found_inf))
         self._log.append(StepResult(Skip.on_device(found_inf), loss, scale=used))
         self._log.close_batch(self.scale_tensor)
 
@@ -235,22 +223,15 @@ class DynamicLossScaler(torch.amp.GradScaler):
         """Apply the policy once, on the device.
 
         Args:
-            found_inf: Float tensor, shape [], 1.0 if gradients of this batch overflowed.
-            held: Bool or float tensor, shape [], true if they did because the loss itself was not finite. The batch
-                then says nothing about the scale: scale, growth tracker and allowance stay as they are.
+            found_inf: Float tensor [], 1.0 if gradients of this batch overflowed.
+            held: Bool or float tensor [], true if scale, growth tracker and allowance must stay as they are, since
+                the loss itself was not finite.
 
         """
         self._loss = None
         scale, tracker = self.scale_tensor, _torch.growth_tracker(self)
         new_scale, new_tracker = scale.clone(), tracker if held is None else tracker.clone()
-        _torch.amp_update_scale(
-            new_scale,
-            new_tracker,
-            found_inf,
-            self.get_growth_factor(),
-            self.get_backoff_factor(),
-            self.get_growth_interval(),
-        )
+        _torch.amp_update_scale(self, new_scale, new_tracker, found_inf)
         if self.hysteresis > 1:
             overflow = found_inf > 0
             allowance = torch.as_tensor(self._allowance, dtype=torch.int32, device=scale.device)
@@ -271,16 +252,16 @@ class DynamicLossScaler(torch.amp.GradScaler):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Start afresh: first scale, original limits, no history."""
+        """Return to the first scale and the original limits, and forget all records."""
         init_scale, self.min_scale, self.max_scale = self._start
         _torch.reset_scale(self, init_scale)
         self._allowance = self.hysteresis
         self._loss = None
-        self._log = RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
+        self._log = self._new_log()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five entries and ours; a stock `GradScaler` ignores the rest. Waits for the device."""
+        """Return torch's five entries and our own, which a stock `GradScaler` ignores. Waits for the device."""
         state = super().state_dict()
         if state:
             state |= {name: getattr(self, name) for name in _LIMITS}
@@ -291,12 +272,12 @@ class DynamicLossScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of a stock `GradScaler`.
 
-        What the user passed to the constructor wins over the state, except for the scale itself, which continues; see
-        `overridden()` for what differed.
+        The scale continues from the state. Other arguments that the user passed to the constructor win over the state;
+        :meth:`overridden` returns where they differ.
 
         Raises:
             RuntimeError: If the state comes from a disabled scaler, as in torch.
-            ValueError: If an entry is missing or wrong: a scale of 0, NaN, a number that is none.
+            ValueError: If an entry is missing or wrong, such as a scale of 0 or NaN.
 
         """
         if not self.is_enabled():
@@ -312,25 +293,154 @@ class DynamicLossScaler(torch.amp.GradScaler):
         scale = min(max(float(state_dict["scale"]), self.min_scale), self.max_scale)
         _torch.reset_scale(self, scale, state_dict[_torch.GROWTH_TRACKER])
         self._loss = None
-        self._log = RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
+        self._log = self._new_log()
 
     def overridden(self, state_dict: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return settings that the user passed and that differ from `state_dict`: name -> (the user's, the state's)."""
-        mine = {name: getattr(self, f"get_{name}")() for name in _POLICY} | {n: getattr(self, n) for n in _LIMITS}
+        """Return where the user's arguments differ from `state_dict`: name -> (the user's value, the state's value)."""
         return {
             name: (value, state_dict[name])
-            for name, value in mine.items()
+            for name, value in self._settings().items()
             if name in self._explicit and name in state_dict and state_dict[name] != value
         }
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self, f"get_{name}")() for name in _POLICY} | {n: getattr(self, n) for n in _LIMITS}
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state["_allowance"] = int(self._allowance)
         state["_loss"] = None
-        state["_log"] = RecordLog(self.max_consecutive_skips, block=self.max_consecutive_skips)
+        state["_log"] = self._new_log()
         return state
 
     def __repr__(self) -> str:
-        settings = {"init_scale": self._start[0]} | {name: getattr(self, f"get_{name}")() for name in _POLICY}
-        settings |= {name: getattr(self, name) for name in _LIMITS}
+        settings = {"init_scale": self._start[0]} | self._settings()
         return f"{type(self).__name__}({', '.join(f'{name}={literal(value)}' for name, value in settings.items())})"
+
+
+# -- the steps of a batch ----------------------------------------------------------------------------------------------
+
+
+@final
+class BatchSteps:
+    """The steps of one batch. They move the scale once at the end of the batch, and may lower it earlier.
+
+    A batch may take many steps, such as several epochs over a rollout in one `training_step`. If the scale could not
+    fall in between, one overflow would repeat in every step, and the run would end as stuck. So the scale may fall when
+    a round of steps is over: when all optimizers have stepped, or one of them has stepped again. Rounds count steps,
+    not overflows, so the result does not depend on whether the host or only the device knows of an overflow.
+    """
+
+    def __init__(self) -> None:
+        self._counted: list[StepResult] = []  # move the scale at the end of the batch
+        self._handled: list[StepResult] = []  # have lowered the scale, unless the device found them clean
+        self._round: list[StepResult] = []  # in the current round
+        self._stepped: set[int] = set()  # optimizers that stepped in this batch
+        self._again: set[int] = set()  # optimizers that stepped more than once
+
+    def add(self, step: StepResult) -> None:
+        """Add a step."""
+        self._counted.append(step)
+        self._round.append(step)
+        (self._again if step.optimizer_idx in self._stepped else self._stepped).add(step.optimizer_idx)
+
+    def round_is_over(self, num_optimizers: int) -> bool:
+        """Return whether a round is over, so that the scale may fall before another backward."""
+        steps = self._round
+        if not steps:
+            return False
+        return len(steps) >= num_optimizers > 0 or any(s.optimizer_idx in self._again for s in steps)
+
+    def end_round(self, scaler: torch.amp.GradScaler) -> None:
+        """Lower the scale if a step of this round overflowed. Otherwise leave the scale and its growth alone."""
+        overflowed = [s for s in self._round if s.overflow.known is not False]
+        self._round = []
+        if not overflowed or lower_scale(scaler, [s for s in overflowed if s.had_gradients]):
+            self._counted = [s for s in self._counted if s not in overflowed]
+            self._handled += [s for s in overflowed if s.had_gradients and s.overflow.known is None]
+
+    def end(self, scaler: torch.amp.GradScaler) -> bool:
+        """Move the scale once, for all steps that have not moved it. Return whether there were any."""
+        counted, handled = self._counted, self._handled
+        self.clear()
+        moving = [s for s in counted if s.had_gradients]
+        if moving or not handled or _has_an_update_of_its_own(scaler):
+            move_scale(scaler, moving)
+        else:  # a clean batch, unless all handled steps overflowed
+            device = _torch.scale_tensor(scaler).device
+            _advance(scaler, constant(0.0, device), torch.stack([s.overflow.flag(device) for s in handled]).amin())
+        return bool(counted)
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._counted, self._handled, self._round = [], [], []
+        self._stepped, self._again = set(), set()
+
+
+def move_scale(scaler: torch.amp.GradScaler, steps: Sequence[StepResult]) -> None:
+    """Move the scale once, for all steps of a batch."""
+    if not steps:
+        return
+    scale = _torch.scale_tensor(scaler)
+    ours = isinstance(scaler, DynamicLossScaler)
+    uncertain = [s for s in steps if s.overflow.known is not False]
+    if not uncertain and ours:
+        scaler.advance(constant(0.0, scale.device))
+    elif len(uncertain) == 1 and ours:  # in as few launches as possible
+        found_inf = uncertain[0].overflow.flag(scale.device)
+        probe = uncertain[0].loss_probe
+        scaler.advance(found_inf, None if probe is None else is_from_loss(probe, found_inf))
+    elif ours:
+        found_inf = _any_overflow(uncertain, scale.device)
+        losses = [(s.loss_probe, s.overflow.flag(scale.device)) for s in uncertain if s.loss_probe is not None]
+        held = [is_from_loss(probe, flag) for probe, flag in losses]
+        # another optimizer's overflow still counts
+        scaler.advance(found_inf, torch.stack(held).any() * (1 - found_inf) if held else None)
+    else:
+        flags = [s.overflow.flag(scale.device) for s in uncertain]
+        found_inf = torch.stack(flags).amax() if flags else constant(0.0, scale.device)
+        _update_foreign(scaler, found_inf)
+
+
+def lower_scale(scaler: torch.amp.GradScaler, steps: Iterable[StepResult]) -> bool:
+    """Lower the scale in the middle of a batch, if gradients of one of these steps overflowed.
+
+    Return `False` if the steps must be counted at the end of the batch instead. That is so for a scaler with an
+    `update` of its own where the flag is on a device, since calling that `update` would wait.
+    """
+    found_inf = _any_overflow(steps, _torch.scale_tensor(scaler).device)
+    if not _has_an_update_of_its_own(scaler):
+        _advance(scaler, found_inf, 1 - found_inf)
+        return True
+    overflow = Skip.on_device(found_inf).known
+    if overflow:
+        _update_foreign(scaler, found_inf)
+    return overflow is not None
+
+
+def _any_overflow(steps: Iterable[StepResult], device: torch.device) -> Tensor:
+    flags = [s.gradient_overflow(device) for s in steps]
+    return torch.stack(flags).amax() if flags else constant(0.0, device)
+
+
+def _has_an_update_of_its_own(scaler: torch.amp.GradScaler) -> bool:
+    return not isinstance(scaler, DynamicLossScaler) and type(scaler).update is not torch.amp.GradScaler.update
+
+
+def _advance(scaler: torch.amp.GradScaler, found_inf: Tensor, held: Tensor) -> None:
+    """Do what the scaler's `update` does, but on the device. The scale stays if `held` [] is not 0."""
+    if isinstance(scaler, DynamicLossScaler):
+        scaler.advance(found_inf, held)
+        return
+    scale, tracker = _torch.scale_tensor(scaler), _torch.growth_tracker(scaler)
+    new_scale, new_tracker = scale.clone(), tracker.clone()
+    _torch.amp_update_scale(scaler, new_scale, new_tracker, found_inf)
+    stays = held > 0
+    _torch.set_scale_tensor(scaler, torch.where(stays, scale, new_scale), torch.where(stays, tracker, new_tracker))
+
+
+def _update_foreign(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
+    # `update` writes in place, and records hold the old tensor
+    _torch.set_scale_tensor(scaler, _torch.scale_tensor(scaler).clone())
+    _torch.give_found_inf(scaler, found_inf)
+    scaler.update()

@@ -1,7 +1,7 @@
-"""One optimizer step, and all those of a fit: have true gradients, know whether they are finite, skip or step.
+"""Run the optimizer steps of a fit: unscale the gradients, check whether they are finite, and step or skip.
 
-Read from the top: :meth:`OptimizerSteps.scale_loss`, the backward, :meth:`OptimizerSteps.step`,
-:meth:`OptimizerSteps.finish_batch`. Torch only; the docstring of `precision/_amp.py` has the order of events.
+A batch calls :meth:`OptimizerSteps.scale_loss`, runs the backward, then calls :meth:`OptimizerSteps.step` and
+:meth:`OptimizerSteps.finish_batch`. This file is torch only; `precision/_events.py` has the order of events.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from lightning_amp.scaling._backward_watch import BackwardWatch
 from lightning_amp.scaling._common_scale import CommonScale
 from lightning_amp.scaling._gradient_state import GradientState, Scaled
 from lightning_amp.scaling._gradients import parameters
-from lightning_amp.scaling._records import RecordLog
-from lightning_amp.scaling._scale_update import BatchSteps
-from lightning_amp.scaling._step_result import Skip, StepResult
+from lightning_amp.scaling._records import RecordLog, Skip, StepResult
+from lightning_amp.scaling._scaler import BatchSteps
 
 
 class StepPlan(NamedTuple):
-    """What is known before a step about those who look at it.
+    """Requirements that hooks, clipping and the protection from skipped steps have for a step.
 
     Attributes:
-        fold: Nobody looks at the true gradients, and what runs before the update would only clip: unscaling, clipping
-            and the update of a fused optimizer may be one pass.
-        max_norm: What it would clip the total 2-norm to; `None` if it does nothing at all.
-        host_must_know: Somebody acts on a skip right after the step.
-        asks_for_loss: Somebody wants to know, too, whether the loss was finite.
+        fold: Whether unscaling, clipping and the update of a fused optimizer may be one pass, since no hook reads the
+            true gradients.
+        max_norm: With `fold`, the total 2-norm to clip to; `None` for no clipping.
+        host_must_know: Whether the caller acts on a skip right after the step.
+        asks_for_loss: Whether the caller also reads whether the loss was finite.
 
     """
 
@@ -45,21 +44,22 @@ class StepPlan(NamedTuple):
 
 @final
 class OptimizerSteps:
-    """Every optimizer step of a fit.
+    """All optimizer steps of a fit.
 
     Args:
         scaler: `None` without loss scaling.
-        skip_nonfinite: Whether a step with non-finite gradients is skipped where no scaler asks for it.
+        skip_nonfinite: Whether to skip steps with non-finite gradients also without a scaler.
         log: Gets a record of every attempted step.
-        optimizers: In the order of `configure_optimizers`. One that is made inside the training step comes after them.
+        optimizers: In the order of `configure_optimizers`. One that the training step makes comes after them.
         watch: Tells which gradients came with a scaled backward; `None`: all did.
         all_reduce_max: Reduces a tensor in place over all ranks; `None` for one process.
-        device: That `all_reduce_max` works on; `None`: where the gradients are.
+        device: The device that `all_reduce_max` needs; `None`: the device of the gradients.
 
     Attributes:
-        gradients: Which of them carry which scale.
-        scaler: The one in use; `None` without loss scaling.
-        skips: Whether a step with non-finite gradients is skipped.
+        gradients: The gradients of all optimizers, and the scale that they carry.
+        log: The records of all attempted steps.
+        scaler: The enabled scaler; `None` without loss scaling.
+        skips: Whether steps with non-finite gradients are skipped.
 
     """
 
@@ -74,14 +74,14 @@ class OptimizerSteps:
         all_reduce_max: Callable[[Tensor], Any] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._log = log
+        self.log = log
         self._running: _Step | None = None
         self.gradients = CommonScale(optimizers, log, all_reduce_max, device)
         self._use(scaler, skip_nonfinite, watch)
 
     def _use(self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool, watch: BackwardWatch | None) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._multiply = None if self.scaler is None else self.scaler.scale  # as it is before somebody replaces it
+        self._multiply = None if self.scaler is None else self.scaler.scale  # before the plugin overrides it
         self.skips = self.scaler is not None or skip_nonfinite
         self._batch = BatchSteps()
         self.gradients.use(self.scaler, watch)
@@ -89,45 +89,45 @@ class OptimizerSteps:
     def change_scaler(
         self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool, watch: BackwardWatch | None
     ) -> None:
-        """Go on with another scaler, or none, between two batches. Gradients that are still there become true ones."""
+        """Continue with another scaler, or none, between two batches. Remaining gradients become true ones."""
         self.gradients.release()
         self._use(scaler, skip_nonfinite, watch)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Carry what gradients there are to the current scale; returns the loss, scaled."""
+        """Return the loss, scaled. Gradients that are still there are carried to the current scale."""
         self.gradients.add_loss(loss)
         if self.scaler is None:
             return loss
-        scaled = self.multiply(loss)  # first: it makes the scale, and a float16 loss may lower it
+        scaled = self.multiply(loss)  # first: this makes the scale, and a float16 loss may lower it
         self.gradients.carry(Scaled(_torch.scale_tensor(self.scaler)))
         return scaled
 
     def multiply(self, outputs: Any) -> Any:
-        """Multiply a loss, or nested sequences of them, by the scale, as the scaler does it."""
+        """Multiply a loss, or nested sequences of losses, by the scale."""
         assert self.scaler is not None and self._multiply is not None  # noqa: PT018
         if self._batch.round_is_over(self.gradients.num_optimizers):
             self._batch.end_round(self.scaler)
-            self._log.complete(_torch.scale_tensor(self.scaler))
+            self.log.complete(_torch.scale_tensor(self.scaler))
         return self._multiply(outputs)
 
     # -- unscale and check, on request ---------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Make the gradients of `optimizer` true ones, and have its next step skipped if they are not finite now."""
-        if self.skips:  # else nothing is scaled, and nothing is checked
+        """Make the gradients of an optimizer true ones, and have its next step skipped if they are not finite now."""
+        if self.skips:  # else nothing is scaled or checked
             state = self.gradients.state(optimizer)
             self.gradients.examine(state)
             state.keep_found()
 
     def assume_scaled(self, optimizer: Optimizer) -> None:
-        """Take the gradients of an optimizer that is met now as scaled, as who hands it to the scaler says."""
+        """Treat the gradients of a new optimizer as scaled, since the user passed it to the scaler."""
         assert self.scaler is not None
         self.gradients.state(optimizer, Scaled(_torch.scale_tensor(self.scaler)))
 
     def check_again(self, optimizer: Optimizer) -> None:
-        """Have true gradients, and know whether they are finite, after the user may have changed them or added some."""
+        """Make gradients true ones and check them, after the user may have changed them or added some."""
         if self.skips:
             self.gradients.examine(self.gradients.state(optimizer))
 
@@ -146,16 +146,15 @@ class OptimizerSteps:
         """Step or skip.
 
         Args:
-            optimizer: The user's.
-            closure: Computes loss and gradients, or nothing if they are there.
-            before_update: Everything that may look at, or change, the true gradients before the step; what changes them
-                calls :meth:`check_again`.
-            plan: Who looks at the step.
-            closure_runs_backward: Whether the optimizer is sure to call `closure` if gradients are still to come.
+            optimizer: The user's own.
+            closure: Computes loss and gradients, unless they are there already.
+            before_update: Runs hooks and clipping on the true gradients. Calls :meth:`check_again` after a change.
+            plan: Requirements of hooks, clipping and the protection from skipped steps.
+            closure_runs_backward: Whether `closure` runs the backward, rather than the user before the step.
             kwargs: Go to `optimizer.step`.
 
         Returns:
-            What `optimizer.step` returned (on a skip, what the closure did), and what became of the step.
+            The output of `optimizer.step` (on a skip, of the closure), and the outcome of the step.
 
         """
         state = self.gradients.state(optimizer)
@@ -174,11 +173,11 @@ class OptimizerSteps:
 
     @property
     def stepping(self) -> bool:
-        """Return whether an optimizer is inside of :meth:`step`; not inside of its closure, where others may step."""
+        """Return whether an optimizer is inside :meth:`step`, but not inside its closure, where others may step."""
         return self._running is not None and not self._running.in_closure
 
     def _record(self, state: GradientState, skip: Skip) -> StepResult:
-        """Make the one record of a step; the batch completes it with the scale that follows."""
+        """Make the one record of a step. The end of the batch adds the next scale."""
         scale, overflow = None, skip
         if self.scaler is not None:
             scale = state.used_scale
@@ -190,47 +189,41 @@ class OptimizerSteps:
             self._batch.add(result)
         if self.asks_for_loss:
             result.report_loss()
-        self._log.append(result)
+        self.log.append(result)
         state.finish()
         return result
 
     @property
     def asks_for_loss(self) -> bool:
-        """Return whether somebody wants to know of steps taken with a loss, and no gradient, that is not finite."""
-        return self.skips and self._log.wants_losses
-
-    def announce(self, state: GradientState) -> None:
-        """Tell who listens that the update of an optimizer comes next, unless the device skips it."""
-        self._log.announce(state.optimizer)
+        """Return whether a listener asks for steps that were applied although their loss was not finite."""
+        return self.skips and self.log.wants_losses
 
     # -- end of batch --------------------------------------------------------------------------------------------------
 
     def finish_batch(self) -> None:
-        """Move the scale, once, for all steps since the last call; close their records.
+        """Move the scale once for all steps since the last call, and complete their records.
 
-        Raises:
-            FloatingPointError: If too many steps in a row were skipped.
-
+        Raise `FloatingPointError` if too many steps in a row were skipped.
         """
         scale: Tensor | None = None
         if self.scaler is not None and self._batch.end(self.scaler):
             scale = _torch.scale_tensor(self.scaler)
-        self._log.close_batch(scale)
+        self.log.close_batch(scale)
 
     def replace_scale(self, replace: Callable[[], None]) -> None:
-        """Let the user set the scale, in place of what the steps so far would do to it. Waits for the device.
+        """Let the user set the scale. The steps so far do not move it any more. Waits for the device.
 
-        Gradients that are there keep the one that they have.
+        Gradients that are still there keep their own scale.
         """
         assert self.scaler is not None
         self._batch.clear()
         _torch.set_scale_tensor(self.scaler, _torch.scale_tensor(self.scaler).clone())  # torch's is written in place
         replace()
-        self._log.close_batch(_torch.scale_tensor(self.scaler))
+        self.log.close_batch(_torch.scale_tensor(self.scaler))
         self.gradients.note_scale()
 
 
-class _SkipStep(BaseException):  # not an Exception: user code between us and the optimizer may catch those
+class _SkipStep(BaseException):  # not an Exception: user code around the closure may catch those
     def __init__(self, step: _Step) -> None:
         super().__init__()
         self.step = step
@@ -238,19 +231,14 @@ class _SkipStep(BaseException):  # not an Exception: user code between us and th
 
 @final
 class _Step:
-    """One attempt to step, from the closure that the optimizer calls to skip or update.
+    """One attempt to step, from the optimizer's closure call to the skip or the update.
 
     Attributes:
         calls: How often the optimizer has called its closure.
-        in_closure: Whether that runs now.
-        skip: What became of it.
+        in_closure: Whether the closure runs now.
+        skip: Whether the step was skipped.
 
     """
-
-    __slots__ = (
-        *("_before_update", "_closure", "_on_device", "_plan", "_result", "_state", "_steps", "_undo"),
-        *("calls", "in_closure", "skip"),
-    )
 
     def __init__(
         self,
@@ -270,7 +258,7 @@ class _Step:
         self._on_device = False
 
     def run(self, kwargs: dict[str, Any]) -> Any:
-        """Hand over to the optimizer; returns its output, or that of the closure on a skip."""
+        """Call `optimizer.step`. Return its output, or on a skip the output of the closure."""
         optimizer = self._state.optimizer
         try:
             if self._state.takes_closure:
@@ -286,38 +274,38 @@ class _Step:
             return self._result
 
     def _run_closure(self) -> Any:
-        """Compute gradients, let everybody look at them, and end the step here if it is to be skipped."""
+        """Compute gradients, run hooks and clipping on them, and leave `optimizer.step` if it must be skipped."""
         self.in_closure = True
         self._result = self._closure()
         self.calls += 1
         if not self._steps.skips:
-            self._look()
+            self._run_before_update()
         else:
             self._prepare()
-            if self._state.has_gradients:  # else there is nothing to do, on any rank
+            if self._state.has_gradients:  # on any rank; else there is nothing to skip
                 self._decide()
-        self._steps.announce(self._state)
+        self._steps.log.announce(self._state.optimizer)
         self.in_closure = False
         return self._result
 
-    def _look(self) -> None:
+    def _run_before_update(self) -> None:
         if not self._plan.fold or self._plan.max_norm is not None:
             self._before_update()
 
     def _prepare(self) -> None:
-        """Have true gradients, or let the fused optimizer make them, and know whether they are finite, on all ranks."""
+        """Unscale and check the gradients, or leave the unscaling to a fused optimizer, and agree with all ranks."""
         state, steps = self._state, self._steps
         fused = state.decides_on_device and _torch.is_fused(state.optimizer)
         self._on_device = fused and not _torch.has_step_hooks(state.optimizer)
-        state.unfold()  # what an earlier step has left
+        state.unfold()  # gradients that an earlier step has left
         fold = self._plan.fold and self._on_device and state.found_inf is None
         if not (fold and steps.gradients.fold(state, self._plan.max_norm)):
             steps.gradients.examine(state)
-            self._look()
+            self._run_before_update()
         steps.gradients.agree(state)
 
     def _decide(self) -> None:
-        """Skip or not: leave it to the device where the optimizer can, else wait for the answer where that is due."""
+        """Raise `_SkipStep` to skip the step, or leave the decision to the device if the optimizer can skip there."""
         state = self._state
         found_inf = state.found_inf
         assert found_inf is not None
@@ -342,9 +330,10 @@ class _Step:
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """Remember parameters and optimizer state (of an optimizer inside the optimizer too); the result puts them back.
+    """Copy parameters and optimizer state, and return a function that restores them.
 
-    For optimizers that call their closure again after they moved.
+    For optimizers that call their closure again after they have moved parameters. An optimizer inside the optimizer is
+    copied too.
     """
     optimizers = [optimizer, *(v for v in vars(optimizer).values() if isinstance(v, Optimizer))]
     params = list({id(p): p for o in optimizers for p in parameters(o)}.values())

@@ -1,4 +1,4 @@
-"""Who must not notice a skipped step: schedules, averaged weights, buffers. Read `_protection.py` first."""
+"""Undo a skipped step for schedules, averaged weights and buffers. Read `_protection.py` first."""
 
 from lightning_amp.skipped_steps._named_buffers import BufferPlace, checked_buffer_rules, matching_places
 from lightning_amp.skipped_steps._protection import SkipProtection

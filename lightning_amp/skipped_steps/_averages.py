@@ -1,4 +1,4 @@
-"""Averaged weights see only applied steps."""
+"""Update averaged weights only after applied steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_amp.scaling import Skip
 class HeldAverages:
     """Holds `WeightAveraging.should_update(step_idx=...)` unless a step was applied since the last update.
 
-    Updating an average reads its counter on the host anyway, so the flag is read there too. `StochasticWeightAveraging`
-    averages once per epoch: nothing to hold.
+    Updating an average reads its counter on the host anyway, so the host reads the flag too. It leaves
+    `StochasticWeightAveraging` alone, which averages once per epoch.
     """
 
     def __init__(self, callbacks: list[Callback]) -> None:
@@ -25,7 +25,7 @@ class HeldAverages:
         self._held: list[tuple[Callback, type[Any], type[Any]]] = []
 
     def attach(self) -> None:
-        """Hold them, until :meth:`detach`."""
+        """Hold the averages, until :meth:`detach`."""
         averaging = [callback for callback in self._callbacks if _lightning.is_weight_averaging(callback)]
         self._held = [(callback, type(callback), self._hold(callback)) for callback in averaging]
 
@@ -33,32 +33,26 @@ class HeldAverages:
         return bool(self._held)
 
     def observe(self, skip: Skip) -> None:
-        """Count a step that was not skipped. The host knows, see `SkipProtection.host_must_know`."""
+        """Count a step that was not skipped. The host knows already; see `SkipProtection.host_must_know`."""
         self._applied += not skip.wait()
 
     def _hold(self, callback: Any) -> type[Any]:
-        """Give a callback a class that holds it, and return that."""
+        """Give a callback a class that holds it, and return that class."""
         base: type[Any] = type(callback)
         counted, averages = self._applied, self
 
         def should_update(this: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
             nonlocal counted
-            if step_idx is not None and averages._held:  # else a class that somebody derived has outlived it
+            if step_idx is not None and averages._held:  # else a class that somebody derived from ours is still in use
                 if averages._applied == counted:
                     return False
                 counted = averages._applied
             return base.should_update(this, step_idx=step_idx, epoch_idx=epoch_idx)
 
-        def __reduce_ex__(this: Any, protocol: Any) -> Any:  # noqa: N807
-            return _modules.reduce_as(this, base)
-
-        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        members = {"should_update": should_update, "__reduce_ex__": __reduce_ex__}
-        callback.__class__ = held = type(base.__name__, (base,), {**names, **members})
-        return held
+        return _modules.swap_class(callback, {"should_update": should_update})
 
     def detach(self) -> None:
-        """Leave callbacks as they were; one that somebody has given another class since keeps it."""
+        """Give callbacks their own classes back, unless somebody has given them another one since."""
         for callback, base, held in self._held:
             if type(callback) is held:
                 callback.__class__ = base

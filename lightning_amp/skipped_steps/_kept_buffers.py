@@ -1,8 +1,8 @@
-"""What a skipped batch wrote into buffers is taken back: normalisation statistics, and what the user names.
+"""Restore buffers after a skipped step: normalisation statistics, and buffers that the user names.
 
-A forward that overflows folds inf or NaN into BatchNorm's running mean forever. A snapshot is taken when a window opens
-(one copy for all buffers of a dtype) and put back if its step is skipped. A window is everything since the last step
-that was attempted, so with accumulation all its batches are dropped.
+A forward that overflows would leave inf or NaN in BatchNorm's running mean forever. A window begins after each
+attempted step, so with accumulation it has several batches. Its buffers are copied when it opens (one copy for all
+buffers of a dtype), and restored if its step is skipped.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lightning_amp.skipped_steps._snapshots import Buffers, Snapshot
 @final
 @dataclass(frozen=True)
 class _Closed:
-    """No training step has begun since the last attempt, or nothing will decide on those that have.
+    """No window: no training step has begun since the last attempt, or no optimizer step will follow.
 
-    `snapshot` holds the values as nobody has changed them since, if it is known.
+    `snapshot` has the current values if nobody has changed them since it was taken.
     """
 
     snapshot: Snapshot | None = None
@@ -34,10 +34,7 @@ class _Closed:
 @final
 @dataclass(frozen=True)
 class _Open:
-    """A window, with the values from before it.
-
-    `will_step` says whether it had a backward, so that an optimizer step will decide on it.
-    """
+    """A window, with the values from before it. `will_step`: it had a backward, so an optimizer step will follow."""
 
     snapshot: Snapshot
     will_step: bool = False
@@ -47,26 +44,23 @@ class _Open:
 class KeptBuffers:
     """Buffers of one kind, which stay as in a run that never drew the batches of skipped steps.
 
-    Args:
-        places: Where they are.
-        counted: Whether each write moves autograd's counter, as torch's own layers do. Users also write past it, with
-            `.data`.
-
+    `counted`: each write moves autograd's version counter, as in torch's own layers. User code may also write through
+    `.data`, which does not move it.
     """
 
     def __init__(self, places: Sequence[BufferPlace], *, counted: bool) -> None:
         self._places, self._counted = places, counted
         self._window: _Closed | _Open = _Closed()
         self._had_backward = False  # in this training step
-        self._last_attempt: tuple[Snapshot, int] | None = None  # from before its window, and the version after it
-        self._spare: Snapshot | None = None  # nobody needs it any more; its memory is used again
+        self._last_attempt: tuple[Snapshot, int] | None = None  # its values, and the version after it
+        self._spare: Snapshot | None = None  # is not needed any more; its memory is used again
 
     def __bool__(self) -> bool:
         return bool(self._places)
 
     def enter_step(self) -> None:
-        """Remember the buffers if a window opens with this training step."""
-        self.settle()  # if the step before had no backward: no flag will ever tell whether it was good
+        """Copy the buffers if a window opens with this training step."""
+        self.settle()  # the step before, if it had no backward: no flag will say whether it was finite
         if isinstance(self._window, _Closed):
             self._window = _Open(self._snapshot_now(self._window.snapshot))
         self._had_backward = False
@@ -78,7 +72,7 @@ class KeptBuffers:
             self._window = _Open(self._window.snapshot, will_step=True)
 
     def settle(self) -> None:
-        """Drop what a step without a backward wrote if it is not finite (SWA's BatchNorm pass)."""
+        """Restore the buffers if a step without a backward left non-finite values (SWA's BatchNorm pass)."""
         window = self._window
         if isinstance(window, _Closed) or self._had_backward:
             return
@@ -89,7 +83,7 @@ class KeptBuffers:
             self._window = _Closed(None if written else window.snapshot)
 
     def mend(self, state_dict: dict[str, Any]) -> None:
-        """Take what an overflow wrote out of a checkpoint; see `SkipProtection.mend`."""
+        """Replace non-finite values of an overflow in a checkpoint; see `SkipProtection.mend`."""
         if isinstance(self._window, _Closed):
             return
         snapshot = self._window.snapshot
@@ -102,19 +96,16 @@ class KeptBuffers:
                 state_dict[name] = value
 
     def observe(self, result: StepResult, inside_step: bool) -> None:
-        """Put buffers back after a step that was skipped.
-
-        `inside_step`: in manual optimization more forwards may follow in this training step.
-        """
+        """Restore buffers if the step was skipped. `inside_step`: more forwards may follow in this training step."""
         skip = result.skip
         if not skip.known:
-            self.settle()  # a step without a new backward: its flag says nothing about the forward
+            self.settle()  # without a new backward, the flag says nothing about the forward
         basis = self._basis()
         if basis is None:
             return
         if skip.known:
             basis.restore(self._places)
-        else:  # also of a batch that was not dropped, since its gradients were mended: NaN stays in there forever
+        else:  # the step was applied since its gradients were repaired, but NaN would stay in the buffers forever
             bad_loss = result.bad_loss
             if skip.known is None or bad_loss.known is None:
                 basis.restore_where(self._places, skip, bad_loss)
@@ -127,15 +118,15 @@ class KeptBuffers:
         self._window = _Open(self._snapshot_now()) if inside_step else _Closed()
 
     def _basis(self) -> Snapshot | None:
-        """Return the values from before the forward on which a step decides; `None` if nobody knows them."""
+        """Return the values from before the forward that belongs to this step; `None` if they are not known."""
         if self._last_attempt is not None and (self._counted or not self._had_backward):
             basis, version = self._last_attempt
-            if version == _version(self._buffers()):  # no forward since: backward, backward, step, step
+            if version == _version(self._buffers()):  # no forward since, as in: backward, backward, step, step
                 return basis
         return self._window.snapshot
 
     def _snapshot_now(self, kept: Snapshot | None = None) -> Snapshot:
-        """Return the values as they are; `kept` may have them already, or else has the memory for them."""
+        """Return a copy of the current values. Reuse `kept`, or its memory, if possible."""
         buffers = self._buffers()
         version = _version(buffers)
         if kept is not None and kept.version == version and self._counted:
@@ -148,7 +139,7 @@ class KeptBuffers:
         return kept
 
     def _buffers(self) -> Buffers:
-        # looked up each time: SWA's BatchNorm update, and many a user, replaces the tensors
+        # read anew each time, since SWA's BatchNorm update and user code replace the tensors
         return [place.read() for place in self._places]
 
 

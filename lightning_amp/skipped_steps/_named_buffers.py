@@ -1,4 +1,4 @@
-"""`restore_buffers`: which buffers of a model are put back with a skipped step, chosen by name."""
+"""Find the buffers that a skipped step restores, by the rules of `restore_buffers`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_amp._text import listed
 
 @final
 class BufferPlace:
-    """Where a buffer lives: its module and its name there. What is in it may be replaced, or be `None`."""
+    """The place of a buffer: its module and its name there. The tensor may be replaced, or be `None`."""
 
     def __init__(self, owner: nn.Module, name: str, qualified: str) -> None:
         self._owner = owner
@@ -25,21 +25,16 @@ class BufferPlace:
         self.key = (id(owner), name)
 
     def read(self) -> Tensor | None:
-        """Return the tensor that is there now."""
+        """Return the tensor that is in this place now."""
         return getattr(self._owner, self._name, None)
 
     def write(self, value: Tensor | None) -> None:
-        """Put another tensor there."""
+        """Put another tensor into this place."""
         setattr(self._owner, self._name, value)
 
 
 def checked_buffer_rules(rules: Sequence[str]) -> tuple[str, ...]:
-    """Return the rules as a tuple.
-
-    Raises:
-        ValueError: For anything but a sequence of globs.
-
-    """
+    """Return the rules as a tuple. Raise `ValueError` for anything but a sequence of globs."""
     legal = "globs on qualified buffer names, such as 'queue*' or '*.centre'"
     return checked_rules("restore_buffers", rules, legal, "queue*")
 
@@ -53,9 +48,7 @@ def norm_places(root: nn.Module) -> list[BufferPlace]:
 def matching_places(root: nn.Module, rules: Sequence[str]) -> list[BufferPlace]:
     """Find the buffers that the rules match, in the order of the modules, without statistics of normalisation layers.
 
-    Raises:
-        ValueError: If a rule matches nothing, with the closest names.
-
+    Raise `ValueError` with the closest names if a rule matches nothing.
     """
     if not rules:
         return []

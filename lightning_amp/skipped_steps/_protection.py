@@ -1,4 +1,4 @@
-"""Everything outside the optimizer that must not notice a skipped step, for the length of one fit."""
+"""Undo skipped steps outside the optimizer, for one fit: in schedules, averaged weights and buffers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_amp.skipped_steps._schedules import HeldSchedules
 
 @final
 class SkipProtection:
-    """Schedules, averaged weights and buffers, told what became of each step.
+    """Holds schedules and averaged weights, and restores buffers, after each skipped step.
 
     Args:
-        module: The user's.
-        named: Buffers to put back besides the statistics of normalisation layers.
-        on: Whether steps may be skipped at all. Without, nothing is protected.
+        module: The user's module.
+        named: Buffers to restore besides the statistics of normalisation layers.
+        on: Whether steps may be skipped at all. If not, nothing is protected.
 
     Attributes:
-        active: Whether there is anybody to protect; else nobody need ask it in each step.
+        active: Whether there is anything to protect. If not, callers need not call the other methods in each step.
 
     """
 
@@ -41,7 +41,7 @@ class SkipProtection:
             self._attach()
 
     def _attach(self) -> None:
-        self._schedules.attach()  # some come, or are replaced, during a fit
+        self._schedules.attach()  # some schedulers are made or replaced during a fit
         if not self._on:
             self._on = True
             self._averages.attach()
@@ -50,16 +50,16 @@ class SkipProtection:
         self.active = bool(self._schedules or self._averages or self._buffers)
 
     def host_must_know(self, optimizer: Optimizer) -> bool:
-        """Return whether the host has to know of a skip right after the step of this optimizer."""
+        """Return whether the host must know of a skip right after the step of this optimizer."""
         return bool(self._averages) or self._schedules.host_must_know(optimizer)
 
     @property
     def asks_for_loss(self) -> bool:
-        """Return whether it matters if the loss was finite: a bad one leaves NaN in statistics all the same."""
+        """Return whether steps must report a non-finite loss: it leaves NaN in buffers even if they are applied."""
         return bool(self._buffers)
 
     def enter_step(self, manual: bool, *, on: bool = True) -> None:
-        """Prepare for a training step, from which on steps may be skipped, or may not (`on=False`)."""
+        """Prepare for a training step. With `on=False` steps can no longer be skipped, so protect nothing."""
         if not on:
             if self._on:
                 self.detach()
@@ -70,20 +70,20 @@ class SkipProtection:
             buffers.enter_step()
 
     def leave_step(self) -> None:
-        """Note its end (in automatic optimization its backward and optimizer step are still to come)."""
+        """Note the end of a training step. In automatic optimization its backward and optimizer step come later."""
         self._inside_manual_step = False
 
     def note_backward(self) -> None:
-        """Note that it had a backward: its optimizer step will decide."""
+        """Note that the training step had a backward, so an optimizer step will follow."""
         for buffers in self._buffers:
             buffers.note_backward()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Decide what an optimizer needs to know before it steps: its rate."""
+        """Settle the learning rate of an optimizer that is about to step."""
         self._schedules.before_step(optimizer)
 
     def observe(self, optimizer: Optimizer, result: StepResult) -> None:
-        """Hold, or put back, what must not notice the step if it was skipped."""
+        """Undo the step in schedules, averaged weights and buffers if it was skipped."""
         self._schedules.observe(optimizer, result.skip)
         if self._averages:
             self._averages.observe(result.skip)
@@ -91,21 +91,21 @@ class SkipProtection:
             buffers.observe(result, self._inside_manual_step)
 
     def settle(self) -> None:
-        """Leave everything as it ought to be for somebody who looks now: validation, or a checkpoint."""
+        """Remove non-finite values from buffers before validation or a checkpoint reads them."""
         for buffers in self._buffers:
             buffers.settle()
 
     def mend(self, state_dict: dict[str, Any]) -> None:
-        """Take what an overflow wrote out of the module's entries in a checkpoint that is saved within a window.
+        """Replace non-finite values of an overflow in a checkpoint that is saved within a window.
 
-        The window cannot be dropped any more where the checkpoint is loaded: its gradients are not in there. Finite
-        values stay, as in fp32. Entries are replaced, never written into. Waits for the device if a window is open.
+        The run that loads the checkpoint cannot drop the window, since the checkpoint has no gradients. Finite values
+        stay, as in fp32. Entries are replaced, never written into. Waits for the device if a window is open.
         """
         for buffers in self._buffers:
             buffers.mend(state_dict)
 
     def detach(self) -> None:
-        """Leave the user's objects as they were."""
+        """Give the user's objects back as they were."""
         self.settle()
         self._buffers = []
         self._on = self.active = False

@@ -1,4 +1,4 @@
-"""Learning-rate schedules see only applied steps."""
+"""Advance learning-rate schedules only after applied steps."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_amp.scaling import Skip
 
 @final
 class HeldSchedules:
-    """Holds `scheduler.step()` where all steps of its optimizer since the scheduler's last step were skipped.
+    """Holds `scheduler.step()` if all steps of its optimizer since the scheduler's last step were skipped.
 
-    One rule serves every way of driving a schedule: per step, with accumulation, by hand per batch, by hand per epoch
-    (no step in between is no reason to hold, as in fp32). In automatic optimization schedules with interval "epoch" and
-    plateau schedules run as ever.
+    The rule serves schedules per step, with accumulation, and by hand per batch or epoch. Without any step in between
+    it does not hold, as in fp32. In automatic optimization, schedules with interval "epoch" and plateau schedules are
+    left alone.
 
-    Where a fused optimizer keeps the answer on the device, `scheduler.step()` is only noted, and decided just before
-    the optimizer's next step or when somebody asks for the rate. Where callbacks or the module look at the rate between
-    two steps, it is decided at once.
+    If only the device knows whether a step was skipped, `scheduler.step()` is noted. It is decided just before the
+    optimizer's next step, or when somebody reads the rate through the scheduler. If callbacks or the module read the
+    rate between two steps, it is decided at once.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -46,11 +46,11 @@ class HeldSchedules:
         return bool(self._tallies)
 
     def host_must_know(self, optimizer: Optimizer) -> bool:
-        """Return whether the answer is needed right after the step of this optimizer."""
+        """Return whether the host must know of a skip right after the step of this optimizer."""
         return self._rate_read_between_steps and any(t.optimizer is optimizer for t in self._tallies.values())
 
     def attach(self) -> None:
-        """Hold what schedulers there are; the LR finder and `StochasticWeightAveraging` replace them during a fit."""
+        """Hold all schedulers. The LR finder and `StochasticWeightAveraging` replace some during a fit."""
         for config in self._strategy.lr_scheduler_configs:
             scheduler = config.scheduler
             if id(scheduler) in self._tallies or (self._automatic and config.interval != "step"):
@@ -65,19 +65,19 @@ class HeldSchedules:
             self._hook.install()
 
     def observe(self, optimizer: Optimizer, skip: Skip) -> None:
-        """Note what became of a step."""
+        """Note whether a step was skipped."""
         for tally in self._tallies.values():
             if tally.optimizer is optimizer:
                 tally.skips.append(skip)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Decide what was noted for an optimizer that is about to step: it needs its rate now."""
+        """Decide the noted scheduler steps of an optimizer that is about to step, and needs its rate now."""
         for held in self._held:
             if held.optimizer is optimizer:
                 held.resolve()
 
     def detach(self) -> None:
-        """Leave schedulers as they were."""
+        """Give schedulers back as they were."""
         if self._hook is not None:
             self._hook.restore()
         for held in self._held:
@@ -96,14 +96,14 @@ class _Tally:
         self.skips: list[Skip] = []
 
     def take(self) -> list[Skip]:
-        """Return what was noted, and begin anew."""
+        """Return the skips so far, and forget them."""
         skips, self.skips = self.skips, []
         return skips
 
 
 @final
 class HeldSchedulerHook(MethodOverride):
-    """The `lr_scheduler_step` of a module that need not call `step()` (timm's `step_update`)."""
+    """Holds a user's `lr_scheduler_step`, which need not call `scheduler.step()` (timm has `step_update`)."""
 
     def __init__(self, module: LightningModule, tallies: Mapping[int, _Tally]) -> None:
         super().__init__(module, "lr_scheduler_step")
@@ -119,10 +119,10 @@ class HeldSchedulerHook(MethodOverride):
 
 @final
 class _HeldSchedule:
-    """One scheduler.
+    """One held scheduler.
 
-    Its class is a subclass that differs in `step`. State lives here, not in the scheduler, whose `state_dict` is all of
-    its `__dict__`.
+    While it is held, its class is a subclass that overrides `step`. The scheduler gets no attributes, since its
+    `state_dict` contains its whole `__dict__`.
     """
 
     def __init__(self, scheduler: LRScheduler, tally: _Tally) -> None:
@@ -142,19 +142,13 @@ class _HeldSchedule:
 
             return method
 
-        def __reduce_ex__(this: Any, protocol: Any) -> Any:  # noqa: N807
-            held.resolve()
-            return _modules.reduce_as(this, base)
-
-        # A checkpoint takes the optimizer's state, learning rate included, before it asks the scheduler for its own.
+        # A checkpoint reads the optimizer's state, with its learning rate, before the scheduler's.
         self._hook = self.optimizer.register_state_dict_pre_hook(lambda _: held.resolve())
         members = {name: resolved(name) for name in ("state_dict", "load_state_dict", "get_last_lr")}
-        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        members |= {"step": step, "__reduce_ex__": __reduce_ex__}
-        scheduler.__class__ = self._class = type(base.__name__, (base,), {**names, **members})
+        self._class = _modules.swap_class(scheduler, {**members, "step": step}, before_pickle=self.resolve)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step unless all steps of the optimizer were skipped; note it where only the device knows."""
+        """Step unless all steps of the optimizer were skipped. If only the device knows, note the step."""
         self.resolve()
         skips = self._tally.take()
         known = [skip.known for skip in skips]
@@ -164,7 +158,7 @@ class _HeldSchedule:
             self._noted = (skips, args, kwargs)
 
     def resolve(self) -> None:
-        """Decide what was noted. Waits for the device."""
+        """Decide the noted step. Waits for the device."""
         if self._noted is None:
             return
         (skips, args, kwargs), self._noted = self._noted, None
@@ -173,17 +167,17 @@ class _HeldSchedule:
             kind.step(self._scheduler, *args, **kwargs)
 
     def close(self) -> None:
-        """Leave the scheduler as it was."""
+        """Give the scheduler its own class back, unless somebody has given it another one since."""
         try:
             self.resolve()
         finally:
             self._hook.remove()
-            if type(self._scheduler) is self._class:  # somebody may have given it another class since, which stays
+            if type(self._scheduler) is self._class:
                 self._scheduler.__class__ = self._base  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _looks_at_rates(owner: Callback | LightningModule) -> bool:
-    """Return whether this may read `param_groups` between two steps: by its purpose, or in a hook of the user's."""
+    """Return whether Lightning code or a user's hook in `owner` may read `param_groups` between two steps."""
     if isinstance(owner, LearningRateMonitor) or type(owner).__module__.startswith("lightning.pytorch.tuner"):
         return True
     base = Callback if isinstance(owner, Callback) else LightningModule

@@ -1,4 +1,4 @@
-"""Copies of buffers, flat per device and dtype, and the ways to put them back."""
+"""Copy buffers, flat per device and dtype, and restore them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ Buffers = Sequence[Tensor | None]
 
 @final
 class Snapshot:
-    """The values of some buffers at one time.
-
-    Args:
-        buffers: What is in the places now.
-
-    """
+    """The values of some buffers at one time."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = list(buffers)
@@ -37,12 +32,12 @@ class Snapshot:
         self.version = -1
 
     def is_of(self, buffers: Buffers) -> bool:
-        """Return whether it has place for these very tensors."""
+        """Return whether it was made for these very tensors."""
         return len(buffers) == len(self._buffers) and all(map(operator.is_, buffers, self._buffers))
 
     @torch.no_grad()
     def take(self, version: int) -> None:
-        """Copy the buffers as they are."""
+        """Copy the current values of the buffers."""
         self.version = version
         for group in self._groups:
             _torch.foreach_copy_(group.views, group.of(self._buffers))
@@ -52,12 +47,12 @@ class Snapshot:
         return [self._copies[i].clone() if i in self._copies else None for i in range(len(self._buffers))]
 
     def is_finite(self) -> bool:
-        """Return whether all values are. Waits for the device."""
+        """Return whether all values are finite. Waits for the device."""
         return bool(all_finite(group.flat for group in self._groups))
 
     @torch.no_grad()
     def restore(self, places: Sequence[BufferPlace]) -> None:
-        """Put the values back: into the tensor that is there, or, where it was replaced, with the tensor of then."""
+        """Restore the values. Where the tensor was replaced since, put the earlier tensor back."""
         for group in self._groups:
             _torch.foreach_copy_(group.of(self._buffers), group.views)
         for place, buffer in zip(places, self._buffers, strict=True):
@@ -66,18 +61,14 @@ class Snapshot:
 
     @torch.no_grad()
     def restore_where(self, places: Sequence[BufferPlace], skip: Skip, bad_loss: Skip = Skip.NO) -> None:
-        """Put the values back on the device if it says so. Waits for it only where a shape changed.
+        """Restore all values if `skip`, or if `bad_loss` and the current values are not finite.
 
-        Args:
-            places: Where the values belong.
-            skip: Put all back if it was.
-            bad_loss: If so, put all back if what is there now is not finite.
-
+        The device decides. The host waits for it only if a shape changed.
         """
         now = [place.read() for place in places]
         changed = [i for i, (new, old) in enumerate(zip(now, self._buffers, strict=True)) if new is not old]
         current = [torch.cat([b.reshape(-1) for b in group.of(self._buffers)]) for group in self._groups]
-        # those that were replaced are nobody's any more
+        # tensors that were replaced do not count any more
         filled = [b for b in (now if changed else current) if b is not None and b.is_floating_point()]
         if bad_loss.known is not False and filled:
             bad = all_finite(filled).logical_not()
@@ -96,7 +87,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore_unless_finite(self, places: Sequence[BufferPlace]) -> None:
-        """Put the values back if they were all finite, and what is there now is not."""
+        """Restore the values if they were all finite, and the current ones are not."""
         now = [b for place in places if (b := place.read()) is not None and b.is_floating_point()]
         before = [group.flat for group in self._groups if group.flat.is_floating_point()]
         if now and before:
@@ -105,7 +96,7 @@ class Snapshot:
 
 @final
 class _Group:
-    """Place for the buffers of one device and dtype; the views of it are made once."""
+    """Memory for the buffers of one device and dtype, with a view for each buffer."""
 
     def __init__(self, buffers: Buffers, indices: list[int]) -> None:
         self.indices = indices
@@ -116,7 +107,7 @@ class _Group:
         self.views = self.split(self.flat)
 
     def of(self, buffers: Buffers) -> list[Tensor]:
-        """Return its members among all."""
+        """Return the members of this group among all buffers."""
         members = [buffers[i] for i in self.indices]
         return [member for member in members if member is not None]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
-from lightning_amp.numerics import HALF_DTYPES, headroom_bits, largest, limits, nonfinite_gradients
+from lightning_amp.numerics import FORMATS, HALF_DTYPES, headroom_bits, largest, nonfinite_gradients
 from lightning_amp.tracing._bundles import copy_to, load_bundle, require_entries
 from lightning_amp.tracing._conditions import RandomState, paired_random
 from lightning_amp.tracing._diagnosis import Diagnosis, diagnose, with_operation
@@ -86,7 +86,7 @@ def replay(
     """
     loaded = load_bundle(bundle, weights_only)
     require_entries(loaded)
-    known = [limits(name) for name in ("fp32", "fp16", "bf16")]
+    known = [FORMATS[name] for name in ("fp32", "fp16", "bf16")]
     dtype = next((format_.dtype for format_ in known if precision in (format_.name, format_.dtype)), None)
     if dtype is None:
         raise ValueError(f"`precision` must be 'fp32', 'fp16' or 'bf16'; got {precision!r}.")

@@ -1,7 +1,7 @@
-"""Which settings fit this module and this machine: measured on the user's own module and data.
+"""Find settings by measurements on the user's own module and data: a batch size, and modules to keep in fp32.
 
-Read `batch_size/_find_batch_size.py` or `fp32_modules/_find_fp32_modules.py` first. Results, and the arithmetic of the
-searches, import nothing of Lightning.
+Read `batch_size/_find_batch_size.py` or `fp32_modules/_find_fp32_modules.py` first. The results, and the arithmetic of
+the searches, do not import Lightning.
 """
 
 from importlib import import_module as _import_module
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _NEED_LIGHTNING = {"find_batch_size": "batch_size", "find_fp32_modules": "fp32_modules"}
-"""The folder of each function that is imported only when it is asked for."""
+"""The folder of each function that is imported on first use, since it imports Lightning."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What is timed: the sizes that the speed targets name."""
+"""The models that the benchmarks time, in the sizes that the speed targets name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Timed(L.LightningModule):
 
 
 def mlp() -> nn.Module:
-    """Tiny: what is timed is the framework."""
+    """A tiny MLP, so that the framework's own time dominates."""
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
@@ -54,7 +54,7 @@ class UnrolledLSTM(nn.Module):
 
 
 class ManyNorms(nn.Module):
-    """100 BatchNorm layers, 600 buffers' worth of statistics."""
+    """A net of 100 BatchNorm layers, with some 600 buffers."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()

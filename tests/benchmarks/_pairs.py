@@ -1,7 +1,7 @@
-"""Two sides, interleaved in one process, so that a shared and noisy machine slows both alike; medians of pairs.
+"""Time two sides, interleaved in one process, so that a shared and noisy machine slows both alike.
 
-Each side is a whole `trainer.fit` in a thread of its own that runs only when it is its turn: a block of steps here, a
-block of steps there. What is reported is the ratio pair by pair.
+Each side is a whole `trainer.fit` in its own thread. The threads take turns of one block of steps each. The reported
+ratio is the median over pairs of blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_amp.advice._examine_machine import device_name
 
 
 class Turns(L.Callback):
-    """Times blocks of steps of one fit, and hands over to the other side after each block."""
+    """Time blocks of steps of one fit, and hand over to the other side after each block."""
 
     def __init__(self, steps: int, blocks: int, warmup: int) -> None:
         self.steps, self.blocks, self.warmup = steps, blocks, warmup
@@ -33,7 +33,7 @@ class Turns(L.Callback):
 
     @classmethod
     def alone(cls, steps: int) -> Turns:
-        """So many steps with nothing beside them."""
+        """Run steps with nothing beside them, to warm up."""
         turns = cls(1, steps, 0)
         turns.wait = lambda: None  # type: ignore[method-assign]
         return turns
@@ -70,14 +70,14 @@ class Turns(L.Callback):
 
 
 def now() -> float:
-    """The time when all that was launched so far has been done."""
+    """Return the time at which the device has finished everything launched so far."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def fit(module: L.LightningModule, plugin: Any, turns: Turns, batch: torch.Tensor, **kwargs: Any) -> None:
-    """A bare Trainer, for `turns.total` steps on the same batch."""
+    """Return a bare Trainer that runs `turns.total` steps on the same batch."""
     loader = torch.utils.data.DataLoader([batch] * turns.total, batch_size=None)  # type: ignore[arg-type]
     callbacks = [turns, *kwargs.pop("callbacks", [])]
     trainer = L.Trainer(
@@ -91,7 +91,7 @@ def fit(module: L.LightningModule, plugin: Any, turns: Turns, batch: torch.Tenso
 def pair(
     a: Callable[[Turns], None], b: Callable[[Turns], None], *, steps: int = 5, blocks: int = 11, warmup: int = 5
 ) -> tuple[list[float], list[float]]:
-    """Seconds per step of each block of both sides."""
+    """Return the seconds per step of each block of both sides."""
     sides = [Turns(steps, blocks, warmup) for _ in range(2)]
 
     def run(turns: Turns, target: Callable[[Turns], None]) -> None:
@@ -105,8 +105,8 @@ def pair(
     threads = [threading.Thread(target=run, args=(t, f), daemon=True) for t, f in zip(sides, (a, b), strict=True)]
     for thread, turns in zip(threads, sides, strict=True):
         thread.start()
-        turns.done.wait()  # built, and at its first batch
-    for block in range(blocks + 1):  # the first is the warm-up
+        turns.done.wait()  # the fit is built, and at its first batch
+    for block in range(blocks + 1):  # the first block is the warm-up
         for turns in sides if block % 2 else reversed(sides):
             turns.take()
     for turns in sides:
@@ -119,7 +119,7 @@ def pair(
 def time_pairs(
     a: Callable[[], Any], b: Callable[[], Any], *, pairs: int = 15, before: Callable[[], None] = lambda: None
 ) -> tuple[list[float], list[float]]:
-    """The same for two plain functions; `before` runs before each, untimed."""
+    """Do the same for two plain functions; `before` runs before each, untimed."""
     times: tuple[list[float], list[float]] = ([], [])
     for i in range(pairs + 2):
         for side, function in ((0, a), (1, b)) if i % 2 else ((1, b), (0, a)):
@@ -132,7 +132,7 @@ def time_pairs(
 
 
 def report(name: str, ours: list[float], theirs: list[float], target: str = "") -> float:
-    """Print how many times as fast `ours` is: the median of the pairs and the middle half."""
+    """Print how many times as fast `ours` is: the median of the pairs, and the middle half."""
     ratios = sorted(t / o for o, t in zip(ours, theirs, strict=True))
     quarter = len(ratios) // 4
     median = statistics.median(ratios)
@@ -145,7 +145,7 @@ def report(name: str, ours: list[float], theirs: list[float], target: str = "") 
 
 
 def start(title: str, device: torch.device | None = None) -> None:
-    """Say what machine this is, by default the CPU, and keep Lightning quiet."""
+    """Print which machine this is, by default the CPU, and keep Lightning quiet."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")

@@ -1,4 +1,4 @@
-"""What looking costs: `python -m tests.benchmarks.callbacks`."""
+"""Time the callbacks that only observe: `python -m tests.benchmarks.callbacks`."""
 
 from __future__ import annotations
 

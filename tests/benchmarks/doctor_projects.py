@@ -1,6 +1,6 @@
-"""Slow projects with a known reason, and healthy ones: what `doctor` says of each, and what its cure gains.
+"""Run `doctor` on slow projects with a known reason and on healthy ones, apply its advice, and time the result.
 
-python -m tests.benchmarks.doctor_projects [NAME ...]     prints a table of Markdown; some five minutes
+`python -m tests.benchmarks.doctor_projects [NAME ...]` prints a Markdown table in some five minutes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(names: list[str]) -> None:
 
 
 def is_right(code: str, report: Any, cured: Any) -> bool:
-    """Return whether the reason is named and the cure takes it away, or whether a healthy one is left in peace."""
+    """Return whether the reason was named and its cure removes it, or whether a healthy project got no advice."""
     if not code:
         return not report.has_problems
     left = {finding.code: finding.severity for finding in cured.findings}.get(code)

@@ -1,7 +1,8 @@
-"""What one report of `OverflowLocator` costs, in steps: of a module whose step is hundreds of small operations.
+"""Time one report of `OverflowLocator`, in steps of a module whose step is hundreds of small operations.
 
-`python -m tests.benchmarks.explanation [blocks]`; at most 25 steps are wanted. One weight of the last block is so large
-that its output overflows in fp16; or an operation in the step is infinite in each precision; or a gradient alone is.
+`python -m tests.benchmarks.explanation [blocks]`; the target is at most 25 steps. There are three faults: a weight of
+the last block makes its output overflow in fp16; an operation in the step is infinite in each precision; a gradient
+alone is.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Block(nn.Module):
 
 
 class Deep(L.LightningModule):
-    """Some small blocks, and a step with a fault in one of its batches."""
+    """A module of small blocks, with a fault in one of its batches."""
 
     def __init__(self, blocks: int, fault: str, width: int = 8) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Deep(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """Stands first and last around the locator: times of each batch."""
+    """Record the time of each batch; stands before and after the locator in the list of callbacks."""
 
     def __init__(self, times: list[float]) -> None:
         self.times = times
@@ -97,7 +98,7 @@ def profiled(function: Callable[[], Any]) -> None:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # and time of the process: neighbours on the machine do not count
+    torch.set_num_threads(1)  # process time, so that other work on the machine does not count
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning_amp").setLevel(logging.ERROR)
     blocks = int(sys.argv[1]) if len(sys.argv) > 1 else 300

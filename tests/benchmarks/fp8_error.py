@@ -1,9 +1,11 @@
-"""What fp8 costs in accuracy, on one layer, in usual and in bad cases. `python -m tests.benchmarks.fp8_error`.
+"""Measure the error of one fp8 layer, in usual and in bad cases: `python -m tests.benchmarks.fp8_error`.
 
-Prints a Markdown table: signal to noise, in dB, of output, input gradient and weight gradient against fp32, for bf16
-and the three recipes. It is that of the median row: over the whole tensor, a few large rows would hide what happens to
-the others. fp8 is emulated: the products of 8-bit values are exact and summed in float32. (On an H100 they are summed
-with fewer bits where a recipe has `use_fast_accum`, which this does not show.)
+Prints a Markdown table for bf16 and the three recipes: the signal-to-noise ratio against fp32, in dB, of output, input
+gradient and weight gradient. Each figure is the ratio of the median row, because over the whole tensor a few large rows
+would hide the error of the others.
+
+fp8 is emulated: the products of 8-bit values are exact and summed in float32. An H100 sums them with fewer bits where a
+recipe has `use_fast_accum`; this table does not show that.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.casting import Float8Linears
-from lightning_amp.numerics import sqnr_db
+from lightning_amp.numerics import fidelity, fidelity_sums
 from tests.benchmarks._pairs import start
 
 RECIPES = ("rowwise_with_gw_hp", "rowwise", "tensorwise")
@@ -29,19 +31,19 @@ class Training:
 
 
 def one_row(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """One token is far larger than the others, and its gradient too."""
+    """One token, and its gradient, is far larger than the others."""
     x[3] *= 1e6
     grad[3] *= 1e6
     return x, grad
 
 
 def scattered(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients over many orders of magnitude."""
+    """Gradients that spread over many orders of magnitude."""
     return x, grad * torch.exp(4 * torch.randn(grad.shape))
 
 
 def tiny(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients below what torchao scales up."""
+    """Gradients too small for torchao to scale up."""
     return x, grad * 1e-18
 
 
@@ -54,7 +56,7 @@ CASES: dict[str, Case] = {
 
 
 def figures(case: Case, recipe: str | None) -> tuple[float, float, float]:
-    """SQNR in dB of the median row of output, input gradient and weight gradient; `None`: bf16."""
+    """Return the SQNR in dB of the median row of output, input gradient and weight gradient; `None` means bf16."""
     from torchao.float8 import Float8LinearConfig
 
     torch.manual_seed(0)
@@ -76,7 +78,7 @@ def figures(case: Case, recipe: str | None) -> tuple[float, float, float]:
 
 
 def _of_a_row(exact: Tensor, values: Tensor) -> float:
-    return float(torch.stack([sqnr_db(a, b) for a, b in zip(exact, values, strict=True)]).median())
+    return float(torch.stack([fidelity(fidelity_sums(a, b))[0] for a, b in zip(exact, values, strict=True)]).median())
 
 
 def main() -> None:

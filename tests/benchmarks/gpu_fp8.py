@@ -1,9 +1,9 @@
-"""fp8 against bf16, both compiled, on a GPU that has it: `python -m tests.benchmarks.gpu_fp8`.
+"""Time fp8 against bf16, both compiled, on a GPU with fp8 products: `python -m tests.benchmarks.gpu_fp8`.
 
-Blocks as Llama 3 8B has them (without rotary embeddings, which are no matrix product), between an embedding and a small
-head. For each recipe: bf16 and fp8 interleaved in one process; then, from the same weights and tokens, peak memory and
-the error of the gradient. `--tiny` runs all of it emulated, on a CPU or on `--device cuda`, and proves only that the
-script works.
+The blocks have the sizes of Llama 3 8B (without rotary embeddings, which are no matrix product), between an embedding
+and a small head. For each recipe, bf16 and fp8 run interleaved in one process. Then peak memory and the gradient's
+error are measured from the same weights and tokens. `--tiny` runs everything emulated, on a CPU or on `--device cuda`,
+and proves only that the script works.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Block(nn.Module):
 
 
 class Model(L.LightningModule):
-    """The same weights each time. With `outliers` every 64th channel is 30 times as large, as in trained models."""
+    """Return the same weights each time. With `outliers`, every 64th channel is 30 times as large, as in trained
+    models.
+    """
 
     def __init__(self, sizes: Sizes, *, compiled: bool = True, outliers: bool = False, looks: bool = False) -> None:
         super().__init__()
@@ -105,7 +107,8 @@ class Model(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.looks:
-            blocks = self.blocks.named_parameters()  # the rest would hide them: it is large, and not in fp8
+            # without the embedding: it is large, not in fp8, and would hide the other errors
+            blocks = self.blocks.named_parameters()
             self.gradients = {n: p.grad.clone() for n, p in blocks if p.grad is not None}
 
     def on_train_end(self) -> None:
@@ -122,7 +125,7 @@ def tokens(sizes: Sizes) -> Tensor:
 
 
 def plugin(recipe: str, sizes: Sizes) -> AmpPrecision:
-    """`recipe` may also be "bf16" or "fp32"."""
+    """Train a step; `recipe` may also be "bf16" or "fp32"."""
     if recipe not in RECIPES:
         return AmpPrecision(recipe)
     if not sizes.emulated:
@@ -133,7 +136,8 @@ def plugin(recipe: str, sizes: Sizes) -> AmpPrecision:
 
 
 def clean() -> None:
-    with contextlib.suppress(ImportError):  # its last act is to reset CUDA graphs, which not every torch was built with
+    # compiled code resets CUDA graphs at its end, which not every build of torch supports
+    with contextlib.suppress(ImportError):
         torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -142,7 +146,7 @@ def clean() -> None:
 
 
 def alone(module: Model, recipe: str, sizes: Sizes, steps: int) -> AmpPrecision:
-    """A few steps with nothing beside it."""
+    """Run a few steps with nothing beside them."""
     mine = plugin(recipe, sizes)
     fit(module, mine, Turns.alone(steps), tokens(sizes), accelerator=sizes.accelerator)
     return mine
@@ -156,7 +160,7 @@ def gradients(recipe: str, sizes: Sizes, *, outliers: bool = False) -> dict[str,
 
 
 def peak_gib(recipe: str, sizes: Sizes) -> tuple[float, str]:
-    """Of three whole steps; and how many layers run in fp8."""
+    """Return the peak memory of three whole steps, and how many layers run in fp8."""
     clean()
     module = Model(sizes)
     layers = list(alone(module, recipe, sizes, 3).fp8_layers.values())
@@ -164,7 +168,7 @@ def peak_gib(recipe: str, sizes: Sizes) -> tuple[float, str]:
 
 
 def sqnr_db(values: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, float, str]:
-    """Of the whole gradient, and of the weight where it is worst, with its name."""
+    """Return the SQNR of the whole gradient, and the worst SQNR of one weight's gradient, with its name."""
     power = {n: float(g.double().square().sum()) for n, g in exact.items()}
     noise = {n: float((values[n].double() - g.double()).square().sum()) for n, g in exact.items()}
     each = {n: 10 * math.log10(power[n] / noise[n]) for n in exact if noise[n] and power[n]}
@@ -177,7 +181,7 @@ def side(recipe: str, sizes: Sizes) -> Callable[[Turns], None]:
 
 
 def compare(recipe: str, sizes: Sizes, **kwargs: int) -> tuple[list[float], list[float]]:
-    """Seconds per step of each block of steps, in fp8 and in bf16; which side was built first matters a little."""
+    """Return the seconds per step of each block of steps, in fp8 and in bf16; building order matters a little."""
     fp8, bf16 = side(recipe, sizes), side("bf16", sizes)
     clean()
     ours, theirs = pair(fp8, bf16, **kwargs)
@@ -203,7 +207,7 @@ def describe(sizes: Sizes) -> None:
 
 
 def row(name: str, times: list[float], ratios: list[float], sizes: Sizes, errors: list[str]) -> str:
-    """A line of the table."""
+    """Return one line of the table."""
     ratios = sorted(ratios)
     quarter = len(ratios) // 4
     gib, layers = peak_gib(name, sizes)
@@ -230,7 +234,7 @@ def measure(sizes: Sizes, recipes: Sequence[str], **kwargs: int) -> None:
         del exact
 
     print(
-        "\nErrors are those of the gradient of the blocks against fp32, from the same weights: SQNR in dB, of all"
+        "\nThe error is the error of the blocks' gradient against fp32, from the same weights: SQNR in dB, of all"
         " weights and of the worst one.\n\n| | layers in fp8 | tokens/s | x as fast as bf16 | peak GiB | SQNR |"
         " worst weight | SQNR, outlier channels | worst weight |\n|---|---|---|---|---|---|---|---|---|"
     )

@@ -1,4 +1,4 @@
-"""What the gradients of a gradient penalty lose in half precision, at small and large loss scales.
+"""Measure the error of a gradient penalty's gradients in half precision, at small and large loss scales.
 
 `python -m tests.benchmarks.gradient_penalty` prints the table of `docs/guide/training.md`.
 """
@@ -21,7 +21,7 @@ def critic() -> nn.Sequential:
 
 
 def weight_gradients(dtype: torch.dtype, loss_scale: float, derivative_scale: bool = True) -> Tensor:
-    """All in one vector, unscaled."""
+    """Return all gradients in one vector, unscaled."""
     net = critic()
     batch = torch.randn(32, 256, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with torch.autocast(

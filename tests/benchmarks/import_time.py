@@ -1,4 +1,4 @@
-"""Importing all that is public against importing lightning.pytorch: `python -m tests.benchmarks.import_time`."""
+"""Time the import of all public names against importing lightning.pytorch: `python -m tests.benchmarks.import_time`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Unscale, check, clip by norm, fused AdamW on 85 M parameters: `python -m tests.benchmarks.optimizer_phase`.
+"""Time unscaling, the check, clipping by norm and fused AdamW on 85 M parameters.
 
-On a GPU, if there is one; `--tiny` takes toy sizes, and proves only that the script works.
+`python -m tests.benchmarks.optimizer_phase` uses a GPU if there is one. `--tiny` takes toy sizes, and proves only that
+the script works.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.benchmarks._pairs import report, start, time_pairs
 
 
 class Side:
-    """The parameters of a 12-layer GPT in 96 tensors, 85 M at width 768, and scaled gradients."""
+    """Return the parameters of a 12-layer GPT in 96 tensors (85 M at width 768), with scaled gradients."""
 
     def __init__(self, width: int, device: torch.device, fused: bool) -> None:
         w = width
@@ -26,7 +27,7 @@ class Side:
         self.optimizer = torch.optim.AdamW(self.params, lr=1e-4, fused=fused)
 
     def fresh_gradients(self) -> None:
-        """Scaled gradients again, in the same memory: left alone they would shrink to denormals, which are slow."""
+        """Fill the gradients again in the same memory; otherwise they would shrink to denormals, which are slow."""
         for p, g in zip(self.params, self.grads, strict=True):
             p.grad = p.grad.copy_(g) if p.grad is not None else g.clone()
 
@@ -48,7 +49,7 @@ def main() -> None:
     scaler.scale(one)
 
     def before() -> None:
-        # what a backward leaves: scaled gradients, which no optimizer has seen
+        # gradients as a backward leaves them: scaled, and not yet seen by an optimizer
         for side in sides:
             side.fresh_gradients()
         grads = [p.grad for p in a.params]

@@ -1,7 +1,7 @@
-"""A weight that is used many times in a step: errors, copies and time. `python -m tests.benchmarks.reuse`.
+"""Measure errors, copies and time of a weight that a step uses many times: `python -m tests.benchmarks.reuse`.
 
-Prints a Markdown table. The gradient of the same loss is taken in fp32, with Lightning's own plugin (a cast per use),
-with autocast's cache on (what plain torch does) and with ours. fp16 runs at the plugins' default scale of 2**16.
+Prints a Markdown table. The gradient of the same loss is taken four ways: in fp32, with Lightning's own plugin (a cast
+per use), with autocast's cache on (plain torch), and with ours. fp16 runs at the plugins' default scale of 2**16.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WIDTH, BATCH = 64, 16
 
 
 class Cached(MixedPrecision):
-    """Autocast as plain torch has it by default."""
+    """Plain torch's autocast, with its default settings."""
 
     def autocast_context_manager(self) -> torch.autocast:
         return torch.autocast(self.device, dtype=torch.bfloat16 if self.precision == "bf16-mixed" else torch.half)
 
 
 class Loop(nn.Module):
-    """Uses one layer `uses` times."""
+    """A module that uses one layer `uses` times."""
 
     def __init__(self, kind: str, uses: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Loop(nn.Module):
         }[kind](WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """All outputs [uses, batch, ...]: each use contributes to the gradient, which is the worst case for its sum."""
+        """Return all outputs [uses, batch, ...], because a gradient summed over every use has the largest error."""
         if self.kind == "nn.GRU":
             return self.layer(x[:, None] * torch.linspace(0.5, 1.5, self.uses)[None, :, None])[0]
         if self.kind == "Conv1d":
@@ -68,7 +68,7 @@ class Loop(nn.Module):
 
 
 class Looks(L.LightningModule):
-    """Keeps its weights; remembers the last step's true gradient and how many copies of a weight its backward held."""
+    """Keep the weights; record the last step's true gradient and how many copies of a weight its backward held."""
 
     def __init__(self, net: Loop) -> None:
         super().__init__()

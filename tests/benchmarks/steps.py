@@ -1,4 +1,4 @@
-"""Training steps against Lightning's own plugin: `python -m tests.benchmarks.steps`."""
+"""Time training steps against Lightning's own plugin: `python -m tests.benchmarks.steps`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compare(
     trainer = {k: kwargs.pop(k) for k in ("gradient_clip_val",) if k in kwargs}
     first, second = (lambda turns, p=p: fit(Timed(net(), fused=fused), p(), turns, batch, **trainer) for p in (a, b))
     ours, theirs = pair(first, second, **kwargs)
-    theirs_again, ours_again = pair(second, first, **kwargs)  # which side was built first matters by a per cent or two
+    theirs_again, ours_again = pair(second, first, **kwargs)  # building order matters by a per cent or two
     report(name, ours + ours_again, theirs + theirs_again, target=target)
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     for precision in ("bf16", "fp16"):
         a, b = functools.partial(ours, precision), functools.partial(lightnings, precision)
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # a second one makes a step of 1 ms noisier than the difference
+        torch.set_num_threads(1)  # a second thread makes a step of 1 ms noisier than the difference that is measured
         for fused in (False, True):
             label = f"{precision}, {'fused' if fused else 'plain'} AdamW"
             compare(f"tiny MLP, {label}, one thread", mlp, tiny, a, b, fused=fused, steps=100, blocks=25, warmup=100,

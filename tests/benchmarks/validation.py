@@ -1,4 +1,4 @@
-"""A compared validation against its two passes: `python -m tests.benchmarks.validation`."""
+"""Time a compared validation against its two passes: `python -m tests.benchmarks.validation`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.benchmarks._pairs import report, start
 
 
 class Validated(L.LightningModule):
-    """Eight blocks of width 512; logs a loss."""
+    """Eight blocks of width 512, and a logged loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Validated(L.LightningModule):
 
 
 def validation(precision: str, callbacks: list[L.Callback]) -> Any:
-    """One validation of 60 batches; returns its seconds."""
+    """Run one validation of 60 batches; return its seconds."""
     trainer = L.Trainer(
         accelerator="cpu", plugins=[AmpPrecision(precision)], callbacks=callbacks, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

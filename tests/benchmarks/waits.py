@@ -14,7 +14,7 @@ import sys
 import warnings
 from typing import Any
 
-sys.path.append("tests")  # last: `benchmarks` is that of the repository
+sys.path.append("tests")  # last on the path: `benchmarks` must be the repository's, not this folder
 
 import pretended
 import torch
@@ -60,7 +60,7 @@ def main(parts: list[str]) -> int:
 
 
 def attempt(case: Any, plugin: Any) -> str:
-    """Count; Lightning's own plugin refuses some of these loops."""
+    """Count the waits; Lightning's own plugin refuses some of these loops."""
     try:
         return str(case.waits(plugin))
     except Exception as error:

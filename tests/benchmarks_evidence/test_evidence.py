@@ -1,4 +1,6 @@
-"""One command collects what only a GPU can show: it resumes, ends in time, and never takes a rehearsal for evidence."""
+"""One command collects the results that need a GPU: it resumes, stops in time, and never takes a rehearsal for
+evidence.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def collect(out: Path, wanted: list[Part], *, limit_s: float = 600.0, retry: boo
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The code of the parts for which a process would be started; each ends at once, with the status that it names."""
+    """Replace each part's process by one that ends at once with the given status."""
     codes: list[str] = []
 
     def end(command: list[str], output: int, errors: int, limit_s: float) -> int | None:
@@ -80,7 +82,7 @@ def test_what_is_on_record_is_not_done_again(tmp_path: Path, started: list[str])
     started.clear()
     collect(tmp_path, wanted)
     assert started == []
-    collect(tmp_path, [*wanted[:4], part("lacks", "lacks")])  # it is there now
+    collect(tmp_path, [*wanted[:4], part("lacks", "lacks")])  # the part is there now
     assert started == ["lacks"]
     started.clear()
     collect(tmp_path, wanted[:4], retry=True)
@@ -119,7 +121,8 @@ def test_no_part_is_started_that_would_not_end_in_time(
 def test_a_part_that_takes_too_long_is_on_record_unless_it_was_the_call_that_ended(
     tmp_path: Path, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert collect(tmp_path, [part("hangs", "hangs", 20.0)], limit_s=25.0) == {}  # 25 and 30 s are less than its 60
+    # 25 s, then 30 s are left: less than the 60 s that a part needs
+    assert collect(tmp_path, [part("hangs", "hangs", 20.0)], limit_s=25.0) == {}
     assert "Time was up in the middle of hangs" in capsys.readouterr().out
     assert collect(tmp_path, [part("hangs", "hangs", 20.0)])["hangs"].reason == "it was ended after 60 s"
 

@@ -1,4 +1,4 @@
-"""The callback on a GPU, as far as a CPU can tell: the calls of CUDA are replaced."""
+"""The measuring callback of the headline, with the calls of CUDA replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = Lengths(warm_up=4, timed=3, timed_s=60.0, least=2, watched=2)
 
 
 class Cuda:
-    """What was called of it, in order, with the number of the step."""
+    """Record the calls in order, with the number of the step."""
 
     def __init__(self) -> None:
         self.mode = "default"
@@ -49,7 +49,7 @@ class Peak:
 
 
 class Waits(Toy):
-    """Waits twice in each step, and once fails."""
+    """A module that waits twice in each step, and fails once."""
 
     def __init__(self, cuda: Cuda, fails_at: int = -1) -> None:
         super().__init__(fused_adamw)
@@ -80,9 +80,10 @@ def test_the_phases_on_a_gpu(cuda: Cuda) -> None:
     watch = Measure(torch.device("cuda", 0), 4, LENGTHS)
     trainer = fit(Waits(cuda), AmpPrecision("fp32"), batches(30), max_steps=-1, callbacks=[watch])
     assert trainer.global_step == 4 + 3 + 2
-    assert [step for name, step in cuda.calls if name == "resume"] == [0, 3]  # from the start, and after the warm-up
+    # timing starts at the beginning and again after the warm-up
+    assert [step for name, step in cuda.calls if name == "resume"] == [0, 3]
     assert [step for name, step in cuda.calls if name == "close"] == [6]
-    assert "synchronize" not in {name for name, _ in cuda.calls}  # marks in the stream wait for themselves alone
+    assert "synchronize" not in {name for name, _ in cuda.calls}  # an event in the stream waits for itself only
     assert [(name, step) for name, step in cuda.calls if name in ("warn", "default")] == [("warn", 6), ("default", 8)]
     assert watch.waits == 2
     assert watch.memory["peak"] == 12345

@@ -1,4 +1,4 @@
-"""The page says what the records say, and no more."""
+"""The page says what the records say, and nothing else."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def record(run: Run, outcome: Outcome, machine: Machine = H200) -> Record:
 
 
 def row(text: str, start: str) -> list[str]:
-    """The cells of the only row that begins so."""
+    """Return the cells of the only row that begins with these words."""
     (line,) = [line for line in text.splitlines() if line.startswith(f"| {start} |")]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def section(text: str, title: str) -> str:
-    """What stands under a heading of the second or third level, up to the next of either."""
+    """Return the text under a heading of the second or third level, up to the next such heading."""
     (found,) = [part for part in text.replace("\n### ", "\n## ").split("\n## ") if part.startswith(title)]
     return found
 
@@ -84,7 +84,7 @@ def test_a_row_has_ratios_to_both_baselines_and_to_lightnings_own() -> None:
     assert row(table, "our bf16") == [
         "our bf16", "500 (495 to 505)", "5.00x", "2.50x", "1.25x", "20", "1 + 1 + 2", "16", "41 %", "1",
     ]  # fmt: skip
-    assert row(table, "our fp16")[2:5] == ["6.00x", "3.00x", "-"]  # Lightning's fp16 is not there
+    assert row(table, "our fp16")[2:5] == ["6.00x", "3.00x", "-"]  # Lightning's fp16 is missing from the records
     assert row(table, "fp32, strict")[2:5] == ["-", "0.50x", "-"]
     assert row(table, "Lightning's fp16")[1] == "not yet measured"
 

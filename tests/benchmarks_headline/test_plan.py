@@ -1,4 +1,4 @@
-"""What is run, in which order, and that the models are those that they are called after."""
+"""The plan's runs and their order; each model has the parameters of the published model of its name."""
 
 from __future__ import annotations
 

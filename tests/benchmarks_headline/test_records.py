@@ -1,4 +1,4 @@
-"""The file of records holds what was measured, survives a torn last line, and refuses another."""
+"""The file of records keeps each measurement, survives a torn last line, and refuses another plan's file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECORDS = [
 def test_they_come_back_as_they_were(tmp_path: Path) -> None:
     write(tmp_path / "records.json", RECORDS)
     assert read(tmp_path / "records.json") == RECORDS
-    assert len(json.loads((tmp_path / "records.json").read_text())) == 2  # the file as a whole is JSON
+    assert len(json.loads((tmp_path / "records.json").read_text())) == 2  # the whole file is JSON
     assert read(tmp_path / "none.json") == []
     assert FULL.activations == 3
     assert RECORDS[1].outcome.activations is None

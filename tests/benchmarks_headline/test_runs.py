@@ -1,4 +1,4 @@
-"""One run measures what its record says; the command runs each in its own process, and goes on where it stopped."""
+"""One run measures what its record says; the command starts a process for each run, and continues where it stopped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make(size, tiny):
 
 MODELS["resnet50"] = replace(MODELS["resnet50"], make=make)
 """
-"""As `sitecustomize.py`: the processes need no library that has the model."""
+"""Written as `sitecustomize.py`, so that the processes need no library that has the model."""
 
 MACHINE = Machine("a device", ("torch 2.11.0",), tiny=True)
 
@@ -58,7 +58,7 @@ def toy_loss(net: nn.Module, batch: Batch) -> torch.Tensor:
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., Run]]:
-    """Puts a toy into the list of models, under the name of ResNet-50; returns its runs."""
+    """Put a toy into the list of models under the name of ResNet-50; return its runs."""
 
     def put(make: Callable[[Size, bool], Workload] = make_toy, **fields: Any) -> Callable[..., Run]:
         usual = MODELS["resnet50"]
@@ -96,7 +96,7 @@ def test_a_run_is_measured(toy: Any, arm: str) -> None:
         "weights": 4 * num,
         "gradients": 4 * num,
     }
-    assert outcome.memory["states"] == pytest.approx(8 * num, abs=100)  # and the counts of steps
+    assert outcome.memory["states"] == pytest.approx(8 * num, abs=100)  # the counts of steps are logged as well
     assert outcome.activations is not None
     assert outcome.activations > 0
     assert outcome.flops == 3 * 2 * 16 * (32 * 64 + 64 * 64 + 64 * 32)
@@ -180,7 +180,7 @@ def test_flops_of_convolutions_with_groups_are_not_counted_once_per_group() -> N
 
 
 def test_timed_steps_do_not_wait_for_the_device(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads in the warm-up and at the end are fine; in between there is what training itself reads: nothing in fp32."""
+    """Only training itself may read from the device between warm-up and end; in fp32 it reads nothing."""
     reads: list[int] = []
 
     def counted(net: nn.Module, batch: Batch) -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_timed_steps_do_not_wait_for_the_device(toy: Any, monkeypatch: pytest.Mo
     with CountReads() as counter:
         measure(toy(lambda s, t: make_toy(s, t)._replace(loss=counted))("fp32"), "cpu", tiny=True)
     assert reads[-1] == reads[2]
-    assert counter.count > reads[-1]  # the loss, at the end
+    assert counter.count > reads[-1]  # the loss is read at the end
 
 
 # -- the series --------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def series(path: Path, **limits: float) -> Series:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """The runs for which a process would be started; what it writes is made up."""
+    """Return the runs for which a process would start; their results are made up."""
     started: list[Run] = []
 
     def write_result(command: list[str], output: int, errors: int, limit_s: float) -> int:
@@ -251,7 +251,7 @@ def test_no_run_is_started_that_would_not_end_in_time(
     assert processes == []
     assert "with 3 runs left" in capsys.readouterr().out
     append(path, Record(MACHINE, RUNS[0], Outcome("measured", wall_s=2.0), "2026-11-22"))
-    series(path, limit_s=RUNS[0].estimated_s() - 1).go(RUNS)  # the last one took two seconds, and not as planned
+    series(path, limit_s=RUNS[0].estimated_s() - 1).go(RUNS)  # the last run took two seconds, not the planned time
     assert processes == RUNS[1:]
 
 

@@ -1,4 +1,4 @@
-"""What a user gets wrong is told once, before the first batch: rule, value received, next step."""
+"""A user's mistake raises one error before the first batch: rule, value received, next step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_scale_monitor(kwargs: Any) -> None:
 
 @pytest.mark.parametrize("callback", [ScaleMonitor, OverflowLocator])
 def test_a_folder_that_nobody_could_write_to(callback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known before the first batch: the history of the run would be lost."""
+    """The loggers are known before the first batch, so the error comes before any history is lost."""
     with pytest.raises(ValueError, match=r"`dirpath` must be .* got 's4://bucket/run'. Did you mean `s3://`\?"):
         callback(dirpath="s4://bucket/run")
     with pytest.raises(ValueError, match=r"`dirpath` must be .* got .*s3:/bucket/run.*: pass the URL as a string"):

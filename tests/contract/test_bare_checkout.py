@@ -1,6 +1,6 @@
-"""The tests for GPUs and the benchmarks run from a checkout where only torch, Lightning and pytest are installed.
+"""The GPU tests and the benchmarks run where only torch, Lightning and pytest are installed.
 
-So they do on a machine that is lent for an hour. This package need not be installed there, either.
+A machine lent for an hour has nothing else. The package itself is imported from the checkout and need not be installed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ INSTALLED = ("torch", "lightning", "torchmetrics", "pytest")
 
 
 def link_distribution(name: str, folder: Path, linked: set[str]) -> None:
-    """Link an installed distribution, and what it requires, into a folder that then is a site-packages."""
+    """Link a distribution and its requirements into a folder that serves as site-packages."""
     if name in linked:
         return
     linked.add(name)
     try:
         installed = distribution(name)
-    except PackageNotFoundError:  # a requirement that somebody left out, and does without
+    except PackageNotFoundError:  # an optional requirement that is not installed here
         return
     for top in {file.parts[0] for file in installed.files or []} - {"..", "__pycache__"}:
         if not (folder / top).exists():
@@ -37,7 +37,7 @@ def link_distribution(name: str, folder: Path, linked: set[str]) -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a Python that has nothing but `INSTALLED`; it has to be started with `-S`."""
+    """Return the environment of a Python started with `-S` that sees only the packages in `INSTALLED`."""
     folder = tmp_path_factory.mktemp("site-packages")
     linked: set[str] = set()
     for name in INSTALLED:
@@ -89,7 +89,7 @@ def test_the_evidence_can_be_collected(environment: dict[str, str], tmp_path: Pa
 
 
 def test_the_process_that_hands_out_the_tests_needs_no_torch() -> None:
-    """The workers wait for it, and have what is left of the machine."""
+    """Yield while the test workers wait, so that the subprocess has the machine to itself."""
     code = "import sys, conftest; print(*{'torch', 'lightning', 'lightning_amp', 'support'} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Row 27: state written by stock Lightning is read, ours is read by stock Lightning, and the user's arguments win."""
+"""Row 27: we read the state that Lightning's plugin wrote, it reads ours, and the user's arguments win."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def toy() -> Toy:
 
 
 def half(plugin: Any, path: Path, poison: tuple[int, ...] = (1,)) -> Path:
-    """The first of two epochs of four batches."""
+    """Train the first of two epochs of four batches."""
     trainer = fit(toy, plugin, batches(4), callbacks=[Poison(gradient=poison)])
     trainer.save_checkpoint(path)
     return path
@@ -50,7 +50,7 @@ def test_stock_checkpoints_are_read(key: str, tmp_path: Path) -> None:
     rest(plugin, path)
     assert plugin.scaler.get_scale() == 128.0
     assert plugin.scaler.get_growth_interval() == 100
-    assert plugin.num_steps == 4  # of this run; the old checkpoint counts nothing
+    assert plugin.num_steps == 4  # counts this run only; the old checkpoint had no counts
 
 
 def test_stock_lightning_reads_ours(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_k_folds_start_fresh(plugins: Plugins) -> None:
 
 
 def test_forty_steps_are_twenty_and_twenty(tmp_path: Path) -> None:
-    """Overflows on both sides, and the growth tracker and the hysteresis in the middle of their counts."""
+    """Overflow on both sides, with growth tracker and hysteresis in the middle of their counts."""
     poison = (3, 17, 19, 25, 33)
 
     def make() -> AmpPrecision:

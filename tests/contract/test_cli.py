@@ -1,4 +1,4 @@
-"""The plugin and its scaler from a LightningCLI YAML file."""
+"""Configure the plugin and its scaler from a LightningCLI YAML file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CliToy(Toy):
         return batches()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
 @pytest.mark.parametrize(
     ("precision", "scaler"), [("bf16-mixed", ""), ("fp16", SCALER), ("fp16", "        scaler: 256.0"), ("16", "")]
 )
@@ -69,7 +69,7 @@ def test_from_yaml(precision: str, scaler: str, tmp_path: Path, monkeypatch: pyt
     assert any(isinstance(c, ScaleMonitor) and c.history.num_attempted == 8 for c in cli.trainer.callbacks)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
 @pytest.mark.parametrize("machine", ["bf16", "fp16", "fp32"])
 def test_one_yaml_for_all_machines(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 39."""
@@ -90,7 +90,7 @@ FORWARD = """
 """
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
@@ -122,8 +122,8 @@ QUIET = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:No seed found")  # unless a test before has set one
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.filterwarnings("ignore:No seed found")  # unless an earlier test has set one
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
 @pytest.mark.parametrize(
     ("spelling", "precision"),
     [("16", "16-mixed"), ("torch.bfloat16", "bf16-mixed"), ("float16", "16-mixed"), ("32", "32-true")],
@@ -138,7 +138,7 @@ def test_from_the_command_line(spelling: str, precision: str, tmp_path: Path, mo
     assert plugin.num_steps + plugin.num_skipped == 8
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
 @pytest.mark.parametrize(
     ("written", "expected"),
     [

@@ -1,4 +1,4 @@
-"""`python -m lightning_amp` as a process: exit statuses, one line of wrong use, no traceback, and what it imports."""
+"""Run `python -m lightning_amp` as a process: exit status, one line for wrong use, no traceback, light imports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(*arguments: str, code: str = "", **more: str) -> subprocess.CompletedProcess[str]:
-    """A process of `python -m lightning_amp`, or of `code`."""
+    """Run `python -m lightning_amp ARGS`, or `python -c code`."""
     command = [sys.executable, *(["-c", code] if code else ["-m", "lightning_amp"]), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment(**more), check=False, timeout=120)
 
@@ -59,7 +59,7 @@ sys.exit(status)
     ("arguments", "imported"), [(["--help"], "False False False False"), (["scale", "RUN"], "True False False False")]
 )
 def test_only_what_is_needed_is_imported(arguments: list[str], imported: str, history: str) -> None:
-    """Lightning takes seconds."""
+    """Importing Lightning takes seconds, so `scale` must not do it."""
     done = run(*(history if argument == "RUN" else argument for argument in arguments), code=IMPORTS)
     assert (done.returncode, done.stderr) == (0, f"{imported}\n")
     assert "\x1b" not in done.stdout
@@ -68,7 +68,7 @@ def test_only_what_is_needed_is_imported(arguments: list[str], imported: str, hi
 def test_wrong_use() -> None:
     done = run("scale", "no such file")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("lightning-amp scale: there is no file `no such file`; FILE is what")
+    assert done.stderr.startswith("lightning-amp scale: there is no file `no such file`; FILE is a file")
 
 
 @pytest.mark.parametrize("command", [["scale", "RUN"], ["compare", "--model", "a.B", "--data", "a.C"]])
@@ -86,7 +86,7 @@ def test_without_the_extra_one_line_says_what_to_install(command: list[str], his
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals and pipes")
 def test_a_reader_who_has_gone(history: str) -> None:
-    """`lightning-amp scale ... | head`"""
+    """`lightning-amp scale ... | head` closes the pipe early."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -99,9 +99,9 @@ def test_a_reader_who_has_gone(history: str) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals and pipes")
 def test_ctrl_c(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "never.csv")  # whoever opens it to read waits
+    os.mkfifo(tmp_path / "never.csv")  # opening a FIFO for reading blocks
     command = [sys.executable, "-m", "lightning_amp", "scale", str(tmp_path / "never.csv")]
-    # What a shell starts in the background ignores the signal, and so do its children.
+    # A shell starts background processes with SIGINT ignored, and their children inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
@@ -112,7 +112,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
         writing = None
         while writing is None and time.monotonic() < deadline:
             try:
-                writing = os.open(tmp_path / "never.csv", os.O_WRONLY | os.O_NONBLOCK)  # fails until it is read
+                writing = os.open(tmp_path / "never.csv", os.O_WRONLY | os.O_NONBLOCK)  # raises until somebody reads
             except OSError:
                 time.sleep(0.1)
         process.send_signal(signal.SIGINT)
@@ -135,7 +135,7 @@ def test_a_crash_shows_its_traceback_if_it_is_wanted(history: str) -> None:
     assert "an error of lightning-amp itself: ZeroDivisionError" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
 def test_what_is_found_from_here_is_made_in_a_process_that_was_started_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +162,7 @@ def test_what_is_found_from_here_is_made_in_a_process_that_was_started_elsewhere
     assert (done.returncode, done.stdout) == (0, "64 <class 'nets.mine.Data'>\n"), done.stderr
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jsonargparse, about how Lightning calls it
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse warns about how Lightning calls it
 def test_the_examples_are_found_from_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     user = parse_user_classes([], ["--model", "examples.digits.DigitTransformer", "--data", "examples.digits.Digits"])

@@ -1,4 +1,4 @@
-"""`_compat`: each entry says when it can go, and none asks which version of torch or Lightning it runs with."""
+"""Each entry of `_compat` says when it can go, and none asks which version of torch or Lightning is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSION = re.compile(r"\b(torch|Lightning|torchmetrics|Python) \d+\.\d+")
 
 
 def entries(source: Source) -> Iterator[tuple[ast.stmt, str, str]]:
-    """The public names at the top of a file, each with what is written about it: docstring, or comment right above."""
+    """Return the public names at the top of a file, each with its docstring or the comment right above it."""
     lines = source.text.splitlines()
     for node, following in zip(source.tree.body, [*source.tree.body[1:], None], strict=True):
         if isinstance(node, (Function, ast.ClassDef)):
@@ -39,7 +39,7 @@ def entries(source: Source) -> Iterator[tuple[ast.stmt, str, str]]:
 
 
 def without_an_end(package: Package) -> Iterator[Finding]:
-    """Entries that do not say themselves when they can go, or go with one that there is not."""
+    """Return the entries that say neither when they can go nor which existing entry they go with."""
     for source in package:
         if source.room == "_compat":
             names = {name for _, name, _ in entries(source)}
@@ -50,9 +50,9 @@ def without_an_end(package: Package) -> Iterator[Finding]:
 
 
 def asks_for_a_version(package: Package) -> Iterator[Finding]:
-    """Comparisons with a version, anywhere; in `_compat` also whether a library has a name, by asking or by trying.
+    """Return comparisons with a version; in `_compat`, also checks whether a library has a name.
 
-    In `_compat` that is allowed to an entry that says of which version, as in "torch 2.13 has none".
+    In `_compat`, such a check is allowed in an entry that names the version, as in "torch 2.13 has none".
     """
     for source in package:
         for node in source.nodes:
@@ -66,7 +66,7 @@ def asks_for_a_version(package: Package) -> Iterator[Finding]:
 
 
 def asks_for_a_name(source: Source, node: ast.AST) -> str:
-    """`hasattr(torch.amp, "x")`, `getattr(Tensor, "x", None)`, `try: import x`: the name, else empty."""
+    """Return the name in `hasattr(torch.amp, "x")`, `getattr(Tensor, "x", None)` or `try: import x`; else empty."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) in {"hasattr", "getattr"}:
         is_question = ast.unparse(node.func) == "hasattr" or len(node.args) == 3
         return ast.unparse(node.args[1]) if is_question and is_of_a_library(source.meaning(node.args[0])) else ""
@@ -78,7 +78,11 @@ def asks_for_a_name(source: Source, node: ast.AST) -> str:
 
 
 def is_of_a_library(name: str) -> bool:
-    """Whether a dotted name is a module or class of a library: these differ by version, objects by their state."""
+    """Return whether a dotted name is a module or class of a library.
+
+    Modules and classes differ by version. An instance's attributes differ by its state, so checking them is no version
+    check.
+    """
     module, _, attribute = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute) if module else importlib.import_module(name)
@@ -105,7 +109,7 @@ def test_there_are_entries() -> None:
     [
         "def entry(): ...",
         'def entry():\n    """Do it. No public way."""',
-        "# Can go when torch has one.\n\n\ndef entry(): ...",  # of a section, not its own
+        "# Can go when torch has one.\n\n\ndef entry(): ...",  # a section's comment, not the entry's own
         "# Can go when torch has one.\n\nCONSTANT = 1",
         'class Entry:\n    def f(self):\n        """Can go when torch has one."""',
         'def entry():\n    """Do it. Can go with `other`."""',
@@ -155,7 +159,7 @@ def test_a_question_for_a_version_is_found(path: str, text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "def entry(module):\n    return getattr(module, 'x', None)",  # the state of an object
+        "def entry(module):\n    return getattr(module, 'x', None)",  # asks an object about its state
         "import torch\ndef entry():\n    return getattr(torch, 'x')",
         'import torch\ndef entry():\n    """Ask, since torch 2.13 has none."""\n    return hasattr(torch, "x")',
         "def entry():\n    try:\n        f()\n    finally:\n        g()",

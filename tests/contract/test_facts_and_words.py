@@ -1,4 +1,4 @@
-"""A fact is a value until it is shown: nobody reads our own sentences back, and a kind of thing is a `Literal`."""
+"""A fact stays a value until it is shown: no code parses our own sentences, and each kind is a `Literal`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _PATTERNS = {"re.match", "re.search", "re.fullmatch", "re.findall", "re.compile"
 
 
 def sentences_read_back(package: Package) -> Iterator[Finding]:
-    """`text.startswith("not worse")`, `" in fp32" in text`, `re.search("takes (.*) seeds", text)`, if the text is ours.
+    """Find code that looks for words in our own sentences.
 
-    A text counts as ours if another literal of the package has the words that are looked for. Single words are left
-    alone: they are names of settings, units and operations as well. Messages of other libraries are read in `_compat`.
+    Examples: `text.startswith("not worse")`, `" in fp32" in text`, `re.search("takes (.*) seeds", text)`. The words
+    count as ours if another literal of the package contains them. Single words are allowed, because settings, units and
+    operations have such names. `_compat` may read the messages of other libraries.
     """
     written = [(source, node) for source in package for node in _literals(source)]
     for source in package:
@@ -46,7 +47,7 @@ def _literals(source: Source) -> list[ast.Constant]:
 
 
 def _read(source: Source) -> Iterator[tuple[ast.Constant, str]]:
-    """Constants that are looked for in another text."""
+    """Return the constants that code searches for in another text."""
     for node in source.nodes:
         looked_for: list[ast.expr] = []
         if isinstance(node, ast.Call) and node.args:
@@ -63,7 +64,7 @@ def _read(source: Source) -> Iterator[tuple[ast.Constant, str]]:
 
 
 def _plain(pattern: str) -> str:
-    """The longest part of a pattern that is plain words."""
+    """Return the longest part of a regular expression that is plain words."""
     parts = [""]
     for letter in pattern:
         if letter.isalnum() or letter in " ,;:'`-":
@@ -74,9 +75,9 @@ def _plain(pattern: str) -> str:
 
 
 def kinds_typed_as_text(package: Package) -> Iterator[Finding]:
-    """A field that is given and compared with constants, such as `remedy.kind == "clip"`, is a `Literal`, not `str`.
+    """Find fields compared with constants, such as `remedy.kind == "clip"`, that are typed `str` and not `Literal`.
 
-    Names are left alone: `name` says which one it is, not which kind.
+    A field called `name` is allowed: it says which object, not which kind.
     """
     compared = {name for source in package for name in _compared_with_text(source)}
     given = {field for source in package for field in _given_as_text(package, source)}
@@ -93,7 +94,7 @@ def _fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
 
 
 def _given_as_text(package: Package, source: Source) -> Iterator[tuple[str, str]]:
-    """Class and field, for each field that a call of the class gives as a constant text."""
+    """Return class and field wherever a call of the class passes a constant text."""
     for node in source.nodes:
         if (
             not isinstance(node, ast.Call)
@@ -109,7 +110,7 @@ def _given_as_text(package: Package, source: Source) -> Iterator[tuple[str, str]
 
 
 def _compared_with_text(source: Source) -> Iterator[str]:
-    """Attributes that are compared with a text that is not empty."""
+    """Return the attributes that are compared with a text that is not empty."""
     for node in source.nodes:
         if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute):
             against = node.comparators[0]

@@ -1,4 +1,4 @@
-"""Who may import whom: the order of the rooms, and the rooms that know nothing of Lightning."""
+"""Hold the order of the rooms, and keep Lightning out of the rooms that are plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.source import PACKAGE, ROOT, TOP, Finding, Guard, Import, Package, 
 
 LAYERS = [
     ["_compat"],
-    [""],  # the helpers at the top: `_files.py`, `_text.py`, ...
+    [""],  # helpers at the top level: `_files.py`, `_text.py`, ...
     ["numerics"],
     ["findings", "measure"],
     ["scaling", "casting", "tracing"],
@@ -24,14 +24,14 @@ LAYERS = [
     ["cli"],
     ["__main__"],
 ]
-"""A room imports from itself and from the lines above its own."""
+"""A room may import from itself and from the lines above its own."""
 
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 _PLAIN = ("numerics", "findings", "measure", "scaling", "tracing", "reports")
 _PLAIN_OF_ADVICE = ("__init__", "_decision", "_gains", "_machine", "_page", "_record", "_report", "findings")
-"""Of the doctor: what was measured and what is said of it; the rest trains."""
+"""The doctor's plain part: measurements and the sentences about them. Its other files train."""
 _PLAIN_FILES = (*(f"advice/{name}" for name in _PLAIN_OF_ADVICE), "compare/__init__.py", "compare/_report.py")
 WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in (*_PLAIN, *_PLAIN_FILES)} | {
     "casting": LIGHTNING,
@@ -49,11 +49,11 @@ WITHOUT = {room: {*LIGHTNING, "torchmetrics"} for room in (*_PLAIN, *_PLAIN_FILE
     "_compat/_torch.py": {*LIGHTNING, "torchmetrics"},
     "_compat/_modules.py": {*LIGHTNING, "torchmetrics"},
 }
-"""Plain torch: what a room or file, and all that it imports, must not import."""
+"""Imports that a plain room or file must not reach, directly or through other files."""
 
 
 def wrong_directions(package: Package) -> Iterator[Finding]:
-    """Imports from above and from beside, those for annotations only included."""
+    """Return imports from a room above or beside, including those for annotations."""
     for source in package:
         if source.room not in LEVEL:
             yield Finding(source.path, 1, f"the room {source.room} has no place in `LAYERS`")
@@ -65,9 +65,10 @@ def wrong_directions(package: Package) -> Iterator[Finding]:
 
 
 def imported_at_run_time(package: Package, source: Source) -> set[str]:
-    """Modules that run when this one does, or later in one of its functions; and outside names, as they are.
+    """Return the modules that run when this one does, or later in one of its functions, and outside names as they are.
 
-    `lightning_amp/__init__.py` runs before all of them and imports everything: it counts where a name is taken from it.
+    `lightning_amp/__init__.py` runs before all of them and imports everything. It counts only where a name is taken
+    from it.
     """
     names: set[str] = set()
     for found in source.imports:
@@ -79,12 +80,12 @@ def imported_at_run_time(package: Package, source: Source) -> set[str]:
 
 
 def is_below(path: str, place: str) -> bool:
-    """Whether a place of two parts, such as `advice/findings`, is the file, or a folder around it."""
+    """Return whether a two-part place, such as `advice/findings`, is this file or a folder around it."""
     return "/" in place and (path == f"{place}.py" or path.startswith(f"{place}/"))
 
 
 def forbidden_chains(package: Package) -> Iterator[Finding]:
-    """Each way out of plain torch: from a plain room, over whatever it imports, to what it must not reach."""
+    """Return each chain of imports from a plain room to a module that plain rooms must not reach."""
     graph = {name: imported_at_run_time(package, source) for name, source in package.modules.items()}
     for place, forbidden in WITHOUT.items():
         chains = {s.module: s.module for s in package if place in (s.room, s.path) or is_below(s.path, place)}
@@ -106,9 +107,10 @@ def other_package(package: Package) -> Iterator[Finding]:
 
 
 def circles(package: Package) -> Iterator[Finding]:
-    """Files that import each other, directly or over others, imports inside of functions and for annotations included.
+    """Return groups of files that import each other, directly or through others.
 
-    A package's `__init__` counts as the file whose name is taken from it, since it only hands names on.
+    Imports inside functions and for annotations count. An import from a package counts as one from the file that
+    defines the name, because `__init__` only passes names on.
     """
     graph = {
         source.module: {target for found in source.imports if (target := _file_of(package, found))}
@@ -122,7 +124,7 @@ def circles(package: Package) -> Iterator[Finding]:
 
 
 def _file_of(package: Package, found: Import) -> str:
-    """The file of ours where an imported name is defined; empty if there is none."""
+    """Return the file of ours that defines an imported name; empty if none does."""
     defined = package.definition(f"{found.module}.{found.name}") if found.name else found.module
     while defined and defined not in package.modules:
         defined = defined.rpartition(".")[0]
@@ -130,7 +132,7 @@ def _file_of(package: Package, found: Import) -> str:
 
 
 def _strongly_connected(graph: dict[str, set[str]]) -> Iterator[set[str]]:
-    """Groups in which every node reaches every other one."""
+    """Return the groups in which every node reaches every other one."""
     reaches = {node: _reached(graph, node) for node in graph}
     left = set(graph)
     while left:
@@ -168,7 +170,7 @@ def test_circles() -> None:
     [
         ("scaling/_bad.py", "from lightning_amp.precision import AmpPrecision"),
         ("scaling/_bad.py", "from lightning_amp.precision._amp import AmpPrecision"),
-        ("scaling/_bad.py", "from lightning_amp.casting import Choice"),  # beside
+        ("scaling/_bad.py", "from lightning_amp.casting import Choice"),  # a room beside
         ("casting/_bad.py", "import lightning_amp.tracing"),
         ("numerics/_bad.py", "def f():\n    from lightning_amp import scaling"),
         ("precision/_bad.py", "from lightning_amp import callbacks"),

@@ -1,4 +1,6 @@
-"""The audit of the pins fails for a known vulnerability, and for nothing that PyPI does or does not answer."""
+"""The audit of the pinned versions fails for a known vulnerability, and for no other answer of PyPI or failure to
+answer.
+"""
 
 from __future__ import annotations
 

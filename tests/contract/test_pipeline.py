@@ -1,4 +1,4 @@
-"""The order of events of one optimizer step, as a recorded list; and that nothing on the way waits for the device."""
+"""Record the events of one optimizer step in order, and show that none of them waits for the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_amp.scaling import OptimizerSteps
 
 
 class Events(L.Callback):
-    """What a user can see, with the factor that the gradients carry when it happens."""
+    """An event that a user can see, with the factor that the gradients carry at that moment."""
 
     def __init__(self, factor: Callable[[Any], str]) -> None:
         self.events: list[str] = []
@@ -48,7 +48,7 @@ class Events(L.Callback):
 
 
 class Traced(Toy):
-    """Its true gradient is known: the loss is the sum of the parameters."""
+    """A module with a known true gradient: the loss is the sum of the parameters."""
 
     def __init__(self, optimizer: Any = plain_adamw, window: int = 1) -> None:
         super().__init__(optimizer)
@@ -120,7 +120,7 @@ def test_accumulation() -> None:
 
 
 class Kernels(TorchDispatchMode):
-    """Notes the two kernels of loss scaling, and the backward of the loss, among the events that hooks note."""
+    """Record the two kernels of loss scaling and the backward of the loss among the events that hooks record."""
 
     NAMES: ClassVar[dict[str, str]] = {
         "_amp_foreach_non_finite_check_and_unscale_": "unscale",
@@ -148,7 +148,7 @@ class WithKernels(Traced):
 
 
 def test_the_list_of_events_is_what_happens() -> None:
-    """The list that the documentation shows, in order; a check is part of unscaling, and a record leaves no trace."""
+    """Return the documented list in order; a check is part of unscaling, and writing a record leaves no event."""
     module = WithKernels(plain_adamw)
     module.events = Events(factor)
     with Kernels(module.events.events):
@@ -157,7 +157,7 @@ def test_the_list_of_events_is_what_happens() -> None:
     names = [event.split(" (")[0] for event in module.events.events]
     happened = [name for name in (called.get(name, name) for name in names) if name]
     expected = [event.name for event in EVENTS if event.name not in ("check finite", "record")]
-    expected.insert(expected.index("clip") + 1, "check again")  # this module has its own clipping
+    expected.insert(expected.index("clip") + 1, "check again")  # this module clips by itself
     assert happened == expected
 
 
@@ -216,7 +216,7 @@ class ManualTwo(Traced):
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("reverse", [False, True])
 def test_two_optimizers(reverse: bool) -> None:
-    """Each is unscaled just before its own step, and the scale moves once."""
+    """Each optimizer is unscaled just before its own step, and the scale moves once."""
     hooks = ["on_before_optimizer_step (x8)", "on_before_optimizer_step (x1)"] if reverse else [
         "on_before_optimizer_step (x1)"] * 2  # fmt: skip
     assert events_of(ManualTwo(reverse), 1) == [
@@ -240,7 +240,7 @@ def test_overridden_optimizer_step() -> None:
 
 
 def reads_per_step(plugin: AmpPrecision | None, module: Toy, **kwargs: Any) -> list[int]:
-    """`.item()` calls during each optimizer step, the loss's own excluded."""
+    """Count `.item()` calls during each optimizer step, without the one that reads the loss."""
     counts: list[int] = []
     original = OptimizerSteps.step
 

@@ -1,4 +1,4 @@
-"""Row 43: a checkpoint holds plain containers of ours, whatever was reported, tried or fallen back to before."""
+"""Row 43: a checkpoint holds only plain containers, whatever the run reported, tried or fell back to."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_the_walk_finds_what_is_not_plain() -> None:
 
 
 def too_short(module: Any, batch: Tensor) -> Tensor:
-    """Three labels for two time steps: there is no alignment."""
+    """Three labels for two time steps, which no alignment fits."""
     log_probs = module.encoder(batch).float().view(2, 2, -1).log_softmax(-1)
     lengths = torch.tensor([2, 2]), torch.tensor([3, 3])
     return F.ctc_loss(log_probs, torch.ones(2, 3, dtype=torch.long), *lengths)
 
 
 class Penalised(Toy):
-    """The scale of its derivative is in the checkpoint, too."""
+    """Its derivative has a scale of its own, which the checkpoint holds, too."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         batch = batch.clone().requires_grad_()
@@ -72,7 +72,7 @@ class Penalised(Toy):
 
 
 class Validated(Net):
-    """Its metric is not what it is in fp32, so that `MetricComparison` reports and tries."""
+    """Its metric differs from fp32, so `MetricComparison` reports it and tries remedies."""
 
     def __init__(self) -> None:
         super().__init__(lambda module, batch: module.head(module.encoder(batch)).float().square().mean())
@@ -91,7 +91,7 @@ def falling() -> AmpPrecision:
 
 @dataclass
 class Situation:
-    """A run; what `OverflowLocator` finds in it, at least."""
+    """A training run, and the fault that `OverflowLocator` has to find in it."""
 
     make: Callable[[], Any] = Toy
     plugin: Callable[[], AmpPrecision] = lambda: AmpPrecision("fp16")
@@ -140,7 +140,7 @@ def test_every_cause_and_every_remedy_occurs() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_states_are_plain_and_come_back(name: str, tmp_path: Path) -> None:
-    """That of each callback at the end, and what checkpoints hold after each step."""
+    """Return the state of each callback at the end, and the content of the checkpoint after each step."""
     situation = SITUATIONS[name]
     ours = [OverflowLocator(), GradientMonitor(2), ScaleMonitor(), MetricComparison(by_module=True)]
     save = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1)
@@ -159,7 +159,7 @@ def test_states_are_plain_and_come_back(name: str, tmp_path: Path) -> None:
         assert not list(not_plain(state, type(one).__name__))
         again = type(one)()
         again.load_state_dict(state)
-        assert repr(again.state_dict()) == repr(state)  # which compares NaN too
+        assert repr(again.state_dict()) == repr(state)  # also compares NaN
         if isinstance(again, OverflowLocator) and isinstance(one, OverflowLocator):
             assert again.reports == one.reports
             assert situation.cause in ("", *(report.cause for report in one.reports))
@@ -168,7 +168,7 @@ def test_states_are_plain_and_come_back(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def overflowed(tmp_path: Path) -> tuple[Path, OverflowLocator]:
-    """A checkpoint of a run in which remedies were tried, and the callback that reported them."""
+    """Return a checkpoint of a run that tried remedies, and the callback that reported them."""
     fault, locator = FAULTS["an exponential in an InfoNCE loss"], OverflowLocator()
     trainer = fit(lambda: fault.make(False), fault.plugin(), fault.loader(), callbacks=[locator])
     trainer.save_checkpoint(tmp_path / "last.ckpt")
@@ -195,11 +195,11 @@ def test_a_file_with_remedies_of_before_resumes_with_the_documented_line(
 ) -> None:
     path, before = overflowed
     checkpoint = torch.load(path, weights_only=True)
-    reports = [dataclasses.asdict(report) for report in before.reports]  # as earlier versions wrote them
+    reports = [dataclasses.asdict(report) for report in before.reports]  # the layout that earlier versions wrote
     assert type(reports[0]["remedies"][0]) is Remedy
     checkpoint["callbacks"]["OverflowLocator"]["reports"] = reports
     torch.save(checkpoint, path)
-    refused = r"lightning_amp\.reports\._overflow_report\.Remedy was not an allowed global"  # the name in earlier files
+    refused = r"lightning_amp\.reports\._overflow_report\.Remedy was not an allowed global"  # its name in earlier files
     with pytest.raises(pickle.UnpicklingError, match=refused):
         resumed(path)
     with torch.serialization.safe_globals([Remedy]):

@@ -1,4 +1,4 @@
-"""What holds for every plugin and every callback, whatever it does."""
+"""Each plugin and each callback keeps the same rules: it resumes, restores its changes, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WithValidation(Toy):
 
 
 def traces(module: L.LightningModule) -> dict[str, Any]:
-    """Everything a plugin or callback could leave behind on a user's module."""
+    """Return everything that a plugin or callback could leave behind on a user's module."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return {
         "attributes": {n: sorted(vars(m)) for n, m in module.named_modules()},
@@ -83,7 +83,7 @@ class TestPlugins:
     @pytest.mark.parametrize("crash", [False, True])
     def test_leaves_nothing_behind(self, name: str, crash: bool) -> None:
         module = WithValidation()
-        fit(module, None, max_epochs=1)  # Lightning's own traces
+        fit(module, None, max_epochs=1)  # attributes that Lightning itself leaves
         before = traces(module)
         state = torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
         if crash:
@@ -137,7 +137,7 @@ FSDP_PLUGINS: dict[str, Callable[[], FSDPAmpPrecision]] = {
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of one, and an environment, that are gone afterwards."""
+    """Run with a process group of one, and remove group and environment afterwards."""
     before = dict(os.environ)
     yield
     if torch.distributed.is_initialized():
@@ -147,8 +147,11 @@ def one_rank() -> Iterator[None]:
 
 
 class NothingRandom(WithValidation):
-    """No dropout, since a distributed strategy seeds anew where `seed_everything` was called before; no bias before
-    BatchNorm, whose gradient is zero but for rounding, which Adam makes as large as any other."""
+    """A model whose gradients do not depend on details of the run.
+
+    It has no dropout, because a distributed strategy seeds again where `seed_everything` was called before. It has no
+    bias before BatchNorm: that gradient is zero except for rounding, and Adam makes it as large as any other.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +168,7 @@ def fit_sharded(module: Any, plugin: Any, **kwargs: Any) -> L.Trainer:
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log.*sync_dist=True")
 @pytest.mark.parametrize("name", FSDP_PLUGINS)
 class TestFSDPPlugins:
-    """On one rank; `tests/distributed/test_fsdp.py` has several."""
+    """Wrap the module in FSDP on one rank; `tests/distributed/test_fsdp.py` has several."""
 
     def test_equals_the_plugin_for_one_device(self, name: str) -> None:
         plugin = FSDP_PLUGINS[name]()

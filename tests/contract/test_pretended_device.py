@@ -1,4 +1,4 @@
-"""A pretended device that cannot be had is one line and no error; the package knows nothing of it."""
+"""If a pretended device cannot be built, tests print one line and no error. The package does not know the device."""
 
 from __future__ import annotations
 

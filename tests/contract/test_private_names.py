@@ -1,4 +1,4 @@
-"""Private names: those of torch and Lightning stay in `_compat`, and those of a room in the room."""
+"""Private names of torch and Lightning stay in `_compat`, and a room's private names stay in the room."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UPSTREAM = {
     for name in dir(owner)
     if is_private(name)
 }
-"""Names that a class of ours inherits: on `self`, too, they are torch's or Lightning's."""
+"""Names that a class of ours inherits from torch or Lightning; they count on `self`, too."""
 
 UPSTREAM_ELSEWHERE = UPSTREAM | {
     name
@@ -39,12 +39,13 @@ UPSTREAM_ELSEWHERE = UPSTREAM | {
     for name in dir(owner)
     if is_private(name)
 }
-"""On anything else, these as well: a class of ours may call something of its own `_buffers`, a module's is torch's."""
+"""Names that count on any other object. On `self` they may be our own: one of our classes may have its own `_buffers`.
+"""
 
 
 @functools.cache
 def private_names(package: Package) -> dict[str, set[str]]:
-    """By room, the private names that its files define."""
+    """Return the private names that each room's files define."""
     names: dict[str, set[str]] = {}
     for source in package:
         names.setdefault(source.room, set()).update(private_names_of(source))
@@ -53,7 +54,7 @@ def private_names(package: Package) -> dict[str, set[str]]:
 
 @functools.cache
 def private_names_of(source: Source) -> set[str]:
-    """Functions, classes, variables, attributes of `self`."""
+    """Return the private names of functions, classes, variables and attributes of `self`."""
     own = {node.name for node in [*source.functions, *source.classes]}
     for node in source.nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -69,7 +70,7 @@ def is_set_on_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
 
 
 def of_others(package: Package) -> Iterator[Finding]:
-    """Private names of other libraries, outside of `_compat`."""
+    """Return uses of other libraries' private names outside of `_compat`."""
     for source in package:
         if source.room == "_compat":
             continue
@@ -87,9 +88,10 @@ def of_others(package: Package) -> Iterator[Finding]:
 
 
 def of_other_rooms(package: Package) -> Iterator[Finding]:
-    """Private names of one room in another; on `self` too, in a class that derives from one of another room.
+    """Return uses of one room's private names in another room.
 
-    By name alone: what two rooms call the same is not told apart.
+    They count on `self`, too, in a class that derives from another room's class. Names are compared as text, so two
+    rooms with the same name are not told apart.
     """
     for source in package:
         for node, name, _ in used(source) if source.room != "_compat" else ():
@@ -104,9 +106,9 @@ def of_other_rooms(package: Package) -> Iterator[Finding]:
 
 
 def is_hidden(target: Source, found: Import, importer: Source) -> bool:
-    """Whether an import names a private file of another room, or a private name in it.
+    """Return whether an import names another room's private file, or a private name in it.
 
-    The files at the top and those of `_compat` are there for all; what is private inside of them is not.
+    The top-level files and the files of `_compat` are open to all rooms; the private names inside them are not.
     """
     name = found.name if target.module == found.module else ""
     if target.room in {"", "_compat"}:
@@ -116,7 +118,7 @@ def is_hidden(target: Source, found: Import, importer: Source) -> bool:
 
 @functools.cache
 def used(source: Source) -> list[tuple[ast.expr, str, bool]]:
-    """Private attributes that a file reads or writes, by name or `getattr`; and whether on `self` or `cls`."""
+    """Return the private attributes that a file uses, by name or `getattr`, and whether on `self` or `cls`."""
     uses: list[tuple[ast.expr, str, bool]] = []
     modules = {found.bound for found in source.imports if found.means.startswith(TOP)}
     for node in source.nodes:

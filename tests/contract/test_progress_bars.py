@@ -1,4 +1,4 @@
-"""Reports stand on lines of their own while Lightning's progress bars are on: what a terminal shows is looked at."""
+"""Reports stand on lines of their own while a progress bar is on; the test reads what the terminal shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ termios = pytest.importorskip("termios")
 
 HERE = Path(__file__).parents[1]
 GLUED = re.compile(rf"(its?/s|\]).*({re.escape(str(HERE.parent / 'lightning_amp'))}/|lightning_amp: )")
-"""A line of ours, or a warning about one, behind a bar; Lightning's own warnings are, and they may name any folder."""
+"""Return whether a line of ours, or a warning about our code, stands behind a bar.
+
+Lightning's own warnings do stand there, and their text may name any folder.
+"""
 WIDTH = 250
 SCRIPT = """
 import sys, warnings
@@ -65,7 +68,7 @@ REPORTS = [
 
 
 def in_terminal(*command: str | Path) -> str:
-    """What a script writes to a terminal, with standard error."""
+    """Run a script in a terminal and return its output, standard error included."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, WIDTH, 0, 0))
     environment = {"TERM": "xterm", "COLUMNS": str(WIDTH), "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
@@ -83,7 +86,7 @@ def in_terminal(*command: str | Path) -> str:
 
 
 def shown(written: str) -> list[str]:
-    """The lines of the terminal: what a carriage return goes back to is overwritten, what is erased is gone."""
+    """Return the terminal's lines after carriage returns and erase sequences have taken effect."""
     screen, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
         if token == "\n":

@@ -1,4 +1,4 @@
-"""What is public: the names of `lightning_amp`, and that importing them is light."""
+"""`lightning_amp` exports exactly its public names, and importing it is cheap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import lightning_amp
 
 
 def printed_by(code: str) -> str:
-    """What a process prints that ends without taking torch and Lightning apart, which takes a second and a half."""
+    """Run code in a process that does not unload torch and Lightning at its end (1.5 s); return its output."""
     whole = f"{code}\nimport os\nsys.stdout.flush()\nos._exit(0)"
     return subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True).stdout
 
@@ -41,7 +41,7 @@ def test_the_citation_has_this_version() -> None:
 
 @pytest.mark.slow
 def test_a_public_name_and_a_room_are_imported_when_they_are_asked_for() -> None:
-    """What only reads files, such as `lightning-amp scale`, must not wait for Lightning."""
+    """`lightning-amp scale` and others only read files, so they must not import Lightning."""
     code = (
         "import sys, lightning_amp; print('torch' in sys.modules)\n"
         "import lightning_amp.reports; print('lightning.pytorch' in sys.modules)\n"
@@ -52,7 +52,7 @@ def test_a_public_name_and_a_room_are_imported_when_they_are_asked_for() -> None
 
 
 def test_import_is_light() -> None:
-    """No plotting, no CLI, no distributed start-up on import, for all that is public; tests/benchmarks has the time."""
+    """Importing every public name loads no plotting, CLI or distributed package; tests/benchmarks has the time."""
     heavy = ("matplotlib", "jsonargparse", "rich", "sklearn", "transformers", "torchao", "torch._dynamo.eval_frame")
     heavy = (*heavy, "scipy", "jinja2", "lightning_amp.compare", "lightning_amp.tune")
     heavy = (*heavy, "lightning_amp.advice", "lightning_amp.cli")

@@ -1,4 +1,6 @@
-"""The shape of rooms, files and classes: which file is read first, how long, final or abstract, who writes to whom."""
+"""Rooms, files and classes have a shape: a file to read first, limited length, final or abstract classes, no writes
+from outside.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +17,28 @@ from support.source import PACKAGE, Finding, Function, Guard, Package, Source, f
 LONGEST = 450
 
 FOR_SUBCLASSES = {"AmpPrecision", "FSDPAmpPrecision"}
-"""Not final: a precision plugin is adapted by deriving from it, as the tests do.
+"""Users adapt a precision plugin by deriving from it, as the tests do, so plugins are not final.
 
-Everything else that is public is used as it is: a callback of one's own derives from `Callback`, a scaler from
-`torch.amp.GradScaler`, which the plugin takes too.
+All other public classes are used as they are. A user's callback derives from `Callback`. A user's scaler derives from
+`torch.amp.GradScaler`, which the plugin also accepts.
 """
 
 MADE_BY_TYPING = {"NamedTuple", "TypedDict", "Protocol", "Enum", "IntEnum", "Flag", "IntFlag", "ABC"}
-"""Bases whose classes are final or abstract by themselves."""
+"""Base classes that make their subclasses final or abstract by themselves."""
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
 def too_long(package: Package) -> Iterator[Finding]:
-    """The limit is that of a class: a class is not cut in two to keep it."""
+    """A file may have 450 lines, so that one whole class fits; a class is not cut in two to keep the limit."""
     for source in package:
         if (length := source.text.count("\n")) > LONGEST:
             yield Finding(source.path, length, f"is longer than {LONGEST} lines")
 
 
 def without_a_first_file(package: Package) -> Iterator[Finding]:
-    """A room says which of its files to read first: it has the room's name, or the docstring of `__init__` names it."""
+    """Each room names the file to read first: it is called like the room, or the docstring of `__init__` names it."""
     for source in package:
         if not source.is_package or source.room == "__init__":
             continue
@@ -51,7 +53,7 @@ def without_a_first_file(package: Package) -> Iterator[Finding]:
 
 
 def neither_final_nor_abstract(package: Package) -> Iterator[Finding]:
-    """Abstract is what has an abstract method or what another class of ours derives from."""
+    """A class is abstract if it has an abstract method or if another class of ours derives from it."""
     derived_from = {base for source, node in package.classes.values() for base in package.bases(source, node)}
     for name, (source, node) in package.classes.items():
         if node.name in FOR_SUBCLASSES or name in derived_from or "final" in decorators(node):
@@ -64,7 +66,7 @@ def neither_final_nor_abstract(package: Package) -> Iterator[Finding]:
 
 
 def without_override(package: Package) -> Iterator[Finding]:
-    """Methods of our own and of other libraries' classes; not `__dunder__` methods, and no aliases."""
+    """Return the methods of a class, without `__dunder__` methods and aliases."""
     for name, (source, node) in package.classes.items():
         inherited = {n for base in package.bases(source, node) for n in names_of(package, base)}
         for method in methods(node):
@@ -103,7 +105,7 @@ def is_dunder(name: str) -> bool:
 
 
 def names_of(package: Package, base: str) -> set[str]:
-    """All that a class inherits from a base: of ours by its source, of others by importing them."""
+    """Return all names that a class inherits: from our classes by their source, from others by importing them."""
     if base in package.classes:
         source, node = package.classes[base]
         inherited = {name for above in package.bases(source, node) for name in names_of(package, above)}
@@ -121,13 +123,13 @@ def imported(name: str) -> object:
 
 
 def written_from_outside(package: Package) -> Iterator[Finding]:
-    """`window.scale = ...`: an attribute that a class of ours has, of something that is not `self`.
+    """Find writes such as `window.scale = ...` to an attribute of another object.
 
-    By the name of the attribute, since nothing here knows types. It leaves alone: what the function itself is making
-    (`new = copy.copy(old)`, or at the top of a file `Class.CONSTANT = ...`), `_compat`, which has only objects of torch
-    and Lightning in its hands, and attributes that no class of ours has (`parameter.grad`, `module.trainer`). It does
-    not see: `x.things.append(...)`, `vars(x).update(...)`, a name that is computed, and what `self` is where it is not
-    the argument of a method.
+    The attribute counts by its name, because nothing here knows types. Allowed are: an object that the function itself
+    is making (`new = copy.copy(old)`, or `Class.CONSTANT = ...` at the top of a file); `_compat`, which handles only
+    objects of torch and Lightning; attributes that no class of ours has (`parameter.grad`, `module.trainer`). The
+    search misses `x.things.append(...)`, `vars(x).update(...)`, computed names, and a `self` that is not the argument
+    of a method.
     """
     own = {name for source in package if source.room != "_compat" for name in attributes(source)}
     for source in package:
@@ -140,14 +142,14 @@ def written_from_outside(package: Package) -> Iterator[Finding]:
 
 @functools.cache
 def foreign_writes(source: Source) -> list[tuple[ast.expr, str]]:
-    """Object and attribute of each write to something that is not `self` and not being made."""
+    """Return object and attribute of each write to an object that is neither `self` nor just being made."""
     writes = [(function, *found) for function, node in with_functions(source) for found in written(node)]
     return [(x, name) for function, x, name in writes if not (isinstance(x, ast.Name) and is_made(function, x.id))]
 
 
 @functools.cache
 def attributes(source: Source) -> set[str]:
-    """Names that the classes of a file assign on `self`, or in their body."""
+    """Return the names that the classes of a file assign on `self` or in their body."""
     names: set[str] = set()
     for node in source.classes:
         names |= {name for inner in ast.walk(node) for target, name in written(inner) if ast.unparse(target) == "self"}
@@ -158,7 +160,7 @@ def attributes(source: Source) -> set[str]:
 
 
 def written(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Object and attribute of an assignment, a deletion, or a `setattr` with a constant."""
+    """Return object and attribute of an assignment, a deletion, or a `setattr` with a constant name."""
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
         yield node.value, node.attr
     elif (found := named(node, "setattr", "delattr", "object.__setattr__")) is not None:
@@ -166,15 +168,15 @@ def written(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 
 def with_functions(source: Source) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """Every node with the innermost function around it."""
+    """Yield every node with the innermost function around it."""
     innermost: dict[ast.AST, ast.AST] = {}
-    for function in source.functions:  # outer ones first
+    for function in source.functions:  # outer functions first
         innermost.update((node, function) for node in ast.walk(function) if node is not function)
     return ((innermost.get(node, source.tree), node) for node in source.nodes)
 
 
 def is_made(function: ast.AST, name: str) -> bool:
-    """Whether it is `self`, or assigned from a copy or a `__new__`; at the top of a file, a class of that file."""
+    """Return whether a name is `self`, holds a copy or a `__new__`, or is a class at the top of its own file."""
     if isinstance(function, ast.Module):
         return any(isinstance(node, ast.ClassDef) and node.name == name for node in function.body)
     if name in {"self", "cls"}:

@@ -1,4 +1,4 @@
-"""Row 33: a plugin on a strategy that it is not for; the message names the one that is."""
+"""Row 33: a plugin on a strategy that it does not support raises, and the message names the plugin that does."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from lightning_amp import AmpPrecision, DynamicLossScaler, FSDPAmpPrecision
 
 
 class OnTheCPU(FSDPStrategy):
-    """Lightning refuses the CPU for exactly the base of this class."""
+    """Lightning refuses the CPU for exactly this base class."""
 
 
 def bare(strategy: type[Strategy]) -> Strategy:
-    """One whose constructor wants packages or devices that are not here."""
+    """A strategy whose constructor needs packages or devices that are missing here."""
     return strategy.__new__(strategy)
 
 
@@ -42,7 +42,7 @@ def test_fsdp_takes_ours() -> None:
 
 
 class Mine(AmpPrecision):
-    """A user's own."""
+    """A strategy that a user wrote."""
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_others_are_found_when_the_trainer_attaches(plugin: Any, kind: type[
     module = Toy()
     module.trainer = trainer
     with pytest.raises(TypeError, match=message):
-        plugin.convert_module(module)  # what each of these strategies calls first
+        plugin.convert_module(module)  # the first call that each of these strategies makes
 
 
 def test_one_device_names_ours() -> None:
@@ -85,7 +85,7 @@ def test_one_device_names_ours() -> None:
 
 @pytest.mark.parametrize("plugin", [AmpPrecision("fp32"), FSDPAmpPrecision()])
 def test_a_plugin_as_text_is_its_name(plugin: AmpPrecision, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)  # there it says which package it is for
+    monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)  # its message says which package it needs
     assert f"{plugin}" == str(plugin) == repr(plugin)
 
 
@@ -114,7 +114,7 @@ def test_fabric_is_told_what_to_use(plugin: AmpPrecision, module: Any) -> None:
     text = rf"`{re.escape(repr(plugin))}` is a plugin for `L.Trainer`, .*`L.Fabric\(.*'{plugin.precision}'"
     with pytest.raises(TypeError, match=text):
         train_in_fabric(module(), plugins=[plugin])
-    with pytest.raises(TypeError, match=text):  # nobody called `setup`
+    with pytest.raises(TypeError, match=text):  # the strategy was not set up
         L.Fabric(accelerator="cpu", plugins=[plugin]).backward(torch.ones((), requires_grad=True))
 
 

@@ -1,4 +1,4 @@
-"""The processes of `support.warm` are as new ones, but for what is imported."""
+"""A process of `support.warm` behaves like a new one, except that its imports are already done."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if sys.argv[1] != "ends":
 
 
 def run(script: Path, how: str, environment: dict[str, str], argument: str = "exits") -> tuple[Any, str, int]:
-    """What it printed, its errors and its exit code."""
+    """Return a process's output, errors and exit code."""
     if how == "warm":
         done = warm.run_script(script, argument, "2", env=environment, cwd=script.parent)
     else:
@@ -83,7 +83,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def test_a_script_sees_what_it_would_see(script: Path, environment: dict[str, str]) -> None:
     (here, drawn, _), _, code = run(script, "warm", environment)
     (there, _, _), _, expected = run(script, "new", environment)
-    for facts in (here, there):  # what torch and Lightning set when they are imported
+    for facts in (here, there):  # settings that importing torch and Lightning changes
         facts["environment"] = {name: facts["environment"].get(name) for name in environment}
     assert here == there
     assert code == expected == 3
@@ -110,7 +110,7 @@ def test_it_ends_as_a_new_one(how: str, tmp_path: Path) -> None:
 
 
 def test_two_orders_of_sets(script: Path, environment: dict[str, str]) -> None:
-    """Ranks that iterate over sets must not agree by chance."""
+    """Each process hashes strings with another seed, so ranks cannot agree by chance when they iterate over sets."""
     orders: list[Any] = []
     for order in (0, 1):
         out = script.with_name(f"out{order}")

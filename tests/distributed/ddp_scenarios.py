@@ -1,6 +1,6 @@
-"""Run by `test_ddp.py` on two gloo ranks: trouble on one rank, in every kind of loop that DDP allows.
+"""Trouble on one of two gloo ranks, in every kind of loop that DDP allows. `test_ddp.py` runs this script.
 
-Every scenario is trained twice, with the bad batches and from a dataset that never had them, and reports both.
+Every scenario trains twice, with the bad batches and from a dataset without them, and reports both.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lightning_amp.scaling import OptimizerSteps, RecordLog, StepPlan
 
 
 class Net(Troubled):
-    """With BatchNorm, unless told otherwise."""
+    """A module with BatchNorm, unless told otherwise."""
 
     def __init__(self, trouble: Trouble | None = None, optimizer: Any = None, norm: bool = True) -> None:
         super().__init__(trouble, optimizer)
@@ -65,7 +65,7 @@ def train(
     fresh: bool = True,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Train from a seed; returns what is to be compared."""
+    """Train from a seed; return the values to compare."""
     if fresh:
         initialise(module)
     ddp = partial(DDPStrategy, **(strategy or {}))
@@ -73,7 +73,7 @@ def train(
 
 
 def both(make: Any, trouble: Trouble = EVERY_KIND, bad: tuple[int, ...] = BAD, **kwargs: Any) -> Any:
-    """With trouble, and from a dataset without the bad batches; `make` gets the trouble."""
+    """Train with trouble, and from a dataset without the bad batches; `make` gets the trouble."""
     plugin = kwargs.pop("plugin", scaled)
     return {
         "with": train(make(trouble), plugin=plugin(), **kwargs),
@@ -94,7 +94,7 @@ def scenario(function: Any) -> Any:
 
 
 class Queue(Net):
-    """Each rank keeps what it has seen; a gradient alone never tells that a batch was bad."""
+    """Each rank records its own losses: a gradient alone never tells that a batch was bad."""
 
     def __init__(self, *args: Any, replaced: bool = False) -> None:
         super().__init__(*args)
@@ -113,7 +113,7 @@ class Queue(Net):
 
 def queues(optimizer: Any, replaced: bool) -> Any:
     plugin = partial(scaled, restore_buffers=["queue", "pointer"])
-    own = {"broadcast_buffers": False}  # else rank 0's are everybody's
+    own = {"broadcast_buffers": False}  # otherwise all ranks would get rank 0's
     return both(net(optimizer, Queue, replaced=replaced), plugin=plugin, strategy=own)
 
 
@@ -129,13 +129,13 @@ SCENARIOS.update({
     ),
     "static_graph": lambda: both(net(norm=False), strategy={"static_graph": True}, gradient_clip_val=0.5),
     "bucket_views": lambda: both(Net, strategy={"gradient_as_bucket_view": True}, gradient_clip_val=0.5),
-    # trouble in unsynchronised micro-batches, of other ranks at other times: the whole window goes
+    # trouble in unsynchronised micro-batches of different ranks at different times: the whole window is skipped
     "accumulation": lambda: both(net(), WINDOWS, FIRST_WINDOWS, accumulate_grad_batches=3),
     "accumulation_unfused": lambda: both(
         Net, {(1, 3): "inf", (0, 7): "gradient", (1, 8): "gradient"}, (3, 4, 5, 6, 7, 8),
         accumulate_grad_batches=3, gradient_clip_val=0.5,
     ),
-    # with half precision in it, so that runs without the bad batches need not be equal to the bit
+    # half precision takes part, so the run without bad batches may differ by rounding
     "autocast_fp16": lambda: {
         "with": train(Net(EVERY_KIND), plugin=AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0)))
     },
@@ -147,7 +147,7 @@ SCENARIOS.update({
 
 @scenario
 def infinite_losses_with_finite_gradients() -> Any:
-    """Are steps like any other; all ranks look for the cause together, once."""
+    """A closure's calls count as one step; all ranks look for the cause together, once."""
     trouble: Trouble = {(1, 1): "detached", (0, 4): "detached", (1, 4): "detached"}
     locator = OverflowLocator()
     return {
@@ -165,7 +165,7 @@ class Mending(Net):
 
 @scenario
 def mended_gradients() -> Any:
-    """Taken on both ranks, as without any guard; an overflow lowers the scale on both all the same."""
+    """Both ranks take the step, as without any guard; an overflow still lowers the scale on both."""
     plain = AmpPrecision("fp32", skip_nonfinite=False)
     return {
         "with": train(Mending(EVERY_KIND, fused, norm=False)),
@@ -174,7 +174,7 @@ def mended_gradients() -> Any:
 
 
 class Unscaling(Net):
-    """Mends after `unscale_`, which is too late; where gradients are not synchronised, one rank alone has seen it."""
+    """Mend after `unscale_`, which is too late. Without synchronisation only one rank has seen the fault."""
 
     def on_after_backward(self) -> None:
         self.trainer.precision_plugin.unscale_(self.optimizers())
@@ -187,7 +187,7 @@ SCENARIOS["mended_after_unscale"] = lambda: both(net(kind=Unscaling), WINDOWS, F
 
 
 class Unused(Net):
-    """Rank 1 does not use the head in odd batches, nobody uses it in batches 0 and 7."""
+    """Rank 1 does not use the head in odd batches; no rank uses it in batches 0 and 7."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, number = batch
@@ -201,7 +201,7 @@ SCENARIOS["unused_parameters"] = lambda: both(net(kind=Unused), strategy={"find_
 
 
 class Pair(Net):
-    """Two optimizers by hand; only the second one's loss goes bad."""
+    """Two optimizers by hand; only the second one's loss becomes non-finite."""
 
     def __init__(self, trouble: Trouble, optimizer: Any, order: str) -> None:
         super().__init__(trouble, optimizer, norm=False)
@@ -237,7 +237,7 @@ class Pair(Net):
 
 
 class NeverSecond(Pair):
-    """What both orders must equal: the bad batches never reach the second optimizer."""
+    """The result that both orders must equal: the bad batches never reach the second optimizer."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if int(batch[1][0]) not in BAD:
@@ -268,7 +268,7 @@ SCENARIOS.update(
 
 
 class SecondCall(Net):
-    """LBFGS; the loss of some closure calls is bad on one rank."""
+    """LBFGS; the loss of some closure calls is not finite on one rank."""
 
     def __init__(self, trouble: Trouble) -> None:
         super().__init__(
@@ -288,8 +288,9 @@ SCENARIOS["lbfgs"] = lambda: both(SecondCall)
 
 @scenario
 def no_gradients_on_one_rank() -> Any:
-    """Only rank 0 has gradients; in step 2 nobody has, in step 3 the loss of the other rank is NaN, in step 5 it is
-    NaN again and the gradients overflow."""
+    """Only rank 0 has gradients. In step 2 no rank has any. In step 3 the loss of the other rank is NaN. In step 5 it
+    is NaN again, and the gradients overflow.
+    """
     log, scaler = RecordLog(), DynamicLossScaler(1024.0, growth_interval=2, device=DEVICE)
     rank = torch.distributed.get_rank()
     device = torch.device(DEVICE, rank if DEVICE == "cuda" else None)
@@ -321,7 +322,9 @@ def no_gradients_on_one_rank() -> Any:
 
 
 class Replayed(Net):
-    """Overflows in its own forward, at batch 1 on rank 1, at batch 3 on both, and in an unsynchronised micro-batch."""
+    """The module overflows in its own forward: in batch 1 on rank 1, in batch 3 on both, and in an unsynchronised
+    micro-batch.
+    """
 
     def __init__(self, unrepeatable: bool = False) -> None:
         super().__init__(norm=False)
@@ -350,7 +353,7 @@ def fp16() -> AmpPrecision:
 
 @scenario
 def overflow_reports() -> Any:
-    """Rank 0 writes and logs for all; the run is that without callbacks."""
+    """Rank 0 writes and logs for all ranks; the run equals one without callbacks."""
     printed = io.StringIO()
     locator = OverflowLocator(dirpath=folder() / "overflows", save_bundles=True)
     logger = logging.getLogger("lightning_amp.callbacks._overflow_locator")
@@ -369,7 +372,7 @@ def overflow_reports() -> Any:
 
 
 class Contrastive(Net):
-    """Its step talks to the other ranks."""
+    """The training step communicates with the other ranks."""
 
     def loss(self, x: Tensor) -> Tensor:
         features = self.body(x).float()
@@ -379,7 +382,7 @@ class Contrastive(Net):
 
 @scenario
 def overflow_reports_of_a_step_with_collectives() -> Any:
-    """Only one rank finds a cause, and that in the first batch of the window."""
+    """Only one rank finds a cause, in the first batch of the window."""
     locator = OverflowLocator()
     trouble = {(1, 0): "head", (1, 5): "gradient"}
     module = Contrastive(trouble, norm=False)
@@ -393,9 +396,9 @@ def overflow_reports_of_a_step_with_collectives() -> Any:
 
 @scenario
 def gradient_figures() -> Any:
-    """Of both ranks together, and of each alone in one process; then with a rank that cannot run its step again.
+    """Compare the report of both ranks together with the report of each alone in one process.
 
-    In the first batch, in which all have the same weights.
+    Then one rank cannot run its step again. The first batch is used, because all ranks have the same weights there.
     """
     with mock.patch.object(FirstStep, "is_applied", return_value=True):
         return _gradient_figures()
@@ -430,7 +433,7 @@ def _gradient_figures() -> Any:
 
 @scenario
 def stuck() -> Any:
-    """The error comes on all ranks, and the last report with it."""
+    """All ranks raise the error, and print the last report with it."""
     locator, plugin = OverflowLocator(), scaled()
     plugin.scaler.max_consecutive_skips = 2
     message = ""
@@ -442,7 +445,7 @@ def stuck() -> Any:
 
 
 class Save(L.Callback):
-    """A checkpoint after the first epoch."""
+    """Train from a checkpoint after the first epoch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -454,7 +457,9 @@ class Save(L.Callback):
 
 @scenario
 def half_parameters() -> Any:
-    """A module that was loaded in bfloat16: two epochs, the second once more from a checkpoint, and one in float32."""
+    """Train a module that was loaded in bfloat16: two epochs, the second again from a checkpoint, and one run in
+    float32.
+    """
     path = folder() / "half_parameters.ckpt"
 
     def run(half: bool, **kwargs: Any) -> dict[str, Any]:
@@ -475,7 +480,7 @@ TWO_IN_A_ROW: Trouble = {(1, 1): "gradient", (0, 2): "gradient"}
 
 
 class OneRankAsks(Net):
-    """Rank 0 reads its records, and so hears of the skips before the others do."""
+    """Rank 0 reads its records, and so learns of the skips before the other rank does."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank == 0:
@@ -493,7 +498,7 @@ SCENARIOS.update(
 
 @scenario
 def auto() -> Any:
-    """The ranks would pick differently, as where two measurements differ, and rank 1 must not measure at all."""
+    """The ranks would choose differently, as if their measurements differed; rank 1 must not measure at all."""
     rank = int(os.environ["RANK"])
     machines.move_to("bf16-slow" if rank == 0 else "bf16-fast")
     plugin = AmpPrecision("auto", eval_precision="auto")
@@ -504,7 +509,7 @@ def auto() -> Any:
 
 
 class Silent(Net):
-    """Reads nothing of its batch on the host."""
+    """The host reads nothing of the batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch[0])
@@ -520,7 +525,7 @@ def never_waits() -> Any:
     }
 
 
-if DEVICE == "cuda":  # statistics over both ranks: torch has them on CUDA only
+if DEVICE == "cuda":  # statistics over both ranks: torch supports them on CUDA only
     SCENARIOS.update({"sync_batch_norm": lambda: both(net(), sync_batchnorm=True), "never_waits": never_waits})
 
 

@@ -1,4 +1,4 @@
-"""Run by `test_fp8.py` on two gloo ranks: fp8, emulated, in DDP and in `ModelParallelStrategy`."""
+"""Train in emulated fp8 on two gloo ranks, in DDP and in `ModelParallelStrategy`. `test_fp8.py` runs this script."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS, SIZE, FEATURES = 6, 16, 8
 
 
 class Regression(L.LightningModule):
-    """`layout` is "fsdp", "fsdp bf16" (gathers weights in it), "tp", or "" (no sharding)."""
+    """Build the module; `layout` is "fsdp", "fsdp bf16" (gathers weights in bf16), "tp", or "" (no sharding)."""
 
     def __init__(self, layout: str = "") -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def sharded(tensor_parallel: bool = False) -> ModelParallelStrategy:
 
 
 def alone() -> Any:
-    """In one process, and only on rank 0."""
+    """Train in one process, on rank 0 only."""
     if torch.distributed.get_rank() > 0:
         return None
     return {precision: run("", precision) for precision in ("fp8", "bf16")}

@@ -1,4 +1,4 @@
-"""What the FSDP tests train, on one device and on several: the same modules on the same data."""
+"""The modules that the FSDP tests train on one device and on several, with the same data."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 class OnTheCPU(FSDPStrategy):
     """FSDP1 on the CPU: real shards, real collectives.
 
-    torch shards there if it is told to (`device_id=torch.device("cpu")`), and only refuses to choose the CPU by itself.
-    Lightning refuses it for exactly the base of this class, and never tells torch.
+    torch shards there if it is told to (`device_id=torch.device("cpu")`), and refuses only to choose the CPU by itself.
+    Lightning refuses the CPU for exactly the base of this class, and never tells torch.
     """
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -36,7 +36,7 @@ class OnTheCPU(FSDPStrategy):
             **self.kwargs,
         )
 
-    # With Lightning's `offload_to_cpu=True` torch does not copy what is on the CPU before it frees it.
+    # With Lightning's `offload_to_cpu=True`, torch frees tensors on the CPU before it has copied them.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._state_dict_type == "sharded":
@@ -57,13 +57,13 @@ class OnTheCPU(FSDPStrategy):
 
 
 class Shared(Toy):
-    """Every rank draws the same batch and takes its share, so that two ranks see what one device sees."""
+    """Every rank draws the same batch and takes its share, so that two ranks together see one device's batch."""
 
     def share(self, batch: Tensor) -> Tensor:
         return batch[self.global_rank :: self.trainer.world_size]
 
     def sharded(self, module: nn.Module) -> nn.Module:
-        """What a user's own wrapping in `configure_model` does; the device by the strategy of the script."""
+        """Wrap as a user does in `configure_model`; the strategy of the script gives the device."""
         strategy = self.trainer.strategy
         if not isinstance(strategy, FSDPStrategy) or isinstance(module, FSDP):
             return module
@@ -83,16 +83,16 @@ class Automatic(Shared):
 
 
 class FlatParameters(Automatic):
-    """For `use_orig_params=False`."""
+    """A module for `use_orig_params=False`."""
 
     def configure_optimizers(self) -> Any:
         return self.make_optimizer((self.trainer.model or self).parameters())
 
 
 class Manual(Shared):
-    """Two units, wrapped by hand, since FSDP1 forbids a backward inside the forward of its root.
+    """Two units wrapped by hand, because FSDP1 forbids a backward inside the forward of its root.
 
-    With `every` > 1 gradients are made true after each backward: the next one has to carry them back.
+    With `every` > 1, gradients are unscaled after each backward, and the next backward has to scale them again.
     """
 
     def __init__(self, optimizer: str, clip: float | None = None, every: int = 1) -> None:
@@ -117,7 +117,9 @@ class Manual(Shared):
 
 
 class TwoParts(Shared):
-    """A second optimizer for a single number, which only one rank can hold. The fourth batch waits for the fifth."""
+    """A second optimizer for a single number, which only one rank can hold. The fourth batch steps together with the
+    fifth.
+    """
 
     def __init__(self, inf_at: Iterable[int] = (), rank: int = 0) -> None:
         super().__init__()
@@ -142,7 +144,7 @@ class TwoParts(Shared):
         self.manual_backward(loss)
         if batch_idx == 3:
             return
-        for optimizer in (first, second):  # the other's gradients are there, and must stay out of the norm
+        for optimizer in (first, second):  # the other optimizer's gradients exist, and must stay out of the norm
             self.clip_gradients(optimizer, 0.1, "norm")
         first.step()
         second.step()
@@ -151,10 +153,10 @@ class TwoParts(Shared):
 
 
 class NamedToy(Shared):
-    """BatchNorm, a schedule and validation; notes which dtypes its layers meet."""
+    """BatchNorm, a schedule and validation; records the dtypes in which its layers compute."""
 
     def __init__(self, nan_at: Iterable[int] = (), rank: int = 0) -> None:
-        # no bias before BatchNorm: its gradient is zero but for rounding, which Adam makes as large as any other
+        # no bias before BatchNorm: its gradient is zero except for rounding, and Adam makes it as large as any other
         first = nn.Linear(FEATURES, 16, bias=False)
         net = nn.Sequential(first, nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
         super().__init__(OPTIMIZERS["fused adamw"], net, lambda optimizer: ExponentialLR(optimizer, 0.9))
@@ -181,7 +183,7 @@ class NamedToy(Shared):
 
 
 class Overflow(L.Callback):
-    """Writes inf into one element of one rank's shard at chosen batches."""
+    """Write inf into one element of one rank's shard in chosen batches."""
 
     def __init__(self, at: Iterable[int] = (), rank: int = 0) -> None:
         self.at, self.rank, self.batch = set(at), rank, -1
@@ -200,7 +202,7 @@ MODULES: dict[str, Any] = {"automatic": Automatic, "flat": FlatParameters, "manu
 
 @dataclass(frozen=True)
 class Case:
-    """One run with autocast off, which has to equal the same run in fp32 on one device."""
+    """A run with autocast off, which has to equal a run in fp32 on one device."""
 
     precision: str
     optimizer: str = "fused adamw"

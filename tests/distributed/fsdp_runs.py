@@ -1,4 +1,4 @@
-"""Launches FSDP1 on some ranks, and compares what they saw with one device. For the CPU and for CUDA."""
+"""Launch FSDP1 on several ranks, on CPU or CUDA, and compare their results with one device."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_amp import AmpPrecision, ScaleMonitor
 
 
 class Runs:
-    """What all ranks saw, from one launch."""
+    """The results of all ranks, from one launch."""
 
     def __init__(self, folder: Path, accelerator: str, world_size: int) -> None:
         self.folder, self.accelerator, self.world_size = folder, accelerator, world_size
-        # sums in another order; on a GPU other kernels for other shapes, too
+        # sums have another order, and a GPU has other kernels for other shapes
         self.rounding = {"rtol": 0.0, "atol": 2e-6 if accelerator == "cpu" else 1e-4}
         plugin = scaled_fp32(init_scale=256.0, growth_interval=3)
         trainer = self.one_device(MODULES["automatic"], plugin, 3, Overflow((1,)), arguments=("fused adamw",))
-        mine = folder / f"one_device-{os.getpid()}.ckpt"  # another worker of this test run may write one as well
+        mine = folder / f"one_device-{os.getpid()}.ckpt"  # another test worker may write one at the same time
         trainer.save_checkpoint(mine)
         os.replace(mine, folder / "one_device.ckpt")
         script = Path(__file__).parent / "fsdp_script.py"
@@ -44,7 +44,7 @@ class Runs:
     # -- the checks ------------------------------------------------------------------------------------------------
 
     def equals_one_device_in_fp32(self, name: str) -> None:
-        """One element of one rank's shard overflows: the step is skipped everywhere, and nothing else differs."""
+        """One element of one rank's shard overflows: every rank skips the step, and nothing else differs."""
         case, plugin = CASES[name], AmpPrecision("fp32")
         trainer = self.one_device(case.module, plugin, 6, Overflow(case.overflows), **case.trainer)
         expected = parameters(trainer)
@@ -127,7 +127,7 @@ CHECKS = (
     "agree_without_shards", "use_the_users_scaler", "resume", "resume_on_one_device", "may_gather_half_parameters",
     "name_the_line_for_half_parameters",
 )  # fmt: skip
-"""Those that hold for all of one launch."""
+"""Run the checks that hold for every launch."""
 
 
 def parameters(trainer: L.Trainer) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Run by `fsdp_runs.launch` in as many processes as there are ranks: FSDP1 itself; writes down what each rank saw."""
+"""Train with FSDP1 and write each rank's results; `fsdp_runs.launch` starts one process per rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trainer_for(plugin: Any, options: dict[str, Any] | None = None, **kwargs: An
 
 
 def whole(trainer: L.Trainer) -> dict[str, torch.Tensor]:
-    """Unsharded parameters and buffers, by the names that they have on one device."""
+    """Return unsharded parameters and buffers by their names on one device."""
     module = trainer.lightning_module
     with FSDP.summon_full_params(trainer.strategy.model):
         named = [*module.named_parameters(), *module.named_buffers()]
@@ -64,7 +64,7 @@ def case(case: Case) -> dict[str, Any]:
 
 
 def autocast(precision: str) -> dict[str, Any]:
-    """The real precision: what computes in what, with a module in fp32, a schedule, BatchNorm and validation."""
+    """Train in real half precision, with a module in fp32, a schedule, BatchNorm and validation; record all dtypes."""
     torch.manual_seed(0)
     scaler = DynamicLossScaler(256.0) if precision == "fp16" else None
     plugin = FSDPAmpPrecision(precision, scaler=scaler, fp32_modules=["net.3"], eval_precision="fp32")
@@ -84,7 +84,7 @@ def autocast(precision: str) -> dict[str, Any]:
 
 
 def empty_shards() -> dict[str, Any]:
-    """Two optimizers; rank 1 holds nothing of what the second one trains, and its loss alone is not finite."""
+    """Two optimizers; rank 1 holds no parameter of the second one, and only rank 1's loss is not finite."""
     torch.manual_seed(0)
     scaler = DynamicLossScaler(256.0, growth_interval=2)
     plugin = WithoutAutocast("fp16", scaler=scaler, fp32_modules=["net.0", "head"])  # by the names before sharding
@@ -99,7 +99,7 @@ def empty_shards() -> dict[str, Any]:
 
 
 def scalers() -> dict[str, Any]:
-    """The user's own scaler is the one that scales; its settings hold."""
+    """The user's own scaler scales, with the user's settings."""
     result: dict[str, Any] = {}
     for name, scaler in {
         "dynamic": DynamicLossScaler(256.0, growth_interval=2, growth_factor=4.0),
@@ -117,7 +117,7 @@ def scalers() -> dict[str, Any]:
 
 
 def checkpoints(folder: Path) -> dict[str, Any]:
-    """Six batches in one go, three and three, and three after three on one device."""
+    """Train six batches at once, three and three, and three after three on one device."""
 
     def go(ckpt_path: Path | None, overflows: tuple[int, ...], kind: Any, epochs: int) -> tuple[Any, L.Trainer]:
         torch.manual_seed(0)
@@ -142,7 +142,7 @@ def checkpoints(folder: Path) -> dict[str, Any]:
 
 
 def half_parameters() -> dict[str, Any]:
-    """The strategy is told to gather parameters in bfloat16."""
+    """The strategy gathers parameters in bfloat16."""
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_root_forward_inputs=False)
     torch.manual_seed(0)
     module = MODULES["automatic"]("fused adamw")
@@ -162,7 +162,9 @@ def half_parameters() -> dict[str, Any]:
 
 
 def half_loaded() -> list[str]:
-    """A module in bfloat16 is refused, wrapped by the strategy or by hand; with the line of the message it trains."""
+    """A module in bfloat16 is refused, whether the strategy or the user wraps it; with the line from the message it
+    trains.
+    """
     messages: list[str] = []
     for kind in ("automatic", "manual"):
         try:

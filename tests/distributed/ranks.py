@@ -1,4 +1,4 @@
-"""What the scenarios of ranks share: numbered batches, trouble on one rank, a report, and the main part."""
+"""Tools for scenarios of ranks: numbered batches, trouble on one rank, a report, and the main function."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from lightning_amp import AmpPrecision, DynamicLossScaler
 BATCHES, SIZE, FEATURES = 9, 4, 8
 Scenarios = dict[str, Callable[[], Any]]
 Trouble = dict[tuple[int, int], str]
-"""(rank, batch): "nan" or "inf" (a loss and its gradients), "detached" (only the loss), "head" (a loss that reaches
-one parameter, and no other rank), or "gradient" (only the gradients)."""
+"""Maps (rank, batch) to its trouble: "nan" or "inf" (loss and gradients), "detached" (only the loss), "head" (a loss
+that reaches one parameter, on this rank only), or "gradient" (only the gradients).
+"""
 EVERY_KIND: Trouble = {(1, 1): "nan", (1, 2): "inf", (0, 4): "gradient", (0, 6): "inf", (1, 6): "gradient"}
 BAD = (1, 2, 4, 6)
 WINDOWS: Trouble = {(1, 0): "gradient", (0, 4): "nan", (1, 3): "inf"}
-"""In the first two of three windows of three batches."""
+"""Trouble in the first two of three windows of three batches."""
 FIRST_WINDOWS = (0, 1, 2, 3, 4, 5)
 
 fused = partial(torch.optim.AdamW, lr=0.01, fused=True)
@@ -38,13 +39,13 @@ plain = partial(torch.optim.AdamW, lr=0.01)
 
 
 def data(replicas: int, without: tuple[int, ...] = (), replica: int | None = None) -> DataLoader[Any]:
-    """Each replica gets its part of each batch; a batch knows its number."""
+    """Each replica gets its part of each batch, and a batch knows its number."""
     x = torch.randn(BATCHES * SIZE * 2, FEATURES, generator=torch.Generator().manual_seed(0))
     number = torch.arange(BATCHES).repeat_interleave(SIZE * 2)
     keep = torch.tensor([int(n) not in without for n in number])
     dataset = TensorDataset(x[keep], number[keep])
     sampler = None
-    if replicas > 1:  # Lightning's own would shuffle
+    if replicas > 1:  # Lightning's own sampler would shuffle
         if replica is None:
             started = torch.distributed.is_initialized()
             replica = torch.distributed.get_rank() if started else int(os.environ["LOCAL_RANK"])
@@ -53,7 +54,7 @@ def data(replicas: int, without: tuple[int, ...] = (), replica: int | None = Non
 
 
 class Infinite(torch.autograd.Function):
-    """Multiplies a gradient by infinity."""
+    """Multiply a gradient by infinity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ class Infinite(torch.autograd.Function):
 
 
 class Troubled(L.LightningModule):
-    """A regression by `body` and `head` whose loss or gradient is bad where `trouble` says so."""
+    """A regression with `body` and `head` whose loss or gradient is not finite where `trouble` says so."""
 
     body: nn.Module
     head: nn.Module
@@ -97,7 +98,7 @@ class Troubled(L.LightningModule):
 
 
 def scaled(precision: str = "fp16", scale: float = 1024.0, **kwargs: Any) -> AmpPrecision:
-    """fp16's scaling, or bf16's guard, without autocast: bit-equal to fp32."""
+    """Make a plugin with fp16's scaling, or with bf16's guard, but without autocast: bit-equal to fp32."""
     scaler = DynamicLossScaler(scale, growth_interval=3) if precision == "fp16" else None
     return WithoutAutocast(precision, scaler=scaler, **kwargs)
 
@@ -112,7 +113,7 @@ def initialise(module: nn.Module) -> None:
 def train(
     module: L.LightningModule, loader: Any, plugin: AmpPrecision | None, strategy: Any, devices: int, **kwargs: Any
 ) -> tuple[L.Trainer, dict[str, Any]]:
-    """Train; on several devices by a strategy, which is made with its timeout. Returns a report, too."""
+    """Train and return a report; on several devices with a strategy, which gets its timeout here."""
     records, plugin = Records(), plugin or scaled()
     fit = {name: kwargs.pop(name) for name in ("ckpt_path", "val_dataloaders") if name in kwargs}
     if devices > 1:
@@ -125,11 +126,12 @@ def train(
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    return tensor if hasattr(tensor, "full_tensor") else tensor.cpu()  # sharded ones are gathered by who asks
+    # a comparison of sharded parameters gathers them first
+    return tensor if hasattr(tensor, "full_tensor") else tensor.cpu()
 
 
 def report(trainer: L.Trainer, plugin: AmpPrecision, records: Records) -> dict[str, Any]:
-    """Everything that must be the same on all ranks, and the buffers, which need not be."""
+    """Return every value that must be the same on all ranks, and the buffers, which may differ."""
     states = [value for o in trainer.optimizers for state in o.state.values() for value in state.values()]
     scaler = plugin.scaler
     return {
@@ -148,7 +150,7 @@ def report(trainer: L.Trainer, plugin: AmpPrecision, records: Records) -> dict[s
 
 
 def assert_agree(one: dict[str, Any], other: dict[str, Any], *keys: str) -> None:
-    """Bit for bit; by default all but the buffers, which may be those of each rank's own batches."""
+    """Compare bit for bit; by default without the buffers, which may come from each rank's own batches."""
     for key in keys or one.keys() - {"buffers"}:
         if key in ("parameters", "optimizer", "buffers"):
             assert_same(one[key], other[key])
@@ -157,12 +159,12 @@ def assert_agree(one: dict[str, Any], other: dict[str, Any], *keys: str) -> None
 
 
 def folder() -> Path:
-    """Where a rank leaves what it has seen."""
+    """Return the file for one rank's results."""
     return Path(sys.argv[1])
 
 
 def main(scenarios: Scenarios) -> None:
-    """Run the scenarios that the command line names, or all, and save what this rank has seen."""
+    """Run the scenarios named on the command line, or all, and save this rank's results."""
     warnings.filterwarnings("ignore", message=".*does not have many workers|.*LeafSpec|.*find_unused_parameters=True")
     for name in ("pytorch", "fabric"):
         logging.getLogger(f"lightning.{name}").setLevel(logging.ERROR)
@@ -173,5 +175,5 @@ def main(scenarios: Scenarios) -> None:
             with flags_on_a_device() if takes_a_gpus_path else contextlib.nullcontext():
                 results[name] = run()
     torch.save(results, folder() / f"rank{torch.distributed.get_rank()}.pt")
-    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
+    # end gloo's threads before the interpreter: otherwise it sometimes aborts ("terminate called")
     torch.distributed.destroy_process_group()

@@ -1,6 +1,7 @@
-"""Run by `test_sharded.py` on two and on four gloo ranks: `ModelParallelStrategy`, sharded in several ways.
+"""`ModelParallelStrategy` with several ways of sharding, on two and on four gloo ranks. `test_sharded.py` runs this
+script.
 
-Each scenario is compared with one process that trains the same module in fp32 on the batches that were not bad.
+Each scenario is compared with one process that trains the same module in fp32 without the bad batches.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from lightning_amp import AmpPrecision, DynamicLossScaler
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Shard, with a sum and a division: gloo of torch 2.8 takes an average for a sum."""
+    """Shard and reduce with a sum and a division, because gloo of torch 2.8 sums where it should average."""
     fully_shard(module, mesh=mesh, mp_policy=policy)
     module.set_force_sum_reduction_for_comms(True)  # pyright: ignore[reportCallIssue]
 
@@ -63,7 +64,9 @@ class Model(nn.Module):
 
 
 class Regression(Troubled):
-    """`layout` is any of "tp" (up and down), "fsdp" (everything), "fsdp head"; "" trains in one process."""
+    """Build the module; `layout` contains "tp" (up and down), "fsdp" (everything) or "fsdp head"; "" trains in one
+    process.
+    """
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class Regression(Troubled):
             shard(self.model, data_mesh, self.policy)
 
     def average(self, parameter: nn.Parameter) -> None:
-        """What nobody shards, the user reduces."""
+        """The user reduces the gradients of parameters that nobody shards."""
         torch.distributed.all_reduce(parameter.grad, group=self.data_group)
         parameter.grad.div_(self.data_group.size())
 
@@ -149,7 +152,7 @@ def compared(
     plugin: Callable[[], AmpPrecision] = scaled,
     **kwargs: Any,
 ) -> Any:
-    """The run with trouble, and on rank 0 one process in plain fp32 that never had the bad batches."""
+    """Run with trouble; on rank 0 also run one process in plain fp32 without the bad batches."""
     result = {"with": train(make(layout, trouble), mesh, plugin=plugin(), **kwargs)[1]}
     if torch.distributed.get_rank() == 0:
         result["single"] = train(make("", {}), (1, 1), bad, plugin=AmpPrecision("fp32"), **kwargs)[1]
@@ -178,14 +181,14 @@ SCENARIOS[2] |= {
     "fsdp_accumulation": lambda: compared(
         (2, 1), regression(), "fsdp", WINDOWS, FIRST_WINDOWS, accumulate_grad_batches=3
     ),
-    # sharded and plain parameters in one optimizer; both ranks see the same batch: trouble on one is in its shard
+    # sharded and plain parameters in one optimizer; trouble is in one rank's shard
     "tensor_parallel_norm": lambda: compared((1, 2), Regression, "tp", gradient_clip_val=0.5),
     "tensor_parallel_value": lambda: compared((1, 2), Regression, "tp", **BY_VALUE),
 }
 
 
 class Sequence(Regression):
-    """Sequence parallel: the gradients of the normalisation are left as sums that are still to be added up."""
+    """Sequence parallel: the gradients of the normalisation are partial sums, still to be added up."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -207,7 +210,7 @@ SCENARIOS[2] |= {
 
 @scenario(2)
 def one_shard_overflows() -> Any:
-    """After the gradients were reduced."""
+    """Check after the gradients were reduced."""
 
     def make(layout: str, trouble: Any) -> L.LightningModule:
         return Regression(layout, {}, fused, shard_trouble=4 if trouble is EVERY_KIND else None)
@@ -217,7 +220,7 @@ def one_shard_overflows() -> Any:
 
 @scenario(2)
 def batch_norm() -> Any:
-    """Its statistics are each rank's own: nothing to compare with in one process."""
+    """Each rank has its own statistics, so there is nothing to compare with in one process."""
     make = lambda t: Regression("fsdp", t, fused, norm=True)  # noqa: E731
     return {"with": train(make(EVERY_KIND), (2, 1))[1], "without": train(make({}), (2, 1), BAD)[1]}
 
@@ -266,7 +269,7 @@ SCENARIOS[2] |= {
 
 @scenario(2)
 def resume() -> Any:
-    """Two epochs at once, and one with a checkpoint, then one more; checkpoints of shards and whole ones."""
+    """Train two epochs at once, and one epoch, a checkpoint and one more; checkpoints of shards and whole ones."""
     make = lambda: Regression("fsdp", EVERY_KIND, fused)  # noqa: E731
     options: dict[str, Any] = {"gradient_clip_val": 0.5}
     result = {"without": train(make(), (2, 1), max_epochs=2, **options)[1]}
@@ -279,7 +282,7 @@ def resume() -> Any:
 
 @scenario(2)
 def callbacks() -> Any:
-    """Those that run a step twice say that they do not; nothing crashes, and the run is the same."""
+    """Callbacks that run a step twice say that they do not; nothing fails, and the run is the same."""
     printed = io.StringIO()
     handler = logging.StreamHandler(printed)
     loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]
@@ -307,7 +310,7 @@ def callbacks() -> Any:
 
 @scenario(2)
 def stuck() -> Any:
-    """The error of a run that only skips comes on all ranks and names parameters."""
+    """A run that only skips raises its error on all ranks, and the error names parameters."""
     plugin = scaled()
     plugin.scaler.max_consecutive_skips = 2
     try:
@@ -318,7 +321,7 @@ def stuck() -> Any:
 
 
 class HalfLoaded(Regression):
-    """In bfloat16; `written` has the line that the error names."""
+    """Train in bfloat16; `written` has the line that the error recommends."""
 
     def __init__(self, layout: str, written: bool) -> None:
         super().__init__(layout, optimizer=fused)
@@ -333,7 +336,7 @@ class HalfLoaded(Regression):
 
 @scenario(2)
 def half_parameters() -> Any:
-    """Shards cannot be upcast. With the line that the error names, the run is that of one process that upcasts."""
+    """Shards cannot be upcast. With the line that the error recommends, the run equals one process that upcasts."""
     messages: list[str] = []
     for upcast in (True, False):
         try:
@@ -346,13 +349,13 @@ def half_parameters() -> Any:
     return result
 
 
-# 2 x 2: `up` and `down` on both meshes, `head` on one, `gain` on none
+# 2 x 2: `up` and `down` are on both meshes, `head` on one, `gain` on none
 SCENARIOS[4]["three_meshes"] = lambda: compared((2, 2), Regression, "tp, fsdp head", gradient_clip_val=0.5)
 
 
 @scenario(4)
 def three_meshes_fused() -> Any:
-    """Torch's fused kernels take one mesh at a time: one parameter group for each."""
+    """torch's fused kernels take one mesh at a time, so each mesh has a parameter group."""
 
     def by_mesh(parameters: Any) -> torch.optim.Optimizer:
         groups: dict[Any, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Two gloo ranks, trouble on one of them: both decide alike, and the run is the one that never drew the bad batches."""
+"""Two gloo ranks with trouble on one: both decide alike, and the run equals one that never drew the bad batches."""
 
 from __future__ import annotations
 
@@ -87,8 +87,11 @@ def test_half_parameters_are_upcast_and_resume(ranks: list[dict[str, Any]]) -> N
 
 
 def test_an_optimizer_without_gradients_on_one_rank(ranks: list[dict[str, Any]]) -> None:
-    """Step 2 has none anywhere and is no reason to grow; step 3, with a NaN loss on the rank without gradients, is a
-    step; step 5 overflows, and that loss is the reason."""
+    """Count steps where gradients are missing.
+
+    Step 2 has none on any rank, so the scale does not grow. Step 3, with a NaN loss on the rank without gradients,
+    counts. Step 5 overflows, and that loss is the reason.
+    """
     one, other = (rank["no_gradients_on_one_rank"] for rank in ranks)
     for key in ("scales", "tracker", "counts"):
         assert one[key] == other[key]
@@ -122,7 +125,7 @@ def test_a_bad_loss_on_one_rank_is_reported_to_all(ranks: list[dict[str, Any]]) 
 
 
 def test_the_search_runs_as_many_passes_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
-    """A rank that runs fewer leaves the others waiting inside of `self.all_gather`."""
+    """A rank that runs fewer passes leaves the others waiting in `self.all_gather`."""
     one, other = (rank["overflow_reports_of_a_step_with_collectives"]["reports"] for rank in ranks)
     assert one == other
     assert one[0] == (0, 1, "loss", 0)
@@ -141,7 +144,7 @@ def test_a_stuck_run_stops_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     ("fall_back_fused", ["fp16"] * 64 + ["fp32"] * 8),
 ])  # fmt: skip
 def test_ranks_fall_back_at_the_same_step(name: str, precisions: list[str], ranks: list[dict[str, Any]]) -> None:
-    """Also where one of them has heard of the skips before: the records are read together after 64 steps."""
+    """One rank may have learned of the skips earlier: all ranks read the records together after 64 steps."""
     assert [rank[name]["with"]["precisions"] for rank in ranks] == [precisions] * 2
     assert ranks[0][name]["with"]["scale"] is None
 

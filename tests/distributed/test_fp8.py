@@ -1,4 +1,4 @@
-"""fp8 on two gloo ranks, emulated: DDP, FSDP2 and tensor parallel train the same layers as one process does."""
+"""Emulated fp8 on two gloo ranks: DDP, FSDP2 and tensor parallel train the same layers as one process does."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "fp8_scenarios.py"
 NEAR = {"ddp": 60, "fsdp": 60, "fsdp_bf16": 54, "tensor_parallel": 60}
-"""In dB. From bf16, fp8 in one process is some 53 away; where weights are gathered in bf16 both are rounded more."""
+"""In dB. fp8 in one process has some 53 dB to bf16; where weights are gathered in bf16, both round more."""
 
 
 @needs_torchao
 def test_trains_as_one_process_in_fp8(tmp_path: Path) -> None:
-    """One test, since one launch serves all of it."""
+    """One test, because one launch serves all of it."""
     ranks: list[dict[str, Any]] = launch(SCRIPT, 2, tmp_path)
     single, half = ranks[0]["alone"]["fp8"], ranks[0]["alone"]["bf16"]
     assert list(single["layers"].values()) == ["the first linear layer", *[None] * 4, "the last linear layer"]

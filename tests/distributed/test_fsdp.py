@@ -1,4 +1,4 @@
-"""Row 29: FSDP1 in two real gloo processes is one device, but for rounding."""
+"""Row 29: FSDP1 in two real gloo processes equals one device, except for rounding."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 def agreed(ranks: Ranks, name: str) -> dict[str, Any]:
-    """What all ranks have, after a check that they do."""
+    """Return the results of all ranks, after checking that they agree."""
     runs = [rank[name]["with"] for rank in ranks]
     for run in runs[1:]:
         assert_agree(run, runs[0])
@@ -123,6 +123,6 @@ def test_three_device_meshes_in_one_optimizer(four: Ranks) -> None:
 
 @pytest.mark.slow
 def test_three_device_meshes_fused(four: Ranks) -> None:
-    """In groups of their own, which changes the order of the state."""
+    """The parameters are in groups of their own, which changes the order of the state."""
     run = agreed(four, "three_meshes_fused")
     assert_same(run["parameters"], four[0]["three_meshes"]["single"]["parameters"], rtol=1e-5, atol=3e-7)

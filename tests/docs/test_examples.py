@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import importlib.util
 import logging
 import os
 import re
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,56 @@ def run_example(path: Path, *arguments: str | Path) -> str:
 
 def test_the_gallery_is_complete() -> None:
     assert {path.stem for path in EXAMPLES} == GALLERY
+
+
+EXTRA = {"sklearn.datasets": "scikit-learn", "transformers": "transformers", "peft": "peft"}
+"""Modules that examples import from the extra `examples`, and the package of each."""
+LACKS = r"This example needs {} \(.+\)\. Run: pip install '\.\[examples\]'"
+
+
+def needed_modules(path: Path) -> set[str]:
+    """Return what an example, or the example that it imports, needs from the extra `examples`."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
+    found = {name for node in nodes if node.module for name in EXTRA if node.module == name}
+    beside = [path.with_name(f"{node.module}.py") for node in nodes if node.module in GALLERY]
+    return found.union(*map(needed_modules, beside))
+
+
+NEED_EXTRA = [path for path in EXAMPLES if needed_modules(path)]
+
+
+def test_examples_import_nothing_else() -> None:
+    known = {*sys.stdlib_module_names, *GALLERY, "lightning", "lightning_amp", "torch", "torchao", "torchmetrics"}
+    for path in EXAMPLES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.partition(".")[0] for name in names if name not in EXTRA} <= known, path
+    assert len(NEED_EXTRA) == 8
+
+
+@pytest.mark.parametrize("path", NEED_EXTRA, ids=lambda path: path.stem)
+def test_an_example_says_which_package_it_lacks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = needed_modules(path) - {"peft"}
+    monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.delitem(sys.modules, "digits", raising=False)
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, None)
+    (package,) = (EXTRA[name] for name in modules)
+    with pytest.raises(SystemExit, match=LACKS.format(package)):
+        runpy.run_path(str(path))
+
+
+@pytest.mark.slow
+def test_an_example_that_lacks_a_package_prints_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "without.py"
+    script.write_text(
+        "import runpy, sys\nsys.modules['sklearn.datasets'] = None\nrunpy.run_path(sys.argv[1], run_name='__main__')\n",
+        encoding="utf-8",
+    )
+    done = warm.run_script(script, ROOT / "examples" / "vae.py", cwd=tmp_path, env=ONE_THREAD)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(LACKS.format("scikit-learn") + "\n", done.stderr)
 
 
 @pytest.mark.slow

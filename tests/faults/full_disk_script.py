@@ -1,4 +1,4 @@
-"""Run by `test_files.py`: no file may grow beyond some bytes, as on a disk that is full."""
+"""Train while no file may grow beyond a limit, as on a full disk. `test_files.py` runs this script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT = 100
 
 
 class NoSpace(L.Callback):
-    """From the fifth step on. Lightning's own checkpoints would be hit too: there are none here."""
+    """Limit files from the fifth step on. There are no checkpoints of Lightning's, which would fail too."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == 5:
@@ -26,7 +26,7 @@ class NoSpace(L.Callback):
 
 
 class Save(L.Callback):
-    """Two checkpoints that go nowhere, so that `ScaleMonitor` writes."""
+    """Two checkpoints that write nothing, so that `ScaleMonitor` writes."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step in (4, 12):
@@ -52,7 +52,7 @@ def main() -> None:
         print(f"{name}: {number} warning{'s' if number != 1 else ''}")
     assert_equal({name: found[name] for name in expected}, expected)
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    # written before the disk was full, and whole
+    # written completely before the disk was full
     assert set(files) == {"scale_history.csv", "overflow_step00003_rank0.json", "overflow_step00003_rank0.pt"}, files
     assert min(files.values()) > LIMIT, files
     print("bit-identical")

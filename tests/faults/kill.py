@@ -1,21 +1,21 @@
-"""Kill a training run at random moments, resume it each time, and see whether anything is lost.
+"""Kill a training run at random moments, resume it each time, and check that nothing is lost.
 
     make faults FAULTS_ARGS="--kills 50 --seed 1"
 
-A run saves a checkpoint every few steps, with all callbacks of this package writing their files. The process gets a
-SIGKILL: at a random moment, or while one of our files is being written. It is resumed from its last checkpoint; once in
-each run that one is cut in half first, as Lightning may leave it where the temporary folder is on another file system.
-When the run is through, everything must equal a run that was never killed, bit for bit. Then the next precision begins,
-until enough kills were survived.
+A run saves a checkpoint every few steps, with all callbacks of this package writing their files. Its process gets a
+SIGKILL: at a random moment, or while one of our files is being written. It is resumed from its last checkpoint. Once in
+each run that checkpoint is cut in half first, as Lightning may leave it if the temporary folder is on another disk.
+At the end, everything must equal a run that was never killed, bit for bit. Then the next precision begins, until
+enough kills were survived.
 
-Prints what was survived and what was lost; exits with 1 if anything was.
+It prints the results, and exits with 1 if anything was lost.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a fork copies only the thread that calls it
+os.environ["OMP_NUM_THREADS"] = "1"  # set before torch is imported: a fork copies only the thread that calls it
 
 import argparse
 import functools
@@ -42,7 +42,7 @@ from lightning_amp.findings import StepRecord
 from lightning_amp.reports import ScaleHistory
 
 STEPS = 52
-EVERY = 7  # never at the end of an epoch: Lightning does not make up for a validation that was cut off there
+EVERY = 7  # never at the end of an epoch: Lightning does not repeat a validation that was cut off
 GRADIENT, NAN = (3, 11, 30, 52, 70), (5, 18, 19, 25, 33, 47, 66, 90)
 RUNS: dict[str, dict[str, Any]] = {
     "fp16, accumulated": {"fused": True, "accumulate": 2},
@@ -52,10 +52,10 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def run(name: str, folder: Path, ckpt_path: Path | None, slow: float = 0.0) -> None:
-    """What the process does that gets killed: train, and leave a result behind if it comes that far."""
+    """Train, and write a result at the end; this runs in the process that gets killed."""
     settings = RUNS[name]
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder / "tmp")
-    if slow:  # a disk that takes its time, so that there is a moment in which a file is half written
+    if slow:  # a slow disk, so that a file stays half written for a moment
         sync = os.fsync
         os.fsync = lambda handle: (time.sleep(slow), sync(handle))[1]
     callbacks = [Averaging(), *ours(folder / "ours")]
@@ -72,7 +72,7 @@ def run(name: str, folder: Path, ckpt_path: Path | None, slow: float = 0.0) -> N
 
 
 def fork(work: Callable[[], None], log: Path) -> int:
-    """Do it in a child, which starts with everything imported; its output goes to `log`."""
+    """Run it in a child process that starts with everything imported; its output goes to `log`."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -92,7 +92,7 @@ def fork(work: Callable[[], None], log: Path) -> int:
 
 
 def exit_code(child: int, timeout_s: float) -> int | None:
-    """Its exit code, minus the signal that ended it; `None` if it still runs."""
+    """Return its exit code, or minus the signal that ended it; `None` while it runs."""
     end = time.monotonic() + timeout_s
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -104,7 +104,7 @@ def exit_code(child: int, timeout_s: float) -> int | None:
 
 
 def kill_when(child: int, timeout_s: float, reached: Callable[[], bool]) -> int:
-    """Send a SIGKILL when `reached`, or after so long; the exit code."""
+    """Send a SIGKILL when `reached` returns true, or after a time limit; return the exit code."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end and not reached():
         code = exit_code(child, 0.0)
@@ -119,7 +119,7 @@ def kill_when(child: int, timeout_s: float, reached: Callable[[], bool]) -> int:
 
 @dataclass
 class Account:
-    """What happened, over all runs."""
+    """Counts over all runs."""
 
     kills: int = 0
     while_writing: int = 0
@@ -137,7 +137,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def last_checkpoint(folder: Path, account: Account) -> tuple[Path | None, int]:
-    """The newest that loads, and its step; those that do not are Lightning's files, and go."""
+    """Return the newest checkpoint that loads, and its step; delete Lightning's files that do not load."""
     paths = (folder / "checkpoints").glob("*.ckpt")
     for path in sorted(paths, key=lambda p: int(p.stem.removeprefix("step=")), reverse=True):
         try:
@@ -151,7 +151,7 @@ def last_checkpoint(folder: Path, account: Account) -> tuple[Path | None, int]:
 
 
 def check_files(folder: Path, skips: list[StepRecord], step: int, account: Account) -> None:
-    """After a kill every file of ours is whole, and knows at least what the last checkpoint knows."""
+    """Check after a kill that every file of ours is whole and as new as the last checkpoint."""
     for path in (folder / "ours").iterdir():
         try:
             if path.name.endswith(LEFTOVER):
@@ -176,7 +176,7 @@ def check_files(folder: Path, skips: list[StepRecord], step: int, account: Accou
 
 
 def survive(name: str, folder: Path, kills: int, chance: random.Random, account: Account) -> None:
-    """One run, killed until it is through or until there were enough kills; then it may finish."""
+    """Run until the end, or until there were enough kills; after those the run may finish."""
     log = folder / "log.txt"
     references = folder / "whole"
     for path in (references, folder / "killed"):
@@ -193,7 +193,7 @@ def survive(name: str, folder: Path, kills: int, chance: random.Random, account:
     attempt = 0
     while True:
         path = last_checkpoint(folder, account)[0]
-        if path is not None and attempt == 2:  # torn, as a kill may leave it
+        if path is not None and attempt == 2:  # cut in half, as a kill may leave it
             os.truncate(path, path.stat().st_size // 2)
             path = last_checkpoint(folder, account)[0]
         attempt += 1
@@ -248,7 +248,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lightning_amp_faults_") as folder:
         while not account.lost and (account.kills < args.kills or not account.finished):
             name = names[account.finished % len(names)]
-            # The kills are spread over the precisions; the last one takes what is left.
+            # The kills are spread over the precisions; the last one takes the rest.
             share = -(-args.kills * (account.finished + 1) // len(names))
             where = Path(folder) / str(account.finished)
             survive(name, where, min(args.kills, share), chance, account)

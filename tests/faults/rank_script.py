@@ -1,4 +1,4 @@
-"""Run by `test_ranks.py` in two gloo processes, of which one kills itself in the middle of an epoch."""
+"""Train in two gloo processes, one of which kills itself in mid-epoch. `test_ranks.py` runs this script."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main() -> None:
     module = Net(fused_adamw)
     try:
         trainer.fit(module, batches(16), batches(3, seed=7))
-    finally:  # only the survivor comes here
+    finally:  # only the surviving rank gets here
         (folder / "survivor").write_text(f"{trainer.global_rank} {trainer.global_step} {type(callbacks[0]).__name__}")
 
 

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is an error that names what is wrong, before anything of it is used."""
+"""A damaged checkpoint raises an error that names the damage, before any of its state is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resume(plugin: AmpPrecision, path: Path, saved: Path, **kwargs: Any) -> None:
-    """Two more steps, with all callbacks."""
+    """Train two more steps, with all callbacks."""
     callbacks = [Averaging(), *ours()]
     train(plugin, 12, ckpt_path=path, checkpoints=saved.parent, callbacks=callbacks, every_n_steps=10, **kwargs)
 
@@ -95,7 +95,7 @@ def test_the_entry_of_stock_lightning(saved: Path, tmp_path: Path, key: str, sca
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_what_is_not_needed_may_be_broken(saved: Path, tmp_path: Path, precision: str) -> None:
-    """A run whose scale fell to 0 under Lightning's own scaler is continued in bf16: a way out, not an error."""
+    """A run whose scale fell to 0 under Lightning's own scaler continues in bf16 without an error."""
 
     def damage(checkpoint: dict[str, Any]) -> None:
         del checkpoint["AmpPrecision"]
@@ -108,7 +108,7 @@ def test_what_is_not_needed_may_be_broken(saved: Path, tmp_path: Path, precision
 
 
 def test_taking_the_entry_out_starts_afresh(saved: Path, tmp_path: Path) -> None:
-    """As the error says."""
+    """The error recommends this."""
 
     def damage(checkpoint: dict[str, Any]) -> None:
         del checkpoint["AmpPrecision"], checkpoint["MixedPrecision"]
@@ -147,7 +147,7 @@ def test_the_entries_of_callbacks(saved: Path, tmp_path: Path, callback: str, ke
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
 def test_a_file_that_is_cut_off(saved: Path, tmp_path: Path, share: float) -> None:
-    """Lightning reads it before anything of ours is called, and logs its name. The error is torch's; nothing stays."""
+    """Lightning reads the file before it calls us, and logs its name. The error is torch's; no state is left behind."""
     path = tmp_path / "cut.ckpt"
     path.write_bytes(saved.read_bytes()[: int(saved.stat().st_size * share)])
     plugin = plugin_for("fp16")

@@ -1,4 +1,4 @@
-"""After an exception anywhere in training the user's objects are as they were, and plugin and callbacks work again."""
+"""After an exception anywhere in training, the user's objects are unchanged, and plugin and callbacks work again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACES = (
 
 
 class Fragile(Net):
-    """Raises in one place, once. A `KeyboardInterrupt` comes in a shadow of the module too."""
+    """Raise once, at one place. A `KeyboardInterrupt` is raised in the module's shadow, too."""
 
     def __init__(self, place: str = "", errors: tuple[BaseException, ...] = ()) -> None:
         torch.manual_seed(0)
@@ -116,7 +116,8 @@ def test_everything_works_again(place: str, error: BaseException, tmp_path: Path
     history = ScaleHistory.from_csv(tmp_path / "ours" / "scale_history.csv")
     assert list(history) == list(callbacks[1].history)
     assert history.num_attempted >= 8
-    settings |= {"callbacks": [Averaging(), *callbacks[1:]], "checkpoints": None}  # Lightning's own is not for two fits
+    # Lightning's own averaging callback does not support two fits
+    settings |= {"callbacks": [Averaging(), *callbacks[1:]], "checkpoints": None}
     again = train(plugin, 12, module=Fragile(), **settings)
     assert_equal(everything(again), undisturbed())
 
@@ -141,7 +142,9 @@ def test_sigterm_is_a_clean_end(precision: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("callbacks", [[], [ScaleMonitor()]], ids=["alone", "ScaleMonitor"])
 def test_what_fails_on_the_way_out_does_not_hide_the_exception(callbacks: list[L.Callback]) -> None:
-    """64 skips in a row that nobody has read yet, and the user presses Ctrl+C: the second error must not win."""
+    """The user presses Ctrl+C after 64 skips in a row that nobody has read yet: the interrupt must win over the skip
+    error.
+    """
 
     class Interrupt(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where the callbacks cannot write: training goes on, bit for bit, with one warning, and without half a file."""
+"""If callbacks cannot write their files, training continues bit for bit, with one warning and without half a file."""
 
 from __future__ import annotations
 
@@ -44,18 +44,23 @@ def dangling(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize("where", [below_a_file, a_file, dangling])
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_an_unwritable_folder(name: str, where: Callable[[Path], Path], tmp_path: Path) -> None:
-    folder = where(tmp_path)
+def warnings_of(callback: Any, tmp_path: Path) -> list[str]:
+    """Train with a callback that cannot write, compare the run with one without it, and return the warnings."""
     expected = everything(train(plugin_for("fp16"), 20, checkpoints=tmp_path / "a", **SETTINGS))
-    callback = CALLBACKS[name](folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = train(plugin_for("fp16"), 20, callbacks=[callback], checkpoints=tmp_path / "b", **SETTINGS)
     found = everything(trainer)
     assert_equal({name: found[name] for name in expected}, expected)
-    texts = [str(w.message) for w in caught if "could not write" in str(w.message)]
+    return [str(w.message) for w in caught if "could not write" in str(w.message)]
+
+
+@pytest.mark.parametrize("where", [below_a_file, a_file, dangling])
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_an_unwritable_folder(name: str, where: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = where(tmp_path)
+    callback = CALLBACKS[name](folder)
+    texts = warnings_of(callback, tmp_path)
     assert len(texts) == 1
     assert re.search(
         rf"`{type(callback).__name__}` could not write to `{re.escape(str(folder))}`: .*{folder.name}", texts[0]
@@ -67,14 +72,8 @@ def test_an_unwritable_folder(name: str, where: Callable[[Path], Path], tmp_path
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_a_bucket_that_cannot_be_reached(name: str, tmp_path: Path, bucket_folder: str) -> None:
     Bucket.failure = RuntimeError("no such host")
-    expected = everything(train(plugin_for("fp16"), 20, checkpoints=tmp_path / "a", **SETTINGS))
     callback = CALLBACKS[name](bucket_folder)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = train(plugin_for("fp16"), 20, callbacks=[callback], checkpoints=tmp_path / "b", **SETTINGS)
-    found = everything(trainer)
-    assert_equal({name: found[name] for name in expected}, expected)
-    texts = [str(w.message) for w in caught if "could not write" in str(w.message)]
+    texts = warnings_of(callback, tmp_path)
     reason = "RuntimeError: no such host. Training is not affected."
     assert texts == [f"`{type(callback).__name__}` could not write to `{bucket_folder}`: {reason}"]
     assert not Bucket.objects
@@ -92,7 +91,7 @@ class Remove(L.Callback):
 
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_a_folder_that_vanishes(name: str, tmp_path: Path) -> None:
-    """It is made again; what is written later is whole, and the history is all of it."""
+    """The folder is made again, later files are whole, and the history is complete."""
     expected = everything(train(plugin_for("fp16"), 20, checkpoints=tmp_path / "a", **SETTINGS))
     callback = CALLBACKS[name](tmp_path / "out")
     callbacks = [callback, Remove(tmp_path / "out")]
@@ -106,7 +105,7 @@ def test_a_folder_that_vanishes(name: str, tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """A limit on the size of files, in a process of its own: a real write fails halfway."""
+    """A separate process limits the size of files, so that a real write fails halfway."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[1])])}
     done = warm.run_script(HERE / "full_disk_script.py", tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -114,7 +113,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_dead_processes_go(tmp_path: Path) -> None:
-    """And those of live ones stay: they hold a lock."""
+    """Files of live processes stay, because those processes hold a lock."""
     dead = tmp_path / f".a.csv.12345678{LEFTOVER}"
     dead.write_text("half")
     other = tmp_path / ".somebody_elses.tmp"
@@ -130,7 +129,7 @@ def test_leftovers_of_dead_processes_go(tmp_path: Path) -> None:
 
 
 def test_another_process_cleans_up_at_the_worst_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the creation of a file and its lock: two ranks that reported the same step did that to each other."""
+    """Two ranks that report the same step must not collide between creating a file and locking it."""
     fcntl = pytest.importorskip("fcntl")
     flock = fcntl.flock
 

@@ -1,4 +1,4 @@
-"""A small version of `make faults`."""
+"""Run a small version of `make faults`."""
 
 from __future__ import annotations
 

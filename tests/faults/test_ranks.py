@@ -1,4 +1,4 @@
-"""A rank that dies: the other one ends with an error, at once and not at a timeout, and what was written is whole."""
+"""When a rank dies, the other one ends with an error at once, not at a timeout, and every written file is whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_other_rank_stops(victim: int, tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "Connection" in done.stderr or "connection" in done.stderr, done.stderr[-3000:]
     assert (tmp_path / "survivor").read_text() == f"{1 - victim} 14 Averaging"
-    assert ended - (tmp_path / "killed").stat().st_mtime < 30  # of the 120 s after which the process group gives up
+    assert ended - (tmp_path / "killed").stat().st_mtime < 30  # the process group itself gives up after 120 s
     files = sorted((tmp_path / "ours").iterdir())
     assert not [p for p in files if p.name.endswith(LEFTOVER)]
     names = [f"overflow_step{step:05d}_rank0.json" for step in (3, 12)]  # no rank found a cause in its batch

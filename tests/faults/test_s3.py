@@ -1,4 +1,4 @@
-"""A bucket behind the real protocol of S3, on a server of this machine: `pip install s3fs 'moto[server]'`."""
+"""Write to a bucket through the real S3 protocol, on a local server: `pip install s3fs 'moto[server]'`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
 
 FOLDER = "s3://bucket/run"
-LARGE_MIB = 220  # several parts
+LARGE_MIB = 220  # large enough for several parts
 
 KILLED = f"""
 import os
@@ -56,7 +56,7 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     store = fsspec.filesystem("s3")
     store.mkdir("bucket")
     yield store
-    store.rm("bucket", recursive=True)  # the next server of this process would still have it
+    store.rm("bucket", recursive=True)  # otherwise the next server in this process would reuse it
     store_class.clear_instance_cache()
     server.stop()
 
@@ -85,7 +85,7 @@ def test_a_write_that_fails(s3: Any) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")
 def test_an_upload_that_is_killed(s3: Any, tmp_path: Path) -> None:
-    """The bucket shows the old object; what waited here goes with the next write."""
+    """The bucket keeps the old object; the waiting data goes with the next write."""
     write_atomically(f"{FOLDER}/a.pt", lambda file: file.write("old"))
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "uploads\n"
@@ -103,4 +103,4 @@ def test_a_bucket_that_is_not_there(s3: Any) -> None:
     with pytest.warns(UserWarning, match="could not write to `s3://no-such-bucket/run`: .*bucket") as caught:
         fit(Toy, fp16(), batches(4), callbacks=[Poison(gradient=[1]), ScaleMonitor(dirpath="s3://no-such-bucket/run")])
     assert sum("could not write" in str(w.message) for w in caught) == 1
-    assert s3.ls("", refresh=True) == ["bucket"]  # nobody made one
+    assert s3.ls("", refresh=True) == ["bucket"]  # the bucket does not exist

@@ -1,4 +1,4 @@
-"""What is measured on a device of any type: by `doctor`, by `find_batch_size`, and by the one clock."""
+"""`doctor`, `find_batch_size` and the step timer measure on a device of any type."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ON_DEVICE = {"accelerator": DEVICE, "devices": 1}
 
 
 class Net(L.LightningModule):
-    """Reads its loss in each step, with more states than activations."""
+    """A module that reads its loss in each step, with more optimizer state than activations."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Rows(L.LightningDataModule):
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products that a CPU computes at once."""
+    """Matrix products that a CPU computes at once."""
     for name in ("_SIZES", "_SHORT_SIZES"):
         monkeypatch.setattr(_examine_machine, name, {"cuda": (32, 64), "other": (32, 64)})
     monkeypatch.setattr(_examine_machine, "_IMAGES", dict.fromkeys(("cuda", "other"), ((2, 4, 8),)))
@@ -90,7 +90,7 @@ def test_a_batch_size_is_found_on_the_device(tmp_path: Path, monkeypatch: pytest
     result = find_batch_size(Net, Rows, ["fp32"], memory_limit_gib=1.0, trainer_kwargs=ON_DEVICE)["fp32"]
     assert result.batch_size == 256
     assert 0 < result.peak_gib < 1
-    if DEVICE == "cuda":  # which says how much memory it has
+    if DEVICE == "cuda":  # and the GPU's properties tell how much memory it has
         found = find_batch_size(Net, Rows, ["fp32"], trainer_kwargs=ON_DEVICE)["fp32"]
         assert found.batch_size == 256
         assert found.limit_gib > 1

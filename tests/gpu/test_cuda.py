@@ -1,4 +1,6 @@
-"""What only a CUDA device shows. `LIGHTNING_AMP_TEST_DEVICE=cuda make test-all` runs the rest there too."""
+"""Behaviour that only a CUDA device shows. `LIGHTNING_AMP_TEST_DEVICE=cuda make test-all` runs the other tests there,
+too.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def test_auto_picks_what_the_device_has() -> None:
 
 
 def test_the_gradients_it_writes_back_are_true() -> None:
-    """After a folded step `p.grad` holds what the plain order leaves there."""
+    """After a step with folded unscaling, `p.grad` holds the same values as after the plain order of calls."""
     grads: dict[str, list[torch.Tensor]] = {}
 
     class Keep(L.Callback):

@@ -1,4 +1,4 @@
-"""A fused, capturable step in a CUDA graph: what is refused during a capture, and what a replay computes."""
+"""A fused, capturable step in a CUDA graph: which calls a capture refuses, and what a replay computes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_full_block_of_records_is_read_after_the_capture() -> None:
         amp.records.subscribe(lambda records: read.append(len(records)))
 
     def end(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        capturing.first = 3 if batch_idx < 65 else 1000  # a block is 64 steps
+        capturing.first = 3 if batch_idx < 65 else 1000  # records are read in blocks of 64 steps
 
     callbacks = [LambdaCallback(on_train_start=begin, on_train_batch_end=end), capturing]
     fit(Toy(adamw), amp, batches(70), accelerator="cuda", callbacks=callbacks)
@@ -123,7 +123,8 @@ def test_what_cannot_be_captured_is_seen(error: str, monkeypatch: pytest.MonkeyP
 # ---- replays ---------------------------------------------------------------------------------------------------------
 
 PLAN = "eeeegggggggegee"
-"""In a graph or not. Steps 6 and 7 overflow in fp16, the loss of step 9 is infinite; two clean steps raise the scale.
+"""Train with or without a graph. Steps 6 and 7 overflow in fp16, the loss of step 9 is infinite; two clean steps raise
+the scale.
 """
 
 
@@ -144,7 +145,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
 
 
 def train(case: str, kind: Any) -> tuple[AmpPrecision, dict[str, Any]]:
-    """Train by the plan; returns all that a step has changed on the device."""
+    """Train by the plan; return everything on the device that a step has changed."""
     precision, optimizer, scaler, settings = CASES[case]
     make = torchs_scaler if "torch's" in case else plugin
     amp = make(precision, **({"growth_interval": 2, **scaler} if precision == "fp16" else {}))
@@ -152,7 +153,8 @@ def train(case: str, kind: Any) -> tuple[AmpPrecision, dict[str, Any]]:
     data = DataLoader(factors_first(len(PLAN), factors), batch_size=None)  # type: ignore[arg-type]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # one stream for all: autograd remembers on which it met a parameter first
+    # autograd remembers on which stream it met a parameter first, so all steps run on one stream
+    with torch.cuda.stream(stream):
         trainer = fit(lambda: InGraph(optimizer, PLAN, kind), amp, data, accelerator="cuda", **settings)
     torch.cuda.synchronize()
     state = trainer.optimizers[0].state_dict()["state"]
@@ -171,7 +173,7 @@ def replay_as_without_a_graph(case: str, kind: Any, **tolerance: float) -> None:
     scaler, expected_scaler = found.pop("scaler"), expected.pop("scaler")
     assert scaler == expected_scaler
     assert_same(found, expected, **tolerance)
-    ran = PLAN.count("e") + 1  # Python sees the capture, and no replay of it
+    ran = PLAN.count("e") + 1  # Python sees the capture, but no replay
     assert amp.num_steps + amp.num_skipped == ran
     if isinstance(amp.scaler, DynamicLossScaler):
         assert plain.last_step.next_scale > plain.last_step.scale
@@ -192,7 +194,7 @@ def test_a_replayed_graph_computes_the_same_step_again(case: str) -> None:
 
 @pretends
 def test_a_scale_that_is_replaced_does_not_move_in_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: so it was before the scale stayed in its place."""
+    """The test above can fail: this shows the state before the scale kept its address."""
     monkeypatch.setattr(_torch, "is_capturing", lambda: False)
     with pytest.raises(AssertionError):
         replay_as_without_a_graph("fp16, hysteresis", RecordedGraph)

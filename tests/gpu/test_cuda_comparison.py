@@ -1,4 +1,4 @@
-"""What `compare_precisions` measures on a GPU: the device's own peak, times that do not wait, TF32."""
+"""`compare_precisions` on a GPU: the device's own peak memory, timing without waits, and the TF32 setting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUDA: dict[str, Any] = {"accelerator": "cuda", "devices": 1}
 
 
 class Wide(Waves):
-    """Wide enough that weights and gradients dominate."""
+    """A module wide enough that weights and gradients dominate its memory."""
 
     def __init__(self) -> None:
         super().__init__(width=2**17)
@@ -36,7 +36,7 @@ def test_memory_is_the_devices_own_peak(tmp_path: Path) -> None:
     weights = 4 * sum(p.numel() for p in Wide().parameters())
     assert run.memory_of == "device"
     assert run.peak_memory_bytes is not None
-    assert 4 * weights < run.peak_memory_bytes < 12 * weights  # the copy of `MetricComparison` is not in it
+    assert 4 * weights < run.peak_memory_bytes < 12 * weights  # without the copy that `MetricComparison` makes
     assert run.step_s
     assert all(0 < seconds < 1 for seconds in run.step_s)
     assert run.matmul_flops == {"float32": 1.0}

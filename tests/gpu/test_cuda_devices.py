@@ -1,6 +1,6 @@
-"""The scenarios of `tests/distributed/test_ddp.py` and `test_sharded.py` on GPUs, with NCCL.
+"""Run the scenarios of `tests/distributed/test_ddp.py` and `test_sharded.py` on GPUs, with NCCL.
 
-And what only CUDA has: synchronised BatchNorm, and a host that must not wait.
+Two things exist on CUDA only: synchronised BatchNorm, and a host that must not wait.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ needs_four = pytest.mark.skipif(COUNT < 4, reason=f"needs 4 CUDA devices, there 
 
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_AMP_TEST_DEVICE", "cuda")  # for the ranks
+    monkeypatch.setenv("LIGHTNING_AMP_TEST_DEVICE", "cuda")  # the ranks import from here
 
 
 def assert_traceless(ranks: list[dict[str, Any]], other: str) -> None:
-    """Ranks agree to the bit; the run equals its reference within rounding."""
+    """Ranks agree to the bit, and the run equals its reference within rounding."""
     for name, result in ranks[0].items():
         if "with" not in result:
             continue

@@ -1,4 +1,4 @@
-"""What `doctor` measures on a GPU: its formats, waits of the host, the device's time and memory."""
+"""`doctor` on a GPU: the formats it finds, waits of the host, and the device's time and memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_memory_is_near_that_of_the_device() -> None:
     assert "large-logits" in [finding.code for finding in report.findings]
     torch.cuda.reset_peak_memory_stats()
     doctor(lambda: Language(32_000), tokens(16, 256, 32_000), precision="bf16")
-    # The batch is four times as large in one variant: the device has seen more, not less.
+    # One variant has a batch four times as large, so the device has seen more memory in use, not less.
     assert report.step.memory.peak < 1.1 * torch.cuda.max_memory_allocated()
 
 

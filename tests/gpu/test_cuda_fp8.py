@@ -1,8 +1,8 @@
-"""fp8 on the device that has it: real kernels, eager and compiled.
+"""fp8 on a device that supports it: real kernels, eager and compiled.
 
-`LIGHTNING_AMP_TEST_FP8=emulated python -m pytest tests/gpu/test_cuda_fp8.py` runs the same bodies anywhere: on the CPU,
-with emulated recipes, small sizes and a compiler that generates no code (`emulated-large`: with the sizes of a GPU,
-minutes). That is for whoever changes these tests where no such device is; it says nothing about kernels.
+`LIGHTNING_AMP_TEST_FP8=emulated python -m pytest tests/gpu/test_cuda_fp8.py` runs the same tests on any CPU. There they
+use emulated recipes, small sizes and a compiler that generates no code. `emulated-large` takes the sizes of a GPU,
+which needs minutes. Use it to change these tests without such a device. It says nothing about kernels.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ HERE = "cpu" if EMULATED else "cuda"
 BACKEND = "aot_eager" if EMULATED else "inductor"
 WIDTH, INNER = (
     (64, 128) if HOW == "emulated" else (2304, 4096)
-)  # the second: large enough for every recipe, and no larger
+)  # the second size is large enough for every recipe, and no larger
 ROWS = 64
 NO_FP8 = not EMULATED and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
 
 pytestmark = [
     *([] if EMULATED else [pytest.mark.needs("fp8")]),
     pytest.mark.skipif(NO_FP8, reason="needs a CUDA device with fp8 (sm_89 or later)"),
-    pytest.mark.filterwarnings("ignore"),  # torch's compilers have a lot to say; what is ours is asked for below
+    pytest.mark.filterwarnings("ignore"),  # torch's compilers log much; the tests below ask for our messages only
 ]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 eager_and_compiled = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -48,7 +48,7 @@ eager_and_compiled = pytest.mark.parametrize("compiled", [False, True], ids=["ea
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    pytest.importorskip("torchao")  # here, so that the tests are collected where it is missing
+    pytest.importorskip("torchao")  # imported here, so that pytest collects the tests where torchao is missing
     torch.compiler.reset()
     yield
     if not EMULATED:
@@ -56,7 +56,7 @@ def as_it_was() -> Iterator[None]:
 
 
 class Block(nn.Module):
-    """A pre-norm residual block, as in the MLP half of a transformer."""
+    """A pre-norm residual block, like the MLP half of a transformer."""
 
     def __init__(self, norm: type[nn.Module] = nn.RMSNorm, width: int = WIDTH, inner: int = INNER) -> None:
         super().__init__()
@@ -68,12 +68,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """`depth` blocks, of RMSNorm and LayerNorm in turn, between two layers that fp8 leaves alone."""
+    """A stack of `depth` blocks with RMSNorm and LayerNorm in turn, between two layers that fp8 leaves alone."""
 
     def __init__(self, depth: int = 2, *, compiled: bool | Any = False, checkpointing: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Linear(8, WIDTH, bias=False)  # so that a row of zeros is one inside of the blocks, too
+        self.embed = nn.Linear(8, WIDTH, bias=False)  # so that a row of zeros stays a row of zeros inside the blocks
         self.blocks = nn.ModuleList(Block(nn.LayerNorm if i % 2 else nn.RMSNorm) for i in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 1)
@@ -98,7 +98,7 @@ CHOSEN = {
 
 
 class Looks(Toy):
-    """Remembers the true gradient of each step, what the network returned in validation, and each loss."""
+    """Record the true gradient of each step, the network's output in validation, and each loss."""
 
     def __init__(self, net: nn.Module, lr: float = 1e-3, schedule: Any = None) -> None:
         super().__init__(lambda params: torch.optim.AdamW(params, lr=lr, fused=True), net, schedule)
@@ -124,7 +124,7 @@ def fp8(recipe: str = RECIPES[0]) -> AmpPrecision:
 
 
 def run(plugin: AmpPrecision, module: Toy, data: Any = None, **kwargs: Any) -> Any:
-    """Train on `HERE`; the module comes back."""
+    """Train on `HERE` and return the module."""
     data = batches(4, ROWS) if data is None else data
     return fit(module, plugin, data, accelerator=HERE, **kwargs).lightning_module
 
@@ -149,7 +149,7 @@ def test_it_trains_as_well_as_bf16(recipe: str, compiled: bool) -> None:
 @each_recipe
 @eager_and_compiled
 def test_gradients_have_the_accuracy_of_fp8(recipe: str, compiled: bool) -> None:
-    """Between 18 and 35 dB: more would mean that they are not computed in fp8, less that something is broken."""
+    """Errors lie between 18 and 35 dB: a higher SQNR means that fp8 was not used, a lower one that a scale is wrong."""
     (exact,) = run(AmpPrecision("fp32"), Looks(Net()), batches(1, ROWS)).gradients
     (ours,) = run(fp8(recipe), Looks(Net(compiled=compiled)), batches(1, ROWS)).gradients
     (half,) = run(AmpPrecision("bf16"), Looks(Net(compiled=compiled)), batches(1, ROWS)).gradients
@@ -158,7 +158,7 @@ def test_gradients_have_the_accuracy_of_fp8(recipe: str, compiled: bool) -> None
 
 
 class Restart(L.Callback):
-    """Starts from other weights every few batches, in the same run, so that nothing is compiled again."""
+    """Start from other weights every few batches in the same run, so that nothing is compiled again."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -173,9 +173,9 @@ class Restart(L.Callback):
 
 @each_recipe
 def test_nothing_becomes_nan(recipe: str) -> None:
-    """Twenty seeds, compiled, behind RMSNorm and LayerNorm, with rows of every size and of nothing but zeros.
+    """Train with 20 seeds, compiled, behind RMSNorm and LayerNorm, with rows of every size and rows of zeros.
 
-    Compiled fp8 beside a normalisation layer is where NaN came from: pytorch/pytorch#150859, pytorch/ao#4652.
+    Compiled fp8 beside a normalisation layer has produced NaN: pytorch/pytorch#150859, pytorch/ao#4652.
     """
     seeds, steps = 20, 4
     rows = torch.randn(seeds * steps, ROWS, 8, generator=torch.Generator().manual_seed(0))
@@ -186,7 +186,7 @@ def test_nothing_becomes_nan(recipe: str) -> None:
             return nn.functional.smooth_l1_loss(self.net(batch).float(), batch.sum(1, keepdim=True))
 
     module = Robust(Net(compiled=True))
-    module.make_optimizer = lambda params: torch.optim.SGD(params, lr=1e-3, fused=True)  # nothing to forget
+    module.make_optimizer = lambda params: torch.optim.SGD(params, lr=1e-3, fused=True)  # no gradients to clear yet
     plugin = fp8(recipe)
     run(plugin, module, torch.utils.data.DataLoader(rows, batch_size=None), callbacks=[Restart(steps)])
     assert len(module.losses) == seeds * steps
@@ -226,7 +226,7 @@ def test_ten_steps_and_ten_more_are_twenty(compiled: bool, tmp_path: Path) -> No
 
 @eager_and_compiled
 def test_evaluation_is_that_of_bf16(compiled: bool) -> None:
-    """Bit for bit: in the validation of the fit, and in one of its own."""
+    """Values agree bit for bit in the fit's validation and in a separate one."""
     val = batches(2, ROWS, seed=1)
     module = Looks(Net(compiled=compiled))
     trainer = quiet_trainer(plugins=[fp8()], accelerator=HERE, num_sanity_val_steps=0)
@@ -256,7 +256,7 @@ def test_modules_and_checkpoints_know_nothing_of_it() -> None:
     assert all(type(value) is Tensor for value in module.state_dict().values())
     other = Looks(Net())
     other.load_state_dict(module.state_dict())
-    run(AmpPrecision("bf16"), other)  # goes on without
+    run(AmpPrecision("bf16"), other)  # training continues without fp8
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def process_group() -> Iterator[None]:
 @eager_and_compiled
 @pytest.mark.usefixtures("process_group")
 def test_fsdp2(compiled: bool) -> None:
-    """A mesh of one: the same kernels, on `DTensor` parameters."""
+    """A mesh of one device runs the same kernels, on `DTensor` parameters."""
 
     class Sharded(Looks):
         def configure_model(self) -> None:
@@ -292,7 +292,7 @@ def test_fsdp2(compiled: bool) -> None:
 @each_recipe
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
 def test_activation_checkpointing(kind: str, recipe: str) -> None:
-    """What is computed again is what was computed, in fp8."""
+    """Activation checkpointing computes the same values again, in fp8."""
     one, two = (run(fp8(recipe), Looks(Net(checkpointing=k)), batches(1, ROWS)) for k in ("", kind))
     assert_same(one.losses, two.losses)
     assert_same(one.gradients, two.gradients)
@@ -353,11 +353,11 @@ def _reads(plugin: AmpPrecision, compiled: bool) -> int:
 
 
 def test_blocks_that_are_alike_are_compiled_once() -> None:
-    """Else each block costs a compilation of its own, and from the ninth on (`recompile_limit`) it runs uncompiled."""
+    """Without it each block costs a compilation, and from the ninth on (`recompile_limit`) blocks run uncompiled."""
     counts: dict[str, int] = {}
     for name, plugin in (("bf16", AmpPrecision("bf16")), ("fp8", fp8())):
         torch.compiler.reset()
-        counter = CompileCounterWithBackend("aot_eager")  # nothing depends on the code here
+        counter = CompileCounterWithBackend("aot_eager")  # nothing below depends on our code
         net = Net(0)
         net.blocks.extend(Block() for _ in range(10))
         for block in net.blocks:

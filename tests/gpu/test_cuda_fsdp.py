@@ -1,4 +1,4 @@
-"""FSDP1 where it lives: Lightning's own strategy and NCCL, the checks of `tests/distributed/test_fsdp.py`."""
+"""FSDP1 with Lightning's own strategy and NCCL: the checks of `tests/distributed/test_fsdp.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the host waits in an optimizer step, counted. `python -m tests.benchmarks.waits` prints the whole grid."""
+"""Count how often the host waits in an optimizer step. `python -m tests.benchmarks.waits` prints the whole grid."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ PLANTED: list[Callable[[torch.device], Any]] = [lambda device: torch.ones((), de
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, error: Callable[[torch.device], Any]) -> None:
-    """Let the package do this at the end of each batch."""
+    """Replace what the package does at the end of each batch by this function."""
     finish_batch = OptimizerSteps.finish_batch
 
     def with_error(steps: OptimizerSteps) -> None:

@@ -1,8 +1,8 @@
-"""An accelerator that is only pretended, so that the branches for GPUs run on a machine without one.
+"""A pretended accelerator, so that the branches for GPUs run on a machine without one.
 
-`device.cpp` gives a CPU-only torch two devices whose memory is host memory and whose kernels are those of the CPU.
-What they have from real devices: dispatch keys, `device.type` and autocast, backwards in threads of their own, a
-current device, streams, events, generators, pinned memory, memory counts, and these errors:
+`device.cpp` gives a CPU-only torch two devices that keep their memory on the host and run the CPU's kernels. Like real
+devices, they have dispatch keys, a `device.type`, autocast, and threads of their own for backwards. They have a
+current device, streams, events, generators, pinned memory and memory counts, and they raise these errors:
 
 - tensors of two devices, or of the CPU and a device, in one operation;
 - `.item()`, blocking copies, `nonzero` and masks as an index count as waits. They raise under
@@ -26,7 +26,7 @@ from typing import Any
 
 KINDS = ("cuda", "pretended")
 KIND = os.environ.get("LIGHTNING_AMP_PRETEND", "")
-"""Which device this process pretends to have; empty: none."""
+"""Return the kind of device that this process pretends to have; empty: none."""
 
 MISSING = {
     "sparse": "sparse tensors on the device",
@@ -50,7 +50,7 @@ MISSING_OF_ANOTHER_TYPE = {
 
 
 def what_it_lacks() -> dict[str, str]:
-    """Return needs of tests that the device of this process does not meet, and what they mean."""
+    """Return the requirements that the device of this process does not meet, and what each means."""
     return MISSING | (MISSING_OF_ANOTHER_TYPE if KIND == "pretended" else {})
 
 
@@ -71,7 +71,7 @@ def why_not() -> str:
     """Return in one line why this process has no pretended device; empty if it has one."""
     if not KIND:
         return "LIGHTNING_AMP_PRETEND is not set"
-    importlib.import_module("torch")  # the device comes with it
+    importlib.import_module("torch")  # the device is part of that module
 
     boot = sys.modules.get("pretended_boot")
     if boot is None:

@@ -1,4 +1,4 @@
-"""Tell torch, and Lightning, of the pretended device; `site/sitecustomize.py` runs this once torch is imported."""
+"""Register the pretended device with torch and Lightning; `site/sitecustomize.py` runs this once torch is imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMORY = 80 * GIB
 
 
 def load(kind: str) -> Any:
-    """Load what was compiled, and let torch have it."""
+    """Load the compiled module and register it with torch."""
     file = compiled(kind, torch.__version__)
     if not file.exists():
         raise ImportError("it is not compiled: python tests/pretended/build.py")
@@ -144,7 +144,7 @@ def _memory_stats(core: Any, index: int) -> dict[str, Any]:
 
 
 class EventOfCuda:
-    """An event: `torch.Event` has no `elapsed_time` with a subclass of itself, so this one holds it."""
+    """An event that holds a `torch.Event`: a subclass of `torch.Event` cannot call `elapsed_time` with itself."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -204,7 +204,7 @@ def _stream_of_cuda(core: Any) -> type:
 
 
 def _make_storages(kind: str) -> None:
-    """Let storages be made on the device; a torch without CUDA only has those of tensors."""
+    """Let storages be made on the device; a torch without CUDA can only make tensors there."""
     plain: Any = torch._C.StorageBase.__new__
 
     def make(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -250,7 +250,9 @@ def _lstm_cells(key: str) -> Any:
 
 
 def as_other(name: str) -> Any:
-    """Register the module `torch.pretended`, with what modules of backends have, and a Lightning accelerator."""
+    """Register the module `torch.pretended`, with the functions that torch expects of a backend, and a Lightning
+    accelerator.
+    """
     torch.utils.rename_privateuse1_backend(name)
     core = load(name)
 
@@ -318,7 +320,7 @@ def as_other(name: str) -> Any:
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call `then` as soon as a module was imported."""
+    """Call `then` as soon as a module has been imported."""
 
     class Finder(importlib.abc.MetaPathFinder):
         def find_spec(self, asked: str, path: Any = None, target: Any = None) -> Any:
@@ -339,7 +341,7 @@ def after_import(name: str, then: Callable[[], None]) -> None:
 
 
 def _tell_lightning(name: str) -> None:
-    """Register `Trainer(accelerator="pretended")`, as packages for NPUs and HPUs do."""
+    """Register `Trainer(accelerator="pretended")` the way packages for NPUs and HPUs do."""
     from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -389,5 +391,5 @@ error = ""
 try:
     kind = os.environ["LIGHTNING_AMP_PRETEND"]
     core = as_cuda() if kind == "cuda" else as_other(kind)
-except Exception as failure:  # the tests are skipped, and say this
+except Exception as failure:  # the skipped tests give this reason
     error = f"{type(failure).__name__}: {failure}".splitlines()[0][:300]

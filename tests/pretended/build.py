@@ -1,6 +1,6 @@
 """Compile the pretended device for the torch that is installed: `python tests/pretended/build.py [cuda] [pretended]`.
 
-What is compiled lies in `$LIGHTNING_AMP_TEST_CACHE`, by default in `~/.cache/lightning_amp_tests`, under a name that
+The compiled modules lie in `$LIGHTNING_AMP_TEST_CACHE`, by default in `~/.cache/lightning_amp_tests`, under a name that
 changes with the source, with torch and with Python. Half a minute of CPU time for each of the two; nothing if it is
 there. Without a compiler, or with a torch whose headers are different, it prints one line, and the tests are skipped.
 """
@@ -21,7 +21,7 @@ KINDS = ("cuda", "pretended")
 
 
 def compiled(kind: str, torch_version: str) -> Path:
-    """Return where the device of this kind lies or is going to lie."""
+    """Return the path of the compiled device of this kind, whether or not it exists yet."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_amp_tests"
     key = hashlib.sha256(SOURCE.read_bytes())
     for part in (torch_version, sys.version, sysconfig.get_platform()):
@@ -56,7 +56,8 @@ def build(kind: str) -> str:
     flags += ["-DPRETEND_CUDA"] if kind == "cuda" else []
     linked = [f"-L{libraries}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
     command = [compiler, *flags, *(f"-isystem{path}" for path in paths), str(SOURCE), *linked]
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # moved when whole: nobody ever loads half of it
+    # moved into place when complete, so that no process loads half a file
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder, target.name)
         done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
         if done.returncode:

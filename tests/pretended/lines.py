@@ -1,8 +1,8 @@
-"""Which lines of the package name a device type, and which of them ran on the pretended devices.
+"""Find the lines of the package that name a device type, and report which of them ran on the pretended devices.
 
-`make test-device` calls it twice: `lines.py start FOLDER` writes the settings that let each process of the tests note
-what it runs; `lines.py report FOLDER` prints the lines that never ran, each with the reason of `REASONS`, and fails if
-one has no reason, or if the line of a reason ran or is gone.
+`make test-device` calls it twice. `lines.py start FOLDER` writes settings with which each test process records the
+lines that it runs. `lines.py report FOLDER` prints the lines that never ran, each with its reason from `REASONS`. It
+fails if a line has no reason, or if the line of a reason ran or no longer exists.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ REASONS: dict[str, str] = {
     'return torch.arange(count, dtype=torch.float32, device="cpu").sin_().reshape(shape)': "the speed of a CPU",
     'return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95"))': "ROCm",
 }
-"""Of lines that do not run on a pretended device: the line, as it stands there, and why."""
+"""Lines that do not run on a pretended device: the line as it stands, and the reason."""
 
 
 def device_lines(source: str) -> Iterator[int]:
-    """Yield the numbers of the lines in which a statement begins that names a device type."""
+    """Yield the line numbers at which a statement that names a device type begins."""
     tree = ast.parse(source)
     for statement in (node for node in ast.walk(tree) if isinstance(node, ast.stmt)):
         if any(_names_a_device(node) for node in _own_nodes(statement)):
@@ -37,7 +37,7 @@ def device_lines(source: str) -> Iterator[int]:
 
 
 def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Yield the expressions of a statement; not those of statements inside of it, and no docstring or annotation."""
+    """Yield a statement's own expressions, without the expressions of inner statements, docstrings and annotations."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
@@ -65,14 +65,14 @@ def _names_a_device(node: ast.AST) -> bool:
 
 
 def start(folder: Path) -> None:
-    """Write the settings of coverage: only files that name a device are looked at, which costs little."""
+    """Write coverage's settings: it traces only the files that name a device, which costs little."""
     named = [path for path in PACKAGE.rglob("*.py") if any(device_lines(path.read_text(encoding="utf-8")))]
     settings = ["[run]", "parallel = true", f"data_file = {folder / 'ran'}", "include =", *(f"    {p}" for p in named)]
     (folder / "settings").write_text("\n".join(settings) + "\n", encoding="utf-8")
 
 
 def report(folder: Path) -> int:
-    """Print what never ran; returns how many lines have no reason, or a reason that is not true."""
+    """Print the lines that never ran; return how many have no reason, or a reason that does not hold."""
     import coverage
     import torch
 

@@ -1,6 +1,6 @@
-"""`make projects`: run all projects, or some, and write the table. The exit status is 1 if something is ours.
+"""`make projects`: run all projects, or some, and write the table. The exit status is 1 if a difference is our fault.
 
-Each project runs in a process of its own, so that a crash, a hang or a leak is only its own.
+Each project runs in its own process, so that a crash, a hang or a leak affects no other project.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from projects.table import page, summary
 
 
 class Worker(NamedTuple):
-    """A project that is running."""
+    """A running project."""
 
     process: Any
     result: Connection
@@ -39,7 +39,7 @@ class Worker(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, run, write."""
+    """Parse the command line, run the projects, and write the table."""
     args = parse(arguments)
     projects = [p for p in all_projects().values() if wanted(p, args)]
     if args.list:
@@ -82,7 +82,7 @@ def wanted(project: Project, args: argparse.Namespace) -> bool:
 
 def run_all(projects: list[Project], args: argparse.Namespace) -> list[Result]:
     gc.freeze()  # what is imported already; some projects collect garbage often (the finder of batch sizes)
-    torch.set_num_threads(1)  # before the fork: the models are tiny, and no thread may be alive then
+    torch.set_num_threads(1)  # before the fork: the models are tiny, and a fork must not have other threads
     context = mp.get_context("fork" if "fork" in mp.get_all_start_methods() else "spawn")
     waiting, running, results = list(projects), list[Worker](), list[Result]()
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +115,7 @@ def start(context: Any, project: Project, args: argparse.Namespace, folder: Path
 
 
 def work(name: str, precisions: tuple[str, ...], callbacks: bool, send: Connection, printed: Path) -> None:
-    """In a process of its own. What it prints goes to a file; its last arm is known if it dies."""
+    """Run a project in a worker process. Its output goes to a file; if the worker dies, its last arm is known."""
     output = os.open(printed, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -129,7 +129,7 @@ def work(name: str, precisions: tuple[str, ...], callbacks: bool, send: Connecti
 
 
 def collect(worker: Worker) -> Result | None:
-    """What a worker came to, if it has finished, died, or run out of time."""
+    """Return the outcome of a worker that has finished, died, or run out of time; `None` if it still runs."""
     arm = "plain fp32"
     while worker.result.poll():
         try:

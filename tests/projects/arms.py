@@ -1,4 +1,4 @@
-"""Run one arm of a project, and keep what there is to compare."""
+"""Run one arm of a project, and keep the values to compare."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from projects.structure import Facts, structure
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run a project: whose plugin, which precision, with our four callbacks or without."""
+    """One way to run a project: the plugin, the precision, and whether our four callbacks run."""
 
     whose: str  # "plain": no plugin at all, "ours" or "stock"
     precision: str = "fp32"
     callbacks: bool = False
-    init_scale: float | None = None  # the default; lower: only to see the gradients of a step that was skipped
+    init_scale: float | None = None  # the default; lower only to see the gradients of a step that was skipped
 
     def __str__(self) -> str:
         extras = " with callbacks" * self.callbacks + f" from scale {self.init_scale}" * (self.init_scale is not None)
@@ -54,7 +54,7 @@ class Arm:
 
 
 def arms(precisions: tuple[str, ...], callbacks: bool = True) -> Iterator[Arm]:
-    """In the order in which they run."""
+    """The arms, in the order of their runs."""
     yield Arm("plain")
     for precision in ("fp32", *precisions):
         yield Arm("ours", precision)
@@ -66,7 +66,7 @@ def arms(precisions: tuple[str, ...], callbacks: bool = True) -> Iterator[Arm]:
 
 @dataclass
 class Outcome:
-    """What an arm did. Of one that failed: the error, and what there was until then."""
+    """The results of an arm. A failed arm has its error, and the results until then."""
 
     error: str | None = None
     traceback: str = ""
@@ -74,7 +74,7 @@ class Outcome:
     # per batch, for each optimizer: did a weight of it change, or its state (learning rate 0)?
     moved: list[tuple[bool, ...]] = field(default_factory=list)
     rates: list[list[float]] = field(default_factory=list)  # per batch: the learning rates
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # true ones, of the first optimizer step
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # true gradients, of the first optimizer step
     weights: dict[str, Tensor] = field(default_factory=dict)
     optimizers: list[Tensor] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Outcome:
 
     @property
     def steps(self) -> int:
-        """Of how many was something seen? Several of one optimizer in a batch are one."""
+        """Return how many optimizers were seen; several steps of one optimizer in a batch count once."""
         return sum(map(sum, self.moved))
 
     @property
@@ -95,7 +95,7 @@ class Outcome:
 
 
 class Recorder(Callback):
-    """Look without being noticed: neither `AmpPrecision` nor Lightning's plugin takes another path because of it."""
+    """Observes a run; neither `AmpPrecision` nor Lightning's plugin takes another path because of it."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -125,7 +125,7 @@ class Recorder(Callback):
 
     @staticmethod
     def everything(trainer: L.Trainer, module: L.LightningModule) -> list[list[Tensor]]:
-        """What a step of each optimizer changes."""
+        """Return the values that a step of each optimizer changes."""
         found = [
             [*(p for group in o.param_groups for p in group["params"]), *state_of([o])] for o in trainer.optimizers
         ] or [[p for p in module.parameters() if p.requires_grad]]
@@ -136,7 +136,7 @@ class Recorder(Callback):
 
 
 class RecorderBeforeTheStep(Recorder):
-    """Where the gradients are gone, or are not the first ones, when the batch has ended."""
+    """For runs whose gradients at the end of a batch are gone, or are not the first ones."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome)
@@ -164,7 +164,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def is_users(key: str) -> bool:
-    """Metrics that the project logged, not our callbacks."""
+    """Return the metrics that the project logged, without the ones of our callbacks."""
     return not key.startswith("amp/")
 
 
@@ -228,7 +228,7 @@ def state_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
 
 
 def tensors(module: L.LightningModule) -> dict[str, Tensor]:
-    """The state dict may leave parameters out (PEFT) and hold more than tensors."""
+    """Return the weights: the state dict may lack parameters (PEFT), and may hold more than tensors."""
     state = {n: t for n, t in module.state_dict().items() if isinstance(t, Tensor)}
     return {**state, **dict(module.named_parameters()), **dict(module.named_buffers())}
 
@@ -244,7 +244,7 @@ def inside(folder: str) -> Generator[None, None, None]:
 
 
 def leave_manual_modes() -> None:
-    """What an exception in the middle of a run leaves behind must not reach the next arm."""
+    """Restore global state, so that an exception in the middle of a run does not affect the next arm."""
     torch.set_grad_enabled(True)
     torch.set_autocast_enabled(DEVICE, False)
     torch.clear_autocast_cache()

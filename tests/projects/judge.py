@@ -1,4 +1,4 @@
-"""Whose fault is a difference? What is compared, and how much may differ.
+"""Compare the arms of a project, and decide whose fault a difference is.
 
 Against plain fp32, per precision, ours and Lightning's own plugin: the gradients of the first step, the losses, the
 metrics. An error of ours is *ours* where it is more than `FACTOR` times that of Lightning's plugin, plus a small floor.
@@ -30,13 +30,13 @@ from projects.structure import differences
 
 OURS, AUTOCASTS, STOCKS, NOTE, WRONG = "OURS", "autocast's", "stock's", "note", "WRONG PROJECT"
 FACTOR = 1.5
-FLOOR = {"bf16": 2.0**-10, "fp16": 2.0**-13}  # half of what rounding one number costs
+FLOOR = {"bf16": 2.0**-10, "fp16": 2.0**-13}  # half of the rounding error of one number
 LOWER_SCALE = 2.0**6
 
 
 @dataclass
 class Finding:
-    """One thing that is not as in fp32."""
+    """One difference to fp32."""
 
     precision: str
     whose: str
@@ -48,10 +48,10 @@ class Finding:
 
 @dataclass
 class Errors:
-    """How far an arm is from plain fp32; relative. NaN where there is nothing to compare."""
+    """Relative differences between an arm and plain fp32; NaN if there is nothing to compare."""
 
     gradient: float = math.nan
-    worst: float = math.nan  # of a parameter with a gradient of some size
+    worst: float = math.nan  # of a parameter whose gradient is not tiny
     worst_name: str = ""
     loss: float = math.nan  # of the first batch: same weights
     losses: float = math.nan  # the largest of all batches
@@ -62,14 +62,14 @@ class Errors:
 
 @dataclass
 class Result:
-    """All there is to say about one project."""
+    """The judgement of one project."""
 
     project: str
     family: str
     description: str
     skipped: str = ""
     findings: list[Finding] = field(default_factory=list)
-    errors: dict[str, dict[str, Errors]] = field(default_factory=dict)  # by precision, then whose
+    errors: dict[str, dict[str, Errors]] = field(default_factory=dict)  # by precision and plugin
     same_bits_as_stock: dict[str, bool] = field(default_factory=dict)
     predicts: bool = False
     ours_predicts_half: bool = False
@@ -82,7 +82,7 @@ class Result:
         return [f for f in self.findings if f.whose in (OURS, WRONG)]
 
     def verdict(self, precision: str) -> str:
-        """`"ok"`, `"OURS"`, or whose."""
+        """Return `"ok"`, `"OURS"`, or another owner of the worst finding."""
         kinds = [f.whose for f in self.findings if precision in f.precision]
         return next((kind for kind in (WRONG, OURS, AUTOCASTS, STOCKS) if kind in kinds), "ok")
 
@@ -123,7 +123,7 @@ def judge(
 
 
 def merge(result: Result) -> None:
-    """The same words in several precisions are one finding."""
+    """Join findings with the same words in several precisions."""
     found: dict[tuple[str, str], list[str]] = {}
     for f in result.findings:
         precisions = found.setdefault((f.whose, f.text), [])
@@ -132,7 +132,7 @@ def merge(result: Result) -> None:
 
 
 def wrong(plain: Outcome, result: Result) -> bool:
-    """A project must work in fp32, else there is nothing to compare with."""
+    """Require that a project works in fp32, because otherwise there is nothing to compare with."""
     if plain.error:
         result.findings.append(Finding("fp32", WRONG, f"it fails without any plugin: {short(plain.error)}"))
     elif not plain.moved:
@@ -143,7 +143,7 @@ def wrong(plain: Outcome, result: Result) -> bool:
 
 
 def exact(result: Result, precision: str, what: str, a: Outcome, b: Outcome) -> None:
-    """`a` must be `b`, bit for bit."""
+    """Require that `a` is `b`, bit for bit."""
     if a.error or b.error:
         if (a.error or "") != (b.error or ""):
             text = f"{what}: {short(a.error or 'runs')} (without: {short(b.error or 'runs')})"
@@ -167,7 +167,7 @@ def left_as_found(result: Result, arm: Arm, outcome: Outcome, plain: Outcome, st
     if outcome.error:
         return
     left = differences(outcome.structure, plain.structure)
-    if stock is not None and not stock.error:  # a library that looks at dtypes does it there, too
+    if stock is not None and not stock.error:  # a library that looks at dtypes does so there, too
         theirs = set(differences(stock.structure, plain.structure))
         left = [line for line in left if line not in theirs]
     if left:
@@ -180,7 +180,7 @@ def left_as_found(result: Result, arm: Arm, outcome: Outcome, plain: Outcome, st
 def compare(
     result: Result, precision: str, plain: Outcome, ours: Outcome, stock: Outcome, lower: Callable[[Arm], Outcome]
 ) -> None:
-    """Half precision: both against plain fp32, then ours against Lightning's."""
+    """Compare ours and Lightning's plugin in half precision with plain fp32, then with each other."""
 
     def find(whose: str, text: str) -> None:
         result.findings.append(Finding(precision, whose, text))
@@ -199,7 +199,7 @@ def compare(
     judge_steps(find, plain, ours, stock)
     if (
         any(skipped(ours, plain)) or not ours.first_step_has_gradients
-    ):  # from here on, runs that took all steps: others train on other weights
+    ):  # from here on, only runs that took all steps, since others train on other weights
         ours = lower(Arm("ours", precision, init_scale=LOWER_SCALE))
     if not stock.error and (any(skipped(stock, plain)) or not stock.first_step_has_gradients):
         stock = lower(Arm("stock", precision, init_scale=LOWER_SCALE))
@@ -210,9 +210,7 @@ def compare(
     result.ours_predicts_half |= other_dtypes(ours, plain)
     result.stock_predicts_half |= bool(stock.predicted) and stock.predicted != plain.predicted
     still = any(skipped(ours, plain) + skipped(stock, plain))
-    if (
-        stock.error and precision != "bf16" and "bf16" in result.errors
-    ):  # a coarser measure, where it has none of its own
+    if stock.error and precision != "bf16" and "bf16" in result.errors:  # a coarser measure if there is no better one
         judge_numbers(find, "bf16", errors["ours"], result.errors["bf16"]["stock"], still, " in bf16")
     else:
         judge_numbers(find, precision, errors["ours"], errors["stock"], still)
@@ -237,7 +235,7 @@ def judge_numbers(
     still_skipping: bool,
     where: str = "",
 ) -> None:
-    """Measure by the errors of Lightning's own plugin; `where` those are of another precision, judge only ours."""
+    """Measure by the errors of Lightning's plugin. If they are from another precision, `where`, judge only ours."""
     floor = FLOOR[precision]
     rows = [
         ("the first step's gradient", ours.gradient, stock.gradient, FACTOR, floor),
@@ -259,7 +257,7 @@ def judge_numbers(
 
 
 def judge_steps(find: Callable[[str, str], None], plain: Outcome, ours: Outcome, stock: Outcome) -> None:
-    """From the default loss scale: how many steps were skipped, and are the weights sound?"""
+    """Judge a run from the default loss scale by its skipped steps, and by whether its weights are finite."""
     a, b, of = sum(skipped(ours, plain)), sum(skipped(stock, plain)), len(plain.moved)
     if not stock.error and a > b:
         find(OURS, f"steps skipped in {a} of {of} batches at the default scale, with Lightning's own plugin {b}")
@@ -276,7 +274,7 @@ def judge_steps(find: Callable[[str, str], None], plain: Outcome, ours: Outcome,
 def judge_run(
     find: Callable[[str, str], None], plain: Outcome, ours: Outcome, stock: Outcome, still_skipping: bool
 ) -> None:
-    """What does not depend on rounding."""
+    """Compare values that do not depend on rounding."""
 
     def blame(what: str, get: Callable[[Outcome], Any]) -> None:
         expected = get(plain)
@@ -311,14 +309,14 @@ def other_dtypes(outcome: Outcome, plain: Outcome) -> bool:
 
 
 def in_float32(dtypes: list[str]) -> list[str]:
-    """A module that is half precision itself predicts so in fp32; a plugin may give float32."""
+    """Allow float32 from a plugin where fp32 predicts in half precision, because the module itself is."""
     return sorted({d.replace("bfloat16", "float32").replace("float16", "float32") for d in dtypes})
 
 
 def skipped(outcome: Outcome, plain: Outcome) -> list[bool]:
-    """Per batch: fp32 took a step there, of any optimizer, that this arm did not.
+    """Count the batches in which fp32 took a step of any optimizer and this arm did not.
 
-    Batches, since ours has one scale per batch: an overflow costs the batch's steps of the other optimizers, too.
+    Batches are counted, because our scale is per batch: an overflow also costs the other optimizers their steps.
     """
     batches = zip(plain.moved, outcome.moved, strict=False)
     return [any(p and not m for p, m in zip(*batch, strict=False)) for batch in batches]
@@ -363,7 +361,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def same_numbers(a: Any, b: Any) -> bool:
-    """Equal, with NaN equal to NaN."""
+    """Compare two values; NaN equals NaN."""
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(same_numbers(a[k], b[k]) for k in a)
     if isinstance(a, list):
@@ -388,7 +386,7 @@ def without_numbers(text: str) -> str:
 
 
 def short(text: str | None) -> str:
-    """The first line, without paths."""
+    """Return the first line, without paths."""
     line = (text or "").strip().split("\n")[0]
     line = re.sub(r"(/[\w.+-]+){2,}", "...", line)
     return line if len(line) < 220 else f"{line[:217]}..."

@@ -1,4 +1,4 @@
-"""What many projects have in common."""
+"""A base class of many projects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Learner(L.LightningModule):
-    """Learns by Adam: for the projects that are not about their optimizer."""
+    """Learns by Adam, for projects whose optimizer does not matter."""
 
     lr: float = 1e-3
 

@@ -1,4 +1,4 @@
-"""What a project is, and the list of them."""
+"""The definition of a project, and the list of all projects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRECISIONS = ("bf16", "fp16")
 
 @dataclass(frozen=True)
 class Setup:
-    """What one arm runs: new objects, made by the project's function.
+    """The objects of one arm, made anew by the project's function.
 
     `observe` looks at the trainer and the module afterwards: texts, whole numbers and truth values must be those of
     fp32; floats may differ by rounding. `script` replaces `trainer.fit(module, train, val)`.
@@ -70,7 +70,7 @@ class Project(Entry):
         return self.what or (self.make.__doc__ or "").strip().split("\n")[0]
 
     def missing(self) -> str | None:
-        """Why it cannot run here; `None` if it can."""
+        """Return the reason why the project cannot run here; `None` if it can."""
         for need in self.needs:
             try:
                 find(need)
@@ -83,7 +83,7 @@ def find(name: str) -> Any:
     """Import `name`, which is a module or an attribute of one."""
     parts = name.split(".")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Python says of other people's files when it compiles them
+        warnings.simplefilter("ignore")  # Python's warnings when it compiles installed packages
         found = importlib.import_module(parts[0])
         for i, part in enumerate(parts[1:], start=2):
             found = getattr(found, part) if hasattr(found, part) else importlib.import_module(".".join(parts[:i]))
@@ -93,7 +93,7 @@ def find(name: str) -> Any:
 def project(
     family: str, *, name: str | None = None, quick: bool = False, **settings: Any
 ) -> Callable[[Callable[[], Setup]], Callable[[], Setup]]:
-    """Add the function below to the list; `settings` are those of `Project`."""
+    """Add the function below to the list; `settings` are arguments of `Project`."""
 
     def declare(make: Callable[[], Setup]) -> Callable[[], Setup]:
         tags = frozenset({"quick"} if quick else ())
@@ -107,7 +107,7 @@ def project(
 
 
 def all_projects() -> dict[str, Project]:
-    """Every project of every file in `families/`, by name."""
+    """Return every project of every file in `families/`, by name."""
     from projects import families
 
     for module in pkgutil.iter_modules(families.__path__):

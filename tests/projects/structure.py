@@ -1,4 +1,4 @@
-"""What hangs on the user's objects, as a set of facts: the same after a run with a plugin as after one without."""
+"""Facts about attributes and hooks of the user's objects: after a run with a plugin they must be as without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Facts = dict[str, set[str]]
 
 
 def structure(module: L.LightningModule, trainer: L.Trainer) -> Facts:
-    """Of each object: its class, its attributes and how many hooks it has."""
+    """Return the class, the attributes and the number of hooks of each object."""
     found = {"torch": describe_globals()}
     for name, child in module.named_modules():
         found[f"module {name or type(child).__name__}"] = describe(child)
@@ -63,7 +63,7 @@ def describe_globals() -> set[str]:
 
 
 def differences(ours: Facts, plain: Facts) -> list[str]:
-    """What is not as after the run without a plugin."""
+    """Return the facts that differ from a run without a plugin."""
     found: list[str] = []
     for name in sorted(ours.keys() | plain.keys()):
         a, b = ours.get(name, set()), plain.get(name, set())

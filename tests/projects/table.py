@@ -1,4 +1,4 @@
-"""The compatibility page: one table per family, then what was found."""
+"""Write the compatibility page: one table per family, then the findings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ fail in the same way, and *stock's* if only Lightning's own plugin fails or is l
 
 
 def page(results: list[Result]) -> str:
-    """Markdown."""
+    """Write a table row in Markdown."""
     lines = [INTRODUCTION, summary(results), "", machine(), ""]
     for family in dict.fromkeys(r.family for r in results):
         rows = [r for r in results if r.family == family]
@@ -104,7 +104,7 @@ def number(errors: Errors, name: str) -> str:
 
 
 def summary(results: list[Result]) -> str:
-    """Counts of projects, the worst thing that is to be said about each."""
+    """Count the projects by the worst finding about each."""
     ran = [r for r in results if not r.skipped]
     kinds = Counter[str]()
     for r in ran:

@@ -1,4 +1,4 @@
-"""The judgement can fail: a plugin that is wrong on purpose gets each verdict, and a process that dies is seen."""
+"""The judgement can fail: plugins that are wrong on purpose get each verdict, and a process that dies is detected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def judged(
     callbacks: bool = False,
     change: Callable[[Arm, Outcome], None] = lambda arm, outcome: None,
 ) -> Result:
-    """With another plugin in the place of ours, or another outcome."""
+    """Run with another plugin in the place of ours, or with another outcome."""
 
     def run_it(project: Project, arm: Arm) -> Outcome:
         wrong = plugin(arm.precision) if plugin is not None and arm.whose == "ours" else None
@@ -282,7 +282,7 @@ def test_a_project_that_is_wrong_by_itself() -> None:
 
     result = judged(lambda: Setup(Broken(), vectors(8)))
     assert [f.whose for f in result.findings] == [WRONG]
-    assert result.ours  # it is for us to mend
+    assert result.ours  # a fault of ours
 
 
 def test_a_missing_package_is_a_row() -> None:
@@ -345,7 +345,7 @@ def test_a_process_that_dies_or_hangs_is_a_row(tmp_path: Path) -> None:
 
 
 def test_the_recorder_is_not_noticed() -> None:
-    """Unscale, clip and step are one pass only where nobody looks in between."""
+    """Unscale, clip and step are one pass only if nothing reads gradients in between."""
     between = {"on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"}
     assert not between & vars(Recorder).keys()
     assert between & vars(RecorderBeforeTheStep).keys()

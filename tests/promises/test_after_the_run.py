@@ -1,4 +1,4 @@
-"""Row 44: a backward and a step through Lightning work outside of a fit as with Lightning's own plugin."""
+"""Row 44: a backward and a step through Lightning outside of a fit behave as with Lightning's own plugin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLUGINS = {
 
 
 class Manual(Toy):
-    """Takes one more step in a hook of its own."""
+    """A module that takes one more step in a hook."""
 
     automatic_optimization = property(lambda self: False)
 
@@ -31,7 +31,7 @@ class Manual(Toy):
         self.hook, self.drops = hook, drops
 
     def train_batch(self, batch: Tensor) -> None:
-        optimizer: Any = self.optimizers() or self.configure_optimizers()  # none in an evaluation
+        optimizer: Any = self.optimizers() or self.configure_optimizers()  # an evaluation has no optimizer
         if self.drops:
             optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
@@ -78,7 +78,8 @@ def test_it_is_the_step_of_fp32(hook: str, plugin: str, optimizer: str) -> None:
     make = OPTIMIZERS[optimizer]
     try:
         expected = trained(hook, None, make)
-    except RuntimeError as error:  # on a GPU: Lightning moves the module back to the CPU, and not all of a fused state
+    # on a GPU, Lightning moves the module back to the CPU, but not all of a fused optimizer's state
+    except RuntimeError as error:
         with pytest.raises(RuntimeError, match=re.escape(str(error))):
             trained(hook, PLUGINS[plugin](), make)
     else:
@@ -89,7 +90,7 @@ def test_it_is_the_step_of_fp32(hook: str, plugin: str, optimizer: str) -> None:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", ["sgd", "fused adamw"])
 def test_gradients_that_the_fit_left_are_true_ones(optimizer: str) -> None:
-    """So that what is added to them after the fit, or in the next one, has the same scale."""
+    """Gradients left after the fit are unscaled, so that gradients added later have the same scale."""
     if optimizer == "fused adamw" and DEVICE != "cpu":
         pytest.skip("Lightning moves the module to the CPU after a fit, and not all of a fused optimizer's state")
     make = OPTIMIZERS[optimizer]
@@ -123,7 +124,7 @@ def test_hooks_see_true_gradients_there() -> None:
 
 
 class BackwardInHook(Manual):
-    """Adds the gradient of another loss right before the step."""
+    """Add the gradient of another loss right before the step."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.manual_backward(self.loss(torch.ones(4, 8, device=self.device)))
@@ -143,7 +144,7 @@ def falling() -> AmpPrecision:
 
 
 class KeepsScaler(Manual):
-    """Keeps what it had of the scaler, over the change of the precision."""
+    """The user keeps scaler methods from before the change of precision."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -176,7 +177,7 @@ def test_a_scaled_loss_of_before_a_fallback_is_refused_in_words() -> None:
 
 @pytest.mark.filterwarnings("ignore:lightning_amp. ")
 def test_a_state_that_changes_the_precision_inside_of_a_training_step() -> None:
-    """`load_state_dict` by hand, of a run that had fallen back."""
+    """The user calls `load_state_dict` with the state of a run that had fallen back."""
     plugin = falling()
     fit(Manual, plugin, callbacks=[Poison(gradient=[0, 1])])
     state = plugin.state_dict()

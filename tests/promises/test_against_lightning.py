@@ -1,4 +1,4 @@
-"""One script with Lightning's own plugin and with ours: where Lightning is right, the weights are the same bits."""
+"""One script with Lightning's plugin and with ours: if Lightning is right, the weights are the same bits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_same_bits_as_lightning(precision: str, optimizer: str, clip: float | No
 
 
 class Recurrent(nn.Module):
-    """One cell over many steps, one layer over and over, one in a functional call: weights that are used again."""
+    """Weights that are used several times: a cell over many steps, a repeated layer, a functional call."""
 
     def __init__(self, cell: type[nn.Module]) -> None:
         super().__init__()
@@ -86,9 +86,10 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("cell", [pytest.param(nn.GRUCell, marks=pytest.mark.needs("gru")), nn.LSTMCell, nn.RNNCell])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_same_bits_where_weights_are_used_again(precision: str, cell: type[nn.Module]) -> None:
-    """Promise 18: as exact as a cast per use. Fails with autocast's cache, whose gradients are summed in half.
+    """Promise 18: gradients are as exact as with a cast per use.
 
-    Lightning's next release turns that cache on.
+    The test fails with autocast's cache, which sums gradients in half precision. Lightning's next release turns that
+    cache on.
     """
     plugins = [AmpPrecision(precision), stock(precision)]
     ours, theirs = (fit(lambda: Toy(OPTIMIZERS["adamw"], Recurrent(cell)), plugin, batches(20)) for plugin in plugins)

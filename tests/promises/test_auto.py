@@ -1,4 +1,6 @@
-"""`"auto"` on a CPU: measured where it has bfloat16 instructions, said in one line, the same for all that runs."""
+"""`"auto"` on a CPU: it measures where the CPU has bfloat16 instructions, prints one line, and chooses once for the
+run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore:You defined a 
 
 
 class Seen(Toy):
-    """Notes what each kind of step computes in."""
+    """Record the dtype in which each kind of step computes."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(net=nn.Sequential(*layers, nn.Linear(8, 1)))
@@ -59,7 +61,7 @@ def fast(on_machine: OnMachine) -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds that are measured from here on, in order, on the machine that the test is on by then."""
+    """Return the list of later measurements, in order, for the machine that the test then runs on."""
     kinds: list[str] = []
     real = _cpu_speed.measure_cpu_speed
 
@@ -140,7 +142,7 @@ def test_the_real_probe_changes_no_bit_of_the_run(on_machine: OnMachine, monkeyp
 def test_a_copy_picks_for_itself(copied: Callable[[Any], Any], on_machine: OnMachine) -> None:
     on_machine("bf16-slow")
     plugin = AmpPrecision()
-    for _ in range(2):  # before it was attached, and afterwards
+    for _ in range(2):  # before and after it was attached
         module = Seen()
         quiet_trainer(plugins=[copied(plugin)]).fit(module, batches(1))
         assert module.dtypes == {"fit": torch.float32}
@@ -177,6 +179,6 @@ def test_a_resumed_run_and_what_follows_it_stay_in_the_precision_of_the_checkpoi
     trainer.save_checkpoint(tmp_path / "again.ckpt")
     entry = torch.load(tmp_path / "again.ckpt", weights_only=True)["AmpPrecision"]
     assert (entry["precision"], entry["began_in"]) == ("bf16", "bf16")
-    for again in (plugin, copy.deepcopy(plugin)):  # another Trainer: nothing is resumed
+    for again in (plugin, copy.deepcopy(plugin)):  # another Trainer that resumes nothing
         quiet_trainer(plugins=[again]).fit(module, batches(1))
         assert module.dtypes["fit"] == torch.float32

@@ -1,4 +1,4 @@
-"""A frozen part in half precision, with casts by hand around it: what runs a step again in fp32 computes it in fp32."""
+"""A frozen half-precision part with casts by hand around it: a step repeated in fp32 computes it in fp32, too."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def fp16() -> AmpPrecision:
 
 
 class Frozen(L.LightningModule):
-    """A body in bfloat16, a table and a matrix in float16, a trained head."""
+    """A body in bfloat16, a table and a matrix in float16, and a trained head."""
 
     def __init__(self, features: Features, factor: float = 1.0) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()).to(BF16).requires_grad_(False)
         self.table = nn.Embedding(4, FEATURES).half().requires_grad_(False)
         self.register_buffer("matrix", torch.randn(FEATURES, FEATURES).half())
-        self.plain = [torch.randn(FEATURES, FEATURES).half()]  # no buffer
+        self.plain = [torch.randn(FEATURES, FEATURES).half()]  # a plain attribute, not a buffer
         self.head = nn.Linear(FEATURES, 1)
         self.features, self.factor = features, factor
 
@@ -84,7 +84,7 @@ CASTS: dict[str, tuple[Features, Features]] = {
     "outside of autocast": (outside_autocast, lambda m, x: m.body(x)),
     "checkpointed": (checkpointed, lambda m, x: m.body(m.head.weight * x)),
 }
-"""How the step computes its features, and the same in fp32."""
+"""The ways in which the step computes its features, each with its fp32 form."""
 
 
 def in_fp32(module: Frozen, features: Features) -> Frozen:

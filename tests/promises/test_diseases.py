@@ -1,7 +1,7 @@
-"""Planted diseases: each callback names the right module, parameter, batch, rank and cause, and its advice helps.
+"""Planted faults: callbacks name the right module, parameter, batch, rank and cause, and their advice helps.
 
-And it only looks: a run with all callbacks, in which steps are skipped, located and sampled, equals one without them
-bit for bit, whatever user code does in its training step.
+Callbacks only observe. A run with all of them, in which steps are skipped, located and sampled, equals one without them
+bit for bit, whatever the training step does.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LAYER = "body.2"
 
 
 class Amplify(nn.Module):
-    """An activation of 1e5."""
+    """Return an activation of 1e5."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / x.detach().abs().max() * 1e5
 
 
 class Patient(Toy):
-    """Healthy, unless told otherwise."""
+    """A module that is healthy unless told otherwise."""
 
     factor = 1.0
 
@@ -118,7 +118,7 @@ def test_a_loss_multiplied_by_1e8() -> None:
     assert monitor.table[-1].headroom_bits < 0
     assert monitor.recommended_scale is not None
     assert monitor.recommended_scale < 1
-    # what both recommend: divide the loss, by as much as the report says at least
+    # both recommend to divide the loss by at least the number in the report
     divisor = float(eval(str(report).split("by a constant (")[1].split(" at least")[0]))  # such as 2**14
 
     class Divided(Patient):
@@ -166,7 +166,7 @@ def test_a_bad_batch(plugin: Any) -> None:
 
 
 class Everything(L.LightningModule):
-    """A training step that does all that a second run could disturb."""
+    """A training step that uses everything a second run could disturb."""
 
     def __init__(self, manual: bool, sync_dist: bool = False) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Everything(L.LightningModule):
 
 
 def run_everything(manual: bool, watched: bool, *, seed: int = 0, **kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
-    """All that training leaves behind, and the callbacks."""
+    """Return every result of training, and the callbacks."""
     L.seed_everything(seed, verbose=False)
     module, logger = Everything(manual, sync_dist="strategy" in kwargs), Recorder()
     watchers: list[Any] = [ScaleMonitor(), OverflowLocator(), GradientMonitor(2)] if watched else []
@@ -257,7 +257,7 @@ def test_only_looking_changes_nothing(manual: bool, accumulate: int) -> None:
     with_them, (_, locator, monitor) = run_everything(manual, True, accumulate_grad_batches=accumulate)
     without, _ = run_everything(manual, False, accumulate_grad_batches=accumulate)
     assert [key for key in without if str(without[key]) != str(with_them[key])] == []
-    assert without["steps"][1] >= 4  # there was something to locate
+    assert without["steps"][1] >= 4  # the run had an overflow to locate
     assert {report.cause for report in locator.reports} == {"backward", "loss"}
     assert {report.batch_idx for report in locator.reports} == {3, 6}
     assert len({row.step for row in monitor.table}) >= 3
@@ -277,7 +277,7 @@ def test_a_bad_batch_on_one_of_two_ranks(tmp_path: Path) -> None:
 
 
 def two_ranks(folder: Path) -> None:
-    """Run on each rank."""
+    """Run the test on each rank."""
     torch.set_num_threads(1)
     ddp: dict[str, Any] = {"strategy": "ddp", "devices": 2}
 
@@ -301,5 +301,5 @@ def two_ranks(folder: Path) -> None:
 
 if __name__ == "__main__":
     two_ranks(Path(sys.argv[1]))
-    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
+    # gloo's threads must end before the interpreter does; otherwise it sometimes aborts ("terminate called")
     torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Planted faults: each is named completely, with a cure that works, and the cured ones are quiet.
+"""Planted faults: each is named completely, with a cure that works, and the cured modules cause no report.
 
 `make test TEST_ARGS="-k diseases"` prints the table.
 """
@@ -30,7 +30,7 @@ def run(fault: Fault, cured: bool) -> tuple[OverflowLocator, Any]:
 
 
 def wrong(fault: Fault, report: OverflowReport) -> list[str]:
-    """Compare a report with what was planted."""
+    """Compare a report with the planted fault."""
     found = report.diagnosis
     operation, advice = found.operation, str(report).partition("\n  try: ")[2]
     name, code = ("", "") if operation is None else (operation.name, operation.code)
@@ -48,7 +48,7 @@ def wrong(fault: Fault, report: OverflowReport) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*Before the first step")
-@pytest.mark.filterwarnings("ignore:std\\(\\)")  # of one value
+@pytest.mark.filterwarnings("ignore:std\\(\\)")  # a change of one value
 @pytest.mark.parametrize("fault", cases(Fault))
 def test_a_fault_is_named_and_its_cure_works(
     fault: Fault, record_property: Any, caplog: pytest.LogCaptureFixture

@@ -1,4 +1,4 @@
-"""Row 23: outputs of evaluation are fp32, and epoch-end hooks can use what steps kept."""
+"""Row 23: outputs of evaluation are fp32, and epoch-end hooks can use tensors that steps kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Output:
 
 
 class Outputs(Toy):
-    """Returns nested half-precision outputs, keeps features, and uses them in the hooks at the end of epochs."""
+    """Return nested half-precision outputs, keep features, and use them in the hooks at the end of epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Outputs(Toy):
 
 
 class Batches(L.Callback):
-    """What callbacks get of each step."""
+    """Record the outputs of each step that callbacks receive."""
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
@@ -149,13 +149,13 @@ def test_fp32_leaves_outputs_and_hooks_alone() -> None:
 
     module = Half()
     predictions = quiet_trainer(plugins=[AmpPrecision("fp32")]).predict(module, batches(2))
-    assert predictions[0].dtype == torch.float16  # the user's own wish, as in fp32
+    assert predictions[0].dtype == torch.float16  # the user's own dtype stays, as in fp32
     assert module.seen["predict"][1] is False
 
 
 @pytest.mark.needs("nccl")
 def test_outputs_under_ddp() -> None:
-    """Lightning redirects the step through the wrapper's forward there."""
+    """There, Lightning redirects the step through the wrapper's forward."""
     module, seen = Outputs(), Batches()
     try:
         trainer = quiet_trainer(plugins=[AmpPrecision("bf16")], callbacks=[seen], strategy="ddp")

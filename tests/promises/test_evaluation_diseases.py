@@ -1,6 +1,6 @@
-"""Planted faults of validation: `MetricComparison` names batch, cause and module, and what it says it tried cures it.
+"""Planted faults of validation: `MetricComparison` names batch, cause and module, and its tried remedy cures the fault.
 
-Where a run is healthy it says nothing, and where it says something the run is the same to the bit.
+It reports nothing about a healthy run, and the run is bit-identical with and without it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A stuck run goes on in another precision, between two batches, as if it had begun there."""
+"""A stuck run continues in another precision, between two batches, as if it had begun there."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RecordsAndPrecisions(Records):
 
 
 class Net(Toy):
-    """Normalisation, a schedule, and dtypes of what it computes."""
+    """Normalisation and a schedule; records the dtypes in which it computes."""
 
     def __init__(self, optimizer: Any = plain_adamw) -> None:
         super().__init__(optimizer, with_batch_norm(), lambda o: ExponentialLR(o, 0.9))
@@ -104,7 +104,7 @@ def train(
 
 
 def drawn(count: int = 8, without: int = 0) -> Any:
-    """So many batches of `batches(8)`, again and again, without the first ones."""
+    """Return this many batches of `batches(8)`, repeated, without the first ones."""
     some = [batch for batch, _ in zip(cycle(batches(8)), range(count), strict=False)]
     return DataLoader(some[without:], batch_size=None)
 
@@ -116,7 +116,7 @@ def drawn(count: int = 8, without: int = 0) -> Any:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("to", ["bf16", "fp32"])
 def test_a_stuck_run_is_the_one_that_never_drew_these_batches(to: str, optimizer: str) -> None:
-    """Weights, normalisation, optimizer and schedule, bit for bit."""
+    """Weights, normalisation, optimizer and schedule agree bit for bit."""
     records = RecordsAndPrecisions(at_once=True)
     module, plugin = Net(OPTIMIZERS[optimizer]), falling(fallback=[to])
     trainer = train(module, plugin, {0, 1, 2}, callbacks=[records], warns=r"goes on in")
@@ -138,7 +138,7 @@ def test_a_stuck_run_is_the_one_that_never_drew_these_batches(to: str, optimizer
 
 
 def test_on_a_device_it_may_be_a_block_of_records_late() -> None:
-    """Whoever reads in between does not bring it forward: on many devices the others might not have."""
+    """Reading the history earlier does not bring the fallback forward, because other ranks might not have read it."""
     with flags_on_a_device():
         plugin, records = falling(), Records()
 
@@ -164,7 +164,7 @@ def test_the_warning_says_why_and_what_follows() -> None:
 
 
 def test_the_count_starts_anew_and_its_limit_is_64() -> None:
-    """fp16, bf16 and fp32, one after the other; then the run stops with the error of the last."""
+    """The run trains in fp16, then bf16, then fp32, and stops with fp32's error."""
     records, plugin = Records(), falling(fallback=["bf16", "fp32"])
     data = drawn(144)
     with (
@@ -206,7 +206,9 @@ def test_bf16_falls_back_to_fp32() -> None:
 
 
 def test_fp32_falls_back_to_bf16() -> None:
-    """No reason to, but what is asked for is done: fp32 modules and shared weights are those of bf16."""
+    """There is no need to fall back from bf16, but the request is followed: fp32 modules and shared weights work as in
+    bf16.
+    """
     module, plugin = Net(), falling("fp32", ["bf16"], fp32_modules=["net.3"])
     trainer = train(module, plugin, range(64), data=drawn(72), warns="goes on in 'bf16'")
     reference = train(Net(), AmpPrecision("bf16", fp32_modules=["net.3"]), data=drawn(72, 64), warns=None)
@@ -224,7 +226,7 @@ def test_evaluation_follows_unless_it_has_a_precision_of_its_own() -> None:
             trainer.fit(module, batches(8), batches(1))
         first = torch.float16 if eval_precision is None else dtype
         assert module.validated_in == [first, dtype, dtype, dtype]
-        trainer.validate(module, batches(1), verbose=False)  # the same Trainer: what it was trained in
+        trainer.validate(module, batches(1), verbose=False)  # the same Trainer keeps the precision that it trained in
         assert module.validated_in[-1] == dtype
 
 
@@ -250,7 +252,7 @@ def test_without_skip_nonfinite_nothing_is_skipped_from_there_on() -> None:
 
 
 def test_any_scaler() -> None:
-    """Somebody else's, of which 64 skips are the limit; and one that never moves."""
+    """Another library's scaler with a limit of 64 skips, and a scaler whose scale never moves."""
     for scaler, number in ((torch.amp.GradScaler("cpu"), 64), (64.0, 64)):
         plugin = AmpPrecision("fp16", scaler=scaler, fallback=["bf16"])
         trainer = train(Net(), plugin, range(number), data=drawn(72), warns="goes on in 'bf16'")
@@ -287,10 +289,10 @@ class TwoByHand(Net):
 
 @pytest.mark.usefixtures("where_flags_live")
 def test_manual_optimization_with_two_optimizers() -> None:
-    """Gradients of the second one that are there from before are true ones then, and its window goes on."""
+    """The second optimizer's gradients from before the change are unscaled, and its window continues."""
     module, plugin, records = TwoByHand(), falling(), Records(at_once=True)
 
-    # batch 0: A skipped; 1: A skipped, B skipped; so the switch comes in the middle of nobody's window
+    # batch 0: A skipped; batch 1: A and B skipped; so the change comes between the windows of both
     class Both(Poison):
         def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
             if self.batch in self.gradient:
@@ -325,7 +327,7 @@ def test_gradients_that_are_still_there_become_true_ones() -> None:
 
 
 def test_steps_in_hooks() -> None:
-    """They are closed when the next batch begins, which is in the new precision already."""
+    """Their records are closed when the next batch begins, which is in the new precision already."""
 
     class Late(Net):
         def __init__(self) -> None:
@@ -349,7 +351,7 @@ def test_steps_in_hooks() -> None:
 
 
 def cut(folder: Path, at: int, resumes: Callable[[], AmpPrecision], warns: str | None) -> tuple[L.Trainer, L.Trainer]:
-    """A run of 12 steps, and the same one resumed after some of them by another plugin."""
+    """Run 12 steps, and resume the same run after some of them with another plugin."""
     bad, trainers = {4, 5, 6}, []
     for ckpt_path in (None, folder / f"step={at}.ckpt"):
         saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -377,7 +379,7 @@ def cut(folder: Path, at: int, resumes: Callable[[], AmpPrecision], warns: str |
 def test_a_resumed_run_equals_the_uninterrupted_one(
     at: int, warns: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From before the switch, from right after it (in `on_train_batch_end` of its batch) and from later."""
+    """Resume from before the change, from right after it (in its batch's `on_train_batch_end`) and from later."""
     with caplog.at_level("INFO"):
         whole, resumed = cut(tmp_path, at, falling, warns)
     assert_same(whole, resumed)
@@ -479,7 +481,7 @@ def test_nothing_is_left_behind() -> None:
         return sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters())
 
     train(module, plugin, {0, 1, 2}, callbacks=[Looks()])
-    assert during[0] == [len(hooks[0]) + 1, 1]  # those of loss scaling go with it
+    assert during[0] == [len(hooks[0]) + 1, 1]  # loss scaling's own records disappear with it
     assert during[-1] == [len(hooks[0]), 0]
     assert attributes(module) == before
     assert [*of_torch] == hooks

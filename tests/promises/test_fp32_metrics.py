@@ -1,4 +1,4 @@
-"""Row 22: metrics that hang on the module are those of fp32, in every step and in `MetricComparison`."""
+"""Row 22: metrics that are attributes of the module compute in fp32, in every step and in `MetricComparison`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVALUATIONS = ["validate", "test", "predict"]
 
 
 class Metrics(Toy):
-    """Logs metrics of its batches, which no precision changes, so all values must be those of fp32."""
+    """Log metrics of the batches, which no precision changes, so all values must equal fp32's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Metrics(Toy):
         self.all = MetricCollection({"r2": R2Score(), "ev": ExplainedVariance(), "pearson": PearsonCorrCoef()})
         self.train_mse = MeanSquaredError()
         self.in_a_list = [MeanSquaredError(), {"auroc": BinaryAUROC()}]
-        self.table = torch.arange(3.0)  # a tensor that is no buffer, as a user may have one, is looked at and left
+        self.table = torch.arange(3.0)  # a plain tensor attribute, as a user may have one, stays untouched
         self.values: dict[str, Any] = {}
 
     def pair(self, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ def test_metrics_are_those_of_fp32(plugins: Plugins, run: str, precision: str) -
 
 
 class HalfMetrics(Toy):
-    """A metric of what the model computed, in half precision; and a functional one, by the recipe."""
+    """A metric of the model's half-precision output, and a functional metric by the documented recipe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class LateMetric(HalfMetrics):
 
 @pytest.mark.parametrize("run", ["validate", "fit"])
 def test_a_metric_that_is_made_later(run: str) -> None:
-    """At the start of each validation the metrics are looked for again."""
+    """Each validation looks for new metrics when it starts."""
     module = LateMetric()
     seen: list[torch.dtype] = []
     original = R2Score.update
@@ -155,7 +155,7 @@ def test_a_metric_that_is_made_later(run: str) -> None:
 
 
 class Compared(Metrics):
-    """`Metrics`, and a value that is computed from kept features at the end."""
+    """`Metrics`, and a value computed from kept features at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Compared(Metrics):
 @pytest.mark.parametrize("loaders", [1, 2])
 @pytest.mark.parametrize("limit", [None, 2])
 def test_comparison_sees_no_difference_in_metrics_of_inputs(limit: int | None, loaders: int) -> None:
-    """Also where the AMP side is a shadow, because batches were left out: it is treated as the module is."""
+    """This also holds where the AMP side is a shadow, because batches were left out."""
     torch.manual_seed(0)
     comparison, module = MetricComparison(limit_batches=limit), Compared()
     trainer = quiet_trainer(plugins=[AmpPrecision("bf16")], callbacks=[comparison], max_epochs=1)

@@ -21,7 +21,7 @@ EVALUATIONS = ["validate", "test", "predict"]
 
 
 class Rotary(nn.Module):
-    """Positional phases as they are written everywhere: with an explicit `.float()`, which autocast ignores."""
+    """Positional phases as people write them: with an explicit `.float()`, which autocast ignores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ByHand(Toy):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("rules", [["net.0", "net.2"], ["net.[02]"], [nn.Linear], ["net.2", nn.Linear]])
-@pytest.mark.filterwarnings("ignore:lightning_amp. precision")  # `ByHand` has an autocast of its own
+@pytest.mark.filterwarnings("ignore:lightning_amp. precision")  # `ByHand` has its own autocast
 def test_training_equals_islands_by_hand(rules: list[Any], precision: str) -> None:
     reference = fit(ByHand, AmpPrecision(precision))
     ours = fit(Toy, AmpPrecision(precision, fp32_modules=rules))
@@ -195,7 +195,7 @@ def float64_batches() -> Any:
 
 @pytest.mark.parametrize(("train", "evaluate"), [("bf16", None), ("bf16", "fp32"), ("fp32", "bf16")])
 def test_float64_batches(train: str, evaluate: str | None) -> None:
-    """Row 26 holds for evaluation, too; training in fp32 is left alone."""
+    """Row 26 holds for evaluation, too; training in fp32 does not change."""
     plugin = AmpPrecision(train, eval_precision=evaluate)
     quiet_trainer(plugins=[plugin]).validate(Evaluated(), float64_batches(), verbose=False)
     if train == "fp32":

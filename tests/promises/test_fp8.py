@@ -1,4 +1,4 @@
-"""fp8 changes rounding, speed and memory, and nothing else: not the module, the checkpoint, the evaluation."""
+"""fp8 changes rounding, speed and memory only; module, checkpoint and evaluation stay the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fp8(recipe: str = RECIPES[0], **kwargs: Any) -> AmpPrecision:
 
 
 class Net(Toy):
-    """Keeps what its last validation put out."""
+    """Record the output of the last validation."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(plain_adamw, **({"net": Deep()} | kwargs))
@@ -153,7 +153,7 @@ def test_eval_precision_holds_for_evaluation_alone() -> None:
 
 
 def test_gradients_are_between_18_and_35_db() -> None:
-    """Without the rule that a layer without autocast computes in fp32, the reference of the sample is fp8 as well."""
+    """Without the rule that a layer without autocast computes in fp32, the sample's reference would be fp8, too."""
     figures = {}
     for name, plugin in {"fp8": fp8(), "bf16": AmpPrecision("bf16")}.items():
         monitor = GradientMonitor(every_n_steps=4)
@@ -185,7 +185,7 @@ def test_callbacks_look_and_change_nothing() -> None:
 
 
 def test_a_stuck_run_goes_on_in_bf16_and_the_layers_with_it(tmp_path: Path) -> None:
-    """Of two limits in a row, none is in fp8 after them; a checkpoint resumes in bf16."""
+    """After two limits in a row no layer is in fp8; a checkpoint resumes in bf16."""
     amp = fp8(fallback=["bf16", "fp32"])
     with pytest.warns(UserWarning, match=r"Training in 'fp8' is stuck, and goes on in 'bf16'"):
         stuck = fit(Net, amp, batches(70), callbacks=[Poison(dict.fromkeys(range(64), "gradient"))])
@@ -208,7 +208,7 @@ def test_records_name_fp8() -> None:
 
 
 class DeepWaves(Waves):
-    """For a comparison of whole runs."""
+    """A module for a comparison of whole runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def test_an_arm_of_a_comparison_says_what_it_multiplied_in(tmp_path: Path) -> No
 
 
 class Critic(L.LightningModule):
-    """A WGAN with a gradient penalty, by hand."""
+    """A WGAN with gradient penalty, in manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_a_gan_with_a_gradient_penalty() -> None:
 
 
 def test_a_layer_that_is_called_many_times() -> None:
-    """Recurrent by hand: each call casts for itself, and the sums of gradients are fp32."""
+    """A recurrent net by hand: each call casts for itself, and the sums of gradients are fp32."""
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""fp8 does what bf16 does with what people write around layers: each of these runs in bf16 and with Lightning's own."""
+"""fp8 works with the code that people write around layers, as bf16 does here and with Lightning's own plugin."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = [
         "ignore:lightning_amp. fp8 is emulated",
         "ignore:You defined a `validation_step` but have no",
         "ignore:.*in eval mode at the start of training",
-        "ignore:.torch.jit.script. is deprecated",  # torch's own, where forward mode loads its decompositions
-        "ignore:The .grad attribute of a Tensor that is not a leaf",  # Dynamo looks at it
+        "ignore:.torch.jit.script. is deprecated",  # a warning of torch about itself
+        "ignore:The .grad attribute of a Tensor that is not a leaf",  # Dynamo reads it
     ),
 ]
 WIDTH = 32
@@ -41,7 +41,7 @@ def loader() -> Any:
 
 
 class Net(L.LightningModule):
-    """Two layers that qualify between two that do not."""
+    """Two layers that qualify for fp8 between two that do not."""
 
     def __init__(self, use: Callable[[Net, Tensor], Tensor] | None = None, bias: bool = True) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_runs(use: Callable[[Net, Tensor], Tensor], precision: str) -> None:
 
 
 class Each(L.Callback):
-    """Calls something with the module in each hook that is named."""
+    """Call a function with the module in each named hook."""
 
     def __init__(self, do: Callable[[L.Trainer, Any], None], *hooks: str) -> None:
         for hook in hooks:
@@ -189,7 +189,7 @@ def test_a_replica_computes_with_its_own_weights(precision: str) -> None:
     sums: list[float] = []
 
     def replicate(trainer: L.Trainer, module: Net) -> None:
-        replica = module.middle[0]._replicate_for_data_parallel()  # what `nn.DataParallel` does
+        replica = module.middle[0]._replicate_for_data_parallel()  # `nn.DataParallel` copies modules like this
         vars(replica)["_parameters"] = {"weight": torch.zeros(WIDTH, WIDTH), "bias": torch.zeros(WIDTH)}
         sums.append(float(replica(ROWS[0]).abs().sum()))
 
@@ -226,9 +226,9 @@ def test_equal_blocks_share_one_graph(precision: str) -> None:
     net = Net()
     net.middle = nn.Sequential(*[Block() for _ in range(4)])
     for block in net.middle:
-        block.compile(backend=counter)  # as the warning about an uncompiled module advises
+        block.compile(backend=counter)  # the warning about an uncompiled module advises this
     quiet_trainer(plugins=[plugin(precision)], limit_train_batches=1).fit(net, loader())
-    assert counter.frame_count == 1  # torch gives up after eight, and runs the other blocks eagerly
+    assert counter.frame_count == 1  # torch gives up after eight and runs the other blocks eagerly
 
 
 def test_what_is_pruned_is_not_said_to_run_in_fp8() -> None:
@@ -241,7 +241,7 @@ def test_what_is_pruned_is_not_said_to_run_in_fp8() -> None:
 @pytest.mark.filterwarnings("ignore:Lazy modules are")
 @pytest.mark.needs("parameters that stay")
 def test_a_lazy_layer_that_does_not_qualify_is_not_taken() -> None:
-    """Nor does it warn that it is empty, as the layer made in its likeness does."""
+    """The wrapper does not warn that it is empty, although a layer made like it would."""
     own, net = plugin("fp8"), Net()
     net.first = nn.Linear(WIDTH, 17)
     net.middle = nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, WIDTH))

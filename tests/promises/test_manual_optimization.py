@@ -1,6 +1,7 @@
-"""Rows 3, 4, 5, 7, 9, 10, 16: whatever a loop does with backward, unscale, clip and step, it does what it does in fp32.
+"""Rows 3, 4, 5, 7, 9, 10, 16: any order of backward, unscale, clip and step gives the same result as in fp32.
 
-Autocast is off and scales are powers of two, so "the same" is the same bits, for the parameters and for what hooks saw.
+Autocast is off and scales are powers of two, so the same result means the same bits, for the parameters and for the
+gradients that hooks saw.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from lightning_amp import AmpPrecision
 
 
 class Two(L.LightningModule):
-    """Two optimizers over two nets; the order of the calls is the test's: one of `ORDERS`, or a function."""
+    """Two optimizers over two nets; the test gives the order of the calls: one of `ORDERS`, or a function."""
 
     def __init__(self, order: Any, optimizer: str = "adamw", shared: bool = False) -> None:
         super().__init__()
@@ -109,20 +110,20 @@ ORDERS = {
     "one twice": "zero 1, backward_of 1, step 1, zero 1, backward_of 1, step 1, zero 2, backward_of 2, step 2",
     "a step without a backward": "zero 1, zero 2, backward_of 2, step 1, step 1, step 2",
     "never zeroed": "backward_of 1, step 1, backward_of 2, step 2",
-    # the second backward leaves gradients in the first net, which are zeroed only at the next batch
+    # the second backward leaves gradients in the first net, which only the next batch zeroes
     "leftovers of a GAN": "backward_of 1, step 1, zero 1, backward_of 2, step 2, zero 2",
     "two accumulates": "zero 1, backward_of both, step 1, step 2 in 3, zero 2 in 3",
     "closures": "closure 1, closure 2",
     "clipped": "zero 1, backward_of 1, clip 1, step 1, zero 2, backward_of 2, clip 2, step 2",
     "clipped by value": "zero 1, backward_of 1, clamp 1, step 1, zero 2, backward_of 2, clamp 2, step 2",
-    # clipping is idempotent
+    # clipping twice is the same as clipping once
     "clipped, then accumulated": "backward_of 2, clip 1, clip 1, step 1 in 2, zero 1 in 2, step 2 in 2, zero 2 in 2",
 }
-"""By name; "step 2 in 3" is done in each third batch."""
+"""Find calls by name; "step 2 in 3" runs in each third batch."""
 
 
 def by_torchs_recipe(m: Two, batch: Tensor) -> None:
-    """By the plugin's scaler, as in a loop without a Trainer."""
+    """Step through the plugin's scaler, as in a loop without a Trainer."""
     scaler = getattr(m.trainer.precision_plugin, "scaler", None)
     for optimizer, loss in zip(m.optimizers(), m.losses(batch), strict=True):
         optimizer.zero_grad()
@@ -152,14 +153,14 @@ FAILS = f"{DIFFERS}|unscale_|already been called|inf checks|gradient clipping|cl
 
 
 def two(order: Any, optimizer: str = "adamw", shared: bool = False, kind: type[Two] = Two) -> Two:
-    """The same weights each time."""
+    """Set the same weights each time."""
     torch.manual_seed(1)
     return kind(order, optimizer, shared)
 
 
 @functools.cache
 def in_fp32(order: Any, optimizer: str, shared: bool = False) -> tuple[dict[str, Tensor], Any]:
-    """The weights, and the gradients that hooks saw."""
+    """Return the weights, and the gradients that hooks saw."""
     module = two(order, optimizer, shared)
     fit(module)
     return weights(module), module.seen
@@ -178,14 +179,14 @@ def test_every_order_equals_fp32(order: Any, optimizer: str, shared: bool, growt
     assert_same(module.seen, seen)
     assert plugin.num_skipped == 0
     if " in " in str(ORDERS.get(order)):
-        grown = plugin.scaler.get_scale() > 2.0**10  # fewer batches with a step
+        grown = plugin.scaler.get_scale() > 2.0**10  # fewer batches have a step
         assert grown == (growth_interval == 2)
     else:
         assert plugin.scaler.get_scale() == 2.0 ** (10 + 8 // growth_interval)  # once per batch, not per step
 
 
 def assert_two_as_fp32(plugins: Plugins, order: Any, optimizer: str = "adamw", **scaler: Any) -> None:
-    """The weights, and what hooks saw."""
+    """Return the weights, and the gradients that hooks saw."""
     reference, seen = in_fp32(order, optimizer)
     module = two(order, optimizer)
     assert_same(fit(module, plugins.scaled(**scaler)), reference)
@@ -212,7 +213,7 @@ def test_the_documented_clipping_recipe(plugins: Plugins, order: str) -> None:
 
 
 def clip_by_scaler(m: Two, batch: Tensor, *, inner: bool) -> None:
-    """The usual way around Lightning's #18089."""
+    """The usual workaround for Lightning's #18089."""
     scaler = getattr(m.trainer.precision_plugin, "scaler", None)
     for i, optimizer in enumerate(m.optimizers()):
         optimizer.zero_grad()
@@ -223,7 +224,7 @@ def clip_by_scaler(m: Two, batch: Tensor, *, inner: bool) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])  # stock leaves a fused one alone
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])  # Lightning's own plugin leaves a fused optimizer alone
 @pytest.mark.parametrize("inner", [True, False])
 @promise(4, stock=FAILS, raises=(AssertionError, RuntimeError))
 def test_clipping_after_the_scalers_own_unscale(plugins: Plugins, inner: bool, optimizer: str) -> None:
@@ -259,12 +260,12 @@ class WithoutHook(Two):
 @pytest.mark.parametrize("order", ALL_ORDERS)
 @pytest.mark.parametrize("optimizer", ["fused adamw", "fused sgd"])
 def test_every_order_folded(order: Any, optimizer: str) -> None:
-    """Nobody looks, so fused optimizers unscale in their own pass. Without clipping that is the same bits."""
+    """Without hooks, fused optimizers unscale in their own kernel. Without clipping the bits stay the same."""
     assert_as_fp32(lambda: two(order, optimizer, kind=WithoutHook), Plugins(True).scaled(growth_interval=2))
 
 
 @pytest.mark.usefixtures("where_flags_live")
-@pytest.mark.parametrize("order", ORDERS)  # not of those whose backward calls no hook
+@pytest.mark.parametrize("order", ORDERS)  # except optimizers whose backward calls no hook
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_order_survives_an_overflow(order: str, optimizer: str) -> None:
     plugin = Plugins(True).scaled()
@@ -277,7 +278,7 @@ def test_every_order_survives_an_overflow(order: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_bad_loss_is_forgotten_with_its_gradients(precision: str) -> None:
-    """The second optimizer's loss is NaN in batch 1. The first one's next step has nothing to do with it."""
+    """The second optimizer's loss is NaN in batch 1; this does not affect the first one's next step."""
 
     class Bad(Two):
         def losses(self, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,7 +353,7 @@ def test_manual_equals_automatic(plugins: Plugins, precision: str) -> None:
 
 
 def test_no_stale_weights() -> None:
-    """A forward after a step in the same training step must see the new weights, not a cached half copy."""
+    """A forward after a step in the same training step must use the new weights, not a cached half-precision copy."""
 
     class UsesWeightsTwice(Manual):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -389,7 +390,7 @@ def test_a_batch_without_gradients(plugins: Plugins, kind: str, optimizer: str) 
         raise AssertionError("never reached: Lightning keeps this one")
     plugin = plugins.scaled(growth_interval=7)
     assert_as_fp32(lambda: Nothing(kind, OPTIMIZERS[optimizer]), plugin)
-    assert plugin.scaler.get_scale() == 2.0**11  # seven batches with gradients: the empty one did not count
+    assert plugin.scaler.get_scale() == 2.0**11  # seven batches with gradients; the empty one did not count
 
 
 class LastIsNone(Toy):
@@ -410,7 +411,7 @@ def test_none_at_the_end_of_a_window(plugins: Plugins, optimizer: str) -> None:
 
 
 class ClosureFirst(Toy):
-    """An `optimizer_step` that runs the closure itself, looks, and steps without one."""
+    """An `optimizer_step` that runs the closure itself, reads the gradients, and steps without a closure."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
         optimizer_closure()
@@ -438,7 +439,7 @@ def test_optimizer_step_that_steps_every_second_batch(plugins: Plugins, optimize
 
 
 class CatchesOutOfMemory(Manual):
-    """The user catches an error between unscale and step, and goes on."""
+    """The user catches an error between unscale and step, and continues."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         with contextlib.suppress(MemoryError):
@@ -467,7 +468,7 @@ def test_an_exception_after_an_overflow_skips_nothing_else(plugin: Callable[[], 
     made = plugin()
     fit(lambda: CatchesOutOfMemory(OPTIMIZERS[optimizer]), made, callbacks=[Poison(gradient=[3])])
     assert made.num_skipped == 0
-    assert made.num_steps == 7  # the eighth raised before it was decided
+    assert made.num_steps == 7  # the eighth raised before its step was decided
 
 
 # -- clipping in automatic optimization (row 3) ---------------------------------------------------
@@ -499,7 +500,7 @@ def test_clipping_with_fused_optimizers(plugins: Plugins, kind: type[Toy], algor
 
 @promise(3, stock="does not allow for gradient clipping", raises=RuntimeError, next_stock=None)
 def test_clipping_with_fused_optimizers_in_bf16(plugins: Plugins) -> None:
-    """Without a scaler there is nothing to unscale, and still Lightning 2.6 refuses; its next release clips."""
+    """Without a scaler there is nothing to unscale. Lightning 2.6 refuses all the same; its next release clips."""
     trainer = fit(lambda: Toy(fused_adamw), plugins.bf16(), gradient_clip_val=0.2)
     unfused = fit(lambda: Toy(plain_adamw), plugins.bf16(), gradient_clip_val=0.2)
     assert_same(trainer, unfused, rtol=1e-3, atol=1e-4)

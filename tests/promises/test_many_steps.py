@@ -25,7 +25,7 @@ from lightning_amp import AmpPrecision, ScaleMonitor
 
 
 class ManySteps(Manual):
-    """Chosen steps (numbered over the whole run) overflow; with `leave_out` they are not taken at all."""
+    """Chosen steps (numbered over the whole run) overflow; with `leave_out` they are left out instead."""
 
     def __init__(self, steps: int, overflows: Any = (), *, leave_out: bool = False, size: float = 1.0) -> None:
         super().__init__(lambda params: torch.optim.SGD(params, lr=1e-5))
@@ -54,7 +54,7 @@ def test_the_scale_falls_for_the_steps_that_follow() -> None:
     ours = fit(lambda: ManySteps(5, [0, 1, 7]), plugin, batches(4), callbacks=[monitor])
     skips = [(r.scale, r.next_scale) for r in monitor.history if r.skipped]
     assert skips == [(1024.0, 512.0), (512.0, 256.0), (256.0, 128.0)]
-    # growth is counted once per batch: clean in its last steps are batch 0, 1, 2, 3, and 1 began anew
+    # growth counts once per batch: batches 0, 1, 2 and 3 end clean, and 1 starts the count again
     assert plugin.scaler.get_scale() == 256.0
     assert (plugin.num_steps, plugin.num_skipped) == (17, 3)
     assert_same(ours, fit(lambda: ManySteps(5, [0, 1, 7], leave_out=True), None, batches(4)))
@@ -63,7 +63,7 @@ def test_the_scale_falls_for_the_steps_that_follow() -> None:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("theirs", [False, True])
 def test_a_scale_that_is_too_large_costs_a_few_steps_and_not_the_run(theirs: bool) -> None:
-    """From the default scale; targets in the hundreds makes gradients that overflow fp16 at first."""
+    """Start from the default scale, with targets in the hundreds, so that gradients overflow fp16 at first."""
     scaler = torch.amp.GradScaler(DEVICE) if theirs else None
     plugin = AmpPrecision("fp16", scaler=scaler)
     fit(lambda: ManySteps(80, size=300.0), plugin, batches(2))
@@ -98,7 +98,7 @@ def test_two_optimizers_that_step_once_each_still_lower_it_once() -> None:
 
 
 class Critic(ManySteps):
-    """Only the first of three optimizers steps often; the second once, the third in every fourth batch."""
+    """Only the first of three optimizers steps often; the second steps once, the third in every fourth batch."""
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD([p], lr=1e-5) for p in list(self.net.parameters())[:3]]
@@ -114,11 +114,13 @@ class Critic(ManySteps):
 
 
 def test_a_critic_among_other_optimizers_loses_few_steps() -> None:
-    """At most one in a batch beyond those that the scale needs, whatever other optimizers there are."""
+    """Beyond the skips that the scale needs, at most one step per batch is skipped, whatever other optimizers there
+    are.
+    """
     plugin, stocks = AmpPrecision("fp16"), stock("fp16")
     fit(lambda: Critic(5, size=300.0), plugin, batches(4))
     fit(lambda: Critic(5, size=300.0), stocks, batches(4))
-    assert stocks.scaler.get_scale() < 2.0**9  # there was something to lower
+    assert stocks.scaler.get_scale() < 2.0**9  # the scale started too high
     assert plugin.scaler.get_scale() == stocks.scaler.get_scale()
     needed = round(math.log2(2.0**16 / plugin.scaler.get_scale()))
     assert needed <= plugin.num_skipped <= needed + 4
@@ -126,7 +128,7 @@ def test_a_critic_among_other_optimizers_loses_few_steps() -> None:
 
 @pytest.mark.usefixtures("where_flags_live")
 def test_records_go_from_scale_to_scale() -> None:
-    """With one optimizer, a step uses the scale that the record before it ends with; growth included."""
+    """With one optimizer, a step uses the scale that the record before it ends with, growth included."""
     monitor = ScaleMonitor(log_every_n_steps=1)
     fit(lambda: ManySteps(5), scaled_fp32(init_scale=16.0, growth_interval=2), batches(6), callbacks=[monitor])
     records = list(monitor.history)
@@ -135,7 +137,7 @@ def test_records_go_from_scale_to_scale() -> None:
 
 
 class StepsBefore(ManySteps):
-    """Each batch begins with the step that the batch before has left."""
+    """Each batch begins with the step that the batch before has prepared."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -153,7 +155,7 @@ class StepsBefore(ManySteps):
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize(("overflows", "expected"), [([], 2.0**17), ([2], 2.0**15), ([2, 3], 2.0**13)])
 def test_a_loop_that_steps_before_its_backward_lets_the_scale_grow(overflows: list[int], expected: float) -> None:
-    """Seven steps: each doubles it or halves it, wherever it is known which."""
+    """Seven steps: each doubles the scale or halves it, at the place where the outcome is known."""
     plugin = scaled_fp32(init_scale=1024.0, growth_interval=1)
     fit(lambda: StepsBefore(1, overflows), plugin)
     assert plugin.num_skipped == len(overflows)

@@ -1,4 +1,4 @@
-"""Row 40: whether a step is taken is decided by its gradients as they are then; the loss only says why it was not."""
+"""Row 40: the gradients at the time of a step decide whether it is taken; the loss only explains a skip."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def zero(module: nn.Module) -> None:
 
 
 class Bad(Toy):
-    """The loss of one batch is not finite, its gradients are as `kind` says; `mend` repairs them in `hook`."""
+    """The loss of one batch is not finite, its gradients are as in `kind`; `mend` repairs them in `hook`."""
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class Looks(Bad):
 
 
 @pytest.mark.parametrize("mend", [replace, zero])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])  # with a fused one, Lightning's hooks see scaled gradients
+# not with a fused optimizer: Lightning's hooks see its scaled gradients
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @promise(40, stock=DIFFERS)
 def test_mended_before_the_step(plugins: Plugins, optimizer: str, mend: Callable[[nn.Module], None]) -> None:
     assert_as_fp32(lambda: Looks("on_before_optimizer_step", mend, optimizer=OPTIMIZERS[optimizer]), plugins.scaled())
@@ -91,7 +92,7 @@ def test_mended_in_any_hook(hook: str, optimizer: str, precision: str) -> None:
     assert_as_fp32(lambda: Looks(hook, optimizer=OPTIMIZERS[optimizer]), plugin, gradient_clip_val=0.5)
     assert (plugin.num_steps, plugin.num_skipped) == (8, 0)
     if precision == "scaled":
-        assert plugin.scaler.get_scale() == 2.0**10  # the loss says nothing about it
+        assert plugin.scaler.get_scale() == 2.0**10  # the loss does not tell
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -99,7 +100,7 @@ def test_mended_in_any_hook(hook: str, optimizer: str, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_finite_gradients_of_an_infinite_loss(optimizer: str, precision: str, clip: float | None) -> None:
-    """Something that is not differentiated was added to the loss."""
+    """A term that is not differentiated was added to the loss."""
     plugin = getattr(Plugins(True), precision)()
     clips = {} if clip is None else {"configure_gradient_clipping": Toy.configure_gradient_clipping}
     kind = type("Clips", (Bad,), clips)
@@ -123,7 +124,7 @@ def test_the_loss_says_why(optimizer: str) -> None:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_mended_overflow_is_a_step_and_lowers_the_scale(optimizer: str) -> None:
-    """Else the scale would stay where every step overflows and has to be mended."""
+    """The scale falls; otherwise every step would overflow and need mending."""
     records, plugin = Records(), Plugins(True).scaled()
 
     class Mends(Toy):
@@ -141,7 +142,7 @@ def test_a_mended_overflow_is_a_step_and_lowers_the_scale(optimizer: str) -> Non
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_broken_in_a_hook(optimizer: str, precision: str) -> None:
-    """The other way round: what a hook makes NaN is not applied."""
+    """The reverse: a hook that makes gradients NaN causes a skip."""
 
     def spoil(module: nn.Module) -> None:
         if module.trainer.fit_loop.epoch_loop.batch_idx == 3:  # pyright: ignore
@@ -158,7 +159,7 @@ def test_broken_in_a_hook(optimizer: str, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_clipping_by_value_mends_nothing(optimizer: str, precision: str, own: bool) -> None:
-    """An overflow that is clamped says nothing about the true gradient, not even its sign."""
+    """A clamped overflow tells nothing about the true gradient, not even its sign."""
 
     class Own(Toy):
         def configure_gradient_clipping(
@@ -185,7 +186,7 @@ class ByHand(Manual):
     def edit(self, optimizer: Any, batch_idx: int) -> None:
         if batch_idx == 4:
             next(self.parameters()).grad.fill_(torch.inf)
-        if self.mends:  # before `unscale_`, after which it would be too late
+        if self.mends:  # before `unscale_`; afterwards would be too late
             replace(self)
         plugin = self.trainer.precision_plugin
         if isinstance(plugin, AmpPrecision):
@@ -216,7 +217,7 @@ def test_clipping_by_value_by_hand_mends_nothing(optimizer: str) -> None:
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_statistics_of_a_mended_batch_are_finite(optimizer: str, precision: str) -> None:
-    """The step is taken, but NaN in a running mean stays for ever."""
+    """The step is taken, but NaN in a running mean would stay for ever."""
 
     def make(kind: str) -> Looks:
         return Looks("on_before_optimizer_step", replace, kind, OPTIMIZERS[optimizer], with_batch_norm())
@@ -225,7 +226,7 @@ def test_statistics_of_a_mended_batch_are_finite(optimizer: str, precision: str)
     trainer = fit(lambda: make("batch"), plugin)
     assert plugin.num_skipped == 0
     assert_finite(trainer)
-    # where only the loss is bad, the statistics are those of the batch, as in fp32
+    # where only the loss is bad, the statistics include the batch, as in fp32
     assert_as_fp32(lambda: make("nan"), getattr(Plugins(True), precision)())
 
 
@@ -242,7 +243,7 @@ def test_torchs_scaler_too() -> None:
 
 
 def test_in_half_precision() -> None:
-    """As in fp32, up to rounding."""
+    """The result equals fp32, up to rounding."""
     plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(1024.0))
     tolerance = {"rtol": 0.02, "atol": 2e-3}
     assert_as_fp32(lambda: Looks("on_before_optimizer_step"), plugin, batches(4), tolerance=tolerance)

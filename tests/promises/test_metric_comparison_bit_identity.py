@@ -1,6 +1,6 @@
 """`MetricComparison` only observes: training with it is bit-identical to training without.
 
-The other half of each test: in plain fp32 both sides are the same computation, so every difference must be exactly 0.
+Each test has a second half: in plain fp32 both sides are the same computation, so every difference must be exactly 0.
 That holds only if batches, random draws, metric states, lists, buffers and weights are paired exactly.
 """
 
@@ -77,7 +77,7 @@ def test_training_is_bit_identical(scenario: str, tmp_path: Path) -> None:
     assert [key for key in without if without[key] != with_it[key]] == []
     assert len({row.metric for row in comparison.table}) >= 9
     assert any(row.diff != 0.0 for row in comparison.table)
-    # Real rounding of a small network: paired draws that were off by one would differ by a hundred times this.
+    # Real rounding of a small network: if paired draws were off by one, the difference would be a hundred times this.
     assert max(abs(row.relative_diff) for row in comparison.table if row.metric.startswith("mse")) < 0.02
 
 
@@ -109,7 +109,7 @@ def test_fp32_side_is_what_an_fp32_validation_says(tmp_path: Path) -> None:
 
 
 class Edits(Everything):
-    """Moves weights in validation, as a momentum encoder does; reads them when the epoch ends; has gradients."""
+    """Move weights in validation, as a momentum encoder does; read them when the epoch ends; make gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_steps_that_edit_weights(average: bool, limit_batches: int | None, tmp_p
 @pytest.mark.parametrize("num_loaders", [1, 2])
 def test_test_is_the_same_with_and_without(num_loaders: int, limit_batches: int | None, own: bool) -> None:
     class Tests(Everything):
-        """Does in tests what `Everything` does in validation."""
+        """Do in tests the same as `Everything` does in validation."""
 
         on_test_epoch_start = Everything.on_validation_epoch_start
         on_test_batch_start = Everything.on_validation_batch_start
@@ -196,7 +196,7 @@ def test_two_processes(manual: bool, tmp_path: Path) -> None:
         assert report["raised"].startswith("`MetricComparison`: mixed precision costs more than the tolerance")
         assert ("on another rank" in report["raised"]) == (rank == 0)
         assert report["after_failure"] == 0
-    # What is reduced over the ranks must be the same on both.
+    # values reduced over the ranks must be the same on both
     reduced = [json.loads((tmp_path / f"rank{rank}.json").read_text())["reduced"] for rank in (0, 1)]
     assert reduced[0] == reduced[1]
 
@@ -206,7 +206,7 @@ def bf16() -> MixedPrecision:
 
 
 class FailsOnRank1(Everything):
-    """Cannot run twice, on one rank only: the other must not wait for it."""
+    """The step cannot run twice on one rank; the other rank must not wait for it."""
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         if type(self.trainer) is not pl.Trainer and self.global_rank == 1 and batch_idx == 1:  # a shadow's trainer
@@ -215,7 +215,7 @@ class FailsOnRank1(Everything):
 
 
 def main(tmp_path: Path, manual: bool) -> None:
-    """Run on each rank."""
+    """Run the test on each rank."""
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "max_epochs": 2}
 
     def one(name: str, comparison: MetricComparison | None, plugin: Any, model: Everything) -> tuple[Any, Any]:
@@ -237,7 +237,7 @@ def main(tmp_path: Path, manual: bool) -> None:
     failing = MetricComparison()
     one("failing", failing, bf16(), FailsOnRank1(num_loaders=2, sync_dist=True))
     raised = ""
-    # Exceeded on rank 1 only: its tolerance differs.
+    # Only rank 1's tolerance is exceeded, because its tolerance differs.
     strict = MetricComparison(tolerance=1e9 if trainer.global_rank == 0 else 0.0, on_exceed="raise")
     try:
         one("strict", strict, bf16(), module())
@@ -257,5 +257,5 @@ def main(tmp_path: Path, manual: bool) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), bool(int(sys.argv[2])))
-    # gloo's threads must be gone before the interpreter is: otherwise it aborts now and then ("terminate called")
+    # gloo's threads must end before the interpreter does; otherwise it sometimes aborts ("terminate called")
     torch.distributed.destroy_process_group()

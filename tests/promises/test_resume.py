@@ -1,4 +1,4 @@
-"""40 steps are 20, a checkpoint in the middle of an epoch, and 20 more: bit for bit, in all there is to compare."""
+"""A run of 40 steps equals 20 steps, a checkpoint in the middle of an epoch, and 20 more, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_amp import AmpPrecision, OverflowLocator, ScaleMonitor
 
-GRADIENT, NAN = (3, 11, 30, 70), (5, 18, 19, 25, 33, 47, 66)  # batches, on both sides of the cut
+GRADIENT, NAN = (3, 11, 30, 70), (5, 18, 19, 25, 33, 47, 66)  # batches before and after the cut
 NOT_RESUMABLE = "ignore:You're resuming from a checkpoint that ended before the epoch ended"
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
 
 class SaveAt(L.Callback):
-    """A checkpoint after any batch, in the middle of an accumulation window too."""
+    """Save a checkpoint after any batch, also in the middle of an accumulation window."""
 
     def __init__(self, batch: int, path: Path) -> None:
         self.batch, self.path = batch, path
@@ -41,7 +41,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def both(make_plugin: Any, callbacks: Any, tmp_path: Path, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run that never stopped, and the one that was resumed."""
+    """Return the run that never stopped, and the resumed one."""
     kwargs = {"gradient": GRADIENT, "nan": NAN, "optimizer": fused} | kwargs
     whole_folder, folder = tmp_path / "whole", tmp_path / "cut"
     for path in (whole_folder, folder):
@@ -56,7 +56,9 @@ def both(make_plugin: Any, callbacks: Any, tmp_path: Path, **kwargs: Any) -> tup
 
 
 def test_in_fp32_lightning_itself_does(tmp_path: Path) -> None:
-    """With its own plugin, and a loader that can be put back, a cut in the middle of an epoch leaves no trace."""
+    """A cut in the middle of an epoch leaves no trace if the loader can be restored; the same with Lightning's own
+    plugin.
+    """
     kwargs: dict[str, Any] = {"gradient": (), "nan": (), "accumulate_grad_batches": 2}
     assert_equal(*both(lambda: None, lambda folder: [Averaging()], tmp_path, **kwargs))
 
@@ -64,7 +66,7 @@ def test_in_fp32_lightning_itself_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_forty_steps_are_twenty_and_twenty(precision: str, accumulate: int, tmp_path: Path) -> None:
-    """Averaged weights, BatchNorm, a schedule per step and all callbacks; without accumulation right after a skip."""
+    """Averaged weights, BatchNorm, a schedule per step and all callbacks; without accumulation after a skip."""
     resumed, whole = both(
         lambda: plugin_for(precision), lambda folder: [Averaging(), *ours(folder)], tmp_path,
         accumulate_grad_batches=accumulate, optimizer=fused if accumulate == 1 else unfused,
@@ -83,7 +85,7 @@ def test_forty_steps_are_twenty_and_twenty(precision: str, accumulate: int, tmp_
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_fused_optimizer_with_a_schedule(precision: str, tmp_path: Path) -> None:
-    """Somebody looks at the rate here, after each batch: the callback that saves. Where nobody does is tested below."""
+    """The saving callback reads the learning rate after each batch. Another test below has no such reader."""
     assert_equal(
         *both(lambda: plugin_for(precision), lambda folder: [ScaleMonitor()], tmp_path, accumulate_grad_batches=2)
     )
@@ -95,7 +97,7 @@ def test_a_fused_optimizer_with_a_schedule(precision: str, tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("where_flags_live")
 def test_a_checkpoint_has_the_rate_of_the_next_step(tmp_path: Path) -> None:
-    """Saved where nobody has looked at the rate since the last step: no callback of `train` is here."""
+    """Save where nobody has read the learning rate since the last step: no callback of `train` takes part."""
 
     class Saves(Toy):
         def on_train_epoch_end(self) -> None:
@@ -126,7 +128,7 @@ def test_a_checkpoint_inside_of_a_bad_window(make: Any, mended: bool, averaging:
 
 @pytest.mark.filterwarnings(NOT_RESUMABLE)
 def test_a_checkpoint_inside_of_a_good_window(tmp_path: Path) -> None:
-    """What the first batches of the window added to the statistics stays, as in fp32 with Lightning's own plugin."""
+    """The first batches of the window have updated the statistics. This stays, as with Lightning's plugin in fp32."""
     states: list[Any] = []
     for make in (lambda: plugin_for("fp32"), lambda: None):
         path = tmp_path / f"{len(states)}.ckpt"
@@ -190,7 +192,7 @@ class StepsInAHook(Net):
 
 
 class SaveAtEpochEnd(L.Callback):
-    """And no more. (Steps in hooks do not count for Lightning's `max_steps`.)"""
+    """There are no more steps than these. (Steps in hooks do not count for Lightning's `max_steps`.)"""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -202,7 +204,7 @@ class SaveAtEpochEnd(L.Callback):
 
 @pytest.mark.timeout(60)
 def test_a_step_in_a_hook_is_in_the_checkpoint(tmp_path: Path) -> None:
-    """For the callbacks too, although no batch has come yet that closes the step after the last one."""
+    """Callbacks learn of it too, although no later batch closes the last step."""
     path = tmp_path / "a.ckpt"
     callbacks = [ScaleMonitor(), OverflowLocator(max_reports=0), SaveAtEpochEnd(path)]
     train(plugin_for("fp16"), -1, gradient=[15], module=StepsInAHook(), callbacks=callbacks)
@@ -213,7 +215,7 @@ def test_a_step_in_a_hook_is_in_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_scale_below_one_is_known_after_a_change_of_precision(tmp_path: Path) -> None:
-    """What is finite may overflow when it is divided by such a scale; a checkpoint of bf16 says that the scale is 1."""
+    """A finite gradient may overflow when it is divided by such a scale. A bf16 checkpoint has scale 1."""
     train(plugin_for("bf16"), 10, checkpoints=tmp_path, every_n_steps=10)
     plugin = plugin_for("fp16", init_scale=2.0**-4)
     trainer = train(
@@ -225,7 +227,7 @@ def test_a_scale_below_one_is_known_after_a_change_of_precision(tmp_path: Path) 
 
 
 def test_stock_scalers_history_continues(tmp_path: Path) -> None:
-    """`ScaleMonitor` with Lightning's own plugin."""
+    """`ScaleMonitor` with Lightning's plugin."""
 
     def run(steps: int, **kwargs: Any) -> ScaleMonitor:
         monitor = ScaleMonitor()
@@ -239,7 +241,7 @@ def test_stock_scalers_history_continues(tmp_path: Path) -> None:
 
 
 def test_the_skip_rate_is_that_of_both_parts(tmp_path: Path) -> None:
-    """Of 100 steps: 60 before the cut, 40 after it. Once warned of, it is not warned of again."""
+    """Of 100 steps, 60 come before the cut and 40 after it. Each warning is given once."""
     kwargs: dict[str, Any] = {"nan": range(0, 200, 2), "checkpoints": tmp_path, "every_n_steps": 60}
     train(plugin_for("fp32"), 60, callbacks=[ScaleMonitor(1)], **kwargs)
     with pytest.warns(UserWarning, match="50 of the latest 100 optimizer steps"):
@@ -263,7 +265,9 @@ def test_everything_of_ours_loads_with_weights_only(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("plugin", [scaled_fp32, functools.partial(AmpPrecision, "bf16")], ids=["fp16", "bf16"])
 def test_a_run_that_goes_on_with_a_fused_optimizer(plugin: Any, tmp_path: Path) -> None:
-    """torch restores `fused` with the groups, so the optimizer is not; torch's scaler still calls it as if it were."""
+    """torch restores `fused` with the groups, so the new optimizer is not fused; torch's scaler still calls it as if it
+    were.
+    """
     path = tmp_path / "first.ckpt"
     fit(lambda: Toy(unfused), plugin()).save_checkpoint(path)
     runs = [

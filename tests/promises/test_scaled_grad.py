@@ -1,4 +1,4 @@
-"""Row 35: derivatives inside the loss at every loss scale."""
+"""Row 35: derivatives inside the loss are right at every loss scale."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCALES = [1.0, 2.0**10, 2.0**16, 2.0**24]
 
 
 class Penalty(Toy):
-    """The guide's recipe; `factor` makes the score, and so its derivative, larger or smaller."""
+    """The recipe of the guide; `factor` makes the score, and so its derivative, larger or smaller."""
 
     def __init__(self, factor: float = 1.0, lr: float = 1e-3) -> None:
         super().__init__(lambda params: torch.optim.SGD(params, lr=lr))
@@ -45,7 +45,7 @@ def error(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_the_guides_recipe(scale: float) -> None:
-    """The weights stay where they are, so that each batch can be compared, skipped or not."""
+    """The weights do not move, so that each batch can be compared, skipped or not."""
     plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(scale))
     module = fit(lambda: Penalty(lr=0.0), plugin, batches(24)).lightning_module
     reference = fit(lambda: Penalty(lr=0.0), None, batches(24)).lightning_module
@@ -55,7 +55,8 @@ def test_the_guides_recipe(scale: float) -> None:
     taken = [
         (a, b) for a, b in zip(module.weight_gradients, reference.weight_gradients, strict=True) if a.isfinite().all()
     ]
-    assert len(taken) == plugin.num_steps >= 12  # what is skipped is the weights' gradients at too large a scale
+    # at too large a scale the weights' gradients overflow, and the step is skipped
+    assert len(taken) == plugin.num_steps >= 12
     for mine, true in taken:
         assert error(mine, true) < 5e-3
 
@@ -70,7 +71,7 @@ def test_with_defaults() -> None:
 def test_a_growing_scale_does_not_end_the_run() -> None:
     plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(growth_interval=1))
     fit(Penalty, plugin, batches(160))
-    assert plugin.num_skipped <= 90  # it grows after each clean step, into the next overflow
+    assert plugin.num_skipped <= 90  # the scale grows after each clean step, into the next overflow
 
 
 @pytest.mark.parametrize("kind", ["static", "torch's"])
@@ -82,7 +83,7 @@ def test_other_scalers(kind: str) -> None:
 
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**16])
 def test_a_derivative_that_overflows_lowers_its_own_scale(scale: float) -> None:
-    """The loss is then infinite, and lowering the loss scale could not help."""
+    """The loss is then infinite, and a lower loss scale could not help."""
     plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(scale))
     module = fit(lambda: Penalty(factor=2.0**9, lr=0.0), plugin, batches(32)).lightning_module
     reference = fit(lambda: Penalty(factor=2.0**9, lr=0.0), None, batches(32)).lightning_module
@@ -94,7 +95,7 @@ def test_a_derivative_that_overflows_lowers_its_own_scale(scale: float) -> None:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_tiny_derivatives(scale: float) -> None:
-    """About 1e-9; the smallest number of float16 is 6e-8."""
+    """The derivative is about 1e-9; the smallest number of float16 is 6e-8."""
 
     class Tiny(Penalty):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -109,7 +110,7 @@ def test_tiny_derivatives(scale: float) -> None:
     reference = fit(lambda: Tiny(lr=0.0), None, batches(16)).lightning_module
     errors = [error(a, b) for a, b in zip(module.gradients, reference.gradients, strict=True)]
     assert max(errors) < 0.1
-    if scale >= 2.0**16:  # the derivative's scale may grow as far
+    if scale >= 2.0**16:  # the derivative's scale may grow as high
         assert errors[-1] < 5e-3
 
 

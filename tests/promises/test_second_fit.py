@@ -1,4 +1,6 @@
-"""A second fit of the same Trainer goes on where the first ended, as `global_step` does; another one starts afresh."""
+"""A second fit of the same Trainer continues where the first ended, as `global_step` does; another Trainer starts
+afresh.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class Validated(Toy):
 
 
 def seen(trainer: L.Trainer) -> dict[str, Any]:
-    """All that is to go on."""
+    """Return every count that continues."""
     plugin: Any = trainer.precision_plugin
     found = {type(c).__name__: c for c in trainer.callbacks}  # pyright: ignore[reportAttributeAccessIssue]
     return {
@@ -73,7 +75,7 @@ def go_on(trainer: L.Trainer, module: L.LightningModule, epochs: int, **kwargs: 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("between", ["nothing", "validate"])
 def test_two_fits_are_one(between: str) -> None:
-    """Overflows on both sides, the growth tracker and the samples in the middle of their counts."""
+    """Overflows on both sides, with the growth tracker and the samples in the middle of their counts."""
     poison = (1, 4, 11, 13)
     whole = make_trainer(2, make_plugin(), Poison(gradient=poison))
     torch.manual_seed(1)
@@ -88,7 +90,7 @@ def test_two_fits_are_one(between: str) -> None:
         assert_equal(seen(twice), half, "comparison")
         assert len(seen(twice)["comparison"]) == 2 * rows
     go_on(twice, again, 2)
-    # what runs a second time in the second fit is Lightning's own: optimizer and schedule are made anew
+    # Lightning makes optimizer and schedule anew for the second fit
     assert_equal(seen(twice), seen(whole), "gradients", "comparison", "reports")
     assert len(seen(twice)["reports"]) == len(seen(whole)["reports"]) == 4
     assert [r.step for r in seen(twice)["gradients"]] == [r.step for r in seen(whole)["gradients"]]
@@ -140,7 +142,7 @@ def test_listeners_are_those_of_their_fit() -> None:
 
 
 def test_another_trainer_starts_afresh() -> None:
-    """With the same plugin and callbacks: k folds."""
+    """k-fold training with the same plugin and callbacks."""
     plugin, watchers = make_plugin(), all_of_ours()
     runs: list[dict[str, Any]] = []
     for _ in range(2):
@@ -153,7 +155,7 @@ def test_another_trainer_starts_afresh() -> None:
 
 @pytest.mark.parametrize("theirs", [False, True])
 def test_a_checkpoint_wins(tmp_path: Any, theirs: bool) -> None:
-    """Also one that knows nothing of plugin and callbacks: what the first fit left does not belong to its weights."""
+    """A checkpoint without state of plugin and callbacks clears the first fit's state: it belongs to other weights."""
     if theirs:
         first = fit(lambda: Toy(fused_adamw), stock_fp32(init_scale=256.0), limit_train_batches=4)
     else:

@@ -1,4 +1,4 @@
-"""Rows 1, 2 and 8: a skipped step did not happen. The run equals an fp32 run that never drew the bad batches."""
+"""Rows 1, 2 and 8: a run with skipped steps equals an fp32 run that never drew the bad batches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rate(trainer: L.Trainer) -> list[float]:
     return [group["lr"] for group in trainer.optimizers[0].param_groups]
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # up to torch 2.8 SequentialLR warns of itself
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # up to torch 2.8, SequentialLR warns about itself
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("bad", [(0,), (3, 4)])
@@ -68,7 +68,7 @@ def test_schedules_see_applied_steps(plugins: Plugins, bad: tuple[int, ...], sch
 
 @promise(1, stock=DIFFERS)
 def test_schedules_with_accumulation(plugins: Plugins) -> None:
-    """A skip drops the whole window: batches 2 and 3 here, though only 2 is bad."""
+    """A skip drops the whole window: here batches 2 and 3, although only 2 is bad."""
     make, poison = functools.partial(Toy, fused_adamw, None, SCHEDULES["lambda"]), [Poison(gradient=[2])]
     trainer, reference = assert_as_fp32(
         make, plugins.scaled(), data(), data(without=[2, 3]), callbacks=poison, accumulate_grad_batches=2
@@ -111,7 +111,7 @@ def test_plateau_schedules_run_as_ever(plugins: Plugins) -> None:
 
 
 class OtherVerb(Toy):
-    """Like timm: the schedule is not driven through `step()`."""
+    """Like timm's, this schedule is not driven through `step()`."""
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())
@@ -191,7 +191,7 @@ def test_averages_see_applied_steps(plugins: Plugins, optimizer: str, accumulate
 
 
 class BadForward(Toy):
-    """Overflows in the forward, before the BatchNorm."""
+    """Overflow in the forward, before the BatchNorm."""
 
     bad: tuple[int, ...] = ()
 
@@ -215,7 +215,7 @@ def test_buffers_of_a_skipped_batch_are_taken_back(plugins: Plugins, optimizer: 
 
 
 class NoLossIn(BadForward):
-    """One batch is looked at, but not trained on."""
+    """One batch is only evaluated, not trained on."""
 
     def __init__(self, without_loss: int) -> None:
         super().__init__(fused_adamw)
@@ -230,7 +230,7 @@ class NoLossIn(BadForward):
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("without_loss", [1, 2])
 def test_a_batch_without_a_loss_is_dropped_with_its_window(without_loss: int) -> None:
-    """Which ends with a step; the batch alone, in its middle or at its end, does not end it."""
+    """A window ends with its step; a bad batch in its middle or at its end does not end it."""
     kwargs: dict[str, Any] = {"accumulate_grad_batches": 3}
     trainer = fit(lambda: NoLossIn(without_loss), scaled_fp32(), data(), callbacks=[Poison([0])], **kwargs)
     assert_same(trainer, fit(lambda: BadForward(fused_adamw), None, data(without=(0, 1, 2)), **kwargs))
@@ -302,7 +302,7 @@ def test_counters(optimizer: str) -> None:
     plugin = Plugins(True).scaled()
     trainer = fit(lambda: Toy(OPTIMIZERS[optimizer]), plugin, data(), callbacks=[Poison(gradient=[0, 5])])
     assert (plugin.num_steps, plugin.num_skipped) == (8, 2)
-    assert trainer.global_step == 10  # Lightning's own counter is left alone
+    assert trainer.global_step == 10  # Lightning's own counter does not change
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw"])

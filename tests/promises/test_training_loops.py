@@ -38,7 +38,7 @@ from lightning_amp._compat._modules import CompiledBackwardWithoutAutocast
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation, as it is found in the wild: climbs, asks for gradients again, comes back, steps."""
+    """Sharpness-aware minimisation as published: it climbs, asks for gradients again, comes back, and steps."""
 
     def __init__(self, params: Any, lr: float = 0.05, rho: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "rho": rho})
@@ -95,7 +95,7 @@ def test_closure_optimizers_by_hand(optimizer: str) -> None:
 
 
 class OverflowInCall(L.Callback):
-    """Inf in the gradients of the n-th closure call of the run."""
+    """Write inf into the gradients of the n-th closure call of the run."""
 
     def __init__(self, call: int) -> None:
         self.call, self.calls = call, 0
@@ -129,7 +129,7 @@ def test_an_overflow_in_a_later_call_leaves_no_trace(module: type[Toy], optimize
 
 
 class TakesNoClosure(torch.optim.Optimizer):
-    """SGD, as it is written by whoever never needed a closure."""
+    """SGD written without support for a closure."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -143,7 +143,7 @@ class TakesNoClosure(torch.optim.Optimizer):
 @pytest.mark.parametrize("module", [Toy, Manual])
 @promise(11, stock=None)
 def test_an_optimizer_that_takes_no_closure(plugins: Plugins, module: type[Toy]) -> None:
-    """Lightning keeps this one in fp16: it has run the closure before it steps."""
+    """Lightning keeps this optimizer in fp16, because it has run the closure before it steps."""
     plugin, reference = plugins.scaled(), plugins.scaled()
     trainer = fit(lambda: module(TakesNoClosure), plugin, callbacks=[Poison(gradient=[3])])
     assert_same(trainer, fit(lambda: module(plain_sgd_without_momentum), reference, callbacks=[Poison(gradient=[3])]))
@@ -166,7 +166,7 @@ def plain_sgd_without_momentum(params: Any) -> torch.optim.Optimizer:
 
 @promise(6, stock="not finite")
 def test_a_scale_that_fell_to_zero(plugins: Plugins) -> None:
-    """The next healthy batch gives finite gradients times an infinite inverse."""
+    """The next healthy batch gives finite gradients times an infinite inverse scale."""
     plugin = plugins.scaled(2.0**-10, backoff_factor=2.0**-140) if not plugins.ours else WithoutAutocast(
         "fp16", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**-10, backoff_factor=2.0**-140)
     )  # fmt: skip
@@ -177,7 +177,7 @@ def test_a_scale_that_fell_to_zero(plugins: Plugins) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_gradients_that_leave_the_range_when_divided(optimizer: str, clip: float | None) -> None:
-    """Finite scaled gradients, a scale below one: the true ones are not finite."""
+    """The scaled gradients are finite and the scale is below one, so the true gradients are not finite."""
     plugin = Plugins(True).scaled(2.0**-14)
     fit_twice = [Poison(gradient=[0, 1, 2], value=1e36)]
     trainer = fit(lambda: Toy(OPTIMIZERS[optimizer]), plugin, batches(4), callbacks=fit_twice, gradient_clip_val=clip)
@@ -189,7 +189,7 @@ def test_gradients_that_leave_the_range_when_divided(optimizer: str, clip: float
 @pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_large_but_finite_gradients_are_finite(clip: float | None, kind: str) -> None:
-    """Their squares are not, so the 2-norm says nothing about them."""
+    """Their squares are not finite, so the 2-norm tells nothing about them."""
     plugin, runs = AmpPrecision("fp32"), []
     for used in (plugin, None):
         poison = Poison(gradient=[1, 2], value=1e25)
@@ -226,7 +226,7 @@ def test_hysteresis_in_the_trainer(hysteresis: int, optimizer: str) -> None:
 
 @pytest.fixture
 def filled_memory() -> Iterator[None]:
-    """What is not initialised is NaN, and not whatever happens to be there."""
+    """Fill uninitialised memory with NaN, so that the test does not depend on earlier contents."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -253,7 +253,7 @@ def test_a_half_precision_loss(plugins: Plugins) -> None:
     plugin = plugins.fp16(2.0**16, growth_interval=2)
     with pytest.warns(UserWarning, match="The loss is float16") if plugins.ours else pytest.MonkeyPatch.context():
         fit(HalfLoss, plugin)
-    # Lightning's plugin counts nothing: a scale that is below where it would be with eight clean steps tells
+    # Lightning's plugin counts nothing; a scale below the one after eight clean steps shows the skips
     torch.testing.assert_close(plugin.num_skipped == 0 if plugins.ours else plugin.scaler.get_scale() == 2.0**20, True)
 
 
@@ -294,7 +294,7 @@ def test_odd_parameters(plugins: Plugins, kind: str) -> None:
 
 
 class OneNumberForAll(Toy):
-    """Gradients that are views of one number: an optimizer reads them, nobody can write into them."""
+    """Gradients that are views of one number: an optimizer can read them, but nobody can write into them."""
 
     def __init__(self, bad: int | None = None) -> None:
         super().__init__(plain_sgd)
@@ -338,7 +338,7 @@ def test_float64_by_default(plugin: Any, optimizer: Any) -> None:
 
 
 class Penalty(Toy):
-    """The gradient by the input is about 1e-9: float16's smallest number is 6e-8."""
+    """The gradient of the input is about 1e-9; float16's smallest number is 6e-8."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         inputs = batch.clone().requires_grad_()
@@ -395,7 +395,7 @@ def test_one_half_copy_of_a_weight_per_step(plugins: Plugins) -> None:
 
 
 class ManyUses(Toy):
-    """One layer, used on each of many small inputs: its gradient is the sum of as many terms."""
+    """One layer applied to each of many small inputs, so that its gradient has as many terms."""
 
     def __init__(self) -> None:
         super().__init__(plain_sgd, nn.Linear(FEATURES, FEATURES))
@@ -417,7 +417,7 @@ class ManyUses(Toy):
 
 @promise(18, stock=None, next_stock=DIFFERS)
 def test_the_gradients_of_all_uses_are_summed_in_fp32(plugins: Plugins) -> None:
-    """Lightning 2.6 casts the weight for each use; its next release adds up in half precision what the uses send."""
+    """Lightning 2.6 casts the weight for each use; its next release sums the uses' gradients in half precision."""
     L.seed_everything(0, verbose=False)
     module, data = ManyUses(), batches(1)
     reference = module.to(DEVICE).gradient_with_a_cast_per_use(next(iter(data)).to(DEVICE))
@@ -480,7 +480,7 @@ def test_a_torch_that_cannot_says_so(precision: str, is_compiled: bool, monkeypa
 
 
 class OverflowsInBackward(Toy):
-    """A float16 activation whose scaled gradient overflows, and makes NaN further down."""
+    """The scaled gradient of a float16 activation overflows, and makes NaN in earlier layers."""
 
     def loss(self, batch: Tensor) -> Tensor:
         hidden = self.net[0](batch)
@@ -512,7 +512,7 @@ def test_a_real_anomaly_is_one() -> None:
 
 @pytest.mark.parametrize("fused", [fused_adamw, fused_sgd])
 def test_several_bad_devices_are_still_one_flag(fused: Any) -> None:
-    """`found_inf` must be exactly 1.0: the kernels compare with 1, and a sum of flags steps."""
+    """`found_inf` must be exactly 1.0: the kernels compare with 1, so a sum of flags would step."""
     seen: list[float] = []
 
     def make(params: Any) -> torch.optim.Optimizer:

@@ -1,6 +1,6 @@
-"""Row 42: a step is skipped if `unscale_` found gradients that are not finite, whatever becomes of them afterwards.
+"""Row 42: if `unscale_` found non-finite gradients, the step is skipped, whatever happens to them afterwards.
 
-The edits here leave healthy gradients alone, so that a run with them equals a run without, skipped step included.
+The edits here leave healthy gradients alone. So a run with them equals a run without, skipped step included.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def overflow(module: nn.Module) -> None:
 
 
 class Unscales(Manual):
-    """Unscales by hand and edits; the gradients of one batch are not finite."""
+    """Unscale by hand and edit; the gradients of one batch are not finite."""
 
     def __init__(
         self, then: Callable[[nn.Module], None] = nothing, call: str = "function", optimizer: Any = plain_sgd
@@ -73,7 +73,7 @@ class Unscales(Manual):
         self.then, self.call = then, CALLS[call]
 
     def before(self) -> None:
-        """Between the backward and `unscale_`."""
+        """Edit between the backward and `unscale_`."""
 
     def edit(self, optimizer: Any, batch_idx: int) -> None:
         if batch_idx == BAD:
@@ -159,7 +159,7 @@ def test_mended_before_is_a_step_as_in_fp32(optimizer: str, precision: str) -> N
 
 
 class InHook(Toy):
-    """Clips by itself, in a hook, after `unscale_` where the hook comes before Lightning's own clipping."""
+    """Clip by hand in a hook, after `unscale_` where the hook comes before Lightning's own clipping."""
 
     def __init__(self, hook: str, edit: Callable[[nn.Module], None], optimizer: Any = plain_sgd) -> None:
         super().__init__(optimizer)
@@ -197,7 +197,7 @@ class WithoutLooking(InOwnClipping):
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
 def test_in_a_hook(hook: str, precision: str, optimizer: str, accumulate: int) -> None:
-    """Accumulated, another backward comes between `unscale_` of the bad batch and the step."""
+    """With accumulation, another backward comes between `unscale_` of the bad batch and the step."""
     plugin = plugin_for(precision)
     kwargs: dict[str, Any] = {"accumulate_grad_batches": accumulate}
     edited = fit(lambda: InHook(hook, clip, OPTIMIZERS[optimizer]), plugin, **kwargs)
@@ -210,7 +210,7 @@ def test_in_a_hook(hook: str, precision: str, optimizer: str, accumulate: int) -
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["scaled", "fp32"])
 def test_in_ones_own_clipping(precision: str, optimizer: str, kind: type[InHook]) -> None:
-    """`configure_gradient_clipping` with `clip_grad_value_`: the plugin itself has unscaled."""
+    """`configure_gradient_clipping` calls `clip_grad_value_`; the plugin itself has unscaled."""
     plugin = plugin_for(precision)
     fit(lambda: kind("", clip, OPTIMIZERS[optimizer]), plugin)
     assert (plugin.num_steps, plugin.num_skipped) == (7, 1)
@@ -240,7 +240,7 @@ def test_clip_gradients_by_value_by_hand(optimizer: str, precision: str) -> None
 
 
 class TwoBackwards(Unscales):
-    """Another backward between `unscale_` and the step; `drop` is called before it."""
+    """Another backward comes between `unscale_` and the step; `drop` is called before it."""
 
     def __init__(self, optimizer: Any, drop: Callable[[Any], None] = lambda optimizer: None) -> None:
         super().__init__(clip, optimizer=optimizer)
@@ -300,7 +300,7 @@ class TwoOptimizers(L.LightningModule):
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_of_two_optimizers_one_is_skipped(optimizer: str) -> None:
-    """Although the backward of the second comes between `unscale_` of the first and its step."""
+    """The backward of the second optimizer comes between `unscale_` of the first and its step."""
     records = Records()
     fit(lambda: TwoOptimizers(OPTIMIZERS[optimizer]), plugin_for("scaled"), callbacks=[records])
     assert [(r.index, r.optimizer_idx) for r in records.all if r.skipped] == [(2 * BAD, 0)]
@@ -316,7 +316,7 @@ def test_a_fused_optimizer_is_not_waited_for(make: Callable[[Any], Any]) -> None
 
 
 class LeavesOut(Toy):
-    """Drops a batch whose gradients are not finite, by its own hand, after a backward past the plugin."""
+    """The user drops a batch whose gradients are not finite, after a plain `backward()`."""
 
     def __init__(self, to_none: bool) -> None:
         super().__init__(plain_sgd)

@@ -1,4 +1,4 @@
-"""A module that was loaded in half precision trains as one that was loaded in float32 from the same weights."""
+"""A module loaded in half precision trains like one loaded in float32 from the same weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class Tied(nn.Module):
 
 
 class Loaded(Toy):
-    """Made in float32, rounded to `dtype`, and kept in it or taken back to float32; its group is made at once."""
+    """A module made in float32, rounded to `dtype`, and kept there or converted back; its parameter group is made at
+    once.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, half: bool, optimizer: Any = adamw) -> None:
         torch.manual_seed(0)
@@ -64,7 +66,7 @@ def plugin(half: bool, precision: str = "bf16") -> AmpPrecision:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_as_one_loaded_in_float32(precision: str, dtype: torch.dtype) -> None:
-    """Parameters, buffers, optimizer state and average, with a skipped step."""
+    """Compare parameters, buffers, optimizer state and average, with a skipped step."""
     runs: list[L.Trainer] = []
     for half in (True, False):
         callbacks = [EMA(), Poison(gradient=[2])]
@@ -77,7 +79,7 @@ def test_as_one_loaded_in_float32(precision: str, dtype: torch.dtype) -> None:
 
 @promise(41, stock="rounded away")
 def test_small_updates_are_not_lost(plugins: Plugins) -> None:
-    """What the argument is for: steps of a thousandth of a weight."""
+    """Steps of a thousandth of a weight, which half-precision weights would lose."""
     torch.manual_seed(0)
     module = Toy(functools.partial(torch.optim.SGD, lr=1e-5)).to(torch.bfloat16)
     before = module.net[0].weight.detach().float()
@@ -86,13 +88,13 @@ def test_small_updates_are_not_lost(plugins: Plugins) -> None:
 
 
 def test_lbfgs() -> None:
-    """Its group is older than the fit, and it evaluates many times in a step."""
+    """The parameter group is older than the fit, and the step evaluates the module many times."""
     lbfgs = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
     assert_same(*(fit(Loaded(half=half, optimizer=lbfgs), plugin(half)) for half in (True, False)))
 
 
 class Cut(L.Callback):
-    """After two epochs a checkpoint, and the end."""
+    """Save a checkpoint after two epochs, and train to the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -118,7 +120,7 @@ AVERAGES: dict[str, Callable[[], list[Any]]] = {
 @pytest.mark.parametrize("averaging", [*(a for a in AVERAGES if a != "ema"), pytest.param("ema", marks=needs_averages)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_forty_steps_are_twenty_and_twenty(precision: str, averaging: str, tmp_path: Path) -> None:
-    """The checkpoint holds float32, and a half-precision module that is loaded from it goes on without rounding it."""
+    """The checkpoint holds float32, and a half-precision module that is loaded from it continues without rounding."""
 
     def run(*cut: L.Callback, ckpt_path: Path | None = None) -> tuple[L.Trainer, dict[str, Tensor]]:
         callbacks = AVERAGES[averaging]()
@@ -131,7 +133,7 @@ def test_forty_steps_are_twenty_and_twenty(precision: str, averaging: str, tmp_p
     run(Cut(path := tmp_path / "cut.ckpt"))
     assert torch.load(path, weights_only=True)["state_dict"]["net.inner.weight"].dtype == torch.float32
     resumed, resumed_average = run(ckpt_path=path)
-    assert resumed.global_step == whole.global_step == 40 + (averaging == "swa")  # a pass for its BatchNorm
+    assert resumed.global_step == whole.global_step == 40 + (averaging == "swa")  # updates its BatchNorm
     assert_same(resumed, whole)
     assert_same(resumed_average, whole_average)
     assert_same(resumed.optimizers[0].state_dict()["state"], whole.optimizers[0].state_dict()["state"])

@@ -1,4 +1,4 @@
-"""What the tests share: a quiet Trainer, small models, injected overflow, and comparisons with fp32."""
+"""Helpers of all tests: a quiet Trainer, small models, injected overflow, and comparisons with fp32."""
 
 from zoo.toy import FEATURES, Manual, Toy, assert_finite, assert_same, attributes, batches, weights, with_batch_norm
 

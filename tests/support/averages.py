@@ -1,4 +1,4 @@
-"""Lightning's averaged weights, which came with 2.6; with 2.5 callbacks in their place that average nothing."""
+"""Lightning's averaged weights. With Lightning 2.5, which has none, substitutes that average nothing."""
 
 from __future__ import annotations
 

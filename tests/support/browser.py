@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its command line: it looks at pages, and prints them. Only the binary is needed."""
+"""Drive a headless Chromium by its command line, to inspect and print pages. Only the binary is needed."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ addEventListener("message", event => {
 
 
 class View(NamedTuple):
-    """A page as somebody sees it."""
+    """A page at a width and in a colour scheme."""
 
     page: str
     width: int = 1280
@@ -135,7 +135,7 @@ class Browser:
 
     @classmethod
     def found(cls) -> Browser:
-        """Skips the test where there is none."""
+        """Return the browser, or skip the test if there is none."""
         for name in [*NAMES, *ELSEWHERE]:
             binary = shutil.which(name)
             if binary is not None:
@@ -145,10 +145,10 @@ class Browser:
     def look(
         self, pages: Mapping[str, str], views: Sequence[View], folder: Path
     ) -> tuple[dict[View, dict[str, Any]], str]:
-        """What a probe in each page finds, and what the browser says on its console.
+        """Return the results of a probe in each page, and the messages on the browser's console.
 
-        All views are frames of one page. The pages' own security policy would not let the probe run: it is taken off,
-        and with it a second protection against scripts, so that escaping is tested alone.
+        All views are frames of one page. The pages' own security policy would block the probe, so it is removed. That
+        also removes a second protection against scripts, so this tests the escaping alone.
         """
         for name, page in pages.items():
             (folder / f"{name}.html").write_text(POLICY.sub("", page, count=1) + PROBE, encoding="utf-8")
@@ -164,7 +164,7 @@ class Browser:
         return {view: found[str(i)] for i, view in enumerate(views)}, console(log)
 
     def num_printed_pages(self, page: str, folder: Path) -> int:
-        """How many sheets of paper it takes."""
+        """Return the number of sheets that the page prints on."""
         path, pdf = folder / "page.html", folder / "page.pdf"
         path.write_text(page, encoding="utf-8")
         _, log = self._run([f"--print-to-pdf={pdf}", "--no-pdf-header-footer"], path)
@@ -179,5 +179,5 @@ class Browser:
 
 
 def console(log: str) -> str:
-    """The lines of a log that come from a page."""
+    """Return the lines of a log that come from a page."""
     return "\n".join(line for line in log.splitlines() if ":CONSOLE" in line)

@@ -1,4 +1,4 @@
-"""Callbacks of tests: injected overflow and kept records; all of the package's own; a logger that keeps its rows."""
+"""Callbacks that inject overflow or keep records, all callbacks of the package, and a logger that keeps its rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_amp.findings import StepRecord
 
 
 class Poison(L.Callback):
-    """Makes the gradients of chosen batches overflow (after the backward, still scaled), or their loss NaN."""
+    """Writes inf into the scaled gradients of chosen batches, or makes their loss NaN."""
 
     def __init__(self, gradient: Iterable[int] = (), loss: Iterable[int] = (), value: float = float("inf")) -> None:
         self.gradient, self.loss, self.value = set(gradient), set(loss), value
@@ -32,7 +32,7 @@ class Poison(L.Callback):
 
 
 class Records(L.Callback):
-    """Keeps the record of each step of a fit, as it comes; `at_once` asks a device after each batch."""
+    """Keeps the record of each step of a fit. With `at_once`, it reads the flags after each batch."""
 
     def __init__(self, at_once: bool = False) -> None:
         self.all: list[StepRecord] = []
@@ -49,7 +49,7 @@ class Records(L.Callback):
 def all_of_ours(
     folder: Path | None = None, *, every_n_steps: int = 3, log_every_n_steps: int | None = None, **locator: Any
 ) -> list[L.Callback]:
-    """All callbacks of this package; with a folder they write files."""
+    """Return all callbacks of this package. With a folder they write files."""
     return [
         ScaleMonitor(log_every_n_steps, dirpath=folder),
         OverflowLocator(dirpath=folder, **locator),
@@ -59,7 +59,7 @@ def all_of_ours(
 
 
 class Recorder(L.pytorch.loggers.Logger):
-    """A logger that keeps what it is given, as steps and metrics."""
+    """A logger that keeps all steps and metrics."""
 
     name = version = "recorder"  # type: ignore[assignment]
 
@@ -79,6 +79,6 @@ class Recorder(L.pytorch.loggers.Logger):
 
     @property
     def users_rows(self) -> list[tuple[int | None, dict[str, float]]]:
-        """Without what this package has logged."""
+        """Return the rows without the keys of this package."""
         rows = [(step, {k: v for k, v in row.items() if not k.startswith("amp/")}) for step, row in self.rows]
         return [(step, row) for step, row in rows if row.keys() - {"epoch"}]

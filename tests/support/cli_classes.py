@@ -1,4 +1,4 @@
-"""Classes that command lines name: `support.cli_classes.Net`."""
+"""Classes for command lines, such as `support.cli_classes.Net`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 
 class Part(nn.Module):
-    """Given to `Net` by class path."""
+    """A part of `Net`, chosen by its class path."""
 
     def __init__(self, size: int = 1) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Rows(L.LightningDataModule):
 
 
 class Counter(L.Callback):
-    """Cannot be pickled once it is made."""
+    """A callback that cannot be pickled."""
 
     def __init__(self, start: int = 0) -> None:
         self.count, self.unpicklable = start, lambda: None

@@ -1,4 +1,4 @@
-"""Which device the tests run on, and the path that a device takes."""
+"""The device of the tests, flags on a pretended device, and counted or forbidden waits."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ DEVICE = os.environ.get("LIGHTNING_AMP_TEST_DEVICE", "cpu")
 
 @contextlib.contextmanager
 def flags_on_a_device() -> Generator[None, None, None]:
-    """The CPU takes a GPU's path: without this the host reads each flag, since on the CPU that costs nothing."""
+    """Make the CPU take a GPU's path. Without this the host reads each flag, since on the CPU that costs nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_amp.scaling._step_result.in_host_memory", lambda scalar: False)
+        patch.setattr("lightning_amp.scaling._scalars.in_host_memory", lambda scalar: False)
         yield
 
 
 class CountReads(TorchDispatchMode):
-    """How often the host has read a scalar with `.item()`, or copied a tensor from or to a device: it waits for each on
-    a GPU."""
+    """Counts how often the host reads a scalar with `.item()`, or copies a tensor to another device.
+
+    On a GPU, the host waits for each of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class CountReads(TorchDispatchMode):
 
 
 def set_sync_mode(mode: Literal["default", "warn", "error"]) -> None:
-    """Say what a wait for the device leads to, on a GPU or on a pretended device of any type."""
+    """Set the effect of a wait for the device, on a GPU or on a pretended device of any type."""
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode(mode)
     else:
@@ -49,7 +51,7 @@ def set_sync_mode(mode: Literal["default", "warn", "error"]) -> None:
 
 
 class ForbidSync(L.Callback):
-    """Raises if anything waits for the device between the start and the end of a batch, from the `first` one on."""
+    """Raises if anything waits for the device during a batch, from the `first` one on."""
 
     def __init__(self, first: int = 2) -> None:
         self.first = first

@@ -1,4 +1,4 @@
-"""fp8 on any device: recipes that emulate it, and a model with layers of every kind."""
+"""fp8 on any device: recipes that emulate it, and a model whose first and last layers do not qualify."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RECIPES = ("rowwise_with_gw_hp", "rowwise", "tensorwise")
 
 needs_torchao = pytest.mark.skipif(
     find_spec("torchao") is None or not hasattr(torch.nn.functional, "ScalingType"),
-    reason="needs torchao 0.18, and that a newer torch",
+    reason="needs torchao 0.18, which needs a newer torch",
 )
 
 
 def float8() -> Any:
-    """`torchao.float8`, without the warnings that Python has when it compiles torchao for the first time."""
+    """Import `torchao.float8` without the warnings of its first compilation by Python."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torchao.float8
@@ -37,7 +37,7 @@ def sqnr_db(value: Tensor, reference: Tensor) -> float:
 
 
 class Deep(nn.Sequential):
-    """Four layers that qualify between two that do not, by their place."""
+    """Four layers that qualify for fp8, between a first and a last layer that do not."""
 
     def __init__(self, features: int = 8, width: int = 32) -> None:
         inner = [m for _ in range(4) for m in (nn.Linear(width, width), nn.Tanh())]

@@ -1,4 +1,4 @@
-"""A step in a CUDA graph, and on the pretended device in a stand-in for one."""
+"""Run a step in a CUDA graph, or in a substitute for one on the pretended device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zoo.toy import FEATURES, Toy
 
 @final
 class Capturing(Callback):
-    """The pretended device refuses, between the start and the end of a batch, what no CUDA graph can capture."""
+    """Has the pretended device refuse, during a batch, operations that no CUDA graph can capture."""
 
     def __init__(self, first: int = 3) -> None:
         self.first = first
@@ -38,7 +38,7 @@ class Capturing(Callback):
 
 @final
 class CudaGraph:
-    """A graph of CUDA, on the stream that training runs on."""
+    """A CUDA graph on the stream of training."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -54,9 +54,9 @@ class CudaGraph:
 
 @final
 class RecordedGraph(TorchDispatchMode):
-    """Stands in for a graph: notes each operation of a step, and runs it again on the same memory, without Python.
+    """A substitute for a graph. It notes each operation of a step, and runs it again on the same memory.
 
-    The operations also run while they are captured, other than those of a graph: the first replay has nothing to do.
+    Unlike in a graph, the operations also run while they are captured. So the first replay does nothing.
     """
 
     def __init__(self) -> None:
@@ -92,14 +92,14 @@ class RecordedGraph(TorchDispatchMode):
 
 
 class InGraph(Toy):
-    """Trains with some batches in a graph, from the loss to the update of the loss scale.
+    """Runs some batches in a graph, from the loss to the update of the loss scale.
 
-    The first column of a batch multiplies its loss: a large one makes gradients overflow, an infinite one the loss.
+    The first column of a batch multiplies its loss. A large factor makes gradients overflow, an infinite one the loss.
 
     Args:
-        optimizer: Makes one that can be captured.
-        plan: A letter for each batch: `e` for a step without a graph, `g` for one in the graph, captured at the first.
-        graph: Which kind.
+        optimizer: Makes an optimizer that can be captured.
+        plan: A letter for each batch: `e` for a step without a graph, `g` for one in the graph. The first `g` captures.
+        graph: The class of the graph; `None` for no graph.
 
     """
 
@@ -113,7 +113,7 @@ class InGraph(Toy):
 
     @override
     def transfer_batch_to_device(self, batch: Tensor, device: torch.device, dataloader_idx: int) -> Tensor:
-        """Put each batch into the same memory, from which the graph reads."""
+        """Copy each batch into the same memory, from which the graph reads."""
         if self.batch is None:
             self.batch = batch.to(device)
         return self.batch.copy_(batch)
@@ -132,7 +132,7 @@ class InGraph(Toy):
             step(epoch, batch_idx, optimizer, optimizer_closure)
             return
         if self.graph is None:
-            optimizer.zero_grad()  # the graph has gradients of its own
+            optimizer.zero_grad()  # the graph allocates its own gradients
             self.graph = self.kind()
             with self.graph.capture():
                 step(epoch, batch_idx, optimizer, optimizer_closure)
@@ -144,7 +144,7 @@ class InGraph(Toy):
 
 
 def factors_first(count: int, factors: dict[int, float], size: int = 4) -> list[Tensor]:
-    """Return batches for `InGraph`, with these factors of their losses; 1 for the others."""
+    """Return batches for `InGraph`, with these factors of their losses. Other factors are 1."""
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(size, FEATURES, generator=generator) for _ in range(count)]
     for i, batch in enumerate(batches):

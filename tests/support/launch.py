@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
-    """A folder for this name: the same on all workers of a test run."""
+    """Return the folder of this name, which all workers of a test run share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared-{name}"
     folder.mkdir(exist_ok=True)
@@ -27,7 +27,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
 
 
 def launch_once(script: Path, world_size: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """As :func:`launch`, but on one worker; the others wait for it, and read what it left in the shared folder."""
+    """Do what :func:`launch` does, on one worker only. The others wait, and read its files from the shared folder."""
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = folder.with_suffix(".done")
@@ -38,30 +38,23 @@ def launch_once(script: Path, world_size: int, folder: Path, *arguments: str) ->
 
 
 def read(folder: Path, world_size: int) -> list[dict[str, Any]]:
-    """What the ranks have left."""
+    """Return the files that the ranks have saved."""
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
 def launch(
     script: Path, world_size: int, folder: Path, *arguments: str, timeout_s: float = 240
 ) -> list[dict[str, Any]]:
-    """As :func:`run_ranks`, with an empty `folder` first; returns what each rank saved there as `rank{rank}.pt`."""
+    """Run the ranks with `folder` as the first argument. Return the `rank{rank}.pt` that each rank saved there."""
     run_ranks(script, world_size, folder, *arguments, timeout_s=timeout_s)
     return read(folder, world_size)
 
 
 def run_ranks(script: Path, world_size: int, *arguments: str | Path, timeout_s: float = 240) -> None:
-    """Run `script ARGUMENTS...` on every rank.
+    """Run `script ARGUMENTS...` on every rank, and kill all processes after `timeout_s`.
 
-    Args:
-        script: Ends with `torch.distributed.destroy_process_group()`.
-        world_size: How many processes.
-        arguments: Of the script.
-        timeout_s: After so long all are killed.
-
-    Raises:
-        AssertionError: With the end of what the failed ranks printed.
-
+    The script ends with `torch.distributed.destroy_process_group()`. If a rank fails, the `AssertionError` has the end
+    of the output.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -87,7 +80,7 @@ def run_ranks(script: Path, world_size: int, *arguments: str | Path, timeout_s: 
         deadline = time.monotonic() + timeout_s
         try:
             while any(p.poll() is None for p in processes):
-                if time.monotonic() > deadline or any(p.poll() for p in processes):  # the others would wait for it
+                if time.monotonic() > deadline or any(p.poll() for p in processes):  # others would wait for it
                     break
                 time.sleep(0.05)
         finally:

@@ -1,7 +1,7 @@
-"""The CPUs that tests run on: the facts that the package reads and the ratios that its probe would measure.
+"""Simulate CPUs: the facts that the package reads, and the ratios that its probe would measure.
 
-What a test sees must not depend on the CPU under it. `LIGHTNING_AMP_TEST_MACHINE=bf16-slow pytest ...` runs the tests
-on another one of `MACHINES`, `real` on the CPU that is there. A test about one of them takes the fixture `on_machine`.
+No test may depend on the real CPU. `LIGHTNING_AMP_TEST_MACHINE=bf16-slow pytest ...` runs the tests on another one of
+`MACHINES`, and `real` on the real CPU. A test about one machine uses the fixture `on_machine`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing_extensions import final
 @final
 @dataclass(frozen=True)
 class Machine:
-    """A CPU: its instructions, and how many times as fast as fp32 it computes in half precision."""
+    """A CPU: its instructions, and its speed in half precision relative to fp32."""
 
     instructions: tuple[str, ...]
     speed: dict[str, float]
 
     def capabilities(self) -> dict[str, bool]:
-        """What `torch.cpu.get_capabilities` says there, in short."""
+        """Return the entries of `torch.cpu.get_capabilities` that matter."""
         return {"avx2": True, **dict.fromkeys(self.instructions, True)}
 
     def measure(self, precision: str, kind: str, **_: Any) -> Any:
-        """What the probe finds there, with the noise of a quiet machine."""
+        """Return the result of the probe, with the noise of a quiet machine."""
         from lightning_amp.casting import _cpu_speed
 
         now = 0.0
@@ -55,7 +55,7 @@ MACHINES = {
     "fp16-native": Machine(("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16"), _speed(8, 2.5, 8, 1.5)),
     "none": Machine((), _speed(0.1, 0.2, 0.1, 0.1)),
 }
-"""The ratios of `bf16-slow` are those of an Intel CPU with AVX512-BF16 and AVX512-FP16 and without AMX."""
+"""The ratios of `bf16-slow` were measured on an Intel CPU with AVX512-BF16 and AVX512-FP16, but without AMX."""
 
 NAME = os.environ.get("LIGHTNING_AMP_TEST_MACHINE", "bf16-fast")
 if NAME not in (*MACHINES, "real"):
@@ -71,7 +71,7 @@ def _real() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def move_to(name: str) -> None:
-    """Let this process run on one of `MACHINES` from here on, or on the `real` one."""
+    """Simulate one of `MACHINES` in this process from now on, or none with `real`."""
     from lightning_amp._compat import _torch
     from lightning_amp.casting import _cpu_speed
 

@@ -1,4 +1,4 @@
-"""The doctor's race, and its clock, with planned times: no word depends on what else the machine does."""
+"""Replace the doctor's race and its clock by planned times, so that reports do not depend on the machine's load."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from lightning_amp.advice._record import AS_IT_IS, Variant
 
 ROUNDS = (1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0)
-"""Of which each is that much longer or shorter."""
+"""The factor of each round."""
 
 
 class PlannedClock:
-    """Stands in for the module `time`: sleeping moves it on, and reading it moves it on a little."""
+    """A substitute for the module `time`. Sleeping advances it, and reading it advances it a little."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -26,11 +26,9 @@ class PlannedClock:
 
 
 def planned_race(step_ms: Callable[[Any], Mapping[str, float]]) -> Callable[..., tuple[Variant, ...]]:
-    """Return what to put into the place of `lightning_amp.advice._examine_step.race`: every step runs, once.
+    """Return a substitute for `lightning_amp.advice._examine_step.race`, which runs every step once.
 
-    Args:
-        step_ms: Gets the data module and returns milliseconds by label; who is not in it, is not in the result.
-
+    `step_ms` gets the data module and returns milliseconds by label. Labels that it leaves out have no result.
     """
 
     def race(contestants: Sequence[Any], track: Any, **_: Any) -> tuple[Variant, ...]:

@@ -1,4 +1,4 @@
-"""The plugins that are compared: ours and Lightning's own, with and without autocast."""
+"""The plugins that tests compare: ours and Lightning's own, with and without autocast."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from support.devices import DEVICE
 
 
 class WithoutAutocast(AmpPrecision):
-    """The whole fp16 machinery, scaling included, in full precision: with powers of two it must equal fp32 exactly."""
+    """Our fp16 plugin in full precision. With scales that are powers of two, a run must equal fp32 exactly."""
 
     def autocast_context_manager(self) -> torch.autocast:
         return torch.autocast(self.device, enabled=False)
 
 
 class StockWithoutAutocast(MixedPrecision):
-    """Lightning's own fp16 plugin, likewise; to show that a test can fail."""
+    """Lightning's own fp16 plugin in full precision, to show that a test can fail."""
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
@@ -31,10 +31,10 @@ class StockWithoutAutocast(MixedPrecision):
 
 
 STOCK_CACHES_CASTS = hasattr(amp, "_AutocastClearCacheOnExit")
-"""Whether this Lightning has the change that its next release brings (its pull requests 21616 and 21436).
+"""Whether this Lightning has a change of its next release (its pull requests 21616 and 21436).
 
-Its plugin then keeps one half-precision copy of a weight per step, whose gradients autograd adds up in half precision,
-and clips the gradients of fused optimizers in bf16.
+Its plugin then keeps one half-precision copy of a weight per step, so autograd adds up its gradients in half precision.
+It also clips the gradients of fused optimizers in bf16.
 """
 
 

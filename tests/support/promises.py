@@ -1,4 +1,4 @@
-"""A promise is tested twice: with our plugin it holds; with Lightning's own it fails, for the reason written here."""
+"""Test a promise twice: it holds with our plugin, and with Lightning's own it fails for the given reason."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from support import STOCK_CACHES_CASTS, flags_on_a_device, scaled_fp32, stock, s
 
 @dataclass(frozen=True)
 class Plugins:
-    """Where a promise's plugin comes from."""
+    """Make the plugin for a promise: ours, or Lightning's own."""
 
     ours: bool
     flags_on_a_device: bool = False
 
     def scaled(self, init_scale: float = 2.0**10, **kwargs: Any) -> Any:
-        """Loss scaling with autocast off: by powers of two the run must equal fp32 to the bit."""
+        """Return a plugin with loss scaling but without autocast. By powers of two, a run must equal fp32 exactly."""
         return (scaled_fp32 if self.ours else stock_fp32)(init_scale=init_scale, **kwargs)
 
     def fp16(self, init_scale: float = 2.0**10, **kwargs: Any) -> Any:
@@ -48,11 +48,11 @@ def promise(
     """Mark the test of a row of the promises.
 
     Args:
-        row: Its number, for the report.
-        stock: Pattern of the message with which the same test fails under Lightning's own plugin; `None` if Lightning
-            2.6 keeps this one.
+        row: The number of the row, for the test id.
+        stock: Pattern of the error with which the same test fails under Lightning's own plugin; `None` if Lightning
+            2.6 keeps this promise.
         raises: The type of the error.
-        next_release: `next_stock` takes the place of `stock` with Lightning's next release, where that differs.
+        next_release: `next_stock` replaces `stock` with Lightning's next release, if that differs.
 
     """
     if STOCK_CACHES_CASTS:

@@ -1,4 +1,4 @@
-"""Made-up reports of `compare_precisions`, as many-sided as real ones: what a page and a text must cope with."""
+"""Make reports of `compare_precisions` without training, as varied as real ones, for pages and texts."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def make_report(
     error: str = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     **fields: Any,
 ) -> PrecisionReport:
-    """A report whose runs were never run. `failing` and `not_finite` name runs by label and seed; `fields` are set in
-    every run that finished."""
+    """Return a report without any training.
+
+    `failing` and `not_finite` name runs by label and seed. `fields` are set in every finished run.
+    """
     named = dict(list(ARMS.items())[:arms]) if isinstance(arms, int) else dict(arms)
     plan = Plan(
         make_module="project.models.make_classifier",
@@ -79,14 +81,14 @@ def make_report(
 
 
 def judged(report: PrecisionReport) -> Judgement:
-    """What the views of a report get."""
+    """Return the judgement that the views of a report get."""
     return judge(report.plan, [run for arm in report.arms.values() for run in arm.runs])
 
 
 def _run(plan: Plan, label: str, seed: int, metrics: Sequence[str], num_validations: int, num_losses: int) -> ArmRun:
     kind = _kind(plan, label)
     rng = random.Random(f"{label} {seed}")
-    shared = random.Random(seed)  # what all arms of one seed have in common
+    shared = random.Random(seed)  # the noise that all arms of one seed share
     step_s, num_steps = STEP_S[kind] * rng.uniform(0.98, 1.02), 4000
     curves = {
         name: tuple(
@@ -133,14 +135,14 @@ def _kind(plan: Plan, label: str) -> str:
 def _value(
     name: str, part: float, kind: str, shared: random.Random, rng: random.Random, *, noise: float = 0.01
 ) -> float:
-    """A curve towards its last level; noise is that of the seed, and a part of it that of the run."""
+    """Return a value of a curve towards its last level, with noise of the seed and noise of the run."""
     first, last = LEVELS.get(name, (1.0, 0.2))
     drift = math.exp(shared.gauss(0, noise) + rng.gauss(0, noise) * 0.4) - 1 + COST[kind] * part
     return last + (first - last) * (math.exp(-6 * part) * (1 + drift) + 0.2 * drift)
 
 
 def _scale(num_steps: int, rng: random.Random) -> tuple[StepRecord, ...]:
-    """Three skips at first, then growth every 500 steps, and a skip now and then."""
+    """Return a scale history: three skips at first, then growth every 500 steps, and an occasional skip."""
     records: list[StepRecord] = []
     scale, applied = 2.0**16, 0
     for index in range(num_steps):
@@ -154,7 +156,7 @@ def _scale(num_steps: int, rng: random.Random) -> tuple[StepRecord, ...]:
 
 
 def _spoiled(run: ArmRun) -> ArmRun:
-    """The same run, NaN from two thirds on."""
+    """Return the run with NaN in its last third."""
 
     def spoiled(points: tuple[Point, ...]) -> tuple[Point, ...]:
         return tuple(p if 3 * i < 2 * len(points) else p._replace(value=math.nan) for i, p in enumerate(points))
@@ -194,6 +196,6 @@ REPORTS: dict[str, Callable[[], PrecisionReport]] = {
     "no times": lambda: make_report(2, 1, step_s=(), samples_per_s=(), loss=(), memory_of="tensors"),
     "three metrics": lambda: make_report(5, 3, metrics=("val_loss", "val_acc", "val_perplexity")),
 }
-"""By what is special about them."""
+"""Reports by their special property."""
 
 assert CONTROL not in ARMS

@@ -1,4 +1,4 @@
-"""What the tests of resuming and of crashes share: a run that can be cut anywhere, and all that there is to compare."""
+"""A run that tests of resuming and of crashes can stop anywhere, and a comparison of all its state."""
 
 from __future__ import annotations
 
@@ -29,11 +29,9 @@ EPOCH = 16
 
 
 class Resumable:
-    """A loader that Lightning can put back into the middle of an epoch; each epoch has batches of its own.
+    """A loader that Lightning can resume in the middle of an epoch. Each epoch has batches of its own.
 
-    Args:
-        nan: Batches that are all NaN, counted since the run began.
-
+    The batches `nan`, counted since the run began, are all NaN.
     """
 
     def __init__(self, nan: Iterable[int] = (), count: int = EPOCH, size: int = 4) -> None:
@@ -62,7 +60,7 @@ class Resumable:
 
 
 class Averaging(WeightAveraging):
-    """Every applied step."""
+    """Averages after every applied step."""
 
     def __init__(self) -> None:
         super().__init__(avg_fn=lambda average, current, _: average + (current - average) * 0.25)
@@ -72,10 +70,10 @@ class Averaging(WeightAveraging):
 
 
 class Checkpoints(ModelCheckpoint):
-    """Only between two accumulation windows.
+    """Saves only between two accumulation windows.
 
-    In a resumed run Lightning 2.6 saves the step that it resumed from once more, after the first batch of the next
-    window. A run that is resumed from that one has lost the gradients of the batch, in every precision.
+    After a resume, Lightning 2.6 saves the step that it resumed from again, after the first batch of the next window. A
+    run that resumes from that checkpoint has lost the gradients of the batch, in every precision.
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
@@ -84,9 +82,9 @@ class Checkpoints(ModelCheckpoint):
 
 
 class Overflow(L.Callback):
-    """Non-finite gradients in chosen batches, counted since the run began.
+    """Makes gradients non-finite in chosen batches, counted since the run began.
 
-    It overrides nothing that would make the plugin wait for the device.
+    It overrides no hook that would make the plugin wait for the device.
     """
 
     def __init__(self, batches: Iterable[int] = ()) -> None:
@@ -107,13 +105,13 @@ class Net(Toy):
 
 
 def plugin_for(precision: str, **scaler: Any) -> AmpPrecision:
-    """In fp16 growth and hysteresis are always in the middle of their counts; no overflow but the injected ones."""
+    """Return a plugin. In fp16, growth and hysteresis are always in the middle of their counts."""
     settings = {"init_scale": 256.0, "growth_interval": 5, "hysteresis": 2, "max_scale": 1024.0} | scaler
     return AmpPrecision(precision, scaler=DynamicLossScaler(**settings) if precision == "fp16" else None)
 
 
 def ours(folder: Path | None = None) -> list[L.Callback]:
-    """All callbacks of this package."""
+    """Return all callbacks of this package."""
     return all_of_ours(folder, every_n_steps=6, log_every_n_steps=7, max_reports=6)
 
 
@@ -131,7 +129,7 @@ def train(
     module: L.LightningModule | None = None,
     **kwargs: Any,
 ) -> L.Trainer:
-    """Train up to `steps` attempted steps since the run began, with checkpoints if there is a folder for them."""
+    """Train up to `steps` attempted steps since the run began. Save checkpoints if there is a folder for them."""
     torch.manual_seed(0)
     module = module or Net(optimizer)
     callbacks = [*callbacks, Overflow(gradient)]
@@ -146,7 +144,7 @@ def train(
 
 
 def everything(trainer: L.Trainer, folder: Path | None = None) -> dict[str, Any]:
-    """All that a resumed run must have as if it had never stopped."""
+    """Return all state that a resumed run must share with a run that never stopped."""
     module, plugin = trainer.lightning_module, trainer.precision_plugin
     found: dict[str, Any] = {
         "weights": module.state_dict(),
@@ -178,14 +176,14 @@ def everything(trainer: L.Trainer, folder: Path | None = None) -> dict[str, Any]
 
 
 def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
-    """Bit for bit; says which part differs."""
+    """Compare bit for bit. The error says which part differs."""
     assert a.keys() == b.keys()
     for name, value in a.items():
         torch.testing.assert_close(_flat(value, name), _flat(b[name], name), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Tensors by path; everything else as its text, in which NaN equals NaN."""
+    """Return tensors by path. Any other value becomes part of a path, as text in which NaN equals NaN."""
     if isinstance(value, Tensor):
         return {path: value}
     if isinstance(value, dict):

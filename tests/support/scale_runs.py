@@ -1,4 +1,4 @@
-"""Runs of a `DynamicLossScaler` in which chosen steps overflow, as the history that a `ScaleMonitor` keeps."""
+"""Make histories of a `ScaleMonitor` from runs in which chosen steps overflow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REASONS: dict[str, Any] = {".": "none", "O": "gradient", "L": "loss"}
 
 
 def scale_run(pattern: str, first: int = 0, **policy: Any) -> ScaleHistory:
-    """A real loop of torch, scaler included: `.` is a clean step, `O` one that overflows, `L` one with a NaN loss."""
+    """Run a torch loop with a scaler. `.` is a clean step, `O` one that overflows, `L` one with a NaN loss."""
     scaler = DynamicLossScaler(**policy)
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -34,7 +34,7 @@ def scale_run(pattern: str, first: int = 0, **policy: Any) -> ScaleHistory:
 
 
 def fallen_back(skips: int = 6, then: int = 10, to: tuple[Any, ...] = ("bf16",)) -> ScaleHistory:
-    """A run that is stuck in fp16, and goes on in other precisions, in which one step is skipped."""
+    """Return a run that is stuck in fp16 and continues in other precisions. One step in each of them is skipped."""
     history, index = ScaleHistory(), 0
     for _ in range(skips):
         scale = 2.0 ** (3 - index)

@@ -1,4 +1,4 @@
-"""Settings of all kinds that Python and torch have. Imports neither Lightning nor this package, which takes seconds."""
+"""Settings of all kinds in Python and torch. To import fast, this imports neither Lightning nor this package."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Slotted:
 
 
 class Policy(Plain):
-    """Shows a set, as the policies of FSDP do."""
+    """An object whose `repr` shows a set, like an FSDP policy."""
 
     def __repr__(self) -> str:
         return f"Policy(size={self.size}, names={self.other})"
 
 
 class Silent(nn.Module):
-    """Its `repr` shows none of its settings."""
+    """A module whose `repr` shows none of its settings."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ WORDS = ("one", "two", "three", "four", "five", "six", "seven")
 
 
 def simple_settings() -> dict[str, list[Any]]:
-    """By kind, settings that all differ; each call makes new objects, equal to those of another call."""
+    """Return different settings by kind. Each call makes new objects, which equal the objects of other calls."""
     base = torch.arange(6.0)
     return {
         "scalars": [None, True, 1, 1.0, "1", b"1", "None", 1j, math.nan, math.inf, -0.0, 0.0, 2**70],

@@ -1,4 +1,4 @@
-"""A report of a skipped step, made by hand."""
+"""Make a report of a skipped step."""
 
 from __future__ import annotations
 

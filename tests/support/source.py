@@ -1,4 +1,4 @@
-"""The package as source: its files, parsed once, and what the names in them mean. Nothing of it is imported.
+"""Parse the source of the package once, and resolve the names in it. Nothing is imported.
 
 A guard is a function from a :class:`Package` to findings; that it can fail is shown on `PACKAGE.with_file(...)`.
 """
@@ -19,7 +19,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Finding(NamedTuple):
-    """What a guard objects to."""
+    """A violation that a guard has found."""
 
     path: str
     line: int
@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The finding without its line, which moves."""
+        """Return the finding without its line, which may move."""
         return f"{self.path}: {self.text}"
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 
 class Guard(Protocol):
-    """What finds something in a package."""
+    """A function that finds violations in a package."""
 
     __name__: str
 
@@ -54,7 +54,7 @@ class Import(NamedTuple):
 
 
 class Source:
-    """One file. `path` is relative to the package, as in `"scaling/_steps.py"`."""
+    """One file. `path` is relative to the package, such as `"scaling/_steps.py"`."""
 
     def __init__(self, path: str, text: str) -> None:
         self.path, self.text = path, text
@@ -78,7 +78,7 @@ class Source:
 
     @functools.cached_property
     def imports(self) -> list[Import]:
-        """All imports, those inside of functions and `import_module("...")` too."""
+        """Return all imports, also inside functions, and `import_module("...")`."""
         for_types: set[ast.AST] = set()
         for node in self.nodes:
             if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
@@ -105,7 +105,7 @@ class Source:
 
     @functools.cached_property
     def meanings(self) -> dict[str, str]:
-        """What the names that a file imports or defines stand for, as dotted names."""
+        """Return the dotted names behind the names that a file imports or defines."""
         own = {node.name: f"{self.module}.{node.name}" for node in [*self.classes, *self.functions]}
         return {**own, **{each.bound: each.means for each in self.imports if each.bound}}
 
@@ -114,7 +114,7 @@ class Source:
         return [node for node in self.nodes if isinstance(node, Function)]
 
     def meaning(self, expression: ast.expr) -> str:
-        """The dotted name that an expression stands for; `Sequence[int]` is a `Sequence`."""
+        """Return the dotted name behind an expression; `Sequence[int]` is a `Sequence`."""
         if isinstance(expression, (ast.Subscript, ast.Call)):
             return self.meaning(expression.value if isinstance(expression, ast.Subscript) else expression.func)
         first, dot, rest = ast.unparse(expression).partition(".")
@@ -134,14 +134,14 @@ class Package:
         return cls({name: Source(name, path.read_text(encoding="utf-8")) for name, path in paths.items()})
 
     def with_file(self, path: str, text: str) -> Package:
-        """The same with another file, or with one in the place of a file."""
+        """Return the package with a file added or replaced."""
         return Package({**self.files, path: Source(path, text)})
 
     def __iter__(self) -> Iterator[Source]:
         return iter(self.files.values())
 
     def target(self, found: Import) -> str:
-        """The module of ours that an import names, or the outside name that it imports."""
+        """Return our module that an import names, or the outside name that it imports."""
         inner = f"{found.module}.{found.name}"
         return inner if inner in self.modules else found.module
 
@@ -150,7 +150,7 @@ class Package:
         return {f"{source.module}.{node.name}": (source, node) for source in self for node in source.classes}
 
     def definition(self, name: str) -> str:
-        """Where a dotted name of ours is defined, through the re-exports of the rooms; others stay as they are."""
+        """Return where a dotted name of ours is defined, behind the re-exports of rooms. Other names stay unchanged."""
         module, _, last = name.rpartition(".")
         if name in self.classes or module not in self.modules:
             return name
@@ -166,12 +166,12 @@ def _is_private(name: str) -> bool:
 
 
 def is_private(name: str) -> bool:
-    """`_name`, but neither `__name__` nor the public methods of a `NamedTuple`."""
+    """Return whether a name is `_name`, but neither `__name__` nor a public method of a `NamedTuple`."""
     return _is_private(name) and name not in {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
 
 
 def named(node: ast.AST, *functions: str) -> tuple[ast.expr, str] | None:
-    """Object and attribute of a call such as `getattr(thing, "name")`, if it is one of these functions."""
+    """Return object and attribute of a call such as `getattr(thing, "name")`, if it calls one of these functions."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) in functions and len(node.args) > 1:
         name = node.args[1]
         return (node.args[0], name.value) if isinstance(name, ast.Constant) and isinstance(name.value, str) else None
@@ -182,11 +182,11 @@ PACKAGE = Package.load()
 
 
 def findings(guard: Guard) -> list[str]:
-    """What a guard finds in the package."""
+    """Return the violations that a guard finds in the package."""
     return [str(finding) for finding in guard(PACKAGE)]
 
 
 def new_findings(guard: Guard, bad: Package) -> list[str]:
-    """What a guard finds in `bad` beyond the real package."""
+    """Return the violations that a guard finds in `bad` but not in the real package."""
     known = {finding.key for finding in guard(PACKAGE)}
     return [str(finding) for finding in guard(bad) if finding.key not in known]

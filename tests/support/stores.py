@@ -1,4 +1,4 @@
-"""Places behind URLs: a bucket that fails on demand, as S3 does, and fsspec's memory."""
+"""A bucket behind a URL that fails on demand, as S3 does."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing_extensions import override
 
 
 class Bucket(AbstractFileSystem):
-    """A store of whole objects at `test-bucket://`; like S3 in what can go wrong.
+    """A store of whole objects at `test-bucket://`, which can fail like S3.
 
-    A file that is written through `open` becomes an object when it is closed, whatever closed it: half a file, too.
-    Folders do not exist; to make one makes a bucket. An upload can fail on the way, with an error of the driver's own.
+    A file written through `open` becomes an object when it is closed, even if only half of it was written. There are no
+    folders: making one would make a bucket. An upload can fail with an error of the driver's own.
     """
 
     protocol = "test-bucket"

@@ -1,4 +1,4 @@
-"""Runs of a comparison that were never run, with the values that a test is about and no others."""
+"""Make runs of a comparison without training, with the values that a test is about."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_amp.compare._run import ArmRun, Point
 
 
 def curve(*values: float) -> tuple[Point, ...]:
-    """A validation every 10 steps, each of 0.1 s."""
+    """Return a curve with a validation every 10 steps, each of 0.1 s."""
     return tuple(Point(10 * (i + 1), float(i + 1), value) for i, value in enumerate(values))
 
 
 def make_run(label: str = "fp32", seed: int = 0, step_s: float | None = 0.01, **fields: Any) -> ArmRun:
-    """A run that finished, with times that differ by 2 %; `fields` are those of `ArmRun`."""
+    """Return a finished run, with times that differ by 2 %. `fields` go to `ArmRun`."""
     times = () if step_s is None else tuple(step_s * (1 + 0.001 * i) for i in range(20))
     usual: dict[str, Any] = {"precision": label, "device": "cpu", "step_s": times, "versions": {"torch": "2.13.0"}}
     return ArmRun(label, seed, **(usual | fields))
@@ -27,7 +27,7 @@ def failed(label: str, seed: int, error: str = "OutOfMemoryError: CUDA out of me
 
 
 def make_plan(labels: Sequence[str], num_seeds: int, margins: Mapping[str, Any] | None = None, **fields: Any) -> Plan:
-    """`margins` are numbers, or a `Margin`."""
+    """Return a plan. Each margin is a number or a `Margin`."""
     return Plan(
         make_module="project.Net",
         make_data="project.Data",
@@ -46,7 +46,7 @@ def compared(
     step_s: Mapping[str, float] | None = None,
     memory: Mapping[str, int] | None = None,
 ) -> PrecisionReport:
-    """A report of one metric: by label, the final value of each seed, or `None` of a run that failed."""
+    """Return a report of one metric. `finals` has, by label, the final value of each seed; `None`: the run failed."""
     step_s, memory = step_s or {}, memory or {}
     labels = [label for label in finals if label != CONTROL]
     runs = [

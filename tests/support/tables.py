@@ -1,4 +1,4 @@
-"""Rows for the tables of `lightning_amp.reports`."""
+"""Make rows for the tables of `lightning_amp.reports`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def comparisons() -> ComparisonTable:
 
 
 def many_comparisons(number: int = 20, tolerance: Any = None) -> ComparisonTable:
-    """Metric `i` differs by `i` per mille, and is of another size than its neighbours."""
+    """Return a table in which metric `i` differs by `i` per mille. Neighbours have different magnitudes."""
     rows = [
         ComparisonRow.of(epoch, epoch, f"m{i}", 10.0 ** (i % 3) * (1 + i / 1000), 10.0 ** (i % 3))
         for epoch in range(2)
@@ -42,7 +42,7 @@ def gradient_row(step: int, name: str, **values: Any) -> GradientRow:
 
 
 def hundred_gradients() -> list[GradientRow]:
-    """One sample, of which three rows are the worst, each in its own way."""
+    """Return one sample with three bad rows, each bad in a different way."""
     bad = {
         40: {"headroom_bits": -2.0},
         50: {"sqnr_db": 3.0},

@@ -1,4 +1,4 @@
-"""A backward under a trace."""
+"""Run a backward under a trace."""
 
 from __future__ import annotations
 

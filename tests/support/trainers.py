@@ -1,4 +1,4 @@
-"""A quiet Trainer, and a fit from a seed."""
+"""Make a quiet Trainer, and run a fit from a seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zoo.toy import assert_same, batches
 
 from support.devices import DEVICE
 
-# Each Trainer reads the metadata of all that is installed, in search of callbacks: half of the time of a tiny fit.
+# Each Trainer searches the metadata of all installed packages for callbacks, which is half of the time of a tiny fit.
 registry.entry_points = functools.cache(registry.entry_points)
 
 
@@ -41,7 +41,7 @@ def fit(
     ckpt_path: Any = None,
     **kwargs: Any,
 ) -> L.Trainer:
-    """Train from a seed; the module is `trainer.lightning_module`."""
+    """Train from a seed. The module is `trainer.lightning_module`."""
     torch.manual_seed(seed)
     if not isinstance(module, L.LightningModule):
         module = module()
@@ -53,9 +53,9 @@ def fit(
 def assert_as_fp32(
     make: Callable[[], L.LightningModule], plugin: Any, data: Any = None, without: Any = None, **kwargs: Any
 ) -> tuple[L.Trainer, L.Trainer]:
-    """Train with a plugin, and without one: the same bits. `without` are the batches that the latter draws instead.
+    """Train with a plugin and without one, and compare all bits. `without`: batches of the run without the plugin.
 
-    `callbacks` and `tolerance` are those of the run with the plugin, and of the comparison.
+    `callbacks` go to the run with the plugin, and `tolerance` to the comparison.
     """
     callbacks, tolerance = kwargs.pop("callbacks", None), kwargs.pop("tolerance", {})
     trainer = fit(make, plugin, data, callbacks=callbacks, **kwargs)
@@ -65,6 +65,6 @@ def assert_as_fp32(
 
 
 def evaluate(run: str, module: L.LightningModule, data: Any, **kwargs: Any) -> tuple[L.Trainer, Any]:
-    """Run "validate", "test" or "predict" quietly; return the Trainer and what it returns."""
+    """Run "validate", "test" or "predict" quietly. Return the Trainer and its result."""
     trainer = quiet_trainer(**kwargs)
     return trainer, getattr(trainer, run)(module, data, **({} if run == "predict" else {"verbose": False}))

@@ -1,4 +1,4 @@
-"""How often the host waits for the device in an optimizer step: a grid of training loops, and what it should be."""
+"""Count how often the host waits for the device in an optimizer step, over a grid of training loops."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Precision = Literal["fp32", "bf16", "fp16"]
 ACCELERATOR = pretended.KIND or "cuda"
 
 WARM_UP, CLEAN, SKIPPED = range(3), range(3, 6), range(6, 9)
-"""Batches: not counted; steps that are taken; steps that are skipped."""
+"""Batches that are not counted, that step, and that skip the step."""
 
 
 @final
 class Lamb(torch.optim.Optimizer):
-    """An optimizer that torch does not have, with one loop over the parameters: a sign, scaled by the weights' norm."""
+    """An optimizer that torch does not have, with one loop over the parameters."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -72,7 +72,7 @@ FUSED = ["SGD", "SGD with momentum", "Adam", "AdamW"]
 if torch.__version__ >= "2.9":  # before, it cannot skip on the device: docs/guide/versions.md
     FUSED.append("Adagrad")
 VARIANTS = [*((name, True) for name in FUSED), *((name, False) for name in OPTIMIZERS)]
-"""Name, and whether it is fused."""
+"""Name of an optimizer, and whether it is fused."""
 
 CALLBACKS: dict[str, Callable[[], list[L.Callback]]] = {
     "none": list,
@@ -84,7 +84,7 @@ CALLBACKS: dict[str, Callable[[], list[L.Callback]]] = {
 
 
 class Found(NamedTuple):
-    """Waits per optimizer step; `None` where nothing is said, or was measured."""
+    """Waits per optimizer step; `None` if nothing was promised, or measured."""
 
     clean: float | None
     skipped: float | None
@@ -105,9 +105,9 @@ class Case(NamedTuple):
 
     @property
     def expected(self) -> Found:
-        """What `What costs what` in docs/guide/training.md and the docstrings of the callbacks promise."""
+        """Return the waits that docs/guide/training.md and the docstrings of the callbacks promise."""
         waits = 0.0 if self.fused else 1.0
-        if self.callback == "OverflowLocator":  # reads the flags of a batch, and runs a step that was skipped again
+        if self.callback == "OverflowLocator":  # reads the flags of a batch, and repeats a skipped step
             return Found(1.0 / self.num_optimizers if self.fused else waits, None)
         return Found(waits, waits)
 
@@ -120,7 +120,7 @@ class Case(NamedTuple):
         return AmpPrecision(self.precision, scaler=scaler)
 
     def stock_plugin(self) -> Any:
-        """Lightning's own."""
+        """Return Lightning's own plugin."""
         return None if self.precision == "fp32" else stock(self.precision)
 
     def module(self) -> L.LightningModule:
@@ -129,7 +129,7 @@ class Case(NamedTuple):
         return Looped(lambda params: make(params, lr=0.01, **kwargs), self.loop, self.clip)
 
     def waits(self, plugin: Any) -> Found:
-        """Train, and count."""
+        """Train, and count the waits."""
         counter = per_batch(CALLBACKS[self.callback]())
         kwargs: dict[str, Any] = {
             "accelerator": ACCELERATOR,
@@ -150,14 +150,14 @@ class Case(NamedTuple):
 def grid(
     variants: Iterable[tuple[str, bool]] = tuple(VARIANTS), callbacks: Iterable[str] = tuple(CALLBACKS)
 ) -> Iterator[Case]:
-    """Go through all loops, of some optimizers with some callbacks."""
+    """Iterate over all loops, of some optimizers with some callbacks."""
     dimensions = (variants, callbacks, get_args(Loop), get_args(Clip), get_args(Precision))
     for (name, fused), callback, loop, clip, precision in itertools.product(*dimensions):
         yield Case(name, fused, loop, clip, precision, callback)
 
 
 def square(variant: tuple[str, bool], callback: str = "none") -> list[Case]:
-    """Return a third of the loops of one optimizer, in which each two of loop, clipping and precision meet once."""
+    """Return a third of the loops of one optimizer, with each pair of loop, clipping and precision once."""
     cases = list(grid([variant], [callback]))
     shift = VARIANTS.index(variant)
     return [case for i, case in enumerate(cases) if (i // 9 + i // 3 + i + shift) % 3 == 0]
@@ -205,7 +205,7 @@ class Looped(Toy):
 
 @final
 class PretendedWaits:
-    """Counts on a pretended device, as `SyncWarnings` does on a GPU; it also sees what waits by name."""
+    """Counts waits on a pretended device, as `SyncWarnings` does on a GPU, and explicit synchronisations too."""
 
     KINDS = ("sync", "event_synchronize", "stream_synchronize", "device_synchronize")
 
@@ -224,14 +224,14 @@ class PretendedWaits:
 
 
 class PerBatch(NamedTuple):
-    """Callbacks between one that begins to count and one that ends it, and what was counted for each batch."""
+    """Callbacks between one that starts a counter and one that stops it, and the counts of all batches."""
 
     callbacks: list[L.Callback]
     waits: list[int]
 
 
 def per_batch(callbacks: list[L.Callback], counter: Any = None) -> PerBatch:
-    """Count from the start of a batch, which is on the device then, to its end, what these callbacks do included."""
+    """Count waits from the start of a batch, which is then on the device, to its end, with these callbacks."""
     counter = counter or (PretendedWaits() if pretended.KIND else SyncWarnings())
     waits: list[int] = []
     first = LambdaCallback(on_train_batch_start=lambda *args: counter.start())

@@ -1,11 +1,11 @@
-"""Run a script in a process that begins with torch and Lightning in it: a fork of one that has only imported them.
+"""Run a script in a fork of a process that has already imported torch and Lightning.
 
-That import takes more than four seconds, and the suite has dozens of such processes. For the rest the process is as a
-new one: it has its own arguments, environment, folder, `sys.path`, `__main__` and random numbers, has imported neither
-the script's modules nor this package, and at its end waits for its threads, calls what was registered with `atexit` and
-lets go of what the script made. Only torch and Lightning are not taken apart, which takes a second and a half. Where a
-fork may not work (with a GPU, or on another system than Linux), it is a new one. A test that is about the start of a
-process, or about the very end of one, uses `subprocess`.
+That import takes more than four seconds, and the suite has dozens of such processes. Otherwise the fork is like a new
+process. It has its own arguments, environment, folder, `sys.path`, `__main__` and random numbers, and has not imported
+the script's modules or this package. At its end it waits for its threads, calls `atexit` functions, and frees the
+script's objects. It does not unload torch and Lightning, which would take a second and a half. With a GPU, and on other
+systems than Linux, a fork may not work, so a new process is started. A test of the start or the very end of a process
+uses `subprocess`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PRELOADED = ("numpy", "torch", "lightning.pytorch", "sklearn.datasets", "matplot
 
 
 class Process(Protocol):
-    """What :func:`start` returns: a part of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that :func:`start` returns."""
 
     def poll(self) -> int | None: ...
     def kill(self) -> None: ...
@@ -44,7 +44,7 @@ class Process(Protocol):
 def run_script(
     *command: str | Path, env: Mapping[str, str] = os.environ, cwd: Path | None = None, timeout_s: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run([sys.executable, *command], capture_output=True, text=True)` for a script and arguments."""
+    """Do what `subprocess.run([sys.executable, *command], capture_output=True, text=True)` does for a script."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         process = start(*command, out=out, err=err, env=env, cwd=cwd)
@@ -74,11 +74,11 @@ def start(
 
     Args:
         command: The script and its arguments.
-        out: For standard output.
-        err: For standard error.
-        env: All of its environment.
-        cwd: By default that of this process.
-        order: 0 or 1: processes of two orders iterate over sets of strings in two orders, as new processes do.
+        out: File for standard output.
+        err: File for standard error.
+        env: Its whole environment.
+        cwd: Its folder; by default the folder of this process.
+        order: 0 or 1. Processes of different orders iterate over sets of strings differently, as new processes do.
 
     """
     where = cwd or Path.cwd()
@@ -89,7 +89,7 @@ def start(
 
 
 def as_ranks() -> list[str]:
-    """What torchrun gets in front of a script, so that its ranks are warm too: a script that starts the other one."""
+    """Return arguments for torchrun in front of a script, so that its ranks are forks too."""
     return [__file__, "as", _server(0).address, _server(1).address] if _forks() else []
 
 
@@ -101,7 +101,7 @@ def _forks() -> bool:
 
 
 class _Server:
-    """Another process, which forks when it is asked to: one for all workers of a test run."""
+    """The process that forks on request, one for all workers of a test run."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -111,7 +111,7 @@ class _Server:
         atexit.register(self.close)
 
     def _connect(self) -> tuple[socket.socket, Any]:
-        """Connect to the one that another worker has started, or else start it: of two, the second ends at once."""
+        """Connect to the process of another worker, or start one. Of two that start at once, the second ends."""
         deadline = time.monotonic() + 60
         while True:
             connection = socket.socket(socket.AF_UNIX)
@@ -137,7 +137,7 @@ class _Server:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Leave it; the last one to do so ends it."""
+        """Disconnect. The process ends when the last client has disconnected."""
         self._lines.close()
         self._socket.close()
         if self._process is not None:
@@ -172,7 +172,7 @@ class _Fork:
         return self._code
 
     def kill(self) -> None:
-        if self.poll() is None:  # until it has been told its end, the number is not given to another process
+        if self.poll() is None:  # the number is not reused until the end was read
             os.kill(self._pid, 9)
 
     def wait(self) -> int:
@@ -195,7 +195,7 @@ def run_as_this(address: str, argv: list[str]) -> int:
 
 
 def serve(address: str) -> None:
-    """Answer lines with lines, until all have left who came; in a fork: become the script."""
+    """Answer requests until all clients have disconnected. In a fork, become the script."""
     door = socket.socket(socket.AF_UNIX)
     try:
         door.bind(f"\0{address}")
@@ -207,7 +207,7 @@ def serve(address: str) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a fork that looks for garbage among all that would copy it
+    gc.freeze()  # garbage collection in a fork would copy all this memory
     clients: dict[socket.socket, Any] = {}
     came = False
     while clients or not came or select.select([door], [], [], 0)[0]:
@@ -231,11 +231,11 @@ def serve(address: str) -> None:
             else:
                 clients.pop(one).close()
                 one.close()
-    os._exit(0)  # without taking torch and Lightning apart
+    os._exit(0)  # without unloading torch and Lightning
 
 
 def send(lines: Any, what: Any) -> None:
-    """Write a line, if somebody is still there to read it."""
+    """Write a line, unless the other side has disconnected."""
     with contextlib.suppress(ConnectionError):
         print(json.dumps(what), file=lines, flush=True)
 
@@ -256,7 +256,7 @@ def become(argv: list[str], out: str, err: str, env: dict[str, str], cwd: str) -
     sys.argv, sys.path[:0] = argv, [os.path.dirname(script), *folders]
     tempfile.tempdir = None
     numpy, torch = sys.modules["numpy"], sys.modules["torch"]
-    numpy.random.seed()  # `random` does that itself
+    numpy.random.seed()  # `random` reseeds itself after a fork
     torch.seed()
     if "OMP_NUM_THREADS" in env:  # read when torch was imported
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
@@ -276,7 +276,7 @@ def become(argv: list[str], out: str, err: str, env: dict[str, str], cwd: str) -
 
 
 def exit_code_of(run: Callable[[], None]) -> int:
-    """Run it, print the exception it ends with, and return the exit code; that of a signal is negative."""
+    """Call `run`, print its exception, and return the exit code, which is negative for a signal."""
     try:
         run()
     except SystemExit as end:

@@ -76,7 +76,7 @@ def test_every_container(name: str, dtype: torch.dtype) -> None:
     assert type(result) is type(data)
     kinds = {t.dtype for t in tensors(result) if t.is_floating_point()}
     assert kinds == {torch.float32}
-    assert {t.dtype for t in tensors(data) if t.is_floating_point()} == {dtype}  # the user's own is as it was
+    assert {t.dtype for t in tensors(data) if t.is_floating_point()} == {dtype}  # the user's object did not change
     if name == "model output":
         assert result.logits is result["logits"]
     if name == "dataclass":

@@ -1,4 +1,4 @@
-"""Files are whole or as before, with locks and (as on Windows) without. Faults from outside: `tests/faults`."""
+"""Files are whole or unchanged, with locks and (as on Windows) without. Faults from outside: `tests/faults`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_a_dead_process_left_goes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary folder, in which a file waits for its upload."""
+    """Return the temporary folder, in which a file waits for its upload."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -78,7 +78,7 @@ def test_text_and_bytes_to_a_url(folder_url: str, staging: Path) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("half"), KeyboardInterrupt()])
 def test_a_failure_leaves_what_is_at_the_url(folder_url: str, staging: Path, error: BaseException) -> None:
-    """Files of fsspec keep what they have when an exception closes them."""
+    """Files of fsspec keep their contents when an exception closes them."""
     url = f"{folder_url}/a.csv"
     write_atomically(url, lambda file: file.write("old"))
 

@@ -1,4 +1,4 @@
-"""Values as JSON takes them, and tables as Markdown does."""
+"""Plain data for JSON, and tables in Markdown."""
 
 from __future__ import annotations
 

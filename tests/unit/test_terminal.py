@@ -16,7 +16,7 @@ from lightning_amp._terminal import own_lines
 
 
 class Redirected(io.StringIO):
-    """What rich puts in the place of `sys.stderr`."""
+    """The object with which rich replaces `sys.stderr`."""
 
     def __init__(self, real: Any) -> None:
         super().__init__()
@@ -25,10 +25,10 @@ class Redirected(io.StringIO):
 
 @pytest.fixture
 def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.StreamHandler[Any]]:
-    """Made before somebody redirects, like Lightning's own. What other tests left of its logging is put aside."""
+    """Add a handler that existed before the redirection, like Lightning's own, and remove all others."""
     handler = logging.StreamHandler(io.StringIO())
     logger: logging.Logger | None = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    monkeypatch.setattr(rank_zero_module, "log", logger)  # `import pytorch_lightning` puts its own there
+    monkeypatch.setattr(rank_zero_module, "log", logger)  # `import pytorch_lightning` adds its own
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
     monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
     while logger is not None and logger.name != "lightning":

@@ -1,4 +1,4 @@
-"""What is a URL and what a path; how both are read; what an upload that fails leaves. Of S3: `tests/faults`."""
+"""Telling URLs from paths, reading both, and failed uploads. For S3 see `tests/faults`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_amp._urls import child, is_url, location, open_to_read, upload
 
 
 class Universal:
-    """As `UPath` of universal-pathlib: no `os.PathLike` if it is elsewhere."""
+    """As `UPath` of universal-pathlib, which is no `os.PathLike` for a remote URL."""
 
     def __str__(self) -> str:
         return "memory://runs/1"
@@ -50,7 +50,7 @@ def test_what_is_no_path(path: str) -> None:
 
 
 def test_a_mark_in_front_of_a_text_is_left_out(tmp_path: Path) -> None:
-    """Editors and spreadsheets on Windows write one."""
+    """Editors and spreadsheets on Windows write a byte order mark."""
     (tmp_path / "a.csv").write_text("\ufeffindex\r\n", encoding="utf-8")
     MemoryFileSystem().pipe_file("/a.csv", (tmp_path / "a.csv").read_bytes())
     for path in (tmp_path / "a.csv", "memory://a.csv"):
@@ -78,7 +78,7 @@ def test_this_machine_is_a_path(protocol: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["memory:/runs/1", Path("memory://runs/1"), Path("test-bucket://bucket/run")])
 def test_a_lost_slash_is_refused(lost: Any) -> None:
-    """Such a folder would be made here, in silence."""
+    """Such a folder would be made here silently."""
     with pytest.raises(ValueError, match=r"`dirpath` must be .* got .*:/.* `pathlib.Path` keeps one slash of two"):
         location(lost, "dirpath")
 
@@ -153,7 +153,7 @@ class DriversOwnError(Exception):
     ],
 )
 def test_an_upload_that_fails(failure: Exception, text: str, tmp_path: Path, bucket_folder: str) -> None:
-    """Whatever a driver raises is an `OSError` of one line."""
+    """Each exception of a driver becomes an `OSError` of one line."""
     (tmp_path / "a").write_text("new")
     Bucket.objects["bucket/run/a"] = b"old"
     Bucket.failure = failure
@@ -166,7 +166,7 @@ def test_an_upload_that_fails(failure: Exception, text: str, tmp_path: Path, buc
 def test_an_upload_that_fails_where_files_are_filled_in_place(
     failure: BaseException, tmp_path: Path, memory_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old file is as it was, and half of the new one goes."""
+    """The old file stays, and half of the new one is removed."""
 
     def half(self: MemoryFileSystem, lpath: str, rpath: str, **kwargs: Any) -> None:
         self.pipe_file(rpath, b"ne")

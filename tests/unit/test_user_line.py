@@ -1,4 +1,4 @@
-"""Whose code a line is."""
+"""The owner of a line of code."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The whole suite with other versions of Python, torch and Lightning: `make test-versions`."""
+"""Run the whole suite with other versions of Python, torch and Lightning: `make test-versions`."""

@@ -28,11 +28,11 @@ print(platform.python_version(), torch.__version__, *map(version, ["lightning", 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line; build, run, and write row by row."""
+    """Parse the command line; then build, run and write row by row."""
     args = parse(arguments)
     table, commit, failed = Table.read(args.out), head(args.out), False
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(table.page(), encoding="utf-8")  # the suite looks for the page
+    args.out.write_text(table.page(), encoding="utf-8")  # a test of the suite reads this page
     for spec in args.specs or [Spec.parse(text) for text in DEFAULT]:
         print(f"\n=== {spec}", flush=True)
         python = build(spec, args.folder / spec.slug)
@@ -56,14 +56,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def head(out: Path) -> str:
-    """Return the commit that is run, with `-dirty` if more than the table is changed."""
+    """Return the commit under test, with `-dirty` if more than the table has changed."""
     table = [f":!{out.resolve().relative_to(ROOT)}"] if out.resolve().is_relative_to(ROOT) else []
     changed = output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", *table)
     return output("git", "rev-parse", "--short", "HEAD").strip() + ("-dirty" if changed else "")
 
 
 def output(*command: str) -> str:
-    """Run a command, and return what it prints; its errors are shown as they are."""
+    """Run a command and return its output; its errors are printed unchanged."""
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if result.returncode:
         sys.exit(f"`{' '.join(command)}` failed; above is what it says.")
@@ -73,8 +73,8 @@ def output(*command: str) -> str:
 def build(spec: Spec, folder: Path) -> Path:
     """Make the environment; return its Python.
 
-    What is tested is installed first, by itself, as a user gets it. The tools of the suite come second, and may change
-    none of it.
+    The package and its requirements are installed first, as a user gets them. The suite's tools come second, and must
+    not change any of them.
     """
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not python.exists():
@@ -89,18 +89,18 @@ def build(spec: Spec, folder: Path) -> Path:
 
 
 def uv(*args: str) -> str:
-    """Call uv."""
+    """Run uv."""
     return output(sys.executable, "-m", "uv", "--quiet", *args)
 
 
 def run(python: Path, workers: str, arguments: str, commit: str) -> Row:
-    """Run the suite, and read what it found."""
+    """Run the suite and read its results."""
     report = python.parents[1] / "report.xml"
     report.unlink(missing_ok=True)
     start = time.perf_counter()
     options = ["-n", workers, "-q", f"--junitxml={report}", f"--ignore={JUDGES_THE_TABLE}", *arguments.split()]
     command = [str(python), "-m", "pytest", *options]
-    subprocess.run(command, cwd=ROOT, check=False)  # its report says what failed
+    subprocess.run(command, cwd=ROOT, check=False)  # its report names the failed tests
     if not report.exists():
         sys.exit("pytest wrote no report; above is what it says.")
     suites = list(ElementTree.parse(report).iter("testsuite"))

@@ -1,4 +1,4 @@
-"""What to install: `python==3.12,torch==2.11.0,lightning==2.6.1`, or `lowest,python==3.10`."""
+"""Parse a set of versions: `python==3.12,torch==2.11.0,lightning==2.6.1`, or `lowest,python==3.10`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        """Read requirements that are separated by commas; `lowest` is a word of its own."""
+        """Parse requirements separated by commas; `lowest` is a word of its own."""
         parts = [part.strip() for part in text.split(",") if part.strip()]
         python = [part.partition("==")[2] for part in parts if part.startswith("python==")]
         requirements = tuple(p for p in parts if p != "lowest" and not p.startswith("python=="))

@@ -1,4 +1,4 @@
-"""`docs/results/versions.md`: which versions the suite was run with, and what it found."""
+"""`docs/results/versions.md`: the versions that the suite ran with, and its results."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Row:
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """What a row is known by."""
+        """Return the versions that identify a row."""
         return self.python, self.torch, self.lightning
 
     @property
     def has_failed(self) -> bool:
-        """Whether a test failed, or none ran."""
+        """Return whether a test failed, or none ran."""
         return self.failed != "0" or self.passed == "0"
 
     @property
     def closing(self) -> str:
-        """Say what was found, in a line."""
+        """Return the result in one line."""
         return (
             f"Python {self.python}, torch {self.torch}, lightning {self.lightning}: {self.passed} passed,"
             f" {self.skipped} skipped, {self.failed} failed in {self.minutes} minutes"
@@ -56,7 +56,7 @@ NAMES = [field.name for field in fields(Row)]
 
 @dataclass(frozen=True)
 class Table:
-    """The rows, oldest torch first."""
+    """Return the rows, oldest torch first."""
 
     rows: tuple[Row, ...] = ()
 
@@ -70,7 +70,7 @@ class Table:
         return cls(tuple(Row(*row) for row in cells))
 
     def with_row(self, row: Row) -> Table:
-        """Put a row in the place of the one with its versions, or between its neighbours."""
+        """Replace the row with the same versions, or insert the row in order."""
         others = [other for other in self.rows if other.versions != row.versions]
         return replace(self, rows=tuple(sorted([*others, row], key=_age)))
 

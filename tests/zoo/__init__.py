@@ -1,1 +1,1 @@
-"""What the tests train: healthy models, planted faults, slow projects. Other people's projects are in `projects`."""
+"""Modules that tests train: healthy ones, planted faults, slow projects. Other people's projects are in `projects`."""

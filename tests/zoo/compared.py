@@ -1,4 +1,4 @@
-"""What the tests of whole runs train: factories that another process can import, and arms in this process."""
+"""Modules and data for tests of whole runs: factories that another process can import, and runs in this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRAINER: dict[str, Any] = {
 
 
 class Waves(L.LightningModule):
-    """A regression with dropout, noise of its own, and metrics of both kinds."""
+    """A regression with dropout, its own noise, and metrics of both kinds."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Sea(L.LightningDataModule):
 
 
 class NoisyPrecision(MixedPrecision):
-    """Worse on purpose: after each step the weights are a little off."""
+    """Worse on purpose: after each step the weights are changed a little."""
 
     def __init__(self, noise: float = 0.3) -> None:
         super().__init__("bf16-mixed", "cpu")
@@ -103,7 +103,7 @@ def dies() -> L.LightningModule:
 
 
 def sleeps() -> L.LightningModule:
-    """Says who it is, and hangs."""
+    """Prints its process id, and hangs."""
     Path(os.environ["SLEEPER"]).write_text(str(os.getpid()))
     time.sleep(120)
     raise AssertionError
@@ -118,7 +118,7 @@ def not_a_module() -> int:
 
 
 def here(task: Task, on_progress: Callable[..., None] = lambda *_: None) -> ArmRun:
-    """Run an arm in this process, in the place of `run_in_process`: the same, without the seconds of imports."""
+    """Run an arm in this process instead of `run_in_process`, which takes seconds to import everything."""
     folder = Path(task.work_folder)
     folder.mkdir(parents=True, exist_ok=True)
     return run_arm(task, folder, time.time())
@@ -127,14 +127,14 @@ def here(task: Task, on_progress: Callable[..., None] = lambda *_: None) -> ArmR
 def task(
     folder: Path, source: Any = "fp32", module: Any = Waves, data: Any = Sea, moved: bool = False, **changes: Any
 ) -> Task:
-    """One arm with one seed."""
+    """Make one arm with one seed."""
     arm = ArmSpec("arm", {"precision": source} if isinstance(source, str) else source)
     kwargs = {**TRAINER, **changes}
     return Task("arm", 3, arm, moved, module, data, kwargs, str(folder))
 
 
 def by_hand(plugin: Any, module: Any = Waves, data: Any = Sea, seed: int = 3, **changes: Any) -> L.Trainer:
-    """What a user would write, with a notebook of all validation metrics."""
+    """Train as a user would, and keep all validation metrics."""
 
     class Notes(L.Callback):
         def __init__(self) -> None:

@@ -15,7 +15,7 @@ from lightning_amp.shadow._module_copy import copy_module
 
 
 class Tracker:
-    """A user's object that cannot be copied as a whole."""
+    """An object of the user that cannot be copied as a whole."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -1,7 +1,7 @@
-"""Modules whose validation is wrong in half precision, or in every precision, and healthy ones beside them.
+"""Modules whose validation is wrong in half precision or in every precision, and similar healthy modules.
 
-The targets are what the module itself gives in fp32, with some noise: so its loss is small in fp32, and as large as
-the error in half precision. `entries(Evaluated, "ill")` and `entries(Evaluated, "healthy")` are all of them.
+The targets are the outputs of the module itself in fp32, with some noise. So its loss is small in fp32, and as large as
+the error in half precision. `entries(Evaluated, "ill")` and `entries(Evaluated, "healthy")` return all of them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ BATCH_SIZE = 16
 Batch = dict[str, Tensor]
 Rows = list[Batch]
 Middle = Callable[[Any, Tensor, Batch], Tensor]
-"""Gets the module, the hidden features and the batch; returns features."""
+"""Is called with the module, the hidden features and the batch, and returns features."""
 
 
 class Case(L.LightningModule):
-    """Regression of what it gives itself."""
+    """A regression whose targets are its own outputs."""
 
     def __init__(self, middle: Middle = lambda module, hidden, batch: hidden.tanh(), **parts: nn.Module) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Case(L.LightningModule):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Entry):
-    """A case, what is to be found, and what cures it. A healthy one has no cause."""
+    """A case with its expected cause and its cure. A healthy case has no cause."""
 
     make: Callable[[], Case]
     cause: str = ""
@@ -83,7 +83,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def case(name: str, *tags: str, part: str = "", middle: Middle | None = None, **expected: Any) -> Callable[[T], T]:
-    """Declare what stands below: a case, or a `part` of one that `middle` calls; without a cause it is healthy."""
+    """Declare the class below as a case, or as a `part` that `middle` calls. Without a cause it is healthy."""
 
     def declare(found: T) -> T:
         make = (lambda: Case(middle, **{part: found()})) if middle else found
@@ -132,7 +132,7 @@ class Rotary(nn.Module):
     module="rope", cure=in_fp32("rope"),
 )  # fmt: skip
 class Frequencies(nn.Module):
-    """A product of positions and frequencies, which autocast puts into half precision."""
+    """A product of positions and frequencies, which autocast computes in half precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class TimeEmbedding(nn.Module):
 
 
 class Positions(nn.Module):
-    """Indices above 256 that go through bfloat16."""
+    """Indices above 256 that are cast to bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class NormInStep(Case):
 
 @case("time in the step", cause="operation", cure={"eval_precision": "fp32"}, operation="sin")
 class TimeInStep(Case):
-    """Angles that no module has a part in."""
+    """Angles that are computed outside of all modules."""
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         prediction = self(batch)
@@ -289,7 +289,7 @@ class LogOfZero(Case):
 
 @case("a counter", cause="state", batch_idx=None, names=("count",))
 class Counts(Case):
-    """Counts rows in bfloat16, which ends at 256."""
+    """Counts rows in bfloat16, which cannot count beyond 256."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ class Classifies(Deep):
 
 @case("samples")
 def samples() -> Case:
-    """Draws in fp32, as a VAE should."""
+    """Draws random numbers in fp32, as a VAE should."""
     return Case(lambda m, hidden, batch: hidden.float() + torch.randn_like(hidden, dtype=torch.float32))
 
 
@@ -405,7 +405,7 @@ class WellTrained(Case):
 
 
 def rows_for(module: Case, number: int = BATCH_SIZE * 4, seed: int = 0) -> Rows:
-    """Inputs, and as targets what the module gives in fp32, with some noise."""
+    """Inputs, with the outputs of the module in fp32 and some noise as targets."""
     generator = torch.Generator().manual_seed(seed)
     module = module.eval()
     x = torch.randn(number, 4, generator=generator)
@@ -424,7 +424,7 @@ def rows_for(module: Case, number: int = BATCH_SIZE * 4, seed: int = 0) -> Rows:
 def validate(
     module: Case, rows: Rows | Sequence[Rows], precision: str, **kwargs: Any
 ) -> tuple[MetricComparison, list[str]]:
-    """Validate once, with the callback, and return what it warns of."""
+    """Validate once with the callback, and return its warnings."""
     several = bool(rows) and isinstance(rows[0], list)
     loaders = [DataLoader(part, batch_size=BATCH_SIZE) for part in (rows if several else [rows])]
     own = {name: kwargs.pop(name) for name in ("by_module", "limit_batches") if name in kwargs}

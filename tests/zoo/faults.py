@@ -1,6 +1,6 @@
-"""Planted faults of training: what goes wrong in real projects, each with its cause and with what cures it.
+"""Planted faults of training from real projects, each with its cause and its cure.
 
-Each stands beside its code: a loss, a part of a net, or a whole module, ill or cured. `entries(Fault)` are all of them.
+Each fault is declared beside its code: a loss, a part of a net, or a whole module, ill or cured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH = 8
 
 
 class Net(L.LightningModule):
-    """A perceptron with a loss of somebody's own."""
+    """A perceptron with a given loss."""
 
     lr = 1e-3
 
@@ -68,7 +68,7 @@ def plain_data(batches: int = 4, rows: int = 4) -> DataLoader[Tensor]:
 
 
 def edited(edit: Callable[[Tensor], Any], cured: bool = False) -> Any:
-    """The same rows, one or more of them spoilt."""
+    """The same rows, one or more of them faulty."""
     data = torch.cat(list(plain_data()))
     if not cured:
         edit(data)
@@ -98,23 +98,23 @@ def holes(cured: bool) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault(Entry):
-    """One fault.
+    """One fault, and the report that is expected.
 
     Attributes:
-        make: The module, ill or cured.
-        cause: As reported.
-        operation: Name of the operation to blame; empty: none is named.
-        line: Part of the line that is named.
-        module: That is named.
+        make: Makes the module, ill or cured.
+        cause: The reported cause.
+        operation: Name of the blamed operation; empty if the report names none.
+        line: Part of the named line of code.
+        module: The named module.
         in_fp32: Whether fp32 is finite.
-        precision: Of the run.
+        precision: The precision of the run.
         data: Batches.
-        says: What the advice must say.
-        never: What it must not.
-        remedy: Of what was tried, a kind that must have worked.
-        scaler: Of the plugin.
+        says: Words that the advice must contain.
+        never: Words that the advice must not contain.
+        remedy: A kind of remedy that must have worked.
+        scaler: The scaler of the plugin.
         is_taken: Whether the steps are taken.
-        warns: Matches a warning that is said before the step.
+        warns: Matches a warning before the step.
 
     """
 
@@ -147,7 +147,7 @@ def mse(module: Any, batch: Tensor) -> Tensor:
 
 
 def through(name: str) -> Callable[[Any, Tensor], Tensor]:
-    """A regression on what a part makes of the encoder's output."""
+    """A regression on the output of a part after the encoder."""
 
     def loss(module: Any, batch: Tensor) -> Tensor:
         out = getattr(module, name)(module.encoder(batch))
@@ -173,7 +173,7 @@ def fault(
     loss: Callable[[str], Callable[[Any, Tensor], Tensor]] = through,
     **expected: Any,
 ) -> Callable[[T], T]:
-    """Plant what stands below: a module, a loss that takes a net, a batch and `cured`, or a `part` of a net."""
+    """Plant the function below: a module, a loss of a net, a batch and `cured`, or a `part` of a net."""
 
     def plant(ill: T) -> T:
         found = cast("Any", ill)
@@ -189,7 +189,7 @@ def fault(
 
 
 WRONG: dict[str, Any] = {"in_fp32": "not finite", "never": ("'bf16'",)}
-"""In every precision."""
+"""Wrong in every precision."""
 EPSILON: dict[str, Any] = WRONG | {"says": "an epsilon", "remedy": "epsilon"}
 DIVISOR: dict[str, Any] = EPSILON | {"says": "an epsilon in the divisor"}
 MASK: dict[str, Any] = WRONG | {"says": "unmasked"}
@@ -246,7 +246,7 @@ class Energy(Part):
 
 @fault("an RMSNorm in half", "forward", "pow", "wide.pow(2)", part="norm", remedy="bf16")
 class RmsNorm(Part):
-    """By hand, in whatever comes in."""
+    """A norm by hand, in the dtype of its input."""
 
     def __init__(self, cured: bool) -> None:
         super().__init__(cured)
@@ -298,7 +298,7 @@ class Calibrated(Part):
 
 @fault("the log-variance of a VAE", "loss", "exp", "log_var.exp()", remedy="operation in fp32")
 def kl(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    """Not bounded."""
+    """An unbounded function."""
     z = module.encoder(batch)
     log_var = (z + 13).half() if not cured else (z + 5).float()
     mean = z.float()
@@ -332,7 +332,7 @@ def sum_in_half(module: Any, batch: Tensor, cured: bool) -> Tensor:
     remedy="operation in fp32",
 )  # fmt: skip
 def errors_summed(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    """The errors fit into float16, their sum does not."""
+    """Each error fits into float16, their sum does not."""
     errors = (module.encoder(batch).half() - 60.0).square()
     return (errors.float() if cured else errors).sum().float()
 
@@ -363,7 +363,7 @@ def large(module: Any, batch: Tensor, cured: bool) -> Tensor:
     remedy="scale",
 )  # fmt: skip
 class Inner(Part):
-    """The gradient inside is 300 times that of any parameter."""
+    """The gradient inside is 300 times as large as the gradient of any parameter."""
 
     def __init__(self, cured: bool) -> None:
         super().__init__(cured)
@@ -393,7 +393,7 @@ class Recurrent(Ill):
     remedy="operation in fp32",
 )  # fmt: skip
 def masked_holes(module: Any, batch: Any, cured: bool) -> Tensor:
-    """The holes are fine. Something else is wrong."""
+    """The missing values are handled; another value is wrong."""
     x, y = batch
     out = module.encoder(x)
     out = out.half() if out.dtype != torch.bfloat16 and not cured else out.float()
@@ -413,7 +413,7 @@ def masked_holes(module: Any, batch: Any, cured: bool) -> Tensor:
     remedy="source in fp32",
 )  # fmt: skip
 class Generator(Ill):
-    """`log(1 - D(x))` by hand, of a sigmoid that is 1 in half precision and not in float32."""
+    """`log(1 - D(x))` by hand, for a sigmoid that is 1 in half precision but not in float32."""
 
     def __init__(self, cured: bool) -> None:
         super().__init__(cured, critic=nn.Linear(WIDTH, 1))
@@ -479,7 +479,7 @@ def penalty(module: Any, batch: Tensor, cured: bool) -> Tensor:
     "says": "`torch.where` behind it does not help"
 })  # fmt: skip
 def root_behind_where(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    """`where` hides the value and not the derivative."""
+    """`where` hides the value, but not the derivative."""
     x = module.encoder(batch).float()
     x = x * (x > 0)
     safe = torch.where(x > 0, x, torch.ones_like(x)) if cured else x
@@ -521,14 +521,14 @@ def cross_entropy_by_hand(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 @fault("an entropy", "loss", "log", "torch.log(", **EPSILON)
 def entropy(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    """p log p where a probability is 0."""
+    """p log p with a probability of 0."""
     p = torch.softmax(module.encoder(batch).float() * 400, -1)
     return (p * torch.log(p + 1e-6 if cured else p)).sum(-1).mean()
 
 
 @fault("two optimizers", "loss", "log", "torch.log(p)", says="an epsilon", **WRONG)
 class Gan(Ill):
-    """The logarithm of a probability that is 0."""
+    """The logarithm of a probability of 0."""
 
     def __init__(self, cured: bool) -> None:
         super().__init__(cured, critic=nn.Sequential(nn.Linear(WIDTH, 1), nn.Sigmoid()))
@@ -549,7 +549,7 @@ class Gan(Ill):
 
 @fault("a fault after the scale has settled", "loss", "log", "torch.log(loss.detach() * 0)", says="an epsilon", **WRONG)
 class Late(Ill):
-    """Healthy but for one batch in the second epoch."""
+    """Healthy except for one batch in the second epoch."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = mse(self, batch) * 30
@@ -568,7 +568,7 @@ def policy(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 @fault("a class that is not there", "loss", "div", "1 / (counts", **DIVISOR)
 def reciprocal(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    """Weights of classes, one of which is not there."""
+    """Weights of classes, one of which does not occur."""
     counts = torch.bincount((batch[:, 0] > 10).long(), minlength=2).float()
     weights = 1 / (counts.clamp(min=1) if cured else counts)
     return (module.head(module.encoder(batch)).float() * weights).mean()
@@ -576,7 +576,7 @@ def reciprocal(module: Any, batch: Tensor, cured: bool) -> Tensor:
 
 @fault("an expert without a token", "forward", "div", "self.count(", part="experts", loss=mean_of, **DIVISOR)
 class Experts(Part):
-    """A gate by hand: an expert that gets no token is a mean of nothing."""
+    """A gate by hand: the mean of an expert that gets no token."""
 
     def __init__(self, cured: bool) -> None:
         super().__init__(cured)
@@ -614,7 +614,7 @@ def no_labels(module: Any, batch: Any, cured: bool) -> Tensor:
     in_fp32="not finite", data=labelled, says="although its loss is not finite", is_taken=True,
 )  # fmt: skip
 def ignored(module: Any, batch: Any, cured: bool) -> Tensor:
-    """A batch without a label: a NaN for a loss, and gradients of 0."""
+    """A batch without a label: its loss is NaN, its gradients are 0."""
     x, y = batch
     logits = module.encoder(x).float()
     if cured:
@@ -624,7 +624,7 @@ def ignored(module: Any, batch: Any, cured: bool) -> Tensor:
 
 @fault("the spread of one value", "loss", "std", "value.std()", says="`correction=0`", **WRONG)
 def advantage(module: Any, batch: Tensor, cured: bool) -> Tensor:
-    """Reinforcement learning: an episode of one step has no spread."""
+    """Reinforcement learning: an episode of one step has no standard deviation."""
     value = module.head(module.encoder(batch[:1])).float().squeeze(-1)
     spread = value.std(correction=0) + 1e-6 if cured else value.std()
     return ((value - value.mean()) / spread).mean() + value.square().mean()
@@ -658,7 +658,7 @@ def masked_row(module: Any, batch: Tensor, cured: bool) -> Tensor:
 @fault("two masks that hide a row", "forward", "softmax", "torch.softmax(scores", part="masks", remedy="finite mask",
        **MASK)  # fmt: skip
 class Masks(Part):
-    """A causal mask and a padding mask are added; a row has neither."""
+    """The sum of a causal mask and a padding mask, which masks all of a row."""
 
     def forward(self, x: Tensor) -> Tensor:
         causal = torch.full((len(x), len(x)), float("-inf")).triu(1)
@@ -673,7 +673,7 @@ class Masks(Part):
     module="attention", **MASK,
 )  # fmt: skip
 class Student(Ill):
-    """Distillation: the mask of the padding hides all of one sample."""
+    """Distillation: the padding mask hides all of one sample."""
 
     def __init__(self, cured: bool) -> None:
         super().__init__(cured, attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True))
@@ -737,7 +737,7 @@ class NanWeight(Net):
 
 @fault("a buffer that is NaN", "weights", part="positions", in_fp32="not finite")
 class Table(nn.Module):
-    """Positions, one of them never initialised."""
+    """Positions, one of which was never initialised."""
 
     def __init__(self, cured: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules in which a part must stay in fp32, and healthy ones; each as a user would write it."""
+"""Modules of which a part must stay in fp32, and healthy modules, each as a user would write it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rows(L.LightningDataModule):
 
 
 class Case(L.LightningModule):
-    """The regression that all of them learn, by SGD: the change of a weight is its gradient."""
+    """The regression that all of them learn with SGD: the change of a weight is its gradient."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return (self(batch).float() - batch.sum(1, keepdim=True)).square().mean()
@@ -67,7 +67,7 @@ class LargeInside(nn.Module):
 
 
 class Centred(nn.Module):
-    """Takes the difference of large numbers: bf16 has no digits left."""
+    """Takes the difference of large numbers, for which bf16 has too few digits."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Attention(Case):
 
 
 class Two(Case):
-    """Both must be in fp32, and one alone does not help at all."""
+    """Both must be in fp32; one alone does not help at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Contrastive(Case):
 
 
 class LargeLogits(Case):
-    """A head whose logits leave fp16; the body is fine."""
+    """A head whose logits overflow fp16; the body is healthy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class LargeLogits(Case):
 
 
 class OnlyValidation(Case):
-    """Gradients are right, a metric is infinite."""
+    """Gradients are right, but a metric is infinite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class OutsideOfModules(Case):
 
 
 class NotFinite(Case):
-    """The loss of fp32 itself is NaN."""
+    """The loss is NaN in fp32, too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Steps that overflow, and the scaler that they overflow with."""
+"""Steps that overflow, and their scaler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def fp16(scale: float = 64.0, **kwargs: Any) -> AmpPrecision:
 
 
 class BadRow(Toy):
-    """The loss of the batches that hold a row of the value `marker` is not finite."""
+    """The loss of a batch is not finite if a row holds the value `marker`."""
 
     def loss(self, batch: Tensor) -> Tensor:
         return super().loss(batch) * torch.where(batch.abs().max() > 1e3, torch.inf, 1.0)
@@ -31,7 +31,7 @@ def with_bad(*indices: int, count: int = 8) -> Any:
 
 
 class HalfBody(L.LightningModule):
-    """Frozen weights, and features, that are bfloat16 already."""
+    """Frozen weights, and features, in bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()

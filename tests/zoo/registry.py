@@ -1,4 +1,4 @@
-"""What many tests go through, one by one, is an entry: declared once, beside its code, with tags to select it by."""
+"""A registry of cases for parametrized tests. Each is declared once, beside its code, with tags to select it by."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, TypeVar, cast
 import pytest
 
 MARKS = frozenset({"cpu", "slow"})
-"""Tags that are marks of pytest, too."""
+"""Tags that are also marks of pytest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An entry; each kind adds what is to be found in it.
+    """A case; subclasses add its expected results.
 
     Attributes:
         name: Unique among the entries of its kind.
@@ -39,13 +39,13 @@ def add(entry: E) -> E:
 
 
 def entries(kind: type[E], *tags: str) -> dict[str, E]:
-    """Return the entries of a kind that have all of these tags, by name, in the order of their declaration."""
+    """Return the entries of a kind that have all of these tags, in the order of their declaration, by name."""
     named = cast("dict[str, E]", _entries.get(kind, {}))
     return {name: entry for name, entry in named.items() if entry.tags.issuperset(tags)}
 
 
 def cases(kind: type[Entry], *tags: str) -> list[Any]:
-    """Return the same for `pytest.mark.parametrize`."""
+    """Return the same entries for `pytest.mark.parametrize`."""
     found = entries(kind, *tags).values()
     marks = {entry.name: [getattr(pytest.mark, tag) for tag in sorted(entry.tags & MARKS)] for entry in found}
     return [pytest.param(entry, id=entry.name, marks=marks[entry.name]) for entry in found]

@@ -1,4 +1,4 @@
-"""A small model, its data, and how it is looked at."""
+"""A small model, its data, and helpers to inspect it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEATURES = 8
 
 
 class Toy(L.LightningModule):
-    """A regression that any precision learns. Everything about it can be changed from outside."""
+    """A regression that every precision can learn; tests replace its parts."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class Toy(L.LightningModule):
 
 
 class Manual(Toy):
-    """The same by hand: what a test does with the gradients is its `edit`."""
+    """The same in manual optimization: `edit` is what a test does with the gradients."""
 
     automatic_optimization = property(lambda self: False)
 
     def edit(self, optimizer: Any, batch_idx: int) -> None:
-        """Between the backward and the step."""
+        """Is called between the backward and the step."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -75,7 +75,7 @@ def weights(module: nn.Module | L.Trainer) -> dict[str, Tensor]:
 
 
 def assert_same(a: Any, b: Any, **tolerance: float) -> None:
-    """Bit for bit, unless a tolerance is given."""
+    """Compare bit for bit, unless a tolerance is given."""
     a, b = (weights(x) if isinstance(x, (nn.Module, L.Trainer)) else x for x in (a, b))
     torch.testing.assert_close(a, b, **(tolerance or {"rtol": 0.0, "atol": 0.0}), equal_nan=True)
 
@@ -85,7 +85,7 @@ def assert_finite(trained: nn.Module | L.Trainer) -> None:
 
 
 def attributes(module: nn.Module) -> dict[str, set[str]]:
-    """All there is on a module, except what Lightning itself adds to the root while it trains."""
+    """Return all attributes of a module, without the ones that Lightning adds to the root while it trains."""
     own = {name: set(vars(m)) for name, m in module.named_modules()}
     own[""] = {n for n in own[""] if n == "forward" or n.startswith("on_") or n.endswith("_step")}
     return own

@@ -18,7 +18,7 @@ from lightning_amp.callbacks._metric_comparison import MetricComparison
 
 
 class Model(pl.LightningModule):
-    """Logs a loss, whether autocast is on, and how many batches it has seen."""
+    """Logs a loss, the state of autocast, and the number of batches so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Model(pl.LightningModule):
 
 
 class WithTest(Model):
-    """Has a `test_step` with hooks of its own."""
+    """Has a `test_step` with its own hooks."""
 
     def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         output = self.net(batch)
@@ -64,7 +64,7 @@ class OnlyTest(WithTest):
 
 
 class Fails(Model):
-    """Fails in the shadow, in chosen epochs."""
+    """Fails in the shadow in chosen epochs."""
 
     def __init__(self, error: Exception, epochs: tuple[int, ...], where: str = "validation_step") -> None:
         super().__init__()
@@ -104,5 +104,5 @@ def values(comparison: MetricComparison, metric: str, field: str) -> list[float]
 
 
 def count(caught: pytest.WarningsRecorder) -> int:
-    """How many of the warnings are ours."""
+    """Return how many of the warnings are ours."""
     return sum("MetricComparison" in str(warning.message) for warning in caught)

@@ -1,4 +1,4 @@
-"""Modules that do in validation everything that a second pass could disturb, and a trainer that shows if it did."""
+"""Modules whose validation has every side effect that could disturb a second pass, and a trainer that detects it."""
 
 import random
 from typing import Any
@@ -124,14 +124,14 @@ class Everything(pl.LightningModule):
 
 
 def loaders(num: int, *, length: int = 24) -> list[DataLoader[Any]]:
-    """Loaders that draw from the global generators in this process."""
+    """Return loaders that draw from the global generators in this process."""
     return [DataLoader(Noisy(length - 4 * i, 10 + i), batch_size=8, shuffle=True, num_workers=0) for i in range(num)]
 
 
 def fit(
     model: Everything, *extra: Callback, tmp_path: Any, logger: Recorder | None = None, **kwargs: Any
 ) -> pl.Trainer:
-    """Fit two epochs with everything that watches metrics."""
+    """Fit two epochs with all callbacks that watch metrics."""
     monitor = "mse" if model.num_loaders == 1 else "mse/dataloader_idx_1"
     callbacks = [
         EarlyStopping(monitor, patience=20),
@@ -148,7 +148,7 @@ def fit(
 
 
 def everything_of(model: Everything, trainer: pl.Trainer, logger: Recorder | None) -> dict[str, Any]:
-    """All state that training has produced, as comparable values; keys of the comparison itself left out."""
+    """Return all state that training has produced, as comparable values, without the keys of the comparison."""
     optimizer = trainer.optimizers[0]
     checkpoint: Any = trainer.checkpoint_callback
     early: Any = trainer.early_stopping_callback

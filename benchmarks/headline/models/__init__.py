@@ -1,4 +1,4 @@
-"""The models, one file each, in the order in which they are run: the most telling first."""
+"""The models, one file each, in the order of their runs: the most important first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the two models of images share."""
+"""Shared parts of the two models of images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_FP8 = "its products are convolutions, and fp8 is for linear layers"
 
 
 def torchvision() -> Any:
-    """Return torchvision; `None` where it is not installed, or does not fit this torch."""
+    """Return torchvision; `None` if it is not installed, or does not fit this torch."""
     try:
         return library("torchvision")
     except (ImportError, RuntimeError):  # RuntimeError: a build for another torch

@@ -1,4 +1,4 @@
-"""What the file of a model says: how it is built, in which sizes, and what the articles claim of it."""
+"""The description of a model: how it is built, in which sizes, and what the articles claim of it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Size(NamedTuple):
 
 @final
 class Workload(NamedTuple):
-    """What one training step runs.
+    """The parts of a training step.
 
     Attributes:
         net: The module.
-        loss: Of the module and the batch.
+        loss: Returns the loss of the module on a batch.
         batch: Synthetic, the same in each step.
-        blocks: What is compiled, one by one.
+        blocks: The modules that are compiled, one by one.
         source: The library that has the model, and its version.
 
     """
@@ -53,11 +53,11 @@ class Workload(NamedTuple):
 
 @final
 class Claim(NamedTuple):
-    """What the articles say against their fp32.
+    """The claims of the articles, against their fp32.
 
     Attributes:
         speed: How many times as fast.
-        memory: In their words.
+        memory: The claim about memory, in their words.
 
     """
 
@@ -71,20 +71,20 @@ class Model:
     """A model of the table.
 
     Attributes:
-        name: On the command line and in the file of records.
-        title: On the page.
+        name: Its name on the command line and in the file of records.
+        title: Its name on the page.
         make: Makes it, on torch's default device; tiny, if the second argument is true.
-        sizes: The usual batch, then others; each is run doubled, too.
+        sizes: The usual batch, then others; each is also run doubled.
         tiny: The batch of `--tiny`.
-        unit: What the batch counts, and what the length does.
-        why_sizes: Where these batches are usual.
+        unit: The units of the batch and of the length.
+        why_sizes: Why these batches are usual.
         optimizer: `"AdamW"` or `"SGD"`, which has momentum; both fused.
-        num_parameters: How many there are.
-        claim: Of the articles; `None` if they have none.
+        num_parameters: Number of parameters.
+        claim: The claims of the articles; `None` if they have none.
         no_fp8: Why fp8 cannot be used; empty if it can.
-        compiled: Arms that are run compiled, too.
+        compiled: Arms that are also run compiled.
         eager_s: Estimated time of a run on an H200, its start included.
-        compiled_s: Likewise, of a compiled one.
+        compiled_s: Estimated time of a compiled run.
 
     """
 
@@ -105,7 +105,7 @@ class Model:
 
     @property
     def fixed_bytes(self) -> int:
-        """Return what weights, gradients and optimizer states take: 16 bytes per parameter, or 12 with momentum."""
+        """Return the bytes of weights, gradients and optimizer states: 16 per parameter, or 12 with momentum."""
         return self.num_parameters * (16 if self.optimizer == "AdamW" else 12)
 
     def size_text(self, size: Size) -> str:
@@ -114,7 +114,7 @@ class Model:
 
 
 def library(name: str) -> Any:
-    """Import a library, which takes seconds: only where a model is made."""
+    """Import a library when a model is made, because that takes seconds."""
     return import_module(name)
 
 

@@ -1,4 +1,4 @@
-"""BERT-large with its masked language model's head, of which every token counts."""
+"""BERT-large with the head of its masked language model, whose loss counts every token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.headline.models._text import tokens
 
 
 def make(size: Size, tiny: bool) -> Workload:
-    """Make it; tiny: three layers of width 64."""
+    """Make the model; tiny: three layers of width 64."""
     transformers = library("transformers")
     width, layers, heads = (64, 3, 4) if tiny else (1024, 24, 16)
     config = transformers.BertConfig(

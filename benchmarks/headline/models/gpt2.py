@@ -7,7 +7,7 @@ from benchmarks.headline.models._text import tokens
 
 
 def make(size: Size, tiny: bool) -> Workload:
-    """Make it; tiny: two layers of width 64."""
+    """Make the model; tiny: two layers of width 64."""
     transformers = library("transformers")
     small = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 512} if tiny else {}
     config = transformers.GPT2Config(use_cache=False, **small)

@@ -1,6 +1,6 @@
 """A model of the shape of Llama 3.2 1B, but with as many heads for keys as for queries.
 
-For fewer of them torch has no fast attention in fp32, so that fp32 would look worse than it has to.
+For fewer heads torch has no fast attention in fp32, so fp32 would look worse than it has to.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from benchmarks.headline.models._text import tokens
 
 
 def make(size: Size, tiny: bool) -> Workload:
-    """Make it; tiny: two layers of width 64."""
+    """Make the model; tiny: two layers of width 64."""
     transformers = library("transformers")
     config = transformers.LlamaConfig(
         vocab_size=512 if tiny else 128256,

@@ -1,6 +1,6 @@
 """A model of the shape of LLaMA 7B.
 
-With AdamW its weights, gradients and states take 100 GiB, so that activation checkpointing is on, in every precision.
+With AdamW its weights, gradients and states take 100 GiB, so activation checkpointing is on, in every precision.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from benchmarks.headline.models._text import tokens
 
 
 def make(size: Size, tiny: bool) -> Workload:
-    """Make it; tiny: two layers of width 64."""
+    """Make the model; tiny: two layers of width 64."""
     transformers = library("transformers")
     config = transformers.LlamaConfig(
         vocab_size=512 if tiny else 32000,

@@ -1,1 +1,1 @@
-"""Which batch size is the largest that fits. Read `_find_batch_size.py` first."""
+"""Find the largest batch that fits. Read `_find_batch_size.py` first."""

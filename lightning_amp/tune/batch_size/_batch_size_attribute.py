@@ -1,9 +1,9 @@
-"""Where a module or a data module keeps its batch size, and how it is set: `batch_size`, or `hparams.batch_size`."""
+"""Read and set the batch size of a module or a data module: `batch_size`, or `hparams.batch_size`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from numbers import Integral
 from typing import Any
 
@@ -12,35 +12,38 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 NAME = "batch_size"
-_MISSING = object()
 
 
 def held_sizes(*owners: Any) -> list[Any]:
-    """Return all values that are held, those that Lightning's own finder would read last."""
-    return [value for owner in owners for value in _values(owner)]
+    """Return all batch sizes of these objects; Lightning's own finder would read the last one."""
+    sizes: list[Any] = []
+    for owner in owners:
+        sizes += _attribute(owner)
+        if hparams := _hparams(owner):
+            sizes.append(hparams[NAME])
+    return sizes
 
 
 def hold_size(owner: Any, size: int) -> None:
     """Set the batch size wherever the owner holds one, as Lightning's finder does."""
-    if _attribute(owner) is not _MISSING:
+    if _attribute(owner):
         with contextlib.suppress(AttributeError):  # a property that reads `hparams`
             setattr(owner, NAME, size)
-    hparams = _hparams(owner)
-    if NAME in hparams:
+    if hparams := _hparams(owner):
         hparams[NAME] = size
 
 
 def is_size(value: object) -> bool:
-    """Return whether this is a number of rows."""
+    """Return whether a value is an integer of 1 or more."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 @final
 class FactoryWithBatchSize:
-    """Makes what a factory makes, and sets its batch size before anything asks for it; `None` leaves what is there."""
+    """A factory that also sets the batch size of the object it makes; `None` keeps the user's own size."""
 
     def __init__(self, factory: Callable[[], Any], size: int | None) -> None:
-        self.__wrapped__ = factory  # where another process finds the user's file
+        self.__wrapped__ = factory  # from which another process finds the user's file
         self._size = size
 
     def __call__(self) -> Any:
@@ -54,7 +57,7 @@ class FactoryWithBatchSize:
 
 @final
 class ModuleLoaders(LightningDataModule):
-    """Has the training loaders of the module: with a data module, Lightning does not ask for them."""
+    """Return the training loaders of the module, which Lightning does not ask for if there is a data module."""
 
     @override
     def train_dataloader(self) -> Any:
@@ -62,23 +65,14 @@ class ModuleLoaders(LightningDataModule):
         return self.trainer.lightning_module.train_dataloader()
 
 
-def _values(owner: Any) -> Iterator[Any]:
-    attribute = _attribute(owner)
-    if attribute is not _MISSING:
-        yield attribute
-    hparams = _hparams(owner)
-    if NAME in hparams:
-        yield hparams[NAME]
-
-
-def _attribute(owner: Any) -> Any:
+def _attribute(owner: Any) -> list[Any]:
     try:
-        value = getattr(owner, NAME, _MISSING)
-    except Exception:  # a property that asks for a Trainer
-        return _MISSING
-    return _MISSING if callable(value) else value
+        value = getattr(owner, NAME)
+    except Exception:  # there is none, or it is a property that asks for a Trainer
+        return []
+    return [] if callable(value) else [value]
 
 
 def _hparams(owner: Any) -> MutableMapping[str, Any]:
     hparams = getattr(owner, "hparams", None)
-    return hparams if isinstance(hparams, MutableMapping) else {}
+    return hparams if isinstance(hparams, MutableMapping) and NAME in hparams else {}

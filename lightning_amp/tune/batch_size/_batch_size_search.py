@@ -1,9 +1,8 @@
-"""The search in one precision: which sizes are run, what is refused, and the words for what was found."""
+"""Search for the largest batch size that fits, in one precision after the other."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from typing_extensions import final
 
@@ -17,71 +16,53 @@ from lightning_amp.tune.batch_size._short_runs import ShortRuns, failure, is_out
 
 
 class LimitTooLowError(Exception):
-    """Not even the smallest batch fits. It becomes a `ValueError`, or the `error` of a result."""
+    """Not even the smallest batch fits. If this holds in all precisions, the user gets a `ValueError`."""
 
 
 class RunFailedError(Exception):
-    """The module could not be trained, not for want of memory. It becomes a `RuntimeError`, or an `error`, too."""
-
-
-@final
-class Found(NamedTuple):
-    """What a search ended with, and what it leaves to the next precision: where to begin, and what is the same for all.
-
-    Attributes:
-        result: For the user.
-        own_size: The module's own batch size.
-        limit_gib: What a batch has to fit into; NaN if unknown so far.
-        most: Number of rows of the data; `None` if unknown or endless.
-        error: Why there is no batch size.
-
-    """
-
-    result: BatchSizeResult
-    own_size: int
-    limit_gib: float
-    most: int | None
-    error: LimitTooLowError | RunFailedError | None = None
+    """Training failed, and not for want of memory. If no precision has a size, the user gets a `RuntimeError`."""
 
 
 @final
 class BatchSizeSearch:
-    """Runs sizes until none could be larger.
+    """Trains at one size after the other, until no larger size can fit.
+
+    The module's own size, the limit and the number of rows are the same in all precisions, so they are kept between
+    searches. A search begins at the size that the last one found.
 
     Args:
-        runs: Runs one.
-        arm: The precision.
-        limit_gib: The user's limit; `None`: that of the device.
-        shown: Says what goes on.
-        before: What another precision left; `None` in the first one.
+        runs: Trains at one size.
+        limit_gib: The user's limit; `None` takes the free memory of the device.
+        shown: Shows the progress.
 
     """
 
-    def __init__(
-        self, runs: ShortRuns, arm: ArmSpec, limit_gib: float | None, shown: Progress, before: Found | None
-    ) -> None:
-        self._runs, self._arm, self._shown, self._given_gib = runs, arm, shown, limit_gib
-        self._begin_with = None if before is None else before.result.batch_size
-        self._limit_gib = math.nan if before is None else before.limit_gib
-        self._own_size = 0 if before is None else before.own_size
-        self._most = None if before is None else before.most
+    def __init__(self, runs: ShortRuns, limit_gib: float | None, shown: Progress) -> None:
+        self._runs, self._shown, self._given_gib = runs, shown, limit_gib
+        self._begin_with: int | None = None
+        self._own_size = 0
+        self._limit_gib = math.nan
+        self._most_rows: int | None = None
+
+    def run(self, arm: ArmSpec) -> tuple[BatchSizeResult, LimitTooLowError | RunFailedError | None]:
+        """Find the largest size in one precision, or the reason why there is none.
+
+        Raises:
+            ValueError: If no precision could be measured.
+
+        """
+        self._arm = arm
         self._points: list[Measurement] = []
         self._first: tuple[int, Facts] | None = None
         self._last_facts = Facts()
         self._num_runs = 0
-
-    def run(self) -> Found:
-        """Find the largest size, or say why there is none in this precision.
-
-        Raises:
-            ValueError: If it cannot be measured in any precision.
-
-        """
         try:
             best, error = self._largest(), None
+            self._begin_with = best.batch_size
+            lr, message = self._advice(best)
         except (LimitTooLowError, RunFailedError) as why:
             best, error = Measurement(0, math.nan, math.nan), why
-        lr, message = (None, str(error)) if error else self._advice(best)
+            lr, message = None, str(why)
         result = BatchSizeResult(
             *best,
             lr=lr,
@@ -90,12 +71,12 @@ class BatchSizeSearch:
             message=message,
             error=str(error) if error else None,
         )
-        return Found(result, self._own_size, self._limit_gib, self._most, error)
+        return result, error
 
     def _largest(self) -> Measurement:
         self._measure(self._begin_with)
         while self._num_runs < MOST_RUNS:
-            size = next_size(self._points, self._limit_gib, self._most)
+            size = next_size(self._points, self._limit_gib, self._most_rows)
             if size is None:
                 break
             self._measure(size)
@@ -107,21 +88,25 @@ class BatchSizeSearch:
     # -- one size ------------------------------------------------------------------------------------------------------
 
     def _measure(self, size: int | None) -> None:
-        """Run a size, or the user's own, and keep what came of it."""
-        run, facts = self._run(size)
+        """Train at a size, or at the user's own, and add a point."""
+        self._num_runs += 1
+        self._shown.start(f"{self._arm.label}, {f'batch size {size:,}' if size else 'its own batch size'}")
+        run, facts = self._runs.run(self._arm, size)
+        if facts.refused is not None:
+            raise ValueError(facts.refused)
         self._own_size = self._own_size or facts.own_size
         tried = size or facts.own_size
         if run.error is None and facts.num_batches == 0:
             if not facts.num_rows or facts.num_rows >= tried:
                 raise ValueError(_NO_BATCHES)
-            self._most = facts.num_rows  # `drop_last` leaves none of them
-            return self._measure(self._most)
+            self._most_rows = facts.num_rows  # `drop_last` dropped the only batch
+            return self._measure(self._most_rows)
         if run.error is not None and (tried < 1 or not is_out_of_memory(run)):
             raise self._failed(run, tried)
         if math.isnan(self._limit_gib) and facts.device:
-            self._limit_gib = _limit(self._given_gib, facts)
+            self._limit_gib = self._limit(facts)
         if run.error is None:
-            self._refuse_what_does_not_follow(tried, facts)
+            self._require_batches_of_the_size(tried, facts)
             self._last_facts = facts
             tried = self._within_rows(tried, facts)
             if run.peak_memory_bytes is None:
@@ -132,30 +117,30 @@ class BatchSizeSearch:
         self._shown.finish(f"{self._arm.label}, batch size {point.batch_size:,}: {held}, {run.total_s:.0f} s")
         return None
 
-    def _run(self, size: int | None) -> tuple[ArmRun, Facts]:
-        self._num_runs += 1
-        which = "its own batch size" if size is None else f"batch size {size:,}"
-        self._shown.start(f"{self._arm.label}, {which}")
-        run, facts = self._runs.run(self._arm, size)
-        if facts.refused is not None:
-            raise ValueError(facts.refused)
-        return run, facts
+    def _limit(self, facts: Facts) -> float:
+        limits = [limit for limit in (self._given_gib, facts.device_gib) if limit is not None]
+        if not limits:
+            raise ValueError(
+                f"`memory_limit_gib` must be given: training runs on {facts.device}, which does not say how much memory"
+                " it has. Write `memory_limit_gib=4` for 4 GiB."
+            )
+        return min(limits)
 
     def _failed(self, run: ArmRun, size: int) -> LimitTooLowError | RunFailedError:
         self._shown.finish(f"{self._arm.label}, batch size {size:,}: failed")
         text = failure(run)
-        if self._points and largest_within(self._points, self._limit_gib) is None:  # BatchNorm refuses a single row
+        if self._points and largest_within(self._points, self._limit_gib) is None:  # such as BatchNorm at a single row
             return LimitTooLowError(f"{self._too_low()} A batch of {size:,} failed: {text}")
         at = f" at batch size {size:,}" if size else ""
         if self._points:
             at += f" (it ran at {listed([f'{point.batch_size:,}' for point in sorted(self._points)])})"
         return RunFailedError(f"Training in {self._arm.label} failed{at}: {text}.")
 
-    def _refuse_what_does_not_follow(self, size: int, facts: Facts) -> None:
+    def _require_batches_of_the_size(self, size: int, facts: Facts) -> None:
         if self._first is None:
             self._first = size, facts
         first_size, first = self._first
-        if size == first_size or (self._most is not None and min(size, first_size) >= self._most):
+        if size == first_size or (self._most_rows is not None and min(size, first_size) >= self._most_rows):
             return
         now, then = (
             f.loader_sizes if f.loader_sizes and None not in f.loader_sizes else f.batch_rows for f in (facts, first)
@@ -169,26 +154,26 @@ class BatchSizeSearch:
             )
 
     def _within_rows(self, size: int, facts: Facts) -> int:
-        """Return the size that was really run, and learn how many rows there are."""
+        """Return the size that really ran, and note how many rows there are."""
         if facts.num_rows is not None:
             sizes = [s for s in facts.loader_sizes if s is not None]
-            self._most = max(1, facts.num_rows * size // max(sizes) if sizes else facts.num_rows)
+            self._most_rows = max(1, facts.num_rows * size // max(sizes) if sizes else facts.num_rows)
         elif facts.batch_rows is not None and self._first is not None:
             first_size, first = self._first
             if facts.batch_rows < size and first.batch_rows == first_size < facts.batch_rows:  # a stream that ends
-                self._most = facts.batch_rows
-        return size if self._most is None else min(size, self._most)
+                self._most_rows = facts.batch_rows
+        return size if self._most_rows is None else min(size, self._most_rows)
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
     def _advice(self, best: Measurement) -> tuple[float | None, str]:
-        """Return the learning rate to try, and what was found in words."""
+        """Return the learning rate to try, and the message of the result."""
         facts = self._last_facts
         lr, words = suggested_rate(facts.rates, self._own_size, best.batch_size)
         held = f"{rounded(best.peak_gib)} of {rounded(self._limit_gib)} GiB"
         if facts.device == "cpu":
             held += " (what tensors hold)"
-        if best.batch_size == self._most:
+        if best.batch_size == self._most_rows:
             text = f"A batch of all {best.batch_size:,} rows holds {held}: the data is the limit, not memory."
         else:
             text = f"A batch of {best.batch_size:,} holds {held}: memory is the limit."
@@ -202,24 +187,15 @@ class BatchSizeSearch:
 
     def _too_low(self) -> str:
         smallest = min(self._points)
-        needed = (
-            f"holds {rounded(smallest.peak_gib)} GiB" if math.isfinite(smallest.peak_gib) else "is more than there is"
-        )
-        whose = "`memory_limit_gib`" if self._given_gib is not None else "The memory of the device"
+        peak = f"holds {rounded(smallest.peak_gib)} GiB" if math.isfinite(smallest.peak_gib) else "runs out of memory"
+        whose, advice = "The memory of the device", "Make the module smaller."
+        if self._given_gib is not None:
+            whose, advice = "`memory_limit_gib`", "Raise it, or make the module smaller."
         return (
-            f"{whose} must hold the smallest batch; in {self._arm.label} one of {smallest.batch_size:,} {needed}, and"
-            f" the limit is {rounded(self._limit_gib)} GiB. Raise it, or make the module smaller."
+            f"{whose} must hold the smallest batch; in {self._arm.label} a batch of {smallest.batch_size:,} {peak}, and"
+            f" the limit is {rounded(self._limit_gib)} GiB. {advice}"
         )
 
 
 _NO_BATCHES = "The training data must have batches; `train_dataloader` gives none. Look at its dataset and `drop_last`."
-_NO_PEAK = "Memory could not be measured: another profiler of torch was at work. Take it out of the module."
-
-
-def _limit(given_gib: float | None, facts: Facts) -> float:
-    if given_gib is None and facts.device_gib is None:
-        raise ValueError(
-            f"`memory_limit_gib` must be given: training runs on {facts.device}, which does not say how much memory it"
-            " has. Write `memory_limit_gib=4` for 4 GiB."
-        )
-    return min(limit for limit in (given_gib, facts.device_gib) if limit is not None)
+_NO_PEAK = "Memory could not be measured, because another torch profiler was running. Remove it from the module."

@@ -1,4 +1,4 @@
-"""The learning rate to try with another batch size."""
+"""Suggest a learning rate for another batch size."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _SQUARE_ROOT = ("Adam", "RMSprop", "Adagrad", "Adadelta", "Adafactor", "LAMB", "
 
 @final
 class UsedRate(NamedTuple):
-    """Which optimizer has which learning rate, as the user set it."""
+    """The learning rate of one parameter group, as the user set it, and the class of its optimizer."""
 
     optimizer: str
     lr: float
 
 
 _FAR = 32
-"""Times the batch size; Goyal et al. went from 256 to 8,192."""
+"""Largest ratio of batch sizes for which the rule was tried: Goyal et al. went from 256 to 8,192."""
 
 
 def suggested_rate(used: Sequence[UsedRate], from_size: int, to_size: int) -> tuple[float | None, str]:
     """Scale a learning rate to another batch size: linearly for SGD, by the square root for Adam and its kin.
 
     Sources: `Goyal et al. 2017 <https://arxiv.org/abs/1706.02677>`_ for SGD, `Malladi et al. 2022
-    <https://arxiv.org/abs/2205.10287>`_ for adaptive ones. Both are rules of thumb, and end where a batch is no longer
-    noisy.
+    <https://arxiv.org/abs/2205.10287>`_ for adaptive ones. Both are rules of thumb, and fail for batches so large that
+    their gradients have little noise.
 
     Returns:
-        The rate, `None` if there is no single one; and a sentence that says where it comes from, or why there is none.
+        The rate, or `None` if there is no single one, and a sentence about its origin or absence.
 
     """
     if not used:

@@ -1,4 +1,4 @@
-"""Which batch size to run next, from what was measured so far. Plain arithmetic."""
+"""Choose the batch size to run next from the measurements so far."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from lightning_amp.tune.batch_size._result import Measurement
 
 MOST_RUNS = 10
-"""For one precision. A straight line takes three: two sizes, and the one that the line leads to."""
+"""Largest number of runs in one precision. Three are enough if memory is a straight line over the size."""
 
 _ROUND_FROM = 64
 _MULTIPLE = 8
 _SMALL_GAIN = 1.01
-"""After :data:`_ENOUGH_RUNS` a size that is larger by less is not worth a run."""
+"""After :data:`_ENOUGH_RUNS` runs, a size must be larger by this factor to be worth another one."""
 _ENOUGH_RUNS = 3
 _APART = 1.25
-"""How far two sizes are apart at least for a line through them."""
+"""Smallest ratio of two sizes for a line through them."""
 _MARGIN = 0.01
-"""So much farther below what did not fit a guess is with each size that did not: peaks vary from run to run."""
+"""With each size that did not fit, the next guess is this share farther below it, because peaks vary between runs."""
 _STEP = 4
-"""A line leads to so many times the largest size at most, unless it was found to be straight: it may bend upwards."""
+"""Largest step, as a multiple of the largest size so far, until the line is known to be straight."""
 _FIRST_STEP = 32
 _NOISE = 0.05
 
@@ -31,9 +31,9 @@ def largest_within(points: Sequence[Measurement], limit_gib: float) -> Measureme
 
 
 def floor_size(size: float, most: int | None = None) -> int:
-    """Round down: from 64 on to a multiple of 8, which costs an eighth at most and is what tensor cores want.
+    """Round down, from 64 on to a multiple of 8 for tensor cores. This costs an eighth at most.
 
-    The size may be infinite. `most`, the number of rows, is never exceeded, and is not rounded itself.
+    The size may be infinite. `most`, the number of rows, is never exceeded and never rounded.
     """
     if most is not None and size >= most:
         return most
@@ -42,13 +42,17 @@ def floor_size(size: float, most: int | None = None) -> int:
 
 
 def next_size(points: Sequence[Measurement], limit_gib: float, most: int | None = None) -> int | None:
-    """Return the size to run next; `None` if no run could find a larger one, or if not even one row fits.
+    """Return the size to run next; `None` if no larger size can fit, or if not even one row fits.
 
-    Memory is a straight line, or bends upwards: small batches leave the peak to the optimizer's step, and a loss over
-    all pairs grows with the square. So a line through two sizes may lead beyond the limit, and the line from there back
-    to a size that fits is within it again.
+    Memory over the batch size is a straight line, or bends upwards. It bends because the optimizer's step sets the peak
+    of small batches, or because a loss over all pairs of rows grows with their square. A line through two sizes may
+    then lead beyond the limit. The line from there back to a size that fits is within the limit again.
 
-    At least one point is needed; `most` is the number of rows of the data, `None` if unknown or endless.
+    Args:
+        points: One or more measurements.
+        limit_gib: The limit.
+        most: Number of rows of the data; `None` if it is unknown or endless.
+
     """
     best = largest_within(points, limit_gib)
     if best is None:
@@ -79,14 +83,14 @@ def _estimate(points: Sequence[Measurement], best: Measurement, limit_gib: float
     if not math.isfinite(above.peak_gib):
         return min(onwards, (best.batch_size + above.batch_size) / 2)
     back = _on_line(best, above, limit_gib)
-    # What bends upwards lies between the two lines, nearer to the one back.
+    # A curve that bends upwards lies between the two lines, nearer to `back`.
     return (2 * back + min(onwards, above.batch_size)) / 3 if below else back
 
 
 def _is_straight(below: Sequence[Measurement], best: Measurement) -> bool:
-    """Return whether the line through two sizes led to what a third one held, so that it may be trusted far off.
+    """Return whether the line through two sizes predicted the peak of a third, so that it can be trusted far away.
 
-    Not while all of them hold about the same: the optimizer's state hides what a row takes.
+    It cannot while all peaks are about the same, because then the optimizer's state hides the memory of a row.
     """
     if len(below) < 2:
         return False
@@ -98,7 +102,7 @@ def _is_straight(below: Sequence[Measurement], best: Measurement) -> bool:
 
 
 def _smaller(points: Sequence[Measurement], limit_gib: float) -> int | None:
-    """Return a size below all that were run, none of which fits."""
+    """Return a size below all sizes so far, none of which fits; `None` if one row was tried."""
     smallest, *others = sorted(points, key=lambda p: p.batch_size)
     if smallest.batch_size == 1:
         return None

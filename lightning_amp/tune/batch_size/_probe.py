@@ -1,4 +1,4 @@
-"""What goes along with a short training in its process: it stops it, and notes what a batch really is."""
+"""End a short training as soon as it is measured, and note how large its batches were."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _LEFT_OUT = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, Mod
 _STEADY_BATCHES, _STEADY_S = 6, 2.0
 _MOST_STEADY_BATCHES = 100
 _LONG_S = 10.0
-"""Seconds of steady steps after which fewer of them do."""
+"""Seconds of steady steps after which two of them are enough."""
 _MOST_BATCHES = 1000
-"""For a module that takes no optimizer step."""
+"""Limit for a module that takes no optimizer step."""
 
 _NO_PLACE = (
     "`make_data` or `make_module` must have a `batch_size`, an attribute or one of `hparams`, that the loaders are made"
@@ -52,20 +52,20 @@ _NO_PLACE = (
 @final
 @dataclass(frozen=True)
 class Facts:
-    """What a process notes beside the numbers of its run.
+    """Facts about one training that the measurements of a run do not contain.
 
     Attributes:
-        refused: Why it cannot be measured at all, in words for the user.
+        refused: Message for the user if the module cannot be measured at all.
         own_size: The batch size that was set.
         num_rows: Rows that an epoch draws, on each device; `None` if unknown or endless.
-        loader_sizes: The batch size of each training loader, as it says itself; `None` where it says none.
+        loader_sizes: The batch size of each training loader; `None` for a loader that has none.
         batch_rows: Rows of the largest batch, by its tensors' first dimension; `None` if unknown.
-        num_batches: How many were trained.
+        num_batches: Number of trained batches.
         accumulated: Batches for each optimizer step.
         world_size: Number of devices.
-        device: Its type; empty if training did not begin.
-        device_gib: What the device has free for this process; `None` if it does not say.
-        rates: Of each parameter group.
+        device: Type of the device; empty if training did not begin.
+        device_gib: Memory that this process can use; `None` if the device does not report it.
+        rates: The learning rate of each parameter group.
 
     """
 
@@ -82,12 +82,12 @@ class Facts:
     rates: tuple[UsedRate, ...] = ()
 
     @classmethod
-    def read(cls, path: Path) -> Facts | None:
-        """Read what :class:`Probe` wrote; `None` if there is nothing, or half of it."""
+    def read(cls, path: Path) -> Facts:
+        """Read the file that :class:`Probe` wrote; return the defaults if it is missing or torn."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return None
+            return cls()
         data["loader_sizes"] = tuple(data["loader_sizes"])
         data["rates"] = tuple(UsedRate(*rate) for rate in data["rates"])
         return cls(**data)
@@ -122,7 +122,7 @@ class Probe(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for config in trainer.lr_scheduler_configs:
-            config.strict = False  # what a schedule watches may be a metric of validation, which does not run
+            config.strict = False  # it may monitor a metric of validation, which does not run
         self._note(
             **_facts_of_data(trainer),
             accumulated=trainer.accumulate_grad_batches,
@@ -157,7 +157,7 @@ class Probe(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._facts["num_batches"] == 0:  # `fit` ended before it began: how much data is there?
+        if self._facts["num_batches"] == 0:  # `fit` ended before the first batch
             with contextlib.suppress(Exception):
                 self._facts.update(_facts_of_data(trainer))
         self._note()
@@ -186,11 +186,11 @@ def _loader_size(loader: Any) -> int | None:
 
 
 def _num_rows(loader: Any) -> int | None:
-    """Return how many rows an epoch draws; never by walking through them."""
+    """Return how many rows an epoch draws, without drawing them."""
     if not isinstance(loader, DataLoader):
         return None
     rows: Any = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
-    if loader.batch_sampler is None:  # `batch_size=None`: each index that is drawn is a whole batch
+    if loader.batch_sampler is None:  # `batch_size=None`: each drawn index is a whole batch
         rows = getattr(rows, "sampler", None)  # of a `BatchSampler`
     try:
         return len(rows) if isinstance(rows, HasLength) else None
@@ -199,18 +199,18 @@ def _num_rows(loader: Any) -> int | None:
 
 
 def _free_gib(device: torch.device) -> float | None:
-    """Return what this process could hold: what is free, and what it holds already."""
+    """Return the memory that this process can use: the free memory and its own."""
     if device.type == "cpu":
         return None
     backend: Any = torch.get_device_module(device.type)
-    with contextlib.suppress(Exception):  # not every device tells
+    with contextlib.suppress(Exception):  # not every device reports it
         free, _ = backend.mem_get_info(device)
         return (free + backend.memory_reserved(device)) / 2**30
     return None
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[UsedRate]:
-    """Return the rate of each group, as it was set: a schedule may have changed it already."""
+    """Return the rate of each group as the user set it; a schedule may have changed the current one already."""
     found: list[UsedRate] = []
     for group in optimizer.param_groups:
         rate: Any = group.get("max_lr", group.get("initial_lr", group.get("lr")))

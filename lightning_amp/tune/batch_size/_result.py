@@ -1,4 +1,4 @@
-"""What was found: a batch size for each precision, and what it rests on."""
+"""The results of `find_batch_size`: a batch size for each precision, and the measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_amp.measure import SpeedComparison
 
 @final
 class Measurement(NamedTuple):
-    """One run: its batch size, the most memory that it held (infinite if memory ran out), and its speed (or NaN)."""
+    """One run: its batch size, its peak memory (infinite if memory ran out), and its speed (NaN if unknown)."""
 
     batch_size: int
     peak_gib: float
@@ -34,12 +34,12 @@ class BatchSizeResult:
     Attributes:
         batch_size: Rows of a batch on each device; 0 if `error` says why there is none.
         peak_gib: The most memory that its run held at once, in GiB; NaN with an `error`.
-        samples_per_s: Of steady steps of that run, data loading included, on all devices together; NaN if unknown.
+        samples_per_s: Speed of steady steps of that run, with data loading, on all devices together; NaN if unknown.
         lr: A learning rate to try, scaled from the module's own; `None` if `message` says why there is none.
-        measured: All that was run, by batch size.
-        limit_gib: What it had to fit into, in GiB.
-        message: What was found, what limits it (memory, or the rows there are), and where `lr` comes from.
-        error: Why there is no batch size: the module's own error, or a limit below the smallest batch. Else `None`.
+        measured: All runs, by batch size.
+        limit_gib: The memory limit, in GiB.
+        message: The result in words, its limit (memory, or the number of rows), and the origin of `lr`.
+        error: The reason if there is no batch size: the module's own error, or a limit below the smallest batch.
 
     """
 
@@ -104,7 +104,7 @@ class BatchSizes(Mapping[str, BatchSizeResult]):
         return [Table(header, rows, ["---", *["--:"] * 4]), *self._speeds(), *messages]
 
     def _speeds(self) -> list[str]:
-        """Write how many times as fast each precision is per sample as the first one that ran."""
+        """Write how many times as fast each precision is per sample, against the first one that ran."""
         known = {label: r.samples_per_s for label, r in self._results.items() if r.samples_per_s > 0}
         first, *others = known or [""]
         if not others:
@@ -113,11 +113,11 @@ class BatchSizes(Mapping[str, BatchSizeResult]):
         return [f"Per sample, each at its own batch size, against {first}: {'; '.join(ratios)}."]
 
     def to_data(self) -> dict[str, Any]:
-        """Return what :func:`json.dumps` takes; infinities and NaN, which JSON has not, as `None`."""
+        """Return plain data for JSON, with `None` for infinities and NaN."""
         return {label: _data(result) for label, result in self._results.items()}
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write all of it as JSON to a path or a URL. The file is replaced at once or not at all."""
+        """Write all results as JSON to a path or a URL. The file is replaced at once or not at all."""
         text = json.dumps(self.to_data(), indent=1, allow_nan=False)
         write_atomically(path, lambda file: file.write(f"{text}\n"))
 

@@ -1,4 +1,4 @@
-"""One short training at one batch size, in a process of its own, and what ended it."""
+"""Train for some steps at one batch size, in a fresh process, and return its peak memory and speed."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _LEFT_OUT = (
     "profiler",
     "val_check_interval",
 )
-"""Arguments of the user's Trainer that say how long, or what is written; a profiler would take the place of ours."""
+"""Arguments of the Trainer that say how long it trains or what it writes; a profiler would replace our own."""
 
 _MANY_EPOCHS, _MANY_STEPS = 1000, 10_000
-"""Never reached. Schedules that ask how many steps there are get a number."""
+"""Limits that no run reaches. Schedules that ask for the number of steps get one."""
 
 
 @final
 class ShortRuns:
-    """Trains for some steps, each run in a folder of its own; `on_progress` is told how far a run is."""
+    """Trains for some steps; each run has its own folder and reports its progress to `on_progress`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ShortRuns:
         self.num_runs = 0
 
     def run(self, arm: ArmSpec, size: int | None) -> tuple[ArmRun, Facts]:
-        """Train at this batch size, or at the user's own; returns the run, and what was noted beside it."""
+        """Train at a batch size, or at the user's own one if it is `None`; return the run and its facts."""
         self.num_runs += 1
         folder = self._folder / str(self.num_runs)
         folder.mkdir(parents=True)
@@ -72,19 +72,19 @@ class ShortRuns:
             work_folder=str(folder),
         )
         found = run_in_process(task, self._on_progress)
-        return found, Facts.read(folder / "facts.json") or Facts()
+        return found, Facts.read(folder / "facts.json")
 
 
 def short_trainer(trainer_kwargs: Mapping[str, Any], probe: Callback) -> dict[str, Any]:
-    """Return the arguments of a Trainer that trains until the probe ends it, and neither validates nor writes."""
+    """Return arguments of a Trainer that trains until the probe stops it, and neither validates nor writes."""
     kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
-    if isinstance(kwargs.get("limit_train_batches"), float):  # a share of few large batches is none
+    if isinstance(kwargs.get("limit_train_batches"), float):  # a share of a few large batches is no batch
         del kwargs["limit_train_batches"]
     given = kwargs.pop("callbacks", None) or []
     return {
         **kwargs,
         "callbacks": [*([given] if not isinstance(given, (list, tuple)) else given), probe],
-        "enable_progress_bar": True,  # the user's own may be among the callbacks; the probe takes all of them out
+        "enable_progress_bar": True,  # the callbacks may hold a bar, which `False` refuses; the probe removes all bars
         "limit_val_batches": 0,
         "logger": DummyLogger(),
         "max_epochs": _MANY_EPOCHS,
@@ -94,13 +94,13 @@ def short_trainer(trainer_kwargs: Mapping[str, Any], probe: Callback) -> dict[st
 
 
 def is_out_of_memory(run: ArmRun) -> bool:
-    """Return whether memory ran out, of the device or of the machine."""
+    """Return whether the device or the machine ran out of memory."""
     error = run.error or ""
     return bool(OUT_OF_MEMORY.search(error)) or "killed by SIGKILL" in error
 
 
 def measurement(run: ArmRun, facts: Facts, size: int) -> Measurement:
-    """Return what a run measured at `size`; without a peak it ran out of memory."""
+    """Return the measurement of a run at `size`; a run with an error ran out of memory."""
     if run.error is not None:
         return Measurement(size, float("inf"), float("nan"))
     assert run.peak_memory_bytes is not None
@@ -113,7 +113,7 @@ def measurement(run: ArmRun, facts: Facts, size: int) -> Measurement:
 
 
 def failure(run: ArmRun) -> str:
-    """Write the error that ended a run, with the line of the user's own file that it came from."""
+    """Write the error that ended a run, with the user's own line that raised it."""
     text = " ".join((run.error or "").split()).rstrip(".")
     frames = FRAME.findall(run.log)
     own = [frame for frame in frames if is_own_project(frame[0])]

@@ -1,12 +1,12 @@
-"""A step of training and some of validation, run as often as it takes: in fp32, and with other modules in fp32."""
+"""Compare steps of one module with fp32: gradients, validation metrics and time, with any modules in fp32."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,19 +21,20 @@ from lightning_amp.measure import DeviceClock, in_rounds
 from lightning_amp.numerics import all_finite, fidelity_sums, fitting_scale, largest
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import EvaluationPass, TrainingPass, in_one_line, is_out_of_memory
-from lightning_amp.tracing import RandomState, fp32_throughout
+from lightning_amp.tracing import RandomState
 from lightning_amp.tune.fp32_modules._modules import Watch, make_tree, names_of, suspicion
 from lightning_amp.tune.fp32_modules._result import DistanceToFp32, NothingHelps, relative_error
 from lightning_amp.tune.fp32_modules._search import Tree
 
 _LOWEST_SCALE = 2.0**-14
 _AXES = {"step", "epoch"}
-"""Lightning takes these two, when a user logs them, for the axes of the plots."""
+"""Names that Lightning uses as the axes of plots if a user logs them."""
+_AT_LEAST_S, _AT_MOST_S = 0.3, 3.0
 
 
 @final
 class Point(NamedTuple):
-    """A batch of training, and what the module and the random generators were before it."""
+    """A batch of training, and the states of the module and of the random generators before it."""
 
     step: int
     batch: Any
@@ -45,7 +46,7 @@ class Point(NamedTuple):
 
 @final
 class _Reference(NamedTuple):
-    """A step in fp32: its gradients by parameter, and the loss scale at which they fit into half precision."""
+    """The gradients of a step in fp32, and the loss scale at which they fit into half precision."""
 
     point: Point
     gradients: dict[str, Tensor]
@@ -54,15 +55,15 @@ class _Reference(NamedTuple):
 
 @final
 class Bench:
-    """Compares steps of one module with those in fp32.
+    """Compares steps of a module with the same steps in fp32. Neither the module nor the trainer is changed.
 
     Args:
-        trainer: In a fit, in the epoch of training or validation.
-        module: The real one. Neither is changed.
-        plugin: Whose precision it is about.
+        trainer: The trainer of a fit, inside an epoch of training or validation.
+        module: The real module.
+        plugin: The trainer's plugin, which has the precision to compare.
         points: Steps of training, one or more.
-        batches: Of validation, each with its number and the number of its loader, `None` for the only one; on the
-            device. Empty where there is none.
+        batches: Batches of validation on the device, each with its index and the index of its loader (`None` if there
+            is one loader).
 
     Raises:
         NothingHelps: If fp32 itself is not finite.
@@ -80,13 +81,13 @@ class Bench:
         self._trainer, self._module, self._plugin = trainer, module, plugin
         self.points, self.batches = points, batches
         self._place = trainer.strategy.root_device
-        watches = [Watch() for _ in points]  # some modules run in some steps only
+        watches = [Watch() for _ in points]  # some modules do not run in every step
         self._references = [self._reference(point, watch) for point, watch in zip(points, watches, strict=True)]
         evaluation = Watch()
         self._metrics = self._reference_metrics(evaluation) if batches else {}
         for watch in (*watches[1:], evaluation):
             watch.forget()
-        self._watch = watches[0]  # whose outputs are kept, for `suspicion`
+        self._watch = watches[0]  # its outputs are kept for `suspicion`
         self._called = {name for watch in (*watches, evaluation) for name in watch.called}
 
     # -- fp32 ----------------------------------------------------------------------------------------------------------
@@ -106,18 +107,15 @@ class Bench:
         return _Reference(point, found, fitting_scale(top) if self._plugin.scaler is not None else 1.0)
 
     def repeats_itself(self) -> float:
-        """Return how far the gradient in fp32 is from itself, relative to its norm: 0 if the step is reproducible."""
+        """Run the step in fp32 again, and return the relative change of its gradient: 0 if it is reproducible."""
         point, before, _ = self._references[0]
         with self._training(point, upcast=True) as one:
             self._run(one, point, None, 1.0)
-            again = one.gradients()
-        moved = [(again[name] - old).cpu().double() for name, old in before.items() if name in again]
-        norm = math.sqrt(sum(float(old.cpu().double().square().sum()) for old in before.values()))
-        return math.sqrt(sum(float(one.square().sum()) for one in moved)) / norm if norm else 0.0
+            return _relative_difference(before, one.gradients())
 
     def _reference_metrics(self, watch: Watch) -> dict[str, float]:
-        context = lambda _: fp32_throughout(self._place.type)  # noqa: E731
-        metrics = self._evaluate(context, context, lambda _: nullcontext(), (), upcast=True, watch=watch)
+        one = EvaluationPass.in_fp32(self._trainer, self._module, "validation")
+        metrics = self._evaluate(one, watch=watch.on(one.module))
         for name, value in metrics.items():
             if not math.isfinite(value):
                 where = f"validation with {len(self.batches)} of its batches"
@@ -127,14 +125,14 @@ class Bench:
     # -- the modules ---------------------------------------------------------------------------------------------------
 
     def tree(self) -> Tree:
-        """Arrange the modules that run in these steps, without those that the plugin's own rules match."""
+        """Return the tree of modules that run in these steps and that no rule of the plugin matches."""
         matched = modules_matching(self._module, self._plugin.fp32_modules).values()
         in_fp32 = {inside for pairs in matched for _, module in pairs for inside in module.modules()}
         names = frozenset(name for name, module in names_of(self._module).items() if module in in_fp32)
         return make_tree(self._module, self._called, names)
 
     def suspicion(self, tree: Tree) -> dict[str, float]:
-        """Rate the modules by how far they are from fp32 when all compute in low precision."""
+        """Rate the modules by their distance from fp32 while all of them compute in low precision."""
         point, gradients, scale = self._references[0]
         watch, sums = Watch(self._watch), dict[str, Tensor]()
         try:
@@ -142,7 +140,7 @@ class Bench:
                 self._run(one, point, one.forward_context(), scale)
                 found = one.gradients()
             sums = {name: fidelity_sums(true, found[name] / scale) for name, true in gradients.items() if name in found}
-        except RuntimeError as error:  # what does not run says nothing
+        except RuntimeError as error:  # if the step does not run, no module is suspicious
             if is_out_of_memory(error):
                 raise
         self._watch.forget()
@@ -151,9 +149,9 @@ class Bench:
     # -- low precision -------------------------------------------------------------------------------------------------
 
     def distance(self, rules: Sequence[str] = (), *, until: float = math.inf) -> DistanceToFp32:
-        """Measure how far it is from fp32 if the modules that match these rules, too, compute in fp32.
+        """Measure the distance from fp32 with rules added to the plugin's own.
 
-        Stops as soon as an error is larger than `until`.
+        It returns as soon as an error is larger than `until`.
         """
         gradient, reason = 0.0, ""
         try:
@@ -184,52 +182,37 @@ class Bench:
                 what = "gradients overflow at every loss scale" if self._plugin.scaler else "gradients are not finite"
                 return math.inf, what
             scale = max(scale / 16, _LOWEST_SCALE)
-        pairs = [(r, found[name] / scale if name in found else torch.zeros_like(r)) for name, r in gradients.items()]
-        if not pairs:
-            return 0.0, ""
-        sums = torch.stack([fidelity_sums(true, value).cpu() for true, value in pairs]).sum(0)
-        signal, _, noise = (math.sqrt(value) for value in sums.tolist())
-        # a gradient that is zero has no direction to lose
-        return (noise / signal if signal else 0.0), ""
+        return _relative_difference(gradients, found, scale), ""
 
     def _metric_errors(self, rules: Sequence[str]) -> dict[str, float]:
-        plugin = self._plugin
-        found = self._evaluate(
-            lambda _: nullcontext(),
-            partial(plugin.evaluation_context, step="validation_step"),
-            plugin.evaluation_context,
-            rules,
-        )
+        found = self._evaluate(EvaluationPass.in_amp(self._trainer, self._module, "validation"), rules)
         return {name: relative_error(found[name], true) for name, true in self._metrics.items() if name in found}
 
-    def step_time_ratio(self, rules: Sequence[str], *, at_least_s: float = 0.3, at_most_s: float = 3.0) -> float:
-        """Measure the time of forward and backward with modules in fp32 over that without: the median of pairs.
+    def step_time_ratio(self, rules: Sequence[str]) -> float:
+        """Measure forward and backward with the rules, over the time without them: the median of pairs.
 
-        NaN if the step does not run without them.
+        NaN if the step does not run without the rules.
         """
+        point, _, scale = self._references[0]
+        began: list[float] = []
+
+        def takes_part(number: int) -> Collection[str]:
+            began.append(time.perf_counter())
+            spent = began[-1] - began[0]
+            over = (spent >= _AT_LEAST_S and number >= 15) or (spent > _AT_MOST_S and number >= 3)
+            return () if over else runs
+
         try:
-            return self._step_time_ratio(rules, at_least_s, at_most_s)
+            with self._training(point, rules) as one, self._training(point) as other:
+                runs = {
+                    "with the rules": partial(self._timed, one, point, scale),
+                    "without": partial(self._timed, other, point, scale),
+                }
+                seconds = in_rounds(runs, takes_part)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             return math.nan
-
-    def _step_time_ratio(self, rules: Sequence[str], at_least_s: float, at_most_s: float) -> float:
-        point, _, scale = self._references[0]
-        with self._training(point, rules) as one, self._training(point) as other:
-            runs = {
-                "with the rules": partial(self._timed, one, point, scale),
-                "without": partial(self._timed, other, point, scale),
-            }
-            began: list[float] = []
-
-            def takes_part(number: int) -> Collection[str]:
-                began.append(time.perf_counter())
-                spent = began[-1] - began[0]
-                over = (spent >= at_least_s and number >= 15) or (spent > at_most_s and number >= 3)
-                return () if over else runs
-
-            seconds = in_rounds(runs, takes_part)
         return statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
 
     def _timed(self, one: TrainingPass, point: Point, scale: float) -> float:
@@ -242,15 +225,14 @@ class Bench:
 
     @contextmanager
     def _training(self, point: Point, rules: Sequence[str] = (), *, upcast: bool = False) -> Generator[TrainingPass]:
-        """Make a copy for a step of training, with the weights and buffers of its point."""
-        with _lightning.training_stage(self._trainer):
-            one = TrainingPass(self._trainer, self._module, upcast=upcast)
-            try:
-                _load(one.module, point)
-                Fp32Modules(one.module, rules, self._place.type, active=True)
-                yield one
-            finally:
-                one.close()
+        """Make a pass over a copy of the module with the weights and buffers of a point."""
+        with (
+            _lightning.training_stage(self._trainer),
+            closing(TrainingPass(self._trainer, self._module, upcast=upcast)) as one,
+        ):
+            _load(one.module, point)
+            Fp32Modules(one.module, rules, self._place.type, active=True)
+            yield one
 
     def _run(
         self,
@@ -261,7 +243,7 @@ class Bench:
         *,
         fp32_draws: bool = True,
     ) -> Any:
-        # in fp32: that times a loss in half precision is no half precision
+        # a float32 tensor, whose product with a loss in half precision is float32, too
         factor = torch.tensor(scale, device=self._place)
         batch, idx = point.batch, point.batch_idx
         return one.run(
@@ -269,37 +251,19 @@ class Bench:
         )
 
     def _evaluate(
-        self,
-        hook_context: Callable[[LightningModule], AbstractContextManager[Any]],
-        step_context: Callable[[LightningModule], AbstractContextManager[Any]],
-        epoch_end_context: Callable[[LightningModule], AbstractContextManager[Any]],
-        rules: Sequence[str],
-        *,
-        upcast: bool = False,
-        watch: Watch | None = None,
+        self, one: EvaluationPass, rules: Sequence[str] = (), watch: AbstractContextManager[None] | None = None
     ) -> dict[str, float]:
-        one = EvaluationPass(
-            self._trainer,
-            self._module,
-            "validation",
-            hook_context=hook_context,
-            step_context=step_context,
-            epoch_end_context=epoch_end_context,
-            upcast=upcast,
-        )
-        try:
+        with closing(one):
             Fp32Modules(one.module, rules, self._place.type, active=True)
-            with nullcontext() if watch is None else watch.on(one.module):
+            with watch or nullcontext():
                 for batch, idx, loader_idx in self.batches:
                     one.step(batch, idx, loader_idx)
                 metrics = one.finish(None)
             return {name: float(value) for name, value in metrics.items() if name not in _AXES}
-        finally:
-            one.close()
 
 
 def state_of(module: LightningModule) -> dict[str, Tensor]:
-    """Copy the values of all parameters and buffers, by name."""
+    """Return copies of all parameters and buffers by name."""
     return {name: tensor.detach().clone() for name, tensor in _tensors(module).items()}
 
 
@@ -317,9 +281,22 @@ def _tensors(module: LightningModule) -> Mapping[str, Tensor]:
     return {_modules.plain_name(name): tensor for name, tensor in everything}
 
 
+def _relative_difference(reference: Mapping[str, Tensor], found: Mapping[str, Tensor], scale: float = 1.0) -> float:
+    """Return the norm of the difference over the norm, with all gradients together; a missing one counts as zero."""
+    pairs = [(r, found[name] / scale if name in found else torch.zeros_like(r)) for name, r in reference.items()]
+    if not pairs:
+        return 0.0
+    sums = torch.stack([fidelity_sums(true, value).cpu() for true, value in pairs]).sum(0)
+    signal, _, noise = (math.sqrt(value) for value in sums.tolist())
+    return noise / signal if signal else 0.0  # a gradient of zero has no direction that could be wrong
+
+
 def _not_finite(what: str, value: str, where: str, advice: str) -> str:
     return f"No precision can help: in fp32 {what} is not finite ({value}, {where}). {advice}"
 
 
-_LOCATE = "Mend this first: `OverflowLocator` in a run with `AmpPrecision('fp32')` tells where it begins."
-_DO_NOT_LOG = "Mend this first; if it only needs more batches than these, do not log it in what `make_module` returns."
+_LOCATE = "Fix this first: `OverflowLocator` in a run with `AmpPrecision('fp32')` shows where it begins."
+_DO_NOT_LOG = (
+    "Fix this first. If the metric only needs more batches than these, do not log it in the module that `make_module`"
+    " returns."
+)

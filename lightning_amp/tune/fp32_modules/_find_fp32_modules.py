@@ -1,4 +1,4 @@
-"""`find_fp32_modules`: which modules must stay in fp32, searched for and proved on the user's own batches."""
+"""`find_fp32_modules`: find which modules must stay in fp32, by measurements on the user's own batches."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightning_amp.tune.fp32_modules._search import Found, as_rules, search
 from lightning_amp.tune.fp32_modules._short_fit import in_a_short_fit
 
 _STEPS: tuple[int, ...] = (0, 10)
-"""Batches of training that are measured. At the start a norm may have weights of 1 and an output layer of 0, behind
-which no gradient passes; after some steps they have not."""
+"""Indices of the measured batches of training. At the start, weights of 1 or 0 in a norm or an output layer may let no
+gradient pass; after some steps they have other values."""
 
 _FURTHER = 3
-"""How many batches later the result is checked."""
+"""Number of batches after which the result is checked."""
 
 _ROUNDS = 3
-"""Searches, each with the batch on which the result of the one before was not enough."""
+"""Largest number of searches; each adds the batch on which the rules of the search before were not enough."""
 
 
 def find_fp32_modules(
@@ -38,7 +38,7 @@ def find_fp32_modules(
     tolerance: float,
     trainer_kwargs: Mapping[str, Any] | None = None,
 ) -> Fp32Rules:
-    """Find which modules must stay in fp32, so that gradients and metrics are close enough to those of fp32.
+    """Find which modules must stay in fp32, so that gradients and metrics are close enough to fp32.
 
     .. code-block:: python
 
@@ -46,26 +46,26 @@ def find_fp32_modules(
         print(rules.message)
         trainer = L.Trainer(plugins=[AmpPrecision("bf16", fp32_modules=rules)])
 
-    The module is trained in fp32 for some steps, on copies and without a trace. At the first step and at the eleventh
-    the gradient of all parameters is computed in fp32 and in `precision`, with the same weights and random numbers;
-    after that some batches are validated in both. Then the search begins: with all modules in fp32, as many as possible
-    are left out while every error stays within `tolerance`, and what is left is replaced by parts of it. At the end the
-    rules are given to `AmpPrecision` in another such fit and checked on a later batch; where they are not enough there,
-    the search goes on with that batch. For fp16 the loss scale is chosen so that gradients fit, if there is such a
-    scale.
+    A copy of the module is trained in fp32 for some steps. At the first and the eleventh step, it computes the
+    gradient in fp32 and in `precision`, from the same weights and random numbers. Then it validates some batches in
+    both. The search begins with all modules in fp32 and leaves out as many as it can while every error stays within
+    `tolerance`. It then replaces the modules that are left by parts of them. At the end it passes the rules to
+    `AmpPrecision` in a second such fit and checks them on a later batch. If they are not enough there, the search goes
+    on with that batch. For fp16 it chooses a loss scale at which gradients fit, if there is one.
 
-    It knows the first steps, a few batches, and one initialisation: compare whole runs before you rely on it
-    (`compare_precisions`). You do not need it where a run in `precision` is as good as one in fp32.
+    The search has seen only the first steps, a few batches, and one initialisation: compare whole runs before you rely
+    on the rules (`compare_precisions`). You do not need it if a run in `precision` is as good as one in fp32.
 
     Args:
-        make_module: Returns a LightningModule; no other process imports it, so it may be a lambda.
+        make_module: Returns a LightningModule. No other process imports it, so it may be a lambda.
         make_data: Returns a LightningDataModule.
         precision: `"fp16"`, `"bf16"`, another spelling of these, `"auto"`, or the arguments of `AmpPrecision` as a
             dict, whose own `fp32_modules` are kept. Scaler and fallback make no difference.
-        tolerance: Largest relative error: of the gradient, the norm of the difference over the norm; of each metric
-            that is logged in validation, the difference over the value (the difference itself where that is 0). The
-            gradients of healthy networks are off by 0.003 to 0.02 in bf16 and by 0.0005 to 0.001 in fp16: 0.05 is fair.
-        trainer_kwargs: For the Trainer; it runs on the first device that this one would train on.
+        tolerance: Largest relative error. For the gradient, it is the norm of the difference over the norm. For each
+            metric that is logged in validation, it is the difference over the value, or the difference itself if the
+            value is 0. The gradients of healthy networks are off by 0.003 to 0.02 in bf16 and by 0.0005 to 0.001 in
+            fp16: 0.05 is fair.
+        trainer_kwargs: Arguments for the Trainer. The search runs on the first device on which it would train.
 
     Returns:
         Globs on module names, for `fp32_modules=`; empty if nothing is needed. No rule can be left out, unless
@@ -74,14 +74,14 @@ def find_fp32_modules(
     Raises:
         ValueError: If an argument is out of its range; if fp32 itself is not finite; if it is not enough to have all
             modules in fp32; if there are no batches.
-        TypeError: If a factory returns something else.
+        TypeError: If a factory returns an object of another type.
 
     Cost: two fits of some 14 steps, and about 2k log2(n) times a step and a validation of 3 batches, for k of n
-    modules; at most some hundred. A gradient and a copy of the weights for each measured step, and once the activations
-    in fp32.
+    modules; at most some hundred. In memory, a gradient and a copy of the weights for each measured step, and once the
+    activations in fp32.
 
     """
-    request = Request.checked(make_module, make_data, precision, tolerance, trainer_kwargs)
+    request = Request(make_module, make_data, precision, tolerance, trainer_kwargs)
     steps, num_tried = [*_STEPS], 0
     while True:
         answer = in_a_short_fit(request, steps, partial(_search, request))
@@ -105,7 +105,7 @@ def find_fp32_modules(
 
 @final
 class _Answer(NamedTuple):
-    """What one search found: rules, and how far a run is from fp32 without them and with them."""
+    """The result of one search: the rules, and the distance from fp32 without and with them."""
 
     rules: tuple[str, ...]
     without: DistanceToFp32
@@ -118,7 +118,7 @@ class _Answer(NamedTuple):
 
 
 def _search(request: Request, bench: Bench) -> _Answer:
-    """Search in a fit."""
+    """Search with the measurements of one fit."""
     without, tree, tolerance = bench.distance(), bench.tree(), request.tolerance
 
     def passes(kept: Sequence[str]) -> bool:
@@ -132,8 +132,8 @@ def _search(request: Request, bench: Bench) -> _Answer:
         if own > tolerance:
             raise NothingHelps(
                 f"The step is not reproducible: in fp32, too, its gradients differ by {as_percent(own)} from one run to"
-                " the next with the same weights, batch and random state. Draw from torch's, NumPy's or Python's global"
-                " generators, which are put back, or raise the tolerance."
+                " the next (same weights, batch and random state). Draw random numbers from the global generator"
+                " of torch, NumPy or Python, whose state is restored, or raise the tolerance."
             )
         raise NothingHelps(_nothing_helps(request, without, bench.distance(_escaped(tree[""]))))
     rules = as_rules(found.names, [name for name in tree if name and name not in found.names])
@@ -150,12 +150,11 @@ def _escaped(names: Sequence[str]) -> list[str]:
 def _nothing_helps(request: Request, without: DistanceToFp32, with_all: DistanceToFp32) -> str:
     return (
         f"No set of modules in fp32 is enough: with all of them in fp32, in {request.name!r} {with_all.describe()}, and"
-        f" `tolerance` is {as_percent(request.tolerance)} (without any, {without.describe()}). What remains is computed"
-        " outside of modules, in `training_step`, `validation_step` or `forward` of the LightningModule itself, or in"
-        " another method of a module than its `forward`: put that arithmetic under"
-        " `lightning_amp.precision.fp32_region`, with `.float()` on what goes in, or into the `forward` of a module."
-        " Gradients that the step itself takes in fp16 want `lightning_amp.precision.scaled_grad`. Or raise the"
-        " tolerance."
+        f" `tolerance` is {as_percent(request.tolerance)} (without any, {without.describe()}). The rest of the error"
+        " comes from code outside of modules: a step or `forward` of the LightningModule, or another method than"
+        " `forward` of a module. Put that code under `lightning_amp.precision.fp32_region`, with `.float()` on its"
+        " inputs, or into the `forward` of a module. If the step itself takes gradients in fp16, use"
+        " `lightning_amp.precision.scaled_grad`. Or raise the tolerance."
     )
 
 
@@ -163,16 +162,16 @@ def _message(request: Request, answer: _Answer, num_tried: int) -> str:
     validation = f"{answer.num_validation} validation batch{'' if answer.num_validation == 1 else 'es'}"
     seen = f"{answer.num_training} training and {validation}"
     if not answer.distance.metrics:
-        why = "the module logs nothing in it" if answer.num_validation else "there is no validation"
+        why = "the module logs nothing in validation" if answer.num_validation else "there is no validation"
         seen = f"{answer.num_training} training batches, gradients alone: {why}"
     own = " beside your own rules" if request.rules else ""
     if not answer.rules:
         return f"Nothing{own} needs fp32: in {request.name!r} {answer.without.describe()} ({seen})."
     what = listed([repr(rule) for rule in answer.rules], most=5)
-    end = "" if answer.complete else " The search was ended there: fewer modules may be enough."
+    end = "" if answer.complete else " The search ran out of its budget: fewer modules may be enough."
     time = f"A training step takes {answer.cost:.2f} times as long."
     if math.isnan(answer.cost):
-        time = "A training step does not run without."
+        time = "A training step does not run without them."
     return (
         f"{what} in fp32{own}: {answer.distance.describe()}; without, {answer.without.describe()} ({seen}). {time}"
         f" {counted(num_tried, 'set')} of modules tried.{end}"

@@ -1,4 +1,4 @@
-"""Which modules run in a step, how their outputs differ from those in fp32, and the tree that they make."""
+"""Note which modules run in a step and how far their outputs are from fp32, and arrange them as a tree."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NOT_FINITE_DB = 300.0
 
 
 def names_of(root: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules inside by the first of their names, as rules of `fp32_modules` know them.
+    """Return the modules inside by the first of their names, which the rules of `fp32_modules` match.
 
-    Left out are metrics, which compute in fp32 anyway, and what TorchScript compiled, which nobody can reach into.
+    It leaves out metrics, which compute in fp32 anyway, and TorchScript modules, whose inside cannot be changed.
     """
     by_module: dict[nn.Module, str] = {}
     closed: set[nn.Module] = set()
@@ -38,12 +38,11 @@ def names_of(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def make_tree(root: nn.Module, called: Collection[str], left_out: frozenset[str] = frozenset()) -> Tree:
-    """Arrange the modules that can be kept in fp32, and that are called, by which stands inside which.
+    """Return the tree of the modules that are called and that can be kept in fp32.
 
-    A module that is never called by itself (`nn.ModuleList`, an encoder with only an `encode` method) has no forward to
-    be in fp32: what it holds stands in its place. So it does for one with half-precision parameters.
-
-    `left_out` are modules that are in fp32 anyway, with all that is inside them.
+    A module that is never called (`nn.ModuleList`, an encoder with only an `encode` method) has no forward to override.
+    The modules inside it take its place. The same holds for a module with half-precision parameters. Modules
+    in `left_out`, and the modules inside them, are in fp32 anyway.
     """
     inside: dict[str, list[str]] = {"": []}
     for name, module in names_of(root).items():
@@ -64,15 +63,15 @@ def _outer_names(name: str) -> list[str]:
 
 @final
 class Watch:
-    """What the modules of a step give out, the first time that each is called.
+    """The outputs of the modules in a step, from the first call of each.
 
     Args:
-        reference: Of the same step in fp32. Without it, the outputs are kept.
+        reference: The watch of the same step in fp32, whose outputs are compared. Without it, outputs are kept.
 
     Attributes:
-        called: Names of the modules that ran.
-        outputs: Copies of their floating-point outputs. Without `reference`; as much memory as the activations.
-        sums: Of each, see :func:`~lightning_amp.numerics.fidelity_sums`. With `reference`.
+        called: Names of the modules that ran, in the order in which their calls ended.
+        outputs: Copies of floating-point outputs, without `reference`. They take as much memory as the activations.
+        sums: With `reference`, :func:`~lightning_amp.numerics.fidelity_sums` of the outputs of each module.
 
     """
 
@@ -84,7 +83,7 @@ class Watch:
 
     @contextmanager
     def on(self, root: nn.Module) -> Generator[None]:
-        """Watch what is inside a module."""
+        """Watch the modules inside `root`."""
         watched = [_Watched(module, name, self) for name, module in names_of(root).items()]
         for one in watched:
             one.install()
@@ -96,7 +95,7 @@ class Watch:
 
     @torch.no_grad()
     def saw(self, name: str, output: Any) -> None:
-        """Take a note of what a module gave out."""
+        """Keep or compare the outputs of a module's first call."""
         if name in self.called:
             return
         self.called.append(name)
@@ -115,7 +114,7 @@ class Watch:
 
 @final
 class _Watched(MethodOverride):
-    """The `forward` of a module that says what it gave out."""
+    """The `forward` of a module, which also passes its output to a watch."""
 
     def __init__(self, owner: nn.Module, name: str, watch: Watch) -> None:
         super().__init__(owner, "forward")
@@ -131,10 +130,16 @@ class _Watched(MethodOverride):
 def suspicion(
     tree: Tree, called: Iterable[str], outputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Rate modules by how far half precision moves them: noise over signal in dB, the mean of output and gradient.
+    """Rate modules by their error in half precision: noise over signal in dB, the mean of output and gradient.
 
-    What is not finite rates highest, and among equals what ran first: `called` is in the order of the calls' ends.
-    `outputs` are fidelity sums by module, `gradients` by parameter.
+    Values that are not finite rate highest; of equal modules, the one that ran first does.
+
+    Args:
+        tree: The modules to rate.
+        called: Names of modules in the order in which their calls ended.
+        outputs: Fidelity sums by module.
+        gradients: Fidelity sums by parameter.
+
     """
     order = {name: number for number, name in enumerate(called)}
     rated: dict[str, float] = {}
@@ -145,7 +150,8 @@ def suspicion(
                 inside[outer] = inside[outer] + sums if outer in inside else sums
     for name in (name for name in tree if name):
         noise = [_noise_db(sums[name]) for sums in (outputs, inside) if name in sums]
-        # a culprit has both: what runs before it has bad gradients, what runs after it bad outputs
+        # a culprit has a bad output and a bad gradient; modules before it have only bad gradients, modules after it
+        # only bad outputs
         rated[name] = sum(noise) / len(noise) - 1e-6 * order.get(name, 0) if noise else -math.inf
     return rated
 

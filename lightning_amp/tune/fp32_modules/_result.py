@@ -1,4 +1,4 @@
-"""What `find_fp32_modules` returns: the rules, and how far they leave a run from one in fp32."""
+"""The result of `find_fp32_modules`: the rules, and the distance from fp32 with them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from lightning_amp.casting import Rule
 
 @final
 class Fp32Rules(tuple[Rule, ...]):
-    """Rules for `fp32_modules=`; a tuple that also knows what they cost and what they are good for.
+    """Rules for `fp32_modules=`: a tuple with attributes about their cost and effect.
 
     Attributes:
-        cost: Time of a training step, forward and backward, with the rules against without: 1.08 is 8 % slower;
-            NaN if a step does not run without them.
-            1.0 if there are none.
-        message: What was found, in one or two sentences.
-        tried: How many sets of modules were evaluated.
+        cost: Time of forward and backward with the rules, over the time without them: 1.08 is 8 % slower. 1.0 if there
+            are no rules; NaN if a step does not run without them.
+        message: The result in one or two sentences.
+        tried: Number of sets of modules that were evaluated.
         gradient_errors: Relative error of the gradient without and with the rules, on the batches of the search.
             Infinite if a value was not finite.
-        metric_errors: The same by validation metric.
+        metric_errors: The same for each validation metric.
 
     """
 
@@ -45,7 +44,7 @@ class Fp32Rules(tuple[Rule, ...]):
         gradient_errors: tuple[float, float],
         metric_errors: Mapping[str, tuple[float, float]],
     ) -> Self:
-        """Make one."""
+        """Make the tuple and set its attributes."""
         made = super().__new__(cls, rules)
         vars(made).update(
             cost=cost,
@@ -57,29 +56,29 @@ class Fp32Rules(tuple[Rule, ...]):
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"`{name}` cannot be set: what was found does not change")
+        raise AttributeError(f"`{name}` cannot be set: a result does not change")
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let a copy and a pickle have all of it."""
+        """Give the attributes to copies and pickles."""
         return (tuple(self),), dict(vars(self))
 
     def __getstate__(self) -> None:
-        """Keep nothing else."""
+        """Return nothing: `__getnewargs_ex__` has the attributes already."""
 
 
-class NothingHelps(ValueError):  # noqa: N818 - says it better
+class NothingHelps(ValueError):  # noqa: N818 - a result, not a fault
     """No set of modules in fp32 is enough, or fp32 itself is not finite."""
 
 
 @final
 @dataclass(frozen=True)
 class DistanceToFp32:
-    """Relative errors against fp32, infinite where something is not finite or failed.
+    """Relative errors against fp32; infinite if a value is not finite or the step failed.
 
     Attributes:
-        gradient: Norm of the difference over the norm in fp32, over all parameters; of the worst batch.
-        metrics: By validation metric.
-        reason: Why the gradient's is infinite, in words.
+        gradient: Norm of the difference over the norm in fp32, over all parameters, on the worst batch.
+        metrics: The error of each validation metric.
+        reason: The reason in words if the error of the gradient is infinite.
 
     """
 
@@ -88,7 +87,7 @@ class DistanceToFp32:
     reason: str = ""
 
     def within(self, tolerance: float) -> bool:
-        """Return whether none is larger."""
+        """Return whether no error is larger."""
         return all(error <= tolerance for error in (self.gradient, *self.metrics.values()))
 
     def describe(self, tolerance: float | None = None) -> str:
@@ -110,7 +109,7 @@ def as_percent(error: float) -> str:
 
 
 def relative_error(value: float, reference: float) -> float:
-    """Return how far a value is from a finite reference; where that is 0, the difference itself."""
+    """Return the difference over the reference, or the difference itself if the reference is 0."""
     if not math.isfinite(value):
         return math.inf
     difference = abs(value - reference)

@@ -1,4 +1,4 @@
-"""The search for a small set of modules over a tree of names: it knows no torch, only which sets pass."""
+"""Search a tree of module names for a small set of modules that passes a test. Plain Python without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from typing_extensions import final
 
 Tree = Mapping[str, Sequence[str]]
-"""By name of a module, the nearest ones inside it; those at the top under the empty name."""
+"""The names of the nearest modules inside each module; the empty name has the modules at the top."""
 
 _AT_LEAST = 60
 _PER_LEVEL = 4
@@ -20,12 +20,12 @@ _PER_LEVEL = 4
 
 @final
 class Found(NamedTuple):
-    """What a search ended with.
+    """The result of a search.
 
     Attributes:
-        names: Modules that pass together; `None` if not even all of them do.
-        num_tried: How many sets were evaluated.
-        complete: Whether the search came to its end: then no module can be left out. Else there was no more budget.
+        names: Modules that pass together; `None` if not even all modules pass.
+        num_tried: Number of evaluated sets.
+        complete: Whether no module can be left out. False if the budget of evaluations was spent before.
 
     """
 
@@ -39,18 +39,19 @@ def search(
 ) -> Found:
     """Find few and small modules that pass together.
 
-    From all modules at the top, halves are left out as long as what is left passes (delta debugging, Zeller and
-    Hildebrandt 2002), those first that are least suspicious. What cannot be left out is replaced by what is inside it,
-    if that passes, and so on down the tree (hierarchical delta debugging, Misherghi and Su 2006). Modules that differ
-    in numbers alone, such as the blocks of a transformer, go down together, and are told apart at the end. With k
-    culprits among n modules that takes about 2k log2(n) evaluations. At last all are tried once more, one by one: where
-    sets do not behave (a larger one fails), what was needed before may not be now.
+    The search begins with all modules at the top. It leaves out halves of them, the least suspicious modules first,
+    while the rest passes (delta debugging, Zeller and Hildebrandt 2002). It then replaces each module by the modules
+    inside it if they pass, and so on down the tree. This is hierarchical delta debugging (Misherghi and Su 2006).
+    Modules whose names differ only in numbers, such as the blocks of a transformer, are replaced together and told
+    apart at the end. With k culprits among n modules this takes about 2k log2(n) evaluations. At the end it tries to
+    leave out each module once more: it may have been needed only for one that was left out later.
 
     Args:
-        tree: Of modules.
-        passes: Tells whether it is enough that these, with all that is inside them, are in fp32. Called once per set.
-        suspicion: By name; the highest first. A module without is not suspicious.
-        most: Evaluations. Default: 60 and some for each doubling of the number of modules.
+        tree: The modules.
+        passes: Returns whether it is enough to have these modules, and all modules inside them, in fp32. It is called
+            once per set.
+        suspicion: Ratings by name; a higher one is more suspicious. A module without a rating is not suspicious.
+        most: Largest number of evaluations. Default: 60, and 4 for each doubling of the number of modules.
 
     """
     budget = most if most is not None else _AT_LEAST + _PER_LEVEL * math.ceil(math.log2(len(tree) + 1))
@@ -100,7 +101,7 @@ class _Search:
         return sorted(names, key=lambda name: self._suspicion.get(name, -math.inf))
 
     def _without(self, group: Sequence[str], kept: list[str]) -> list[str]:
-        """Leave out as many of a group as can be."""
+        """Leave out as many modules of a group as possible."""
         rest = [name for name in kept if name not in group]
         if self._passes(rest):
             return rest
@@ -110,7 +111,7 @@ class _Search:
         return self._without(group[half:], self._without(group[:half], kept))
 
     def _inside(self, kept: list[str]) -> list[str]:
-        """Replace modules by some of those inside, as far down as that passes."""
+        """Replace modules by some of the modules inside them, down the tree while the set passes."""
         waiting = list(kept)
         while waiting:
             name = waiting.pop(0)
@@ -124,7 +125,7 @@ class _Search:
         return kept
 
     def _parts(self, name: str) -> Iterator[list[str]]:
-        """Iterate over what a module, or several that are alike, can be replaced by: the larger parts last."""
+        """Iterate over the replacements of a module, or of several alike modules; the larger parts come last."""
         names = self._single([name])
         parts = self._together(part for one in names for part in self._tree.get(one, ()))
         if parts:
@@ -133,7 +134,7 @@ class _Search:
             yield names
 
     def _together(self, names: Iterable[str]) -> list[str]:
-        """Write modules that are alike as their pattern, where all that it stands for are there."""
+        """Replace alike modules by their pattern if all modules of the pattern are given."""
         given = list(dict.fromkeys(names))
         pattern_of = {
             name: pattern for pattern, alike in self._alike.items() if set(alike) <= set(given) for name in alike
@@ -141,11 +142,11 @@ class _Search:
         return list(dict.fromkeys(pattern_of.get(name, name) for name in given))
 
     def _single(self, names: Iterable[str]) -> list[str]:
-        """Write a pattern as the modules that it stands for."""
+        """Replace patterns by their modules."""
         return list(dict.fromkeys(one for name in names for one in self._alike.get(name, (name,))))
 
     def _one_by_one(self, kept: list[str]) -> list[str]:
-        """Leave out single modules until none can be."""
+        """Leave out single modules until none can be left out."""
         for name in self._least_first(kept):
             rest = [other for other in kept if other != name]
             if self._passes(rest):
@@ -153,7 +154,7 @@ class _Search:
         return kept
 
     def _merged(self, kept: list[str]) -> list[str]:
-        """Write one name for a module of whose inside everything is needed, if it is more than one."""
+        """Replace two or more modules by the module around them if they are all that is inside it."""
         for name in sorted(self._tree, key=lambda name: -name.count(".")):
             children = self._tree[name]
             if name and len(children) > 1 and set(children) <= set(kept):
@@ -166,10 +167,10 @@ class _Search:
 
 
 def _alike(tree: Tree) -> dict[str, tuple[str, ...]]:
-    """Find modules whose names differ in numbers alone, two or more; by name with a star for each number.
+    """Group two or more modules whose names differ only in numbers, by the name with a star for each number.
 
-    With the same names inside: layers of different kinds that are numbered are not alike. Of several such groups the
-    largest has the pattern.
+    The names inside them must be the same: numbered layers of different kinds are not alike. If several groups share a
+    pattern, the largest one gets it.
     """
     groups: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for name in (name for inside in tree.values() for name in inside):
@@ -181,11 +182,11 @@ def _alike(tree: Tree) -> dict[str, tuple[str, ...]]:
 
 
 def as_rules(names: Sequence[str], others: Collection[str]) -> tuple[str, ...]:
-    """Write names as rules: three or more that differ in one number as a pattern, if that matches none of the others.
+    """Write names as rules; three or more names that differ in one number become a pattern.
 
     Args:
-        names: Of modules; what stands inside of one is in fp32 with it.
-        others: The names of all other modules.
+        names: Names of modules; the modules inside them are in fp32, too.
+        others: The names of all other modules, none of which a pattern may match.
 
     """
     left, rules = list(names), list[str]()

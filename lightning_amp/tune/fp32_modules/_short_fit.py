@@ -1,9 +1,8 @@
-"""A short fit in fp32, in the caller's process, whose steps are measured in low precision."""
+"""Run a short fit in fp32 in this process, and measure its steps in low precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -30,22 +29,14 @@ _NUM_VALIDATION_BATCHES = 3
 
 @final
 class _WarmUp(AmpPrecision):
-    """The user's precision for what is measured, and fp32 for the training in between."""
+    """A plugin that computes in fp32 at first, and can be switched to the user's precision."""
 
     _in_fp32 = True
 
-    @contextmanager
-    def measuring(self) -> Generator[None]:
-        """Compute in the user's precision."""
-        before, self._in_fp32 = self._in_fp32, False
-        try:
-            yield
-        finally:
-            self._in_fp32 = before
-
-    def train_as_asked(self) -> None:
-        """Compute in the user's precision from here on: half-precision weights and inputs do not fit to others."""
-        self._in_fp32 = False
+    def compute_in_fp32(self, value: bool) -> bool:
+        """Compute in fp32, or in the user's precision; return the setting before."""
+        before, self._in_fp32 = self._in_fp32, value
+        return before
 
     @override
     def autocast_context_manager(self) -> torch.autocast:
@@ -54,9 +45,9 @@ class _WarmUp(AmpPrecision):
 
 @final
 class _Probe(Callback, Generic[T]):
-    """Collects steps of training, hands them to `work` in the validation after them, and ends the fit.
+    """Collects steps of training, passes them to `work` in the validation after them, and ends the fit.
 
-    Without validation, that is in the next step.
+    Without validation, it does so in the next step.
     """
 
     def __init__(self, plugin: _WarmUp, steps: Sequence[int], first_validation_batch: int, work: Callable[[Bench], T]):
@@ -78,14 +69,14 @@ class _Probe(Callback, Generic[T]):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         number, last = self._num_batches, self._steps[-1]
         if any(t.dtype in HALF_DTYPES for t in (*pl_module.parameters(), *(t for _, t in tensors_in(batch)))):
-            self._plugin.train_as_asked()
+            self._plugin.compute_in_fp32(False)  # half-precision weights or inputs need the user's precision
         self._num_batches += 1
         if number in self._steps:
             training = {_modules.plain_name(name): module.training for name, module in pl_module.named_modules()}
             random_state = RandomState.capture(trainer.strategy.root_device.type)
             state = state_of(pl_module)
             self._points.append(Point(number, copy_batch(batch), batch_idx, state, training, random_state))
-        # a validation with nothing in it does not come
+        # an empty validation calls no hook, so do not wait for it for ever
         if number > last and (not trainer.enable_validation or number > 2 * last + 1):
             self._run(trainer, pl_module, [])
 
@@ -100,11 +91,12 @@ class _Probe(Callback, Generic[T]):
         trainer.should_stop = True
         if self.results:
             return
-        with self._plugin.measuring():
-            self.results.append(self._work(Bench(trainer, module, self._plugin, self._points, batches)))
+        trained_in_fp32 = self._plugin.compute_in_fp32(False)
+        self.results.append(self._work(Bench(trainer, module, self._plugin, self._points, batches)))
+        self._plugin.compute_in_fp32(trained_in_fp32)
 
     def _validation_batches(self, trainer: Trainer, batch: Any, batch_idx: int) -> list[tuple[Any, int, int | None]]:
-        """Draw some batches, the first of each loader; where they cannot be drawn again, the one that is there."""
+        """Draw the first batches of each loader, or copy the current batch if a loader cannot be iterated again."""
         loaders = trainer.val_dataloaders
         several = isinstance(loaders, (list, tuple)) and len(loaders) > 1
         listed: list[Any] = list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
@@ -121,21 +113,18 @@ class _Probe(Callback, Generic[T]):
 def in_a_short_fit(
     request: Request, steps: Sequence[int], work: Callable[[Bench], T], *, rules: Sequence[Rule] = (), later: int = 0
 ) -> T:
-    """Train for some steps in fp32, with all that the user has written, and measure; nothing remains of it.
+    """Train a copy of the module in fp32 for some steps, with the user's hooks and callbacks, and measure.
 
     Args:
-        request: What is asked for.
-        steps: Which batches of training to measure with, in order.
-        work: Measures.
-        rules: In the place of the user's own.
-        later: Validate with other batches than before; how many times before.
-
-    Raises:
-        ValueError: If there are no batches.
+        request: The arguments of `find_fp32_modules`.
+        steps: Indices of the batches of training to measure, in order.
+        work: Measures, and returns the result.
+        rules: Rules in the place of the user's own.
+        later: Number of fits before this one, each of which validated with other batches.
 
     """
     length = {"limit_train_batches": steps[-1] + 1, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
-    # a `NaN` in what is tried is an answer and no error
+    # a NaN is a result of the search, not an error
     other = {"inference_mode": False, "detect_anomaly": False, "overfit_batches": 0.0}
     arguments: dict[str, Any] = {**request.arguments, **({"fp32_modules": rules} if rules else {})}
     plugin = _WarmUp(**arguments)

@@ -1,4 +1,6 @@
-"""Python imports this at its start if the folder is on `PYTHONPATH`: with torch comes the pretended device."""
+"""Python imports this file at start-up if the folder is on `PYTHONPATH`; importing torch then adds the pretended
+device.
+"""
 
 import importlib.abc
 import importlib.machinery
@@ -10,7 +12,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _WithTorch(importlib.abc.MetaPathFinder):
-    """Runs `boot.py` as soon as torch is imported, before anybody keeps a reference to `torch.cuda.Event`."""
+    """Run `boot.py` as soon as torch is imported, before other code keeps a reference to `torch.cuda.Event`."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
@@ -32,11 +34,11 @@ class _WithTorch(importlib.abc.MetaPathFinder):
         return spec
 
 
-if os.environ.get("COVERAGE_PROCESS_START"):  # lines.py looks at what runs
+if os.environ.get("COVERAGE_PROCESS_START"):  # lines.py reports which lines ran
     import coverage
 
     coverage.process_startup()
 if os.environ.get("LIGHTNING_AMP_PRETEND"):
-    # At the end of a process, threads of backwards on a device that are told to end race with Python's own end.
+    # At exit, stopping the device's backward threads races with the end of Python itself.
     os.environ.setdefault("TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT", "0")
     sys.meta_path.insert(0, _WithTorch())

@@ -1,14 +1,9 @@
-"""`lightning-amp compare`: from a command line to `compare_precisions`, and from its report to an exit status.
-
-`compare_precisions` itself is a stand-in: it is tested where it lives.
-"""
+"""`lightning-amp compare`: the call of `compare_precisions`, which is replaced, and the exit status."""
 
 from __future__ import annotations
 
 import json
-import pickle
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +11,11 @@ from typing import Any
 import pytest
 from support.cli_classes import Net, Rows
 
-import lightning_amp
 from lightning_amp._plain_data import Table
-from lightning_amp.cli import main
 from lightning_amp.compare import Claim, Verdict
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jsonargparse, about how Lightning calls it
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from jsonargparse, about Lightning
     pytest.mark.usefixtures("in_tmp_path"),
 ]
 
@@ -31,7 +24,7 @@ MARKDOWN = "Use `fp16`.\n\n| arm | speed |\n| --- | --- |\n| fp16 | 1.8x as fast
 
 
 class Report:
-    """As much of a `PrecisionReport` as the command looks at."""
+    """The part of a `PrecisionReport` that the command uses."""
 
     def __init__(self, claim: Claim = "not worse", error: str | None = None) -> None:
         self.said, metrics = Verdict(claim), {"val_loss": None}
@@ -57,43 +50,15 @@ class Report:
         Path(path).write_text("<html>")
 
 
-class Compared:
-    """Stands in for `compare_precisions`; sends to another process what it is given, as that one does."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-        self.outcome: Any = Report()
-
-    def __call__(self, make_module: Any, make_data: Any, precisions: Any = (), **kwargs: Any) -> Any:
-        call = {"make_module": make_module, "make_data": make_data, "precisions": precisions, **kwargs}
-        self.calls.append(pickle.loads(pickle.dumps(call)))
-        if isinstance(self.outcome, BaseException):
-            raise self.outcome
-        return self.outcome
-
-
 @pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
-    compared = Compared()
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(lightning_amp, "compare_precisions", compared, raising=False)
-    return compared
-
-
-@pytest.fixture
-def command(compared: Compared, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = main(["compare", *arguments])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+def compared(stand_in: Any) -> Any:
+    return stand_in("compare_precisions", Report(), other_process=True)
 
 
 # -- what is asked for -------------------------------------------------------------------------------------------------
 
 
-def test_the_defaults(command: Any, compared: Compared) -> None:
+def test_the_defaults(command: Any, compared: Any) -> None:
     assert command(*BOTH) == (0, MARKDOWN, "")
     (call,) = compared.calls
     assert type(call.pop("make_module")()) is Net
@@ -109,7 +74,7 @@ def test_the_defaults(command: Any, compared: Compared) -> None:
     }
 
 
-def test_everything(command: Any, compared: Compared) -> None:
+def test_everything(command: Any, compared: Any) -> None:
     options = ["--precisions", "fp32", "fp8", "--seeds", "3", "--seed", "5", "--control", "false", "--dirpath", "kept"]
     margins = ["--margins.val_acc", "0.001", "--margins.val/x=max:0.1", "--margins.y.z", '["min", 2]']
     assert command(*options, *BOTH, "--trainer.max_epochs=2", *margins, "--model.lr", "0.5")[0] == 0
@@ -137,20 +102,20 @@ fit:
 
 
 @pytest.mark.parametrize(("arguments", "seed"), [([], 7), (["--seed", "1"], 1)])
-def test_a_yaml(arguments: list[str], seed: int, command: Any, compared: Compared) -> None:
+def test_a_yaml(arguments: list[str], seed: int, command: Any, compared: Any) -> None:
     Path("config.yaml").write_text(YAML)
     status, _, err = command("--config", "config.yaml", "--model", "support.cli_classes.Net", *arguments)
     assert status == 0
     assert err == (
-        "lightning-amp compare: of --config config.yaml, trainer.precision, trainer.plugins is left out: precisions are"
-        " what is compared\n"
+        "lightning-amp compare: of --config config.yaml, trainer.precision, trainer.plugins is ignored: this command"
+        " compares precisions\n"
     )
     (call,) = compared.calls
     assert call["make_module"]().hparams["width"] == 4
     assert (call["trainer_kwargs"], call["seed"]) == ({"max_epochs": 2}, seed)
 
 
-def test_the_command_line_wins_over_the_yaml(command: Any, compared: Compared) -> None:
+def test_the_command_line_wins_over_the_yaml(command: Any, compared: Any) -> None:
     Path("config.yaml").write_text(YAML)
     command("--model", "support.cli_classes.Net", "--model.width", "9", "--config", "config.yaml")
     assert compared.calls[0]["make_module"]().hparams["width"] == 9
@@ -163,7 +128,7 @@ def test_the_command_line_wins_over_the_yaml(command: Any, compared: Compared) -
         ([*BOTH, "--seeds", "x"], "argument --seeds: invalid int value: 'x'"),
         ([*BOTH, "--control", "maybe"], "argument --control: invalid choice: 'maybe' (choose from"),
         ([*BOTH, "--precisions"], "argument --precisions: expected at least one argument"),
-        ([*BOTH, "--margins.a"], "--margins.a must be a number such as 0.001, or, with what is better, max:0.1 or mi"),
+        ([*BOTH, "--margins.a"], "--margins.a must be a number such as 0.001, or, with the better direction, max:0.1"),
         ([*BOTH, "--margins.a", "up:1"], "--margins.a must be a number such as 0.001"),
         ([*BOTH, "--margins.a", "max:x"], "--margins.a must be a number such as 0.001"),
         ([*BOTH, "--margins.a", '["max"]'], "--margins.a must be a number such as 0.001"),
@@ -175,7 +140,7 @@ def test_the_command_line_wins_over_the_yaml(command: Any, compared: Compared) -
     ],
 )
 def test_wrong_use_is_one_line_before_anything_runs(
-    arguments: list[str], line: str, command: Any, compared: Compared
+    arguments: list[str], line: str, command: Any, compared: Any
 ) -> None:
     status, out, err = command(*arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
@@ -196,20 +161,20 @@ def test_wrong_use_is_one_line_before_anything_runs(
         (Report(error="out of memory"), 1),
     ],
 )
-def test_the_exit_status(report: Report, status: int, command: Any, compared: Compared) -> None:
+def test_the_exit_status(report: Report, status: int, command: Any, compared: Any) -> None:
     compared.outcome = report
     assert command(*BOTH) == (status, MARKDOWN, "")
 
 
+@pytest.mark.usefixtures("compared")
 def test_files(command: Any) -> None:
     assert command(*BOTH, "--json", "x.json", "--html", "x.html")[0] == 0
     assert json.loads(Path("x.json").read_text()) == {}
     assert Path("x.html").read_text() == "<html>"
 
 
-def test_files_are_written_before_anybody_stops_reading(
-    command: Any, compared: Compared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("compared")
+def test_files_are_written_before_the_output(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(text: str) -> None:
         raise BrokenPipeError
 
@@ -228,7 +193,7 @@ def test_files_are_written_before_anybody_stops_reading(
         (KeyError("broken"), 70, "this is an error of lightning-amp itself: KeyError: 'broken'."),
     ],
 )
-def test_errors(error: Exception, status: int, line: str, command: Any, compared: Compared) -> None:
+def test_errors(error: Exception, status: int, line: str, command: Any, compared: Any) -> None:
     compared.outcome = error
     found, out, err = command(*BOTH)
     assert (found, out, err.count("\n")) == (status, "", 1)
@@ -238,17 +203,19 @@ def test_errors(error: Exception, status: int, line: str, command: Any, compared
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--dirpath", "kept"], "interrupted; what finished is in `kept`, and the same command goes on from there"),
+        (["--dirpath", "kept"], "interrupted; finished runs are in `kept`, and the same command goes on from there"),
         ([], "interrupted; with `--dirpath DIR` the same command goes on where it was stopped"),
     ],
 )
-def test_ctrl_c(arguments: list[str], line: str, command: Any, compared: Compared) -> None:
+def test_ctrl_c(arguments: list[str], line: str, command: Any, compared: Any) -> None:
     compared.outcome = KeyboardInterrupt()
     assert command(*BOTH, *arguments) == (130, "", f"lightning-amp compare: {line}\n")
 
 
+@pytest.mark.usefixtures("compared")
 def test_on_a_terminal_it_is_laid_out(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setattr("lightning_amp.cli._runner.is_terminal", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     _, out, _ = command(*BOTH)
     assert out.splitlines() == ["Use fp16.", "", "arm   speed", "fp16  1.8x as fast"]

@@ -1,4 +1,4 @@
-"""What the user's code raised, in one line."""
+"""Exceptions of the user's code as one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_amp.cli._errors import usage_error
 
 
 def caught(code: str, file: str, **names: object) -> Exception:
-    """What running a code raises, as if it stood in a file, without the frames of this test."""
+    """Return the exception of a piece of code, as if it were in a file, without the frames of this test."""
     namespace = dict(names)
     try:
         exec(compile(code, file, "exec"), namespace)

@@ -1,4 +1,4 @@
-"""What a command line describes is made in another process, as a LightningCLI makes it."""
+"""Factories make the objects of a command line in another process, as a LightningCLI does."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import LightningCLI
 from support import assert_same, fit, weights
-from support.cli_classes import Counter, Net, Part, Rows
+from support.cli_classes import Net, Part, Rows
 
 from lightning_amp.cli._factories import Factory, TrainerArgument, describe
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jsonargparse, about how Lightning calls it
-    pytest.mark.filterwarnings("ignore:`Net.configure_optimizers` will be overridden"),  # as it is meant
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from jsonargparse, about Lightning
+    pytest.mark.filterwarnings("ignore:`Net.configure_optimizers` will be overridden"),  # this is intended
 ]
 
 NET = {"class_path": "support.cli_classes.Net", "init_args": {"width": 3}}
@@ -48,7 +48,7 @@ def test_a_module_and_its_data() -> None:
 
 
 def test_it_is_what_a_lightning_cli_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random draws, hyperparameters, the optimizer: all the same."""
+    """Random draws, hyperparameters and the optimizer are the same."""
     monkeypatch.setattr(sys, "argv", ["train.py"])
     config = {"model": WITH_PART, "optimizer": ADAM, "lr_scheduler": STEP}
     torch.manual_seed(5)
@@ -96,7 +96,7 @@ def test_another_process_finds_the_classes(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_text_of_a_factory_is_the_same_wherever_it_is_run() -> None:
-    """A comparison goes on where it was stopped if factories have the same text."""
+    """A comparison can only go on if its factories have the same text again."""
     here, there = (Factory("model", {"model": WITH_PART, "optimizer": ADAM}, (path,)) for path in ("/here", "/there"))
     net = "support.cli_classes.Net(width=3, part=support.cli_classes.Part(size=7))"
     assert repr(here) == repr(there) == f"{net}, optimizer: torch.optim.Adam(lr=0.5)"
@@ -107,7 +107,6 @@ def test_the_text_of_a_factory_is_the_same_wherever_it_is_run() -> None:
 
 
 STOPPING = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val_loss"}}
-COUNTER = {"class_path": "support.cli_classes.Counter", "init_args": {"start": 3}}
 
 
 def test_an_argument_of_the_trainer_is_made_where_it_is_unpickled() -> None:
@@ -119,11 +118,3 @@ def test_an_argument_of_the_trainer_is_made_where_it_is_unpickled() -> None:
     assert repr(argument) == "lightning.pytorch.callbacks.EarlyStopping(monitor='val_loss')"
     logger = sent(TrainerArgument("logger", {"class_path": "CSVLogger", "init_args": {"save_dir": "x"}}))
     assert type(logger) is L.pytorch.loggers.CSVLogger
-
-
-def test_one_that_could_not_be_pickled() -> None:
-    made = sent(TrainerArgument("callbacks", [COUNTER]))
-    assert type(made) is Counter
-    assert made.count == 3
-    with pytest.raises((AttributeError, pickle.PicklingError)):
-        pickle.dumps(made)

@@ -1,10 +1,9 @@
-"""`lightning-amp fp32-modules`: from a command line to the rules, and to an exit status."""
+"""`lightning-amp fp32-modules`: the call of `find_fp32_modules`, the printed rules, and the exit status."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import pytest
 import torch
 from support.cli_classes import Counter, Net, Rows
 
-import lightning_amp
-from lightning_amp.cli import main
 from lightning_amp.tune import Fp32Rules, NothingHelps
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jsonargparse, about how Lightning calls it
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from jsonargparse, about Lightning
     pytest.mark.usefixtures("in_tmp_path"),
 ]
 
@@ -35,44 +32,15 @@ NOTHING = Fp32Rules(
 )
 
 
-class Searched:
-    """Stands in for `find_fp32_modules`."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-        self.outcome: Any = FOUND
-
-    def __call__(self, make_module: Any, make_data: Any, precision: Any, **kwargs: Any) -> Any:
-        self.calls.append({"make_module": make_module, "make_data": make_data, "precision": precision, **kwargs})
-        if isinstance(self.outcome, BaseException):
-            raise self.outcome
-        return self.outcome
-
-
 @pytest.fixture
-def searched(monkeypatch: pytest.MonkeyPatch) -> Searched:
-    searched = Searched()
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(lightning_amp, "find_fp32_modules", searched, raising=False)
-    return searched
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = main(["fp32-modules", *arguments])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+def searched(stand_in: Any) -> Any:
+    return stand_in("find_fp32_modules", FOUND)
 
 
 # -- what is asked for -------------------------------------------------------------------------------------------------
 
 
-def test_the_defaults(command: Any, searched: Searched) -> None:
+def test_the_defaults(command: Any, searched: Any) -> None:
     status, out, err = command(*BOTH, "--tolerance", "0.05")
     assert (status, err) == (1, "")
     assert out.splitlines() == [
@@ -91,16 +59,16 @@ def test_the_defaults(command: Any, searched: Searched) -> None:
 
 
 @pytest.mark.parametrize("option", ["--precision", "--precisions"])
-def test_a_precision_and_arguments_of_the_trainer(option: str, command: Any, searched: Searched) -> None:
+def test_a_precision_and_arguments_of_the_trainer(option: str, command: Any, searched: Any) -> None:
     trainer = ["--trainer.max_epochs", "2", "--trainer.callbacks+=support.cli_classes.Counter"]
     command(*BOTH, "--tolerance=1e-2", option, "bf16", *trainer)
     (call,) = searched.calls
     assert (call["precision"], call["tolerance"]) == ("bf16", 0.01)
     assert call["trainer_kwargs"]["max_epochs"] == 2
-    assert type(call["trainer_kwargs"]["callbacks"][0]) is Counter  # made, and not a description of it
+    assert type(call["trainer_kwargs"]["callbacks"][0]) is Counter  # the object, not its description
 
 
-def test_the_seed_of_a_yaml(command: Any, searched: Searched) -> None:
+def test_the_seed_of_a_yaml(command: Any, searched: Any) -> None:
     yaml = "seed_everything: 7\nmodel: {width: 4}\ndata: {class_path: support.cli_classes.Rows}\n"
     Path("config.yaml").write_text(yaml)
     command("--config", "config.yaml", "--model", "support.cli_classes.Net", "--tolerance", "0.05")
@@ -111,13 +79,13 @@ def test_the_seed_of_a_yaml(command: Any, searched: Searched) -> None:
 # -- what comes out ----------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_needed(command: Any, searched: Searched) -> None:
+def test_nothing_is_needed(command: Any, searched: Any) -> None:
     searched.outcome = NOTHING
     assert command(*BOTH, "--tolerance", "0.05", "--json", "out.json") == (0, "Nothing needs fp32.\n", "")
     assert json.loads(Path("out.json").read_text())["rules"] == []
 
 
-def test_json(command: Any, searched: Searched) -> None:
+def test_json(command: Any, searched: Any) -> None:
     command(*BOTH, "--tolerance", "0.05", "--json", "out.json")
     assert json.loads(Path("out.json").read_text()) == {
         "precision": "fp16",
@@ -131,7 +99,7 @@ def test_json(command: Any, searched: Searched) -> None:
     }
 
 
-def test_nothing_helps(command: Any, searched: Searched) -> None:
+def test_nothing_helps(command: Any, searched: Any) -> None:
     searched.outcome = NothingHelps("No precision can help.")
     assert command(*BOTH, "--tolerance", "0.05", "--json", "out.json") == (1, "No precision can help.\n", "")
     assert json.loads(Path("out.json").read_text())["rules"] is None
@@ -146,11 +114,9 @@ def test_nothing_helps(command: Any, searched: Searched) -> None:
             [*BOTH, "--tolerance", "1", "--precisions", "fp16", "bf16"],
             "must be exactly one here, got fp16 bf16",
         ),
-        ([*BOTH, "--tolerance", "1", "--json", "."], "--json must be a file, got '.'"),
-        (["--tolerance", "1"], "--model is missing"),
     ],
 )
-def test_wrong_use_is_one_line(arguments: list[str], text: str, command: Any, searched: Searched) -> None:
+def test_wrong_use_is_one_line(arguments: list[str], text: str, command: Any, searched: Any) -> None:
     status, out, err = command(*arguments)
     assert (status, out, searched.calls) == (2, "", [])
     assert err.startswith("lightning-amp fp32-modules: ")

@@ -1,4 +1,4 @@
-"""The exit status and the one line of all that can happen."""
+"""The exit status and the printed line of every outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_amp.cli._runner import Command, Outcome, Request
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Have `scale` return something, or raise it."""
+    """Make `scale` return or raise an outcome."""
 
     def becomes(outcome: Any) -> None:
         def work(request: Request) -> Outcome:

@@ -1,4 +1,4 @@
-"""What the commands print and save."""
+"""Printing and saving of results."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such pipes")
 def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
-    """What takes the place of a file in one move would take that of `/dev/stdout`."""
+    """An atomic write would replace `/dev/stdout`."""
     os.mkfifo(tmp_path / "pipe")
     reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     save("--json", str(tmp_path / "pipe"), json_writer([1]))

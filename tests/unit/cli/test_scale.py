@@ -1,4 +1,4 @@
-"""`lightning-amp scale`: what it prints, draws, saves and refuses."""
+"""`lightning-amp scale`: its output, its files and its refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLICY = {"init_scale": 64.0, "growth_interval": 4}
 
 @pytest.fixture(autouse=True)
 def runs(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs in the current directory, and an empty one."""
+    """Write two runs and an empty one into the current directory."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     scale_run(FIRST, **POLICY).to_csv("runs/first/scale_history.csv")
@@ -162,7 +162,8 @@ def test_urls(scale: Any) -> None:
     history.to_csv("memory://b/other.csv")
     try:
         lines = scale("memory://a", "memory://b/other.csv")
-        assert lines[-9].split() == ["run", "memory://a", "memory://b/other.csv"]  # too wide, and so turned
+        # too wide, so rows and columns are swapped
+        assert lines[-9].split() == ["run", "memory://a", "memory://b/other.csv"]
         assert lines[-8].split() == ["steps", "10", "10"]
     finally:
         MemoryFileSystem.store.clear()
@@ -176,8 +177,8 @@ def test_urls(scale: Any) -> None:
     ("arguments", "line"),
     [
         ([], "the following arguments are required: FILE (`lightning-amp scale --help` says more)"),
-        (["nope"], "there is no file `nope`; FILE is what `ScaleMonitor(dirpath=...)` writes, or the folder it is in"),
-        (["runs"], "the folder `runs` has no scale_history.csv; FILE is what"),
+        (["nope"], "there is no file `nope`; FILE is a file that `ScaleMonitor(dirpath=...)` writes, or its folder"),
+        (["runs"], "the folder `runs` has no scale_history.csv; FILE is a file"),
         (["memory://none"], "`memory://none` cannot be read: FileNotFoundError: "),
         (["s4://x"], "`FILE` must be a path, or a URL whose protocol fsspec knows, got 's4://x'."),
         (["runs/first", "--plicy", "a=1"], "unrecognized arguments: --plicy a=1; the options are --help, --policy,"),

@@ -22,8 +22,8 @@ ROWS = ["--data", "support.cli_classes.Rows"]
 BOTH = [*NET, *ROWS]
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of jsonargparse, about how Lightning calls it
-    pytest.mark.filterwarnings("ignore:`Net.configure_optimizers` will be overridden"),  # as it is meant
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from jsonargparse, about Lightning
+    pytest.mark.filterwarnings("ignore:`Net.configure_optimizers` will be overridden"),  # this is intended
 ]
 
 
@@ -73,7 +73,7 @@ def test_what_is_given_without_a_type_may_be_nothing() -> None:
 
 
 def test_an_extra_that_lightnings_command_line_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its next version asks for jsonnet."""
+    """The next version of jsonargparse needs jsonnet."""
     lacks = RequirementCache("jsonargparse[no-such-extra]>=1")
     lacks.available, lacks.message = False, "Requirement 'jsonargparse[jsonnet]' not met. Run `pip install it`"
     monkeypatch.setattr("lightning.pytorch.cli._JSONARGPARSE_SIGNATURES_AVAILABLE", lacks)
@@ -108,7 +108,7 @@ def test_the_trainer() -> None:
 
 
 def test_what_is_the_default_of_the_trainer_is_left_out() -> None:
-    """A YAML that a LightningCLI saved has all of its arguments."""
+    """A YAML that a LightningCLI saved has all arguments of the Trainer."""
     config = {"trainer": {"accelerator": "auto", "devices": "auto", "gradient_clip_val": None, "max_epochs": 3}}
     assert parsed(*BOTH, configs=[config]).trainer_kwargs == {"max_epochs": 3}
 
@@ -141,7 +141,7 @@ def test_the_command_line_wins_and_later_files_win() -> None:
 
 
 def test_the_current_directory_is_importable(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it is a namespace package, as `examples` of this repository."""
+    """It may be a namespace package, such as `examples` of this repository."""
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(in_tmp_path))])
     (in_tmp_path / "some_folder").mkdir()
     (in_tmp_path / "some_folder" / "mine.py").write_text("from support.cli_classes import Rows\nclass D(Rows): ...\n")
@@ -208,7 +208,7 @@ def test_wrong_use_in_a_yaml() -> None:
         ("raise RuntimeError('two\\nlines')", "importing `broken` raised RuntimeError: two"),
         ("def f(:", "importing `broken` raised SyntaxError: "),
         ("import no_such_thing", "importing `broken` raised ModuleNotFoundError: No module named 'no_such_thing'"),
-        ("import sys; sys.exit(1)", "raised SystemExit: 1; only what stands below `if __name__ == '__main__':` may"),
+        ("import sys; sys.exit(1)", "raised SystemExit: 1; only code below `if __name__ == '__main__':` may exit"),
     ],
 )
 def test_what_a_module_raises_is_said_to_be_its_own(

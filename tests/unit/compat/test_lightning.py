@@ -1,4 +1,4 @@
-"""Private names of Lightning still mean what we take them for. What a Trainer is needed for: `tests/unit/shadow`."""
+"""Private names of Lightning still do what we need of them. Tests that need a Trainer are in `tests/unit/shadow`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of torch still mean what we take them for."""
+"""Private names of torch still do what we need of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchao's layer, and its product whose gradient can be differentiated. Its own cannot: then ours may go."""
+"""Our fp8 product supports second derivatives. A test fails when torchao's own does, since ours can go then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of a report; real ones are in `tests/promises/test_evaluation_diseases.py`."""
+"""The text of a report. `tests/promises/test_evaluation_diseases.py` has reports of real faults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_module() -> None:
     assert text.splitlines() == [
         "`val_loss` is 1.65 in AMP and 0.173 in fp32 (epoch 0)",
         "  first seen: batch 3: AMP 1.5, fp32 0.15",
-        "  cause: the output of `a` (Rotary) is wrong: it has 8 dB of SQNR against fp32, and what goes into it has 51",
+        "  cause: the output of `a` (Rotary) is wrong: it has 8 dB of SQNR against fp32, and its input has 51",
         '  operation: `cos`, net.py:3 "x.cos()"',
         "  tried: `fp32_modules=['a']` alone does not help; `fp32_modules=['a', 'b']` works: 0.173 on this batch",
     ]
@@ -49,8 +49,8 @@ def test_loader_and_rank() -> None:
 
 def test_exact_inputs_and_infinite_outputs() -> None:
     exact = report(cause="module", module="a", module_class="B", output_sqnr_db=3.0)
-    assert "what goes into it is exact" in str(exact)
-    assert "is not finite, although what goes into it is" in str(report(cause="operation", operation="pow"))
+    assert "its input is exact" in str(exact)
+    assert "is not finite, although its input is" in str(report(cause="operation", operation="pow"))
 
 
 def test_what_adds_up() -> None:

@@ -39,7 +39,7 @@ def test_imaginary_part_counts() -> None:
 
 
 def test_large_values_are_finite() -> None:
-    """The sum of them is not, nor is the magnitude of a complex number of the largest parts."""
+    """Their sum overflows, and so does the magnitude of a complex number with such parts."""
     assert all_finite([torch.full((10,), torch.finfo(torch.float32).max)])
     assert all_finite([torch.full((10,), torch.finfo(torch.float64).max, dtype=torch.float64), torch.ones(1)])
     assert all_finite([torch.complex(torch.full((1,), 3e38), torch.full((1,), 3e38))])

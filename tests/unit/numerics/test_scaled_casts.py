@@ -1,4 +1,4 @@
-"""What a cast to 8 bits loses, against the cast itself."""
+"""Compare the counted losses of a cast to 8 bits with torchao's cast itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_amp.numerics import ScaledCast
 
 
 def cast_by_torchao(values: Tensor, cast: ScaledCast) -> Tensor:
-    """The values as the products see them."""
+    """Return the values that torchao's products use."""
     ScalingGranularity = float8().ScalingGranularity
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 

@@ -1,4 +1,4 @@
-"""Gradients of a scaled backward are told from those of the user's own, for optimizers that are known and others."""
+"""`BackwardWatch` tells gradients of a scaled backward from gradients of the user's own backward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def num_hooks(*params: nn.Parameter) -> int:
 def test_a_known_optimizer_came_plain_after_a_backward_of_the_users_own() -> None:
     optimizer = sgd(p := parameter())
     watch = BackwardWatch([optimizer], [])
-    assert not watch.came_plain(optimizer)  # there is nothing yet
+    assert not watch.came_plain(optimizer)  # there are no gradients yet
     scaled(watch, p.sum())
     assert not watch.came_plain(optimizer)
     p.sum().backward()
@@ -51,7 +51,7 @@ def test_a_known_optimizer_came_plain_after_a_backward_of_the_users_own() -> Non
 
 
 def test_gradients_that_no_backward_made_came_with_the_scale() -> None:
-    """Written by hand, they are taken for what the plugin's own are."""
+    """Gradients that the user writes by hand count as gradients of the plugin's backward."""
     optimizer = sgd(p := parameter())
     watch = BackwardWatch([optimizer], [])
     p.grad = torch.ones(2)
@@ -78,7 +78,7 @@ def test_an_optimizer_that_is_not_known_has_the_scale_of_its_backward() -> None:
 
 
 def test_inside_of_a_backward_everything_has_its_scale() -> None:
-    """Parameters that are not watched too: some step in a hook on the gradient."""
+    """Parameters that are not watched have the scale too, since some users step in a hook on the gradient."""
     optimizer = sgd(p := parameter())
     watch = BackwardWatch([], [])
     seen: list[Tensor | None] = []
@@ -91,7 +91,7 @@ def test_a_shared_parameter_has_the_scale_that_its_known_optimizer_has() -> None
     optimizer = sgd(alone := parameter(), shared := parameter())
     watch = BackwardWatch([sgd(shared)], [])
     scaled(watch, shared.sum())
-    carried = torch.tensor(512.0)  # since its backward
+    carried = torch.tensor(512.0)  # the gradient was carried since its backward
     assert watch.scale_of(optimizer, {id(shared): carried}) is carried
     assert watch.scale_of(sgd(alone), {id(shared): carried}) is None
 
@@ -100,7 +100,7 @@ def test_a_parameter_that_nobody_watched_is_watched_from_then_on() -> None:
     optimizer = sgd(p := parameter())
     watch = BackwardWatch([], [])
     scaled(watch, p.sum())
-    assert watch.scale_of(optimizer, {}) is None  # too late for this one
+    assert watch.scale_of(optimizer, {}) is None  # too late for this backward
     scaled(watch, p.sum())
     assert watch.scale_of(optimizer, {}) is SCALE
     watch.detach()
@@ -146,7 +146,7 @@ def assign_derivative(of: nn.Parameter, factor: float = 3.0) -> None:
 
 
 def test_a_derivative_that_is_assigned_after_a_scaled_backward_is_plain() -> None:
-    """An optimizer of an inner loop may have parameters of the outer one's, of which the first is watched."""
+    """An inner loop's optimizer may share parameters with the outer optimizer, whose first parameter is watched."""
     outer = sgd(first := parameter(), second := parameter())
     watch = BackwardWatch([outer], [])
     inner = sgd(first, second)
@@ -179,7 +179,7 @@ def test_a_derivative_that_nobody_assigns_leaves_the_gradient_scaled() -> None:
     optimizer = sgd(p := parameter())
     watch = BackwardWatch([], [p])
     scaled(watch, p.sum())
-    torch.autograd.grad(p.sum(), p)  # a look at another loss
+    torch.autograd.grad(p.sum(), p)  # a derivative of another loss
     assert watch.scale_of(optimizer, {}) is SCALE
 
 

@@ -1,4 +1,4 @@
-"""The scale of derivatives inside of the loss: independent of the loss scale, and it finds its place by itself."""
+"""The scale of derivatives inside the loss is independent of the loss scale, and adapts by itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def scaler(scale: float = 2.0**16) -> torch.amp.GradScaler:
 
 
 def derivative(scale: DerivativeScale, factor: float, **kwargs: Any) -> Tensor:
-    """Of half-precision outputs, whose true derivative is `factor`."""
+    """Return the derivative of half-precision outputs. Its true value is `factor`."""
     x = torch.ones(3, requires_grad=True)
     y = x.half()
     (gradient,) = scale.grad(kwargs.pop("scaler", scaler()), y.float().sum() * factor, y, **kwargs)
@@ -54,7 +54,7 @@ def test_an_overflow_costs_a_quarter_and_two_thousand_calls_of_growth() -> None:
     assert derivative(scale, 100.0).isinf().all()
     assert scale.state() == [2.0**8, 2000.0]
     assert derivative(scale, 100.0).tolist() == [100.0] * 3
-    derivative(scale, 1e-6)  # small, but too early
+    derivative(scale, 1e-6)  # small, but too soon after the overflow
     assert scale.state() == [2.0**8, 1998.0]
 
 
@@ -90,7 +90,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def test_the_backward_through_a_derivative_carries_the_loss_scale() -> None:
-    """A penalty's gradient is what it is in fp32, times the loss scale."""
+    """The gradient of a penalty equals the fp32 gradient times the loss scale."""
     weight = torch.tensor([0.5, -2.0], requires_grad=True)
 
     def penalty(grad: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What gradients are multiplied by, from a backward to the step: scaled, unscaled, folded, and carried to the next."""
+"""Gradients between a backward and a step are scaled, unscaled, folded, checked, and carried to the next scale."""
 
 from __future__ import annotations
 
@@ -63,13 +63,6 @@ def test_from_scaled_to_unscaled_and_back_to_another_scale() -> None:
     assert (of.found_inf, of.used_scale) == (None, None)
 
 
-@pytest.mark.parametrize(("before", "expected"), [(UNCHECKED, 32.0), (Scaled(scalar(8.0)), 4.0)])
-def test_what_is_still_there_is_carried_to_the_scale_of_the_next_backward(before: Form, expected: float) -> None:
-    of = state([1.0], form=before)
-    of.carry(Scaled(scalar(32.0)), ())
-    assert grads(of) == [[expected]]
-
-
 def test_what_has_the_scale_already_and_what_is_left_out_is_not_multiplied() -> None:
     of = state([1.0], form=Scaled(scale := scalar(8.0)))
     of.carry(Scaled(scale), ())
@@ -82,7 +75,7 @@ def test_what_has_the_scale_already_and_what_is_left_out_is_not_multiplied() -> 
 
 @pytest.mark.parametrize(("value", "expected"), [(8.0, 2.0), (INF, INF)])
 def test_a_fused_step_makes_true_gradients_if_it_is_taken(value: float, expected: float) -> None:
-    """A skipped one leaves them scaled. Either way they are carried to where they belong."""
+    """A skipped step leaves gradients scaled. In both cases they are carried to the next scale correctly."""
     for then in ("carry", "unfold"):
         of = state([8.0], [value], form=Scaled(scale := scalar(8.0)), make=adamw)
         assert of.fold(None, may_overflow=False)
@@ -115,7 +108,7 @@ def test_a_loss_makes_what_was_known_out_of_date() -> None:
 def test_a_bad_loss_is_forgotten_with_its_gradients(
     may_have_none: bool, had_gradients: bool, has_gradients: bool
 ) -> None:
-    """A rank that holds no shard has none anyway: there nothing was dropped."""
+    """A rank without a shard never has gradients, so their absence does not mean that they were dropped."""
     of = state([1.0])
     of.add_loss(scalar(NAN), may_have_none=may_have_none)
     if had_gradients:
@@ -173,10 +166,10 @@ def test_mended_gradients_are_taken_and_their_overflow_is_remembered() -> None:
     of = state([INF], form=Scaled(scale := scalar(8.0)))
     of.unscale_(scale, (), may_overflow=False)
     of.optimizer.param_groups[0]["params"][0].grad.nan_to_num_(0.0, 0.0, 0.0)
-    of.check_again()
+    of.check()
     assert (found(of), overflow(of), of.used_scale) == (0.0, True, scale)
-    of.check_again()
-    assert overflow(of) is True  # not forgotten by another look
+    of.check()
+    assert overflow(of) is True  # a second check keeps it
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -184,7 +177,7 @@ def test_what_the_user_breaks_is_no_overflow() -> None:
     of = state([8.0], form=Scaled(scale := scalar(8.0)))
     of.unscale_(scale, (), may_overflow=False)
     of.optimizer.param_groups[0]["params"][0].grad.fill_(NAN)
-    of.check_again()
+    of.check()
     assert (found(of), overflow(of)) == (1.0, False)
 
 
@@ -196,19 +189,19 @@ def test_what_was_found_can_be_kept(value: float) -> None:
     of.keep_found()
     of.optimizer.param_groups[0]["params"][0].grad.nan_to_num_(0.0, 0.5, -0.5)
     for _ in range(2):
-        of.check_again()
+        of.check()
         assert found(of) == float(value != 1.0)
 
 
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("values", [[INF, 1.0], [NAN, 1.0], [INF, NAN]])
 def test_infinities_alone_can_be_kept(values: list[float]) -> None:
-    """Who removes NaN mends: clipping by value does not."""
+    """A user who removes NaN repairs the gradients. Clipping by value does not remove NaN."""
     of = state(values)
     of.check()
     of.keep_found(infinities_only=True)
     of.optimizer.param_groups[0]["params"][0].grad.nan_to_num_(0.0, 0.5, -0.5)
-    of.check_again()
+    of.check()
     assert found(of) == float(values == [INF, 1.0])
 
 
@@ -246,30 +239,16 @@ def test_what_is_kept_ends_where_the_gradients_are_dropped(to_none: bool) -> Non
     assert found(of) == 0.0
 
 
-@pytest.mark.parametrize("form", [UNCHECKED, Scaled(scalar(8.0)), Folded(scalar(0.0), None)])
-def test_nothing_is_checked_again_that_was_not_checked(form: Form) -> None:
-    of = state([NAN], form=form)
-    of.check_again()
-    assert of.form is form
-
-
 def test_a_flag_that_is_zero_for_sure_is_used_again() -> None:
     of = state([1.0])
     of.keep_spare(spare := scalar(0.0))
     of.check()
     assert of.found_inf is spare
-    of.check_again()
-    assert of.found_inf is spare
-    with flags_on_a_device():  # what it says is not known
-        of.check_again()
-        assert of.found_inf is not spare
-
-
-def test_no_gradients_are_finite_and_none() -> None:
-    of = state([1.0])
-    of.optimizer.zero_grad()
     of.check()
-    assert (found(of), of.has_gradients) == (0.0, False)
+    assert of.found_inf is spare
+    with flags_on_a_device():  # the host does not know its value
+        of.check()
+        assert of.found_inf is not spare
 
 
 # -- folding -----------------------------------------------------------------------------------------------------------
@@ -309,7 +288,7 @@ def test_folding_changes_no_gradient() -> None:
 @pytest.mark.parametrize(("max_norm", "divisor"), [(0.25, 2.5), (1.0, 1.0)])
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_clipping_is_folded_into_the_scale(scale: float | None, max_norm: float, divisor: float) -> None:
-    """A true norm of 5/8: the kernel divides by the scale and by what clipping would divide by."""
+    """The true norm is 5/8. The kernel divides by the scale and by the divisor of clipping."""
     true = 1.0 if scale is None else scale
     of = state([3.0 * true / 8, 4.0 * true / 8], form=UNCHECKED if scale is None else Scaled(scalar(scale)), make=adamw)
     assert of.fold(max_norm, may_overflow=True)
@@ -328,7 +307,7 @@ def test_a_bad_norm_is_folded_where_only_the_device_knows() -> None:
 
 
 def agree(of: GradientState, *elsewhere: float) -> None:
-    """With one other rank, which reports: found_inf, bad loss, has gradients, overflow before."""
+    """Agree with one other rank, which reports: found_inf, bad loss, has gradients, overflow before edits."""
 
     def all_reduce_max(flags: Tensor) -> None:
         flags.copy_(torch.maximum(flags, torch.tensor(elsewhere)))
@@ -370,7 +349,7 @@ def test_gradients_and_loss_are_waited_for_together(bad: bool, bad_loss: bool) -
         with CountReads() as reads:
             assert of.wait(asks_for_loss=True) is bad
         assert reads.count == 1
-    assert Skip.if_nonfinite(of.loss_probe).known is bad_loss
+    assert of.bad_loss is (Skip.YES if bad_loss else Skip.NO)
 
 
 def test_the_loss_is_left_on_the_device_if_nobody_asks() -> None:
@@ -415,7 +394,7 @@ class AnyPositional(Base):
 def test_whether_its_step_takes_a_closure(kind: Any, expected: bool) -> None:
     optimizer = kind([nn.Parameter(torch.ones(1))])
     assert GradientState(optimizer, 0).takes_closure is expected
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # puts a wrapper around `step`
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # wraps `step`
     assert GradientState(optimizer, 0).takes_closure is expected
 
 

@@ -1,4 +1,4 @@
-"""Whatever gradients an optimizer has, they are seen as real, dense lists, and writing into those writes into them."""
+"""Gradients of every kind are viewed as real, dense tensors. Writing into a view changes the gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def optimizer(device: torch.device, **grads: Any) -> torch.optim.Optimizer:
-    """One parameter per gradient, of its shape and dtype; `None` has none."""
+    """Return an optimizer with one parameter per gradient, of its shape and dtype; `None`: no gradient."""
     params: list[nn.Parameter] = []
     for grad in grads.values():
         value = torch.ones(2) if grad is None else torch.ones_like(grad.to_dense() if grad.is_sparse else grad)
@@ -30,7 +30,7 @@ def grads(of: torch.optim.Optimizer) -> list[Any]:
 
 
 def sparse(dtype: torch.dtype = torch.float32, values: tuple[float, float] = (1.0, 2.0)) -> Tensor:
-    """Two entries for the same place."""
+    """Return a sparse gradient with two entries for the same place."""
     return torch.sparse_coo_tensor(
         torch.tensor([[1, 1]]), torch.tensor(values, dtype=dtype), (3,), check_invariants=True
     )
@@ -49,7 +49,7 @@ def every_kind(bad: float = 1.0) -> dict[str, Tensor]:
 
 
 def kinds(*without: str) -> list[Any]:
-    """The parameters of a test of each kind."""
+    """Return gradients of every kind by name."""
     sparse_ones = pytest.param("sparse", marks=pytest.mark.needs("sparse"))
     return [sparse_ones if kind == "sparse" else kind for kind in every_kind() if kind not in without]
 
@@ -90,7 +90,7 @@ def test_unscaling_divides_each_dtype(device: torch.device) -> None:
 
 
 def test_a_gradient_that_cannot_be_written_into_is_checked(device: torch.device) -> None:
-    """One number seen as many, which an optimizer only reads."""
+    """An expanded gradient is one number in memory. An optimizer only reads it."""
     for value, expected in ((1.0, 0.0), (NAN, 1.0)):
         expanded = torch.tensor([value], device=device).expand(4)
         of = optimizer(device, plain=torch.ones(4))
@@ -100,7 +100,7 @@ def test_a_gradient_that_cannot_be_written_into_is_checked(device: torch.device)
 
 @pytest.mark.needs("sparse")
 def test_float16_duplicates_are_added_before_they_are_checked(device: torch.device) -> None:
-    """Each is finite, what the optimizer applies is not."""
+    """Each entry is finite, but their sum, which the optimizer applies, is not."""
     of = optimizer(device, embedding=sparse(torch.float16, (6e4, 6e4)))
     assert Gradients(of).check(flag(device)).item() == 1.0
 
@@ -132,9 +132,9 @@ def test_the_norm_is_that_of_all(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("value", "scale", "expected"),
     [
-        (1e25, None, (INF, 0.0)),  # `clip_grad_norm_` finds inf as well, and makes them 0
+        (1e25, None, (INF, 0.0)),  # `clip_grad_norm_` finds inf as well, and sets gradients to 0
         (1e25, 2.0**20, (9.5367e18, 0.0)),
-        (1e36, 2.0**-14, (INF, 1.0)),  # the true ones are out of range
+        (1e36, 2.0**-14, (INF, 1.0)),  # the true gradients are out of range
         (INF, None, (INF, 1.0)),
         (NAN, 2.0, (NAN, 1.0)),
     ],
@@ -164,7 +164,7 @@ def test_half_gradients_are_refused_by_shape_and_dtype(device: torch.device) -> 
         Gradients(of).require_full_precision(of)
     assert caught.value.parameter is of.param_groups[0]["params"][1]
     of.zero_grad()
-    Gradients(of).require_full_precision(of)  # nothing is divided where there is nothing
+    Gradients(of).require_full_precision(of)  # without gradients nothing is divided
 
 
 def test_one_device_or_none(device: torch.device) -> None:

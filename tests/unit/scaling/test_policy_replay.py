@@ -1,4 +1,4 @@
-"""Another scale policy over a record: the real rule, on what the record decides, and on what has to be assumed."""
+"""Replay a record under another scale policy, with the steps that the record decides and the assumed ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def replayed(records: list[StepRecord], assume_overflow: bool = False, **policy:
 
 
 def each_step(run: ReplayedRun) -> list[StepRecord]:
-    """All steps, those between two records too."""
+    """Return all steps of a run, also between two records."""
     steps: list[StepRecord] = []
     for record in run.records:
         while steps and steps[-1].index + 1 < record.index:
@@ -108,7 +108,7 @@ def test_the_stop_of_the_policy_that_recorded() -> None:
 def test_clean_steps_that_are_left_out_count_as_if_they_were_not(
     pattern: str, policy: dict[str, Any], assume_overflow: bool
 ) -> None:
-    """The tracker jumps over them; one step after the other is what it must equal."""
+    """The replay jumps over clean steps. The result must equal a replay of each step."""
     history = scale_run(pattern, init_scale=1024.0, growth_interval=5, max_consecutive_skips=200)
     full = each_step(ReplayedRun(list(history), 0, None))
     assert len(full) == len(pattern)
@@ -122,7 +122,7 @@ def test_a_million_clean_steps_cost_nothing() -> None:
     run = replayed([first, last], growth_interval=100_000)
     assert len(run.records) < 30
     assert run.records[-1].next_scale == 2.0**20
-    assert run.num_decided == 100_000  # up to where it grew first
+    assert run.num_decided == 100_000  # up to the first growth
 
 
 # -- what the record decides -------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_an_overflow_decides_upwards_and_a_clean_step_downwards(
 
 
 def test_a_step_at_scale_0_decides_nothing() -> None:
-    """Torch's scale can fall to 0; its gradients are then NaN whatever they were."""
+    """Torch's scale can fall to 0. Then all gradients become NaN."""
     records = [StepRecord(0, 0, 0.0, 0.0, skipped=True, reason="gradient")]
     assert replayed(records, init_scale=1.0).num_decided == 0
     records = [StepRecord(0, 0, 0.0, 0.0, skipped=False, reason="none")]
@@ -176,7 +176,7 @@ def test_assumed_overflows_push_the_scale_back_to_what_is_known() -> None:
     run = replayed(records, assume_overflow=True, init_scale=8192.0, growth_interval=10)
     scales = [step.next_scale for step in each_step(run)]
     assert scales[:3] == [4096.0, 2048.0, 1024.0]
-    assert max(scales[3:]) == 2048.0  # grows after ten, and falls at once
+    assert max(scales[3:]) == 2048.0  # grows after ten steps, and falls at once
     assert sum(step.skipped for step in each_step(run)) == 3 + 3
 
 
@@ -184,7 +184,7 @@ def test_assumed_overflows_push_the_scale_back_to_what_is_known() -> None:
 
 
 def several(batches: str, order: tuple[int, ...] = (0, 1), growth_interval: int = 3) -> list[StepRecord]:
-    """Batches of a run with several optimizers: `.` clean, `A` an overflow of the one that steps first, `B` last."""
+    """Return steps of several optimizers. `.`: a clean batch. In `A` the first optimizer overflows, in `B` the last."""
     scaler, history = DynamicLossScaler(1024.0, growth_interval=growth_interval), ScaleHistory()
     for number, batch in enumerate(batches):
         scale = scaler.get_scale()
@@ -227,9 +227,9 @@ def step(index: int, optimizer_idx: int, scale: float = 4.0, next_scale: float =
     [
         [step(0, 0), step(1, 0), step(2, 1)],  # a critic that steps twice
         [step(0, 0), step(1, 1), step(2, 1)],
-        [step(0, 1), step(1, 1), step(2, 1)],  # the first never steps
+        [step(0, 1), step(1, 1), step(2, 1)],  # the first optimizer never steps
         [step(0, 0, 4.0, 2.0), step(1, 1, 2.0, 2.0)],  # in batches of their own
-        [step(0, 0), step(2, 0, 4.0, 2.0), step(5, 1, 2.0, 2.0)],  # only one record of a batch in which it moved
+        [step(0, 0), step(2, 0, 4.0, 2.0), step(5, 1, 2.0, 2.0)],  # a batch that moved the scale has only one record
     ],
 )
 def test_other_batches_of_several_optimizers_are_refused(records: list[StepRecord]) -> None:

@@ -79,7 +79,7 @@ def test_who_must_act_at_once_hears_of_a_skip_in_its_batch(monkeypatch: pytest.M
         note(log, 0, scalar(8.0), skip, scalar(1.0))
         log.close_batch(scalar(4.0))
         if i != 3:
-            assert sum(read) == i % 2  # one flag, once; none that the host knows
+            assert sum(read) == i % 2  # one flag, read once; nothing if the host knows it
         assert log.num_attempted == i + 1
         assert [len(block) for block in blocks] == ([4] if i >= 3 else [])
     subscription.close()
@@ -107,7 +107,7 @@ def test_known_skips_stop_at_once() -> None:
             note(log, 0, None, Skip.YES, scalar(float("nan") if i == 1 else 1.0))
             log.close_batch(None)
     assert log.num_skipped == 3
-    note(log, 0, None, Skip.NO, None)  # and the log can be used again
+    note(log, 0, None, Skip.NO, None)  # the log can be used again
     log.close_batch(None)
     log.flush()
     assert log.num_steps == 1
@@ -156,7 +156,7 @@ def test_who_asks_is_told_of_a_stuck_run_at_the_end_of_a_batch(known: bool) -> N
     assert told == []
     skips(log, 1, known=known)
     if not known:
-        log.flush()  # who asks hears of it, and nobody else
+        log.flush()  # `on_stuck` is called at the end of a batch only, and no error is raised
         assert told == []
         skips(log, 5, known=known)
     number = 3 if known else 8
@@ -172,7 +172,7 @@ def test_who_asks_is_told_of_a_stuck_run_at_the_end_of_a_batch(known: bool) -> N
 
 
 def test_a_good_step_does_not_end_what_was_found() -> None:
-    """All that is read at once is of one block, and some ranks may have read its first part already."""
+    """One read-back covers a whole block, of which some ranks may have read the first part already."""
     log, told = RecordLog(block=8), list[str]()
     log.go_on_in("fp16", 3, told.append)
     skips(log, 3, known=False)

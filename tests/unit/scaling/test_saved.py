@@ -1,4 +1,4 @@
-"""A wrong entry of a checkpoint is named, with what it must be and what to do, before anything is made of it."""
+"""The error for a wrong entry of a checkpoint has its name, its rule and the next step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_is_right_is_returned() -> None:
 
 @pytest.mark.parametrize("form", [list, tuple])
 def test_a_step_comes_back_as_it_was(form: type) -> None:
-    """As a list: a checkpoint that loads with `weights_only=True` has no classes."""
+    """A record is a list, since a checkpoint that loads with `weights_only=True` has no classes."""
     assert saved(form(astuple(RECORD))).record("entry") == RECORD
 
 

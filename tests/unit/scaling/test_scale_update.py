@@ -1,4 +1,4 @@
-"""The steps of one batch move the scale once, at its end; sooner, but only downwards, where many of them overflow."""
+"""The steps of one batch move the scale once, at its end. If they overflow, they may lower it earlier."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from support import CountReads, flags_on_a_device
 
 from lightning_amp.scaling import DynamicLossScaler, Skip, StepResult
-from lightning_amp.scaling._scale_update import BatchSteps, lower_scale, move_scale
+from lightning_amp.scaling._scaler import BatchSteps, lower_scale, move_scale
 
 CPU = torch.device("cpu")
 BAD_LOSS = torch.tensor(float("nan"))
@@ -26,7 +26,7 @@ def step(optimizer_idx: int = 0, overflow: bool = False, bad_loss: bool = False,
 
 
 def moved(*steps: StepResult, scaler: str = "ours", by: Callable[..., object] = move_scale) -> float:
-    """The scale afterwards; 1024 before, 2048 after a clean batch, 512 after an overflow."""
+    """Return the scale after these steps: 1024 before, 2048 after a clean batch, 512 after an overflow."""
     made = SCALERS[scaler]()
     by(made, steps)
     return made.get_scale()
@@ -48,7 +48,7 @@ def test_a_bad_loss_leaves_it_alone_unless_gradients_of_another_step_overflowed(
     assert moved(step(0, bad_loss=True), step(1, bad_loss=True)) == 1024.0
     assert moved(step(0, bad_loss=True), step(1)) == 1024.0
     assert moved(step(0, bad_loss=True), step(1, overflow=True)) == 512.0
-    assert moved(step(0, bad_loss=True), scaler="torch's") == 512.0  # which knows no losses
+    assert moved(step(0, bad_loss=True), scaler="torch's") == 512.0  # torch's scaler does not know about losses
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -90,7 +90,7 @@ def test_an_update_of_ones_own_is_called_only_where_nobody_waits() -> None:
 
 
 def test_a_round_is_over_when_all_have_stepped() -> None:
-    """Two optimizers that step once each are one round."""
+    """Two optimizers that step once each make one round."""
     batch = BatchSteps()
     assert not batch.round_is_over(2)
     batch.add(step(0))
@@ -103,7 +103,7 @@ def test_a_round_is_over_when_all_have_stepped() -> None:
 
 
 def test_a_round_is_over_when_one_has_stepped_again() -> None:
-    """A critic among three optimizers; from its second step on, every one of its steps is a round."""
+    """From the second step of a critic among three optimizers on, each of its steps is a round."""
     batch, scaler = BatchSteps(), SCALERS["ours"]()
     batch.add(step(0))
     assert not batch.round_is_over(3)
@@ -115,7 +115,7 @@ def test_a_round_is_over_when_one_has_stepped_again() -> None:
     assert not batch.round_is_over(3)
     batch.end(scaler)
     batch.add(step(0))
-    assert not batch.round_is_over(3)  # in the next batch
+    assert not batch.round_is_over(3)  # the next batch has begun
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -133,11 +133,11 @@ def test_an_overflow_lowers_it_once_whether_in_the_middle_or_at_the_end(scaler: 
 def test_each_round_that_overflows_lowers_it_and_clean_ones_count_once_for_growth() -> None:
     batch, scaler = BatchSteps(), DynamicLossScaler(1024.0, growth_interval=2)
     for overflow in (True, False, True, False, False):
-        batch.end_round(scaler)  # as another backward begins
+        batch.end_round(scaler)  # another backward begins
         batch.add(step(0, overflow=overflow))
     assert scaler.get_scale() == 256.0
     assert batch.end(scaler)
-    assert scaler.get_scale() == 256.0  # one clean batch of the two that growth takes
+    assert scaler.get_scale() == 256.0  # one clean batch; growth takes two
     batch.add(step(0))
     batch.end(scaler)
     assert scaler.get_scale() == 512.0
@@ -156,7 +156,7 @@ def test_a_step_without_gradients_says_nothing(scaler: str) -> None:
 @pytest.mark.usefixtures("where_flags_live")
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_a_backward_after_the_last_step_does_not_end_growth(scaler: str) -> None:
-    """A loop that steps first, with the gradients of the batch before, ends the round of its only step by itself."""
+    """A loop may step first, with gradients of the last batch. Its backward then ends the round of its only step."""
     batch, made = BatchSteps(), SCALERS[scaler]()
     for growth in (1, 2, 3):
         batch.add(step(0))
@@ -171,7 +171,7 @@ def test_a_batch_without_steps_moves_nothing() -> None:
 
 
 def test_records_keep_the_scale_that_they_were_given() -> None:
-    """Neither scaler's update writes into the tensor that a record refers to."""
+    """The update of a scaler does not write into the tensor that a record holds."""
     for make in SCALERS.values():
         scaler = make()
         before = scaler.scale(torch.ones(()))

@@ -87,7 +87,7 @@ def test_nonfinite_loss_leaves_the_scale_alone(hysteresis: int) -> None:
     assert scaler.get_scale() == 64.0
     assert torch.equal(parameter, torch.ones(2))
     one_step(scaler, parameter, overflow=False)
-    assert scaler.get_scale() == 128.0  # the clean step before still counted
+    assert scaler.get_scale() == 128.0  # the clean step before the bad losses still counts
 
 
 def test_nonfinite_loss_lowers_torchs_scale() -> None:
@@ -104,7 +104,7 @@ def test_half_precision_loss_lowers_the_ceiling_once() -> None:
     scaled.backward()
     assert parameter.grad.isfinite().all()
     assert scaler.get_scale() == scaler.max_scale == 2.0**15
-    one_step(scaler, parameter, overflow=False, loss=parameter.half().mean())  # warns no more
+    one_step(scaler, parameter, overflow=False, loss=parameter.half().mean())  # does not warn again
     assert scaler.get_scale() == 2.0**15
     scaler.reset()
     assert scaler.max_scale == 2.0**24
@@ -184,7 +184,7 @@ def test_state_goes_to_torch_and_back() -> None:
 
 def test_what_the_user_passed_wins_over_the_state() -> None:
     state = DynamicLossScaler(growth_interval=100, hysteresis=3).state_dict() | {"scale": 4.0}
-    scaler = DynamicLossScaler(growth_interval=2000)  # the default, but written down
+    scaler = DynamicLossScaler(growth_interval=2000)  # the default, but given explicitly
     assert scaler.overridden(state) == {"growth_interval": (2000, 100)}
     scaler.load_state_dict(state)
     assert (scaler.get_growth_interval(), scaler.hysteresis, scaler.get_scale()) == (2000, 3, 4.0)
@@ -235,5 +235,5 @@ def test_after_a_capture_the_scale_stays_in_its_memory(monkeypatch: pytest.Monke
     scaler.advance(torch.zeros(()))
     assert (before.item(), captured.item(), scaler.get_scale()) == (64.0, 64.0, 128.0)
     assert scaler._scale.data_ptr() == address
-    scaler.reset()  # the graph is not to be replayed any more
+    scaler.reset()  # the graph is not replayed any more
     assert scaler.scale_tensor is scaler.scale_tensor

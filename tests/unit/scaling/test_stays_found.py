@@ -1,4 +1,4 @@
-"""A flag that holds until the gradients in which it was found are gone."""
+"""A flag lasts until the gradients in which it was found are gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BAD, FINE = torch.tensor(1.0), torch.tensor(0.0)
 
 def kept(parameter: nn.Parameter) -> StaysFound:
     found = StaysFound()
-    parameter.grad = torch.full_like(parameter, 0.1)  # what clipping has made of an infinity
+    parameter.grad = torch.full_like(parameter, 0.1)  # an infinity after clipping
     found.keep(BAD, [nn.Parameter(torch.ones(1)), parameter])
     return found
 
@@ -57,7 +57,7 @@ def test_the_plugins_backward_decides_by_all_gradients(left: float | None, stays
     found = kept(parameter)
     found.begin_backward(None if left is None else torch.tensor(left))
     parameter.grad = None
-    (parameter * 2).sum().backward()  # the hook of the parameter is off by now
+    (parameter * 2).sum().backward()  # the hook on the parameter was removed
     assert float(found.beside(FINE)) == stays
 
 

@@ -1,4 +1,4 @@
-"""One attempt to step, whatever the optimizer does with its closure: never calls it, calls it again, takes none."""
+"""One attempt to step, for optimizers that call their closure once, twice or never, or do not accept one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALE = 8.0
 
 
 class Base(torch.optim.Optimizer):
-    """Plain gradient descent, and what it saw when it descended."""
+    """Gradient descent that keeps the gradients of each step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.5})
@@ -42,7 +42,7 @@ class Once(Base):
 
 
 class Twice(Base):
-    """As sharpness-aware minimisation."""
+    """Calls its closure twice, as sharpness-aware minimisation does."""
 
     def step(self, closure: Any = None) -> Any:
         output = None
@@ -77,7 +77,7 @@ class CatchesEverything(Base):
 
 
 class Loop:
-    """Gradients are what the test says they are; `None` leaves those that are there."""
+    """A loop with one parameter, whose gradients the test sets."""
 
     def __init__(
         self, make: Callable[[Any], torch.optim.Optimizer], scaler: Any = SCALE, skip_nonfinite: bool = True
@@ -102,7 +102,7 @@ class Loop:
         self.true = None if self.param.grad is None else self.param.grad.tolist()
 
     def step(self, *gradients: tuple[float, float] | BaseException, **kwargs: Any) -> StepResult:
-        """With a closure that computes these gradients, one after the other; keeps the `output`."""
+        """Step with a closure that computes these gradients, one after the other. Keep the `output`."""
         coming = iter(gradients)
 
         def closure() -> Any:
@@ -171,7 +171,7 @@ def test_an_overflow_in_the_second_call_takes_the_first_move_back(before: int) -
 
 @pytest.mark.usefixtures("where_flags_live")
 def test_a_closure_that_is_never_called_has_true_gradients_before() -> None:
-    """By hand: they are there when `step` is called. Nobody can stop such an optimizer, so it is not said to skip."""
+    """In a manual loop the gradients are there before `step`. Nothing can stop such an optimizer, so it never skips."""
     loop = Loop(Never)
     loop.backward(1.0, 2.0)
     result = loop.step(closure_runs_backward=False)
@@ -233,7 +233,7 @@ def test_user_code_cannot_catch_a_skip() -> None:
 
 
 def test_a_step_inside_of_a_closure_is_no_part_of_it() -> None:
-    """The inner one is skipped, the outer one is taken; a step past it in there can be told from both."""
+    """The inner step is skipped and the outer one applied. Inside the closure, no step of the plugin runs."""
     stepping: list[bool] = []
     loop, inner = Loop(Once), nn.Parameter(torch.zeros(2))
     other = torch.optim.SGD([inner], lr=1.0)
@@ -301,7 +301,7 @@ def test_a_loss_that_somebody_asks_for_is_read_with_the_gradients() -> None:
         with CountReads() as reads:
             result = loop.step((1.0, 1.0), plan=StepPlan(asks_for_loss=True))
         assert reads.count == 1
-    assert result.bad_loss is Skip.NO  # the host knows it now
+    assert result.bad_loss is Skip.NO  # the host knows the loss now
 
 
 # -- who looks ---------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_a_folded_step_needs_nobody_to_clip(max_norm: float | None) -> None:
     assert loop.looked == 0
     plain.steps.step(plain.optimizer, lambda: plain.backward(3.0, 4.0), plain.look, StepPlan())
     assert plain.looked == 1
-    assert loop.weights == pytest.approx(plain.weights)  # Adam's first step is that of any multiple
+    assert loop.weights == pytest.approx(plain.weights)  # Adam's first step does not depend on the norm
 
 
 @pytest.mark.usefixtures("where_flags_live")
@@ -374,11 +374,11 @@ def test_a_scale_that_falls_below_one_in_replays_makes_no_weight_infinite(monkey
     optimizer = torch.optim.SGD([weight], lr=0.1)
     steps = OptimizerSteps(scaler, True, RecordLog(), [optimizer])
     monkeypatch.setattr(_torch, "is_capturing", lambda: True)
-    scaler.scale_tensor.fill_(0.0)  # a copy
+    scaler.scale_tensor.fill_(0.0)  # this writes into a copy
     assert scaler.get_scale() == 64.0
-    _torch.set_scale_tensor(scaler, torch.tensor(2.0**-10))  # as replays do, where the host sees none of it
+    _torch.set_scale_tensor(scaler, torch.tensor(2.0**-10))  # as a replay does, unseen by the host
     steps.scale_loss((weight * 2e19 * 2e19).sum()).backward()
     assert weight.grad is not None
-    assert weight.grad.isfinite().all()  # the true one is not
+    assert weight.grad.isfinite().all()  # the true gradient is not finite
     steps.step(optimizer, lambda: None, lambda: None, StepPlan())
     assert weight.tolist() == [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""One value says whether a step was skipped, and only `wait` ever waits for the device that knows."""
+"""One value says whether a step was skipped. Only `wait` waits for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support import CountReads, flags_on_a_device
 from torch import Tensor
 
 from lightning_amp.scaling import Skip
-from lightning_amp.scaling._step_result import constant
+from lightning_amp.scaling._scalars import constant
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
@@ -21,7 +21,7 @@ def flag(value: float) -> Tensor:
 
 
 def skips() -> dict[str, tuple[Skip, bool]]:
-    """Every form that it has, with the truth."""
+    """Return every form of a skip, with its true value."""
     return {
         "NO": (Skip.NO, False),
         "YES": (Skip.YES, True),
@@ -66,14 +66,6 @@ def test_or_is_known_wherever_it_can_be(pair: tuple[str, str]) -> None:
         assert both.known is (True if Skip.YES in (a, b) else None)
     else:
         assert both is (Skip.YES if one or other else Skip.NO)
-
-
-@pytest.mark.parametrize("pair", [(False, False), (False, True), (True, False), (True, True)])
-def test_two_flags_are_read_with_one_transfer(pair: tuple[bool, bool]) -> None:
-    with CountReads() as reads:
-        found = Skip.wait_together(*(flag(float(value)) for value in pair))
-    assert tuple(skip.known for skip in found) == pair
-    assert reads.count == 1
 
 
 @pytest.mark.usefixtures("where_flags_live")

@@ -30,10 +30,10 @@ SCALERS: dict[str, Callable[[], torch.amp.GradScaler | None]] = {
 
 
 class Loop:
-    """Two optimizers; with `scaler=False` in plain torch, with two rules.
+    """A loop with two optimizers; with `scaler=False` in plain torch, with a rule of its own.
 
-    No optimizer steps on a gradient that is not finite, nor after `unscale_` found one, as long as any of its gradients
-    is left. Scales are powers of two, so that all is equal to the bit.
+    No optimizer steps with a non-finite gradient, or after `unscale_` has found one while any of its gradients is still
+    there. Scales are powers of two, so that both loops are equal bit for bit.
     """
 
     def __init__(self, kinds: tuple[str, str], shared: bool, scaler: Any = False) -> None:
@@ -123,11 +123,11 @@ OPERATIONS = st.lists(
     shared=st.booleans(),
     scaler=st.sampled_from(list(SCALERS)),
 )
-# an optimizer whose only gradients were unscaled by the other one, which found them bad
+# the other optimizer has unscaled the only gradients of an optimizer, and found them bad
 @example([("overflow", "A", 1), ("step", 0), ("step", 1)], ("AdamW", "fused AdamW"), True, "dynamic")
-# a folded step that was skipped leaves shared gradients scaled
+# a skipped folded step leaves shared gradients scaled
 @example([("overflow", "both", 2), ("step", 1), ("step", 0)], ("SGD", "fused AdamW"), True, "dynamic")
-# gradients that both optimizers have are carried to a new scale once
+# gradients that both optimizers share are carried to a new scale once
 @example(
     [("overflow", "both", 0), ("step", 0), ("backward", "B"), ("end",), ("backward", "B")],
     ("AdamW",) * 2,

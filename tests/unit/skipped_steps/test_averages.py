@@ -1,4 +1,4 @@
-"""Averaged weights are updated only where a step was applied since the last update."""
+"""Averaged weights are updated only if a step was applied since the last update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = needs_averages
 
 
 class EveryEpochToo(WeightAveraging):
-    """Of the user's own; asked what, it says what it was asked."""
+    """A user's averaging callback, which returns the arguments of `should_update`."""
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> Any:
         return ("step", step_idx) if step_idx is not None else ("epoch", epoch_idx)

@@ -1,4 +1,4 @@
-"""What a skipped batch wrote into buffers is taken back with everything since the last attempted step, and no more."""
+"""Buffers return to their values at the last attempted step if the next step is skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAN = float("nan")
 
 
 class Loop:
-    """A training loop as far as statistics are concerned; a batch is one number."""
+    """The events of a training loop that concern buffers. A batch is one number."""
 
     def __init__(self) -> None:
         self.module = nn.Sequential(nn.BatchNorm1d(2, momentum=0.5))
@@ -44,7 +44,7 @@ class Loop:
             kept.settle()
 
     def mended(self) -> dict[str, Tensor]:
-        """A checkpoint."""
+        """Return the entries of a checkpoint."""
         state = dict(self.module.state_dict())
         for kept in self.kinds:
             kept.mend(state)
@@ -61,7 +61,7 @@ class Loop:
 
     @property
     def seen(self) -> list[float]:
-        """Running mean and queue; the number of batches too, which no rounding hides."""
+        """Return running mean, queue, and the number of batches, which has no rounding."""
         norm = self.module[0]
         return [norm.running_mean[0].item(), self.module.queue[0].item(), float(norm.num_batches_tracked)]
 
@@ -97,7 +97,7 @@ def test_all_batches_of_an_accumulation_are_dropped_with_its_step(loop: Loop) ->
 
 
 def test_a_second_optimizer_of_the_same_forward_takes_it_back_too(loop: Loop) -> None:
-    """Backward, backward, step, step: the first was applied, the second skipped."""
+    """In backward, backward, step, step the first step is applied and the second skipped."""
     loop.batch(4.0)
     loop.step()
     loop.batch(8.0)
@@ -119,7 +119,7 @@ def test_a_forward_between_two_steps_belongs_to_the_second(loop: Loop) -> None:
 
 @pytest.mark.parametrize(("value", "stays"), [(8.0, True), (NAN, False)])
 def test_a_step_without_a_backward_is_kept_if_it_is_finite(loop: Loop, value: float, stays: bool) -> None:
-    """SWA's pass that only updates BatchNorm: no flag will ever tell."""
+    """SWA's BatchNorm pass has no step, so no flag says whether it was finite."""
     loop.batch(4.0)
     loop.step()
     loop.batch(value, backward=False)
@@ -127,14 +127,14 @@ def test_a_step_without_a_backward_is_kept_if_it_is_finite(loop: Loop, value: fl
     assert (loop.seen == [2.0, 4.0, 1.0]) is not stays
     kept = loop.seen
     loop.batch(NAN)
-    loop.step(skip=True)  # goes back to what was kept, not further
+    loop.step(skip=True)  # restores the last copy, not an earlier one
     assert loop.seen == kept
 
 
 @pytest.mark.parametrize("where", [0, 1], ids=["on the host", "on a device"])
 @pytest.mark.parametrize(("value", "stays"), [(8.0, True), (NAN, False)])
 def test_a_mended_batch_leaves_no_nan(loop: Loop, where: int, value: float, stays: bool) -> None:
-    """The step was taken, with a loss that is not finite."""
+    """The step was applied although its loss was not finite."""
     loop.batch(4.0)
     loop.step()
     loop.batch(value)
@@ -152,7 +152,7 @@ def test_a_checkpoint_in_the_middle_of_an_accumulation_has_no_nan(loop: Loop) ->
     before = loop.module[0].running_mean.clone()
     state = loop.mended()
     assert (state["0.running_mean"][0].item(), state["queue"][0].item()) == (2.0, 4.0)
-    torch.testing.assert_close(loop.module[0].running_mean, before, equal_nan=True)  # only the entries are mended
+    torch.testing.assert_close(loop.module[0].running_mean, before, equal_nan=True)  # only entries change
     assert loop.module[0].running_mean.isnan().all()
 
 
@@ -203,7 +203,7 @@ class StepsLate(L.LightningModule):
         second.zero_grad()
         self.manual_backward(self.second(self.norm(self.first(batch))).float().pow(2).mean())
         if batch_idx == 3:
-            self.second.weight.grad[0, 0] = torch.inf  # the first one's gradients are finite: it is applied
+            self.second.weight.grad[0, 0] = torch.inf  # the first optimizer's gradients are finite, so it steps
         first.step()
 
 
@@ -214,6 +214,6 @@ def test_statistics_go_back_for_a_step_in_the_next_batch(optimizer: str) -> None
     trainer = fit(lambda: StepsLate(OPTIMIZERS[optimizer]), plugin)
     means = trainer.lightning_module.means
     assert plugin.num_skipped == 1
-    assert torch.equal(means[4], means[3])  # as before the bad batch
+    assert torch.equal(means[4], means[3])  # equal to the values before the bad batch
     assert not torch.equal(means[3], means[2])
     assert not torch.equal(means[5], means[4])

@@ -1,4 +1,4 @@
-"""Schedules, averages and statistics are told of each step together, and left as they were."""
+"""`SkipProtection` handles schedules, averages and buffers together, and restores the user's objects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Net(Toy):
 
 
 class Fit:
-    """Everything that must not notice a skip, in one module."""
+    """A fit with a schedule, an average and buffers."""
 
     def __init__(self, module: Toy | None = None, *callbacks: L.Callback, schedule: bool = True) -> None:
         self.module: Any = module or Net()
@@ -38,13 +38,13 @@ class Fit:
         self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
         trainer.strategy.optimizers = [self.optimizer]
         self.scheduler = ExponentialLR(self.optimizer, 0.5)
-        self.optimizer.step()  # a schedule that moves before any step is warned of
+        self.optimizer.step()  # torch warns of a schedule that moves before any step
         if schedule:
             trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(self.scheduler, interval="step")]
         self.protection = SkipProtection(self.module, matching_places(self.module, ["queue"] * (module is None)))
 
     def batch(self, skip: Skip, loss: float = 1.0, value: float = 4.0) -> tuple[float, float, float, bool]:
-        """The rate, the running mean and the queue afterwards, and whether the average wants the weights."""
+        """Return rate, running mean and queue after the step, and whether the average updates."""
         self.protection.enter_step(manual=False)
         self.module.net(torch.full((4, 2), value))
         self.module.queue += value
@@ -94,7 +94,7 @@ def test_schedules_that_come_during_a_fit_are_held_from_the_next_step_on() -> No
 
 @pytest.mark.parametrize(("manual", "expected"), [(True, 2.0), (False, 5.0)])
 def test_in_manual_optimization_a_forward_may_follow_a_step(manual: bool, expected: float) -> None:
-    """Then it is taken back for itself. In automatic optimization there is none, and nothing is kept for it."""
+    """In manual optimization a later forward of the same training step has its own copy; in automatic there is none."""
     fit = Fit()
     fit.protection.enter_step(manual)
     fit.module.net(torch.full((4, 2), 4.0))

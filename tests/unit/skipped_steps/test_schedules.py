@@ -1,4 +1,4 @@
-"""`scheduler.step()` is held where all steps since the last one were skipped; on a device it is decided later."""
+"""`scheduler.step()` is held if all steps since the last one were skipped. On a device it is decided later."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def halving(optimizer: torch.optim.Optimizer) -> lrs.LRScheduler:
 
 
 class Run:
-    """A module that a Trainer has set up, with one schedule; the rate begins with 1."""
+    """A module that a Trainer has set up, with one schedule. The first rate is 1."""
 
     def __init__(self, module: Toy | None = None, *callbacks: L.Callback, make: Any = halving, **config: Any) -> None:
         self.module = module or Toy()
         self.trainer = self.module.trainer = quiet_trainer(callbacks=list(callbacks))
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
         self.scheduler = make(self.optimizer)
-        self.optimizer.step()  # a schedule that moves before any step is warned of
+        self.optimizer.step()  # torch warns of a schedule that moves before any step
         self.trainer.strategy.optimizers = [self.optimizer]
         self.trainer.strategy.lr_scheduler_configs = [
             LRSchedulerConfig(self.scheduler, **{"interval": "step", **config})
@@ -41,7 +41,7 @@ class Run:
         self.held.attach()
 
     def step(self, *skips: Skip) -> float:
-        """Attempted steps and then the schedule's; returns the rate as a callback would read it."""
+        """Attempt steps, then step the schedule. Return the rate as a callback would read it."""
         for skip in skips:
             self.held.observe(self.optimizer, skip)
         self.scheduler.step()
@@ -61,7 +61,7 @@ def test_it_is_held_where_all_steps_were_skipped() -> None:
     assert run.step(Skip.YES) == 1.0
     assert run.step(Skip.YES, Skip.YES) == 1.0
     assert run.step(Skip.YES, Skip.NO) == 0.5
-    assert run.step() == 0.25  # no step in between is no reason to hold: once per epoch
+    assert run.step() == 0.25  # once per epoch: without a step in between nothing is held
     assert run.scheduler.last_epoch == 2
 
 
@@ -97,7 +97,7 @@ def test_one_step_that_the_host_knows_to_be_taken_is_enough() -> None:
 def test_two_steps_of_the_schedule_in_a_row_are_both_decided() -> None:
     run = Run()
     run.step(later(False))
-    assert run.step(later(False)) == 0.5  # the first
+    assert run.step(later(False)) == 0.5  # the first schedule step
     run.held.before_step(run.optimizer)
     assert run.rate == 0.25
 
@@ -212,7 +212,7 @@ def test_lr_monitor_shows_the_rate_that_is_used(tmp_path: Any) -> None:
 
 
 class Doubled(lrs.ExponentialLR):
-    """What somebody puts in the place of a scheduler's class."""
+    """A class that somebody else gives the scheduler."""
 
     def step(self, epoch: Any = None) -> None:
         super().step()
@@ -222,10 +222,10 @@ class Doubled(lrs.ExponentialLR):
 @pytest.mark.parametrize("derives", [False, True])
 def test_a_class_that_somebody_else_gives_a_scheduler_stays(derives: bool) -> None:
     run = Run()
-    run.step(later(False))  # on a device: not decided yet
+    run.step(later(False))  # on a device, so not decided yet
     theirs = type("Theirs", (type(run.scheduler),), {}) if derives else Doubled
     run.scheduler.__class__ = theirs
     run.held.detach()
     assert type(run.scheduler) is theirs
     assert run.rate == 0.5  # the step that was noted
-    assert run.step(later(True)) == (0.25 if derives else 0.125)  # nobody holds it any more
+    assert run.step(later(True)) == (0.25 if derives else 0.125)  # it is not held any more

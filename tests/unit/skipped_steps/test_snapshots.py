@@ -1,4 +1,4 @@
-"""Buffers are put back in place, on the device if it says so; where one was replaced the old tensor comes back."""
+"""Buffers are restored in place, on the device if only the device knows. Replaced tensors come back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 class Holder:
-    """Buffers of two dtypes and several shapes, and one that is not there yet."""
+    """Return places of buffers of two dtypes and several shapes, one of them `None`."""
 
     def __init__(self, **more: Any) -> None:
         self.module = nn.Module()
@@ -104,7 +104,7 @@ def test_it_waits_only_where_a_shape_changed(shape: tuple[int, ...], reads: int)
 @pytest.mark.parametrize("value", [3.0, NAN, INF])
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_bad_loss_takes_back_only_what_is_not_finite(bad_loss: bool, value: float, replaced: bool) -> None:
-    """The step was taken, since its gradients were mended."""
+    """The step was applied, since its gradients were repaired."""
     with flags_on_a_device():
         holder = Holder()
         if replaced:
@@ -120,7 +120,7 @@ def test_a_bad_loss_takes_back_only_what_is_not_finite(bad_loss: bool, value: fl
 
 
 def test_what_was_infinite_before_stays_as_it_is() -> None:
-    """Empty slots are often marked so: it says nothing about this step."""
+    """NaN often marks empty slots, and says nothing about this step."""
     for before, after in ((1.0, 1.0), (INF, NAN)):
         holder = Holder(age=torch.tensor([before]))
         holder.module.age.fill_(NAN)

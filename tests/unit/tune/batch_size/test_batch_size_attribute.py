@@ -1,4 +1,4 @@
-"""Where the batch size is kept, and setting it there."""
+"""Reading and setting the batch size of modules and data modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search in one precision: what it refuses, and what it says. Runs are made up."""
+"""The search over batch sizes, its refusals and its messages, with made-up runs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 from lightning_amp.compare import ArmRun, ArmSpec, Progress
-from lightning_amp.tune.batch_size._batch_size_search import BatchSizeSearch, Found, LimitTooLowError, RunFailedError
+from lightning_amp.tune.batch_size._batch_size_search import BatchSizeSearch, LimitTooLowError, RunFailedError
 from lightning_amp.tune.batch_size._learning_rate import UsedRate
 from lightning_amp.tune.batch_size._probe import Facts
+from lightning_amp.tune.batch_size._result import BatchSizeResult
 
 FACTS = Facts(own_size=32, num_batches=9, device="cpu", rates=(UsedRate("SGD", 0.1),))
 GIB = 2**30
 
 
 class MadeUp:
-    """Stands in for `ShortRuns`: memory is a function of the size."""
+    """Replaces `ShortRuns`: the peak memory is a function of the size."""
 
     def __init__(self, memory: Callable[[int], float], facts: Facts = FACTS) -> None:
         self.memory, self.facts = memory, facts
@@ -47,24 +48,27 @@ def linear(rows: int) -> float:
     return 0.2 + 0.001 * rows
 
 
-def search(runs: Any, limit: float | None = 1.0, before: Found | None = None) -> BatchSizeSearch:
-    return BatchSizeSearch(runs, ArmSpec("fp32", {"precision": "fp32"}), limit, Progress(3, None), before)
+ARM = ArmSpec("fp32", {"precision": "fp32"})
 
 
-def fails(search: BatchSizeSearch, kind: type[Exception], message: str) -> None:
-    """The search ends with this error, and with a result that says so."""
-    found = search.run()
-    assert type(found.error) is kind
-    assert re.search(message, str(found.error))
-    result = found.result
-    assert (result.batch_size, result.error, result.message, result.lr) == (0, str(found.error), result.error, None)
+def search(runs: Any, limit: float | None = 1.0) -> BatchSizeResult:
+    result, error = BatchSizeSearch(runs, limit, Progress(3, None)).run(ARM)
+    assert error is None
+    return result
+
+
+def fails(runs: Any, kind: type[Exception], message: str) -> None:
+    """Assert that the search ends with this error, and with a result that repeats it."""
+    result, error = BatchSizeSearch(runs, 1.0, Progress(3, None)).run(ARM)
+    assert type(error) is kind
+    assert re.search(message, str(error))
+    assert (result.batch_size, result.error, result.message, result.lr) == (0, str(error), result.error, None)
 
 
 def test_two_sizes_and_the_one_that_they_lead_to(capsys: pytest.CaptureFixture[str]) -> None:
     runs = MadeUp(linear, replace(FACTS, own_size=100))
-    found = search(runs).run()
+    result = search(runs)
     assert runs.sizes == [None, 328, 800]
-    result = found.result
     assert (result.batch_size, result.samples_per_s, result.error) == (800, 1600.0, None)
     assert result.peak_gib == pytest.approx(1.0)
     assert [p.batch_size for p in result.measured] == [100, 328, 800]
@@ -82,24 +86,26 @@ def test_two_sizes_and_the_one_that_they_lead_to(capsys: pytest.CaptureFixture[s
 
 
 def test_another_precision_begins_where_the_first_one_ended() -> None:
-    before = search(MadeUp(linear)).run()
-    runs = MadeUp(lambda rows: 0.2 + 0.0005 * rows, replace(FACTS, rates=(UsedRate("Adam", 0.1),)))
-    result = search(runs, before=before).run().result
+    runs = MadeUp(linear)
+    both = BatchSizeSearch(runs, 1.0, Progress(6, None))  # type: ignore[arg-type]
+    both.run(ARM)
+    runs.sizes.clear()
+    runs.memory, runs.facts = lambda rows: 0.2 + 0.0005 * rows, replace(FACTS, rates=(UsedRate("Adam", 0.1),))
+    result, _ = both.run(ARM)
     assert runs.sizes == [800, 1328, 1600]
     assert result.lr == pytest.approx(0.707)
     assert "at batch size 32" in result.message
 
 
 def test_the_rows_are_the_limit() -> None:
-    found = search(MadeUp(linear, replace(FACTS, num_rows=50))).run()
-    assert found.result.batch_size == 50
-    assert found.result.message.startswith("A batch of all 50 rows holds 0.25 of 1 GiB (what tensors hold): the data i")
-    assert found.most == 50
+    result = search(MadeUp(linear, replace(FACTS, num_rows=50)))
+    assert result.batch_size == 50
+    assert result.message.startswith("A batch of all 50 rows holds 0.25 of 1 GiB (what tensors hold): the data is the")
 
 
 def test_fewer_rows_than_the_first_size() -> None:
     runs = MadeUp(linear, replace(FACTS, own_size=64, num_rows=50))
-    assert search(runs).run().result.batch_size == 50
+    assert search(runs).batch_size == 50
     assert runs.sizes == [None]
 
 
@@ -109,7 +115,7 @@ def test_drop_last_leaves_no_batch() -> None:
             return replace(self.facts, own_size=rows, num_batches=9 if rows <= 50 else 0)
 
     runs = Dropped(linear, replace(FACTS, own_size=64, num_rows=50))
-    result = search(runs).run().result
+    result = search(runs)
     assert runs.sizes == [None, 50]
     assert result.batch_size == 50
     assert "at batch size 64" in result.message
@@ -120,7 +126,7 @@ def test_no_batches_at_all(rows: int | None) -> None:
     runs = MadeUp(linear, replace(FACTS, num_batches=0, num_rows=rows))
     runs.noted = lambda rows: runs.facts  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="must have batches; `train_dataloader` gives none"):
-        search(runs).run()
+        search(runs)
 
 
 def test_a_stream_that_ends() -> None:
@@ -128,21 +134,21 @@ def test_a_stream_that_ends() -> None:
         def noted(self, rows: int) -> Facts:
             return replace(self.facts, own_size=rows, loader_sizes=(rows,), batch_rows=min(rows, 300))
 
-    result = search(Stream(lambda rows: 0.2 + 0.001 * min(rows, 300))).run().result
+    result = search(Stream(lambda rows: 0.2 + 0.001 * min(rows, 300)))
     assert result.batch_size == 300
     assert "all 300 rows" in result.message
 
 
 @pytest.mark.parametrize("sizes", [(16,), (None,), ()])
 def test_batches_that_do_not_follow(sizes: tuple[int | None, ...]) -> None:
-    """Also where the loader does not say its size: by the rows that a batch really has."""
+    """If the loader does not say its size, the rows of its batches are compared."""
     runs = MadeUp(lambda rows: 0.3)
     runs.noted = lambda rows: replace(runs.facts, own_size=rows, loader_sizes=sizes, batch_rows=16)  # type: ignore
     message = (
         r"must change with `batch_size`: it was 32, then \d+, and a batch had 16 rows each time. Write `DataLoader"
     )
     with pytest.raises(ValueError, match=message):
-        search(runs).run()
+        search(runs)
     assert len(runs.sizes) == 2
 
 
@@ -151,21 +157,23 @@ def test_a_loader_with_half_of_it() -> None:
         def noted(self, rows: int) -> Facts:
             return replace(self.facts, own_size=rows, loader_sizes=(rows // 2, rows // 2), batch_rows=rows // 2)
 
-    assert search(Half(linear, replace(FACTS, num_rows=100))).run().result.batch_size == 200
+    assert search(Half(linear, replace(FACTS, num_rows=100))).batch_size == 200
 
 
 def test_rows_are_not_the_first_dimension() -> None:
     runs = MadeUp(linear)
     runs.noted = lambda rows: replace(runs.facts, own_size=rows, loader_sizes=(rows,), batch_rows=20)  # type: ignore
-    result = search(runs).run().result
+    result = search(runs)
     assert result.batch_size == 800
-    assert result.samples_per_s == 1600.0  # of its step time
+    assert result.samples_per_s == 1600.0  # from the time of a step
 
 
 def test_nothing_fits() -> None:
     runs = MadeUp(lambda rows: 2.0 + rows)
-    message = r"`memory_limit_gib` must hold the smallest batch; in fp32 one of 1 holds 3 GiB, and the limit is 1 GiB"
-    fails(search(runs), LimitTooLowError, message)
+    message = (
+        r"`memory_limit_gib` must hold the smallest batch; in fp32 a batch of 1 holds 3 GiB, and the limit is 1 GiB"
+    )
+    fails(runs, LimitTooLowError, message)
     assert runs.sizes[-1] == 1
 
 
@@ -175,14 +183,14 @@ def test_a_single_row_that_a_module_does_not_take() -> None:
             one = ArmRun("fp32", 0, error="ValueError: Expected more than 1 value per channel when training")
             return one if rows == 1 else super().outcome(rows)
 
-    message = "one of 4 holds 2 GiB.*A batch of 1 failed: ValueError: Expected more"
-    fails(search(Norm(lambda rows: 2.0)), LimitTooLowError, message)
+    message = "a batch of 4 holds 2 GiB.*A batch of 1 failed: ValueError: Expected more"
+    fails(Norm(lambda rows: 2.0), LimitTooLowError, message)
 
 
 def test_memory_that_runs_out_on_a_device() -> None:
-    """A run that fails for want of memory is a size that does not fit."""
+    """The size of a run that ran out of memory does not fit."""
     runs = MadeUp(lambda rows: linear(rows) if rows <= 500 else math.inf, replace(FACTS, device="cuda", device_gib=1.0))
-    result = search(runs, limit=None).run().result
+    result = search(runs, limit=None)
     assert 480 <= result.batch_size <= 500
     assert result.limit_gib == 1.0
     assert "memory is the limit. Memory ran out at 5" in result.message
@@ -196,22 +204,22 @@ def test_memory_runs_out_before_the_first_batch() -> None:
             return known if rows < 10 else replace(known, device="", device_gib=None, num_batches=0)
 
     runs = Late(lambda rows: linear(rows) if rows < 10 else math.inf, replace(FACTS, device="cuda", device_gib=1.0))
-    assert search(runs, limit=None).run().result.batch_size == 9
+    assert search(runs, limit=None).batch_size == 9
 
 
 def test_the_limit_is_the_smaller_one() -> None:
     facts = replace(FACTS, device="cuda", device_gib=0.8)
-    assert search(MadeUp(linear, facts)).run().result.limit_gib == 0.8
+    assert search(MadeUp(linear, facts)).limit_gib == 0.8
 
 
 def test_a_device_that_does_not_say_what_it_has() -> None:
     with pytest.raises(ValueError, match="`memory_limit_gib` must be given: training runs on mps, which does not say"):
-        search(MadeUp(linear, replace(FACTS, device="mps")), limit=None).run()
+        search(MadeUp(linear, replace(FACTS, device="mps")), limit=None)
 
 
 def test_what_the_process_refused() -> None:
     with pytest.raises(ValueError, match=r"^there is none$"):
-        search(MadeUp(linear, replace(FACTS, refused="there is none"))).run()
+        search(MadeUp(linear, replace(FACTS, refused="there is none")))
 
 
 def test_an_error_of_the_module() -> None:
@@ -221,21 +229,21 @@ def test_an_error_of_the_module() -> None:
             return ArmRun("fp32", 0, error="KeyError: 1", log=log)
 
     message = r"^Training in fp32 failed at batch size 32: KeyError: 1 \(/home/me/net.py, line 12, in training_step\).$"
-    fails(search(Broken(linear)), RunFailedError, message)
+    fails(Broken(linear), RunFailedError, message)
 
 
 def test_killed_before_anything_is_known() -> None:
     runs = MadeUp(linear)
     runs.run = lambda arm, size: (ArmRun("fp32", 0, error="its process was killed by SIGKILL"), Facts())  # type: ignore
-    fails(search(runs), RunFailedError, r"^Training in fp32 failed: its process was killed by SIGKILL")
+    fails(runs, RunFailedError, r"^Training in fp32 failed: its process was killed by SIGKILL")
 
 
 def test_memory_that_could_not_be_measured() -> None:
     runs = MadeUp(linear)
     runs.outcome = lambda rows: ArmRun("fp32", 0)  # type: ignore[method-assign]
-    fails(search(runs), RunFailedError, "another profiler of torch was at work")
+    fails(runs, RunFailedError, "another torch profiler was running")
 
 
 def test_what_an_optimizer_step_sees() -> None:
     facts = replace(FACTS, accumulated=4, world_size=2)
-    assert "An optimizer step sees 8 such batches." in search(MadeUp(linear, facts)).run().result.message
+    assert "An optimizer step sees 8 such batches." in search(MadeUp(linear, facts)).message

@@ -1,4 +1,4 @@
-"""`find_batch_size` as a whole: in this process, and once in processes of its own."""
+"""`find_batch_size` as a whole: most tests run in this process, one in fresh processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = {"accelerator": "cpu"}
 
 
 class Wide(L.LightningModule):
-    """Its activations hold far more than its weights."""
+    """Its activations take far more memory than its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Never(Wide):
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ran, in this process."""
+    """Note the sizes that ran in this process."""
     ran: list[str] = []
 
     def run(task: Task, on_progress: Any) -> ArmRun:
@@ -87,7 +87,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def peak_gib(size: int, precision: str, folder: Path) -> float:
-    """What a size holds, without any search."""
+    """Return the peak of a size without a search."""
     data = {"make_data": partial(Rows, batch_size=size), "make_module": Wide, "trainer_kwargs": CPU}
     runs = _short_runs.ShortRuns(**data, folder=folder, on_progress=lambda *_: None)
     run, _ = runs.run(ArmSpec("x", {"precision": precision}), None)
@@ -107,7 +107,7 @@ def test_the_next_multiple_of_8_would_not_fit(sizes: list[str], tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_fresh_process(tmp_path: Path) -> None:
-    """For once nothing is replaced."""
+    """This test replaces nothing."""
     before = torch.random.get_rng_state(), sorted(tmp_path.iterdir())
     found = lightning_amp.find_batch_size(Wide, fifty, ["bf16"], memory_limit_gib=0.1, trainer_kwargs=CPU)
     result = found["bf16"]
@@ -148,7 +148,7 @@ def test_all_fail(sizes: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_limit_below_the_smallest_batch(sizes: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"must hold the smallest batch; in fp32 one of 1 .* in bf16 one of 1 "):
+    with pytest.raises(ValueError, match=r"the smallest batch; in fp32 a batch of 1 .* in bf16 a batch of 1 "):
         lightning_amp.find_batch_size(Wide, fifty, memory_limit_gib=1e-6, trainer_kwargs=CPU)
 
 

@@ -1,4 +1,4 @@
-"""The rule of the optimizer, and what is said where there is none."""
+"""The rule for each optimizer, and the sentence if there is none."""
 
 from __future__ import annotations
 

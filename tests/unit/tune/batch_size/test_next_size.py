@@ -1,9 +1,10 @@
-"""Which size is run next, over memories of known shapes."""
+"""The choice of the next size, for memories of known shapes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -14,7 +15,7 @@ from lightning_amp.tune.batch_size._result import Measurement
 def search(
     memory: Callable[[int], float], limit: float, first: int = 32, most: int | None = None
 ) -> tuple[int, list[int]]:
-    """The size that is found, and all that were run."""
+    """Return the size that the search finds, and all sizes that it ran."""
     points = [Measurement(first, memory(first), 1.0)]
     while len(points) < 20 and (size := next_size(points, limit, most)) is not None:
         assert size not in {p.batch_size for p in points}
@@ -28,7 +29,7 @@ def search(
 @pytest.mark.parametrize("first", [1, 8, 32, 500, 5000])
 @pytest.mark.parametrize("fixed", [0.0, 0.2, 0.9])
 def test_a_straight_line(fixed: float, first: int) -> None:
-    """Three runs, or some more from so small a size that most of the memory is the same for all."""
+    """Three runs, or some more from a size so small that most of the memory does not depend on it."""
 
     def memory(b: int) -> float:
         return fixed + 0.001 * b
@@ -49,7 +50,7 @@ def test_where_memory_is_all_of_rows_the_second_is_the_last() -> None:
 
 
 def test_a_far_guess_is_approached_in_steps() -> None:
-    """The line of 32 and 88 rows may bend; that of three sizes is trusted."""
+    """The line through 32 and 88 rows may bend; a line through three sizes is trusted."""
     assert search(lambda b: 0.5 + 0.001 * b, 1.5, first=32) == (1000, [32, 88, 352, 1000])
     assert search(lambda b: 0.001 * b, 100.0, first=8) == (100_000, [8, 256, 1024, 32_768, 100_000])
 
@@ -62,41 +63,33 @@ def test_a_flat_line_is_not_trusted() -> None:
 
 
 def test_the_first_size_is_near_the_limit() -> None:
-    """The line needs another point, from below."""
+    """The line needs another point from below."""
     assert search(lambda b: 0.5 + 0.001 * b, 1.5, first=1000) == (1000, [1000, 500])
     assert search(lambda b: 0.5 + 0.4 * b, 1.0, first=1) == (1, [1, 2])
 
 
-@pytest.mark.parametrize("first", [8, 32, 3000])
-@pytest.mark.parametrize("kink", [0.1, 0.3, 0.6])
-def test_memory_that_is_flat_at_first(kink: float, first: int) -> None:
-    """The optimizer's step holds more than small batches do."""
+FLAT_AT_FIRST = [partial(lambda kink, b: max(kink, 0.05 + 0.0005 * b), kink) for kink in (0.1, 0.3, 0.6)]
+"""The optimizer's step needs more memory than small batches."""
 
-    def memory(b: int) -> float:
-        return max(kink, 0.05 + 0.0005 * b)
 
+@pytest.mark.parametrize(
+    ("memory", "first", "factor"),
+    [
+        *((memory, first, 1.04) for memory in FLAT_AT_FIRST for first in (8, 32, 3000)),
+        *((lambda b: 0.1 + 0.001 * b + 1e-6 * b * b, first, 1.05) for first in (2, 64, 900)),
+    ],
+)
+def test_memory_that_bends_upwards(memory: Callable[[int], float], first: int, factor: float) -> None:
     found, run = search(memory, 1.0, first)
     assert memory(found) <= 1.0
-    assert memory(math.ceil(found * 1.04) + 8) > 1.0
-    assert len(run) <= MOST_RUNS
-    assert max(map(memory, run)) <= max(2.0, memory(first))
-
-
-@pytest.mark.parametrize("first", [2, 64, 900])
-def test_memory_that_grows_with_the_square(first: int) -> None:
-    def memory(b: int) -> float:
-        return 0.1 + 0.001 * b + 1e-6 * b * b
-
-    found, run = search(memory, 1.0, first)
-    assert memory(found) <= 1.0
-    assert memory(math.ceil(found * 1.05) + 8) > 1.0
+    assert memory(math.ceil(found * factor) + 8) > 1.0
     assert len(run) <= MOST_RUNS
     assert max(map(memory, run)) <= max(2.0, memory(first))
 
 
 @pytest.mark.parametrize("first", [8, 100, 4000])
 def test_memory_that_runs_out(first: int) -> None:
-    """A device that has less than it says."""
+    """A device that has less memory than it reports."""
 
     def memory(b: int) -> float:
         peak = 0.1 + 0.001 * b

@@ -1,4 +1,4 @@
-"""What ends a short training, and what is noted beside it. In this process."""
+"""The end of a short training, and the facts that it notes. The training runs in this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ocean(Sea):
 
 
 class Plain(Waves):
-    """Validation never runs, and what it logs is missed."""
+    """Its validation never runs, so no metric of validation is logged."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         raise AssertionError
@@ -90,7 +90,7 @@ def test_the_rows_of_the_largest_batch(tmp_path: Path) -> None:
 
 
 class Schedule(Plain):
-    """Asks how many steps there are, and for a metric of validation."""
+    """Asks for the number of steps, and monitors a metric of validation."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.25)
@@ -154,7 +154,7 @@ class Endless(Ocean):
 
 
 class Several(Ocean):
-    """As many rows as its sampler draws, and one loader of its own length."""
+    """One loader with as many rows as its sampler draws, and one shorter loader."""
 
     def train_dataloader(self) -> Any:
         sampler = RandomSampler(self.data, replacement=True, num_samples=300)
@@ -245,4 +245,4 @@ def test_what_is_refused(data: Any, text: str, tmp_path: Path) -> None:
 def test_a_torn_file_has_no_facts(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "facts.json").write_text(text)
-    assert Facts.read(tmp_path / "facts.json") is None
+    assert Facts.read(tmp_path / "facts.json") == Facts()

@@ -1,4 +1,4 @@
-"""One short training: its Trainer, its numbers, its error."""
+"""The Trainer, the measurement and the error of one short training."""
 
 from __future__ import annotations
 

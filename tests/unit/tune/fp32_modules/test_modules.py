@@ -1,4 +1,4 @@
-"""Which modules run, the tree that they make, and which of them look suspicious."""
+"""The modules that run, their tree, and their ratings."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_the_tree_of_what_runs() -> None:
     with watch.on(net):
         net(torch.randn(3, 4)).sum().backward()
     assert all("forward" not in vars(module) for module in net.modules())
-    assert watch.called[:3] == ["encoder.inp", "blocks.0.0", "blocks.0.1"]  # in the order of their ends, each once
+    assert watch.called[:3] == ["encoder.inp", "blocks.0.0", "blocks.0.1"]  # in the order in which calls end, each once
     assert len(watch.called) == len(set(watch.called))
     tree = {name: list(inside) for name, inside in make_tree(net, watch.called).items()}
     assert tree[""] == ["encoder.inp", "blocks.0", "blocks.1", "attention", "low.1"]
     assert tree["blocks.1"] == ["blocks.1.0", "blocks.1.1"]
-    assert tree["attention"] == []  # computes with the weight of `out_proj`, and does not call it
+    assert tree["attention"] == []  # uses the weight of `out_proj` without calling it
     left_out = make_tree(net, watch.called, frozenset({"blocks.0"}))
     assert list(left_out[""]) == ["encoder.inp", "blocks.1", "attention", "low.1"]
 
@@ -98,7 +98,7 @@ def test_suspicion() -> None:
 
 
 def test_a_culprit_is_where_a_bad_output_and_a_bad_gradient_meet() -> None:
-    """What comes before it has bad gradients, what comes after it bad outputs."""
+    """A module before it has a bad gradient, a module after it a bad output."""
     true = torch.ones(4)
     good, bad = fidelity_sums(true, true * 1.001), fidelity_sums(true, true * 3)
     outputs = {"before": good, "culprit": bad, "after": bad}

@@ -1,4 +1,4 @@
-"""What is refused before anything runs."""
+"""Arguments that are refused before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = {"accelerator": "cpu"}
 
 
 def request(precision: Any, tolerance: Any, kwargs: Any) -> Request:
-    return Request.checked(LightningModule, LightningDataModule, precision, tolerance, kwargs)
+    return Request(LightningModule, LightningDataModule, precision, tolerance, kwargs)
 
 
 def test_what_is_measured_and_what_makes_no_difference() -> None:
@@ -37,7 +37,7 @@ def test_a_tolerance(tolerance: Any) -> None:
 @pytest.mark.parametrize(
     ("precision", "text"),
     [
-        ("fp32", "must be 'fp16' or 'bf16', got 'fp32', in which all modules are"),
+        ("fp32", "must be 'fp16' or 'bf16', got 'fp32': all modules are in fp32 already"),
         ("fp8", "must be 'fp16' or 'bf16', got 'fp8'. Search in 'bf16'"),
         ("half", "must be one of 'auto', 'bf16'"),
         ({"precision": "fp16", "fp32_module": ["head"]}, "unexpected keyword argument 'fp32_module'"),

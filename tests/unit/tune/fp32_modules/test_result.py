@@ -1,4 +1,4 @@
-"""What is returned: a tuple with attributes, also in copies; relative errors, and how they are written."""
+"""The returned tuple and its copies, and relative errors in words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_copy_has_all_of_it(again: Fp32Rules) -> None:
 
 
 def test_nothing_can_be_set() -> None:
-    with pytest.raises(AttributeError, match="`cost` cannot be set"):
+    with pytest.raises(AttributeError, match="`cost` cannot be set: a result does not change"):
         FOUND.cost = 1.0
 
 
@@ -68,7 +68,7 @@ def test_relative_error(value: float, reference: float, error: float) -> None:
     ],
 )
 def test_a_distance_in_words(distance: DistanceToFp32, text: str, beyond: str | None) -> None:
-    """All of it, and what of it is beyond a tolerance; `None` stands for the same words."""
+    """All errors, and the errors beyond a tolerance; `None` stands for the same words."""
     assert distance.within(0.05) == (beyond == "")
     assert distance.describe() == text
     assert distance.describe(0.05) == (text if beyond is None else beyond)

@@ -19,12 +19,12 @@ FLAT: Tree = {"": tuple(str(i) for i in range(200))}
 
 
 def covered(names: Collection[str], name: str) -> bool:
-    """Whether a module, or one around it, is among them."""
+    """Return whether a module, or one around it, is among the names."""
     return any(name == other or name.startswith(f"{other}.") for other in names)
 
 
 def needs(*culprits: str) -> Callable[[tuple[str, ...]], bool]:
-    """An evaluator: all of these must be in fp32."""
+    """Return an evaluator that passes if all culprits are in fp32."""
     return lambda names: all(covered(names, culprit) for culprit in culprits)
 
 
@@ -55,7 +55,7 @@ def test_blocks_that_are_alike_go_down_together() -> None:
 
 
 def test_a_block_of_its_own_kind() -> None:
-    """The code of blocks 2 and 3 themselves, and not what is inside them."""
+    """The code of blocks 2 and 3 themselves, not a module inside them."""
     assert names_of(search(DEEP, needs("blocks.2", "blocks.3"), {})) == {"blocks.2", "blocks.3"}
 
 
@@ -97,7 +97,7 @@ def test_a_module_around_one_is_not_named_for_it() -> None:
 
 
 def test_two_ways_that_do_not_behave() -> None:
-    """Either `a` alone or `b` alone is right, and both together are not; all together are."""
+    """Either `a` or `b` alone passes, both together fail, and all modules together pass."""
     legal = [{"a"}, {"b"}, {"a", "b", "c"}]
     found = search({"": ("a", "b", "c")}, lambda names: set(names) in legal, {})
     assert names_of(found) in [{"a"}, {"b"}, {"a", "b", "c"}]
@@ -109,7 +109,7 @@ def test_two_ways_that_do_not_behave() -> None:
 
 
 def test_after_the_last_one_that_can_be_left_out_the_others_are_tried_again() -> None:
-    """`b` is needed as long as `c` is there."""
+    """`b` is needed while `c` is there."""
 
     def passes(names: tuple[str, ...]) -> bool:
         return set(names) in [set("abcd"), {"a", "b", "c"}, {"a", "b"}, {"a"}]
@@ -149,7 +149,7 @@ OTHERS = ["blocks", *DEEP["blocks"], *(name for i in range(12) for name in DEEP[
         ([f"blocks.{i}.norm" for i in range(12)], ("blocks.*.norm",)),
         (["head", *(f"blocks.{i}.norm" for i in range(12))], ("head", "blocks.*.norm")),
         ([f"blocks.{i}.norm" for i in range(11)], tuple(f"blocks.{i}.norm" for i in range(11))),  # not the twelfth
-        ([f"blocks.{i}.attn" for i in range(12)], ("blocks.*.attn",)),  # and what is inside
+        ([f"blocks.{i}.attn" for i in range(12)], ("blocks.*.attn",)),  # and the modules inside
         (["odd[0].x", "what?"], ("odd[[]0].x", "what[?]")),
     ],
 )

@@ -1,4 +1,4 @@
-"""The fit around the measuring: which steps, which batches, in which precision it trains."""
+"""The fit around the measurements: its steps, its batches, and the precision of its training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_amp.tune.fp32_modules._short_fit import in_a_short_fit
 def measure(
     module: Any, data: Any, steps: list[int], work: Callable[[Bench], Any], later: int = 0, **kwargs: Any
 ) -> Any:
-    request = Request.checked(module, data, "bf16", 0.05, {"accelerator": "cpu", **kwargs})
+    request = Request(module, data, "bf16", 0.05, {"accelerator": "cpu", **kwargs})
     return in_a_short_fit(request, steps, work, later=later)
 
 
