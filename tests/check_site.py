@@ -1,8 +1,8 @@
 """Check the documentation that `make docs` built: `python tests/check_site.py docs/_build/html`.
 
 Every internal link has a target, and pages load nothing from other sites. Every public name and every symptom is at
-most two clicks from the first page, and the search finds it. The search shows
-the right page first for words that readers type.
+most two clicks from the first page, and the search finds it. For words that readers type, the search shows the right
+page first.
 """
 
 from __future__ import annotations
