@@ -1,8 +1,8 @@
 """What can this machine do, and why is a module not faster in mixed precision? Read `_doctor.py` first.
 
-It examines the machine (`_examine_machine.py`) and a few training steps (`_examine_step.py`), whose record is in
-`_record.py`. Each of the `findings` reads that record; `DoctorReport` holds them. The record, the findings and the
-report import nothing of Lightning.
+It examines the machine (`_examine_machine.py`) and a few training steps (`_examine_step.py`), and writes a record
+(`_record.py`). Each file in `findings` reads that record, and `DoctorReport` holds the findings. The record, the
+findings and the report import nothing of Lightning.
 """
 
 import importlib
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `doctor`, and Lightning with it, when it is asked for."""
+    """Import `doctor`, and Lightning with it, at its first use."""
     if name != "doctor":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}._doctor").doctor

@@ -1,4 +1,4 @@
-"""Changes of a training step that `doctor` tries: a fused optimizer, another layout of images, larger batches."""
+"""The changes that `doctor` tries on a training step: a fused optimizer, another layout of images, a larger batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_amp.shadow import copy_batch
 
 
 def fuse_optimizers(module: LightningModule) -> LightningModule:
-    """Let the optimizers that this module configures be fused; the module is ours."""
+    """Make the optimizers fused that this module configures. The module is changed, so it must be ours."""
     configure = module.configure_optimizers
 
     def configure_optimizers() -> Any:
@@ -30,7 +30,7 @@ def fuse_optimizers(module: LightningModule) -> LightningModule:
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer fused that has not stepped yet; schedules that know it go on with it."""
+    """Make an optimizer fused that has not stepped yet. It stays the same object, which schedules refer to."""
     groups: list[Any] = optimizer.param_groups
     for group in groups:
         group.update(fused=True, foreach=False)
@@ -41,7 +41,7 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def can_fuse(optimizer: Any) -> bool:
-    """Return whether an optimizer has one kernel for its step, and does not use it."""
+    """Return whether torch has a fused kernel for this optimizer that it does not use."""
     kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     if type(optimizer) not in kinds or _torch.is_fused(optimizer):
         return False
@@ -64,17 +64,12 @@ def _optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def has_convolutions(module: nn.Module) -> bool:
-    """Return whether there are convolutions over images."""
+    """Return whether a module has convolutions over images."""
     return any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in module.modules())
 
 
-def to_channels_last(module: LightningModule) -> LightningModule:
-    """Keep its images with the channels last; the module is ours."""
-    return module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
 def joined(batches: Sequence[Any], times: int) -> list[Any] | None:
-    """Return batches that are `times` as large; `None` if nobody knows how to join them."""
+    """Join copies of batches to one that is `times` as large; `None` if their contents cannot be joined."""
     if not batches:
         return None
     parts = [copy_batch(batches[i % len(batches)]) for i in range(times)]
@@ -88,12 +83,12 @@ def _join(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if isinstance(first, Tensor):
         if not first.dim():
-            raise ValueError("a number has no rows")
+            raise ValueError("a scalar has no rows")
         return torch.cat(list(parts))
     if type(first) is dict:
         return {name: _join([part[name] for part in parts]) for name in first}
     if type(first) in (list, tuple):
         if not all(isinstance(item, (Tensor, dict, list, tuple)) for item in first):
-            raise ValueError("it holds what cannot be joined")
+            raise ValueError("only tensors in dicts, lists and tuples can be joined")
         return type(first)(_join(items) for items in zip(*parts, strict=True))
     raise ValueError(f"{type(first).__name__} cannot be joined")

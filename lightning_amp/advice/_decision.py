@@ -1,4 +1,4 @@
-"""`Decision`: the one recommendation of a report. The verdict and every finding are written from it."""
+"""`Decision`: the one recommendation of a report. The verdict and every finding follow from it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Decision:
     Attributes:
         looked_at: The precision that the report is about.
         use: The recommended precision; `None` if the measurements do not decide.
-        basis: `"step"`: the user's own step was raced against fp32. `"products"`: matrix products were.
-            `"support"`: no precision but fp32 has instructions here. `"nothing"`: neither was measured.
-        speed: How fast the step, or the products, are in `use`, or in `looked_at` where `use` is fp32 or `None`.
+        basis: `"step"`: the user's own step was timed against fp32. `"products"`: matrix products were. `"support"`:
+            only fp32 has instructions here. `"nothing"`: neither was measured.
+        speed: The speed of the step or the products in `use`; in `looked_at` if `use` is fp32 or `None`.
 
     """
 
@@ -36,12 +36,12 @@ class Decision:
 
     @property
     def advises_against(self) -> bool:
-        """Return whether another precision than the one that the report is about is recommended."""
+        """Return whether a precision other than `looked_at` is recommended."""
         return self.use is not None and self.use != self.looked_at
 
 
 def decide(machine: Machine, looked_at: str, step: Step | None = None) -> Decision:
-    """Decide which precision to recommend: by the user's own step if it was timed, else by matrix products."""
+    """Recommend a precision: by the user's own step if there is one, else by matrix products."""
     if step is None:
         return _by_products(machine, looked_at)
     speed = speed_up(step) if looked_at != FP32 else None
@@ -49,7 +49,7 @@ def decide(machine: Machine, looked_at: str, step: Step | None = None) -> Decisi
         return Decision(looked_at, None, "nothing")
     found, products = machine.format(looked_at), machine.speed(looked_at)
     emulated = found is not None and found.support == "emulated"
-    if speed.claim == "one run" or (speed.claim == "undecided" and emulated):  # products decide, if they agree with it
+    if speed.claim == "one run" or (speed.claim == "undecided" and emulated):  # products decide, if they agree
         agrees = products is not None and products.claim == "slower" and speed.ratio < 1
         return Decision(looked_at, FP32, "products", products) if agrees else Decision(looked_at, None, "step", speed)
     use = {"faster": looked_at, "slower": FP32}.get(speed.claim)
@@ -72,13 +72,13 @@ def _by_products(machine: Machine, looked_at: str) -> Decision:
 
 
 def mixed_formats(machine: Machine) -> list[str]:
-    """Return the formats of mixed precision that run here, the one that `auto` picks first."""
+    """Return the formats of mixed precision that run here, beginning with the choice of `auto`."""
     runs = [found.name for found in machine.formats if found.support != "missing"]
     return [name for name in dict.fromkeys((machine.precision, "bf16", "fp16")) if name in runs and name != FP32]
 
 
 def _is_open(machine: Machine, name: str) -> bool:
-    """Return whether a format has instructions, and its products are not known to be as fast or slower."""
+    """Return whether a format has instructions, and measurements do not decide how fast its products are."""
     found, speed = machine.format(name), machine.speed(name)
     has_instructions = found is not None and found.support in ("native", "partial")
     return has_instructions and (speed is None or speed.decided_ratio is None)

@@ -1,8 +1,11 @@
-"""`doctor`: what this machine can do, and why a module is not faster in mixed precision."""
+"""`doctor`: measure what this machine can do, and say why a module is not faster in mixed precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,8 +13,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_amp._arguments import require
 from lightning_amp.advice._examine_machine import examine
-from lightning_amp.advice._examine_step import StepExamination
-from lightning_amp.advice._progress import Progress
+from lightning_amp.advice._examine_step import examine_step
 from lightning_amp.advice._report import DoctorReport
 from lightning_amp.casting import Choice, our_name
 from lightning_amp.compare import ArmSpec, check_trainer_names, parse_arms
@@ -37,36 +39,37 @@ def doctor(
         print(report)
         print(report.findings[0].code, report.findings[0].action)
 
-    The machine: matrix products of several sizes and 3x3 convolutions in each precision, in turns; what is native,
-    emulated or missing; TF32; known traps of the versions that are installed; which precision to use, or "undecided".
+    The machine part times matrix products of several sizes and 3x3 convolutions in each precision, in turns. It says
+    which precisions are native, emulated or missing, whether TF32 is on, and which faults the installed versions have.
+    It recommends a precision, or says "undecided".
 
-    The module trains for some steps, as a copy, by a Trainer of its own, in this process: one step is recorded
-    operation by operation, others are timed, and then timed again in turns with one thing changed (fp32,
-    `fused=True`, channels_last, without `fp32_modules`, a larger batch), so that what is advised was tried. Nothing is
-    written, and the module, the random generators and the settings of the process stay as they were. One device is
-    looked at, whatever the strategy. What `torch.compile` compiled is timed compiled and recorded eagerly. A step that
-    takes too long for rounds is reported from one run of each precision.
+    The module part trains a copy of the module for some steps, in this process, by a Trainer of its own. One step is
+    recorded operation by operation, and others are timed. Then steps are timed in turns with one thing changed (fp32,
+    `fused=True`, channels_last, without `fp32_modules`, a larger batch), so all advice was tried. Nothing is written.
+    The module, the random generators and the settings of the process stay as they were. One device is examined,
+    whatever the strategy. Code compiled by `torch.compile` is timed compiled and recorded eagerly. If a step takes too
+    long for several rounds, the report is made from one run of each precision.
 
     Args:
         make_module: Returns the LightningModule: its class, or a function without arguments. It need not be new.
-        make_data: Likewise for a LightningDataModule; `None` if the module has a `train_dataloader` of its own.
-        precision: What is looked at: a name, a plugin, or the arguments of :class:`AmpPrecision` as a mapping.
-        trainer_kwargs: Arguments of the Trainer, without `precision` and `plugins`. Callbacks run as copies; loggers,
-            checkpoints and what says how long to train are left out.
-        device: Where; default: the first device that Lightning would train on, `trainer_kwargs["accelerator"]` and
-            `trainer_kwargs["devices"]` included.
+        make_data: Returns the LightningDataModule; `None` if the module has a `train_dataloader` of its own.
+        precision: The precision to examine: a name, a plugin, or the arguments of :class:`AmpPrecision` as a mapping.
+        trainer_kwargs: Arguments of the Trainer, without `precision` and `plugins`. Callbacks run as copies. Loggers,
+            checkpoints and arguments that limit the length of training are left out.
+        device: The device to examine. Default: the first device on which Lightning would train, as
+            `trainer_kwargs["accelerator"]` and `trainer_kwargs["devices"]` say.
 
     Returns:
-        The findings, worst first, with all that was measured.
+        The findings, worst first, with all measurements.
 
     Raises:
-        ValueError: If an argument is wrong, if the device cannot run the precision, if there is no training batch.
+        ValueError: If an argument is wrong, if the device cannot run the precision, or if there is no training batch.
         TypeError: If a factory returns something else.
-        Exception: What the user's own code raises.
+        Exception: Any exception of the user's own code.
 
-    Cost: 5 to 30 s for the machine; at most a minute for a module, beside what its own steps take (about 150). One copy
-    of the module for each thing that is tried, up to six; all but the one that trains are on the host. One that does
-    not fit is left out, and said.
+    Cost: 5 to 30 s for the machine. For a module, at most a minute beside its own steps (about 150). Each variant that
+    is tried needs a copy of the module, up to six in all; only the one that trains is on the device. A variant that
+    does not fit is left out, and the report says so.
 
     """
     require(
@@ -84,12 +87,12 @@ def doctor(
     arm = _arm(precision)
     where = _device(device, kwargs)
     name = _name(arm.source, where)
-    with unnoticed(where), Progress() as say:
+    with unnoticed(where), progress() as say:
         say(f"timing products and convolutions on {where}")
         machine = examine(where, short=make_module is not None)
         if make_module is None:
             return DoctorReport(machine, None, name)
-        step = StepExamination(make_module, make_data, arm, machine, where, kwargs, say).run()
+        step = examine_step(make_module, make_data, arm, machine, where, kwargs, say)
         return DoctorReport(machine, step, step.precision)
 
 
@@ -117,8 +120,29 @@ def _device(device: torch.device | str | None, kwargs: Mapping[str, Any]) -> tor
 
 
 def _name(source: Any, device: torch.device) -> str:
-    """Return our name of a precision; of one that is not ours, Lightning's."""
+    """Return our name of a precision, also for a plugin of Lightning."""
     if isinstance(source, Mapping):
         given = our_name(source.get("precision", "auto"))
         return Choice.pick(device)[0].name if given == "auto" else given
     return our_name(source.precision)
+
+
+@contextmanager
+def progress() -> Generator[Callable[[str], None]]:
+    """Yield a function that shows its text in one line on the terminal; erase the line at the end."""
+    stream, began_s, width = sys.stderr, time.perf_counter(), 0
+
+    def say(text: str) -> None:
+        nonlocal width
+        if stream is not None and stream.isatty():
+            line = f"doctor: {text} ({time.perf_counter() - began_s:.0f} s)"[:79]
+            stream.write(f"\r{line:<{width}}")
+            stream.flush()
+            width = len(line)
+
+    try:
+        yield say
+    finally:
+        if width:
+            stream.write(f"\r{'':<{width}}\r")
+            stream.flush()

@@ -1,11 +1,11 @@
-"""What a machine can do: matrix products and convolutions in every format, measured."""
+"""Measure a machine: matrix products and convolutions in every format, and the support for each format."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,30 +16,30 @@ from lightning_amp.advice.findings import known_traps
 from lightning_amp.casting import Choice, cpu_has, has_bf16_units, runnable
 from lightning_amp.tracing import reduces_fp32
 
-FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
-
+_FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 _SIZES = {"cuda": (256, 512, 1024, 2048, 4096, 8192), "other": (128, 256, 512, 1024, 2048)}
 _SHORT_SIZES = {"cuda": (512, 2048, 4096), "other": (256, 512, 1024)}
 _IMAGES = {"cuda": ((8, 64, 56), (32, 256, 56)), "other": ((4, 32, 28), (8, 64, 56))}
 """Rows, channels, and the side of images."""
 _NEARLY_BEST = 0.75
 
-_PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_amp", "torchao", "triton")
-
 
 def examine(device: torch.device, *, short: bool = False) -> Machine:
-    """Measure a machine; if `short` in fewer sizes, which takes some seconds.
+    """Measure a machine. `short` leaves out sizes, so that it takes only some seconds.
 
     Cost: at most 20 s, memory of three matrices of 8192 x 8192 on a GPU.
 
     """
-    notes = [*_busy(device)]
-    names = [n for n in FORMATS if (n != "tf32" or _has_tf32(device)) and support_of(n, device)[0] != "missing"]
+    notes: list[str] = []
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if device.type == "cpu" and load > cores:
+        notes.append(f"the machine is busy (load {load:.1f} on {cores} cores), so that all figures are noisy")
+    shown = [name for name in _FORMATS if name != "tf32" or _has_tf32(device)]
+    names = [name for name in shown if support_of(name, device)[0] != "missing"]
     kind = device.type if device.type in _SIZES else "other"
     measured = list(products(names, (_SHORT_SIZES if short else _SIZES)[kind], device, notes))
     images = _IMAGES[kind][: 1 if short and kind == "other" else None]
     convolved = list(convolutions([n for n in names if n in DTYPES and n != "tf32"], images, device, notes))
-    shown = [name for name in FORMATS if name != "tf32" or _has_tf32(device)]
     formats = tuple(_format(name, device, measured, [c for c in convolved if c.format == name]) for name in shown)
     choice, reason = Choice.pick(device)
     versions = installed()
@@ -59,18 +59,10 @@ def examine(device: torch.device, *, short: bool = False) -> Machine:
     )
 
 
-def _busy(device: torch.device) -> Iterator[str]:
-    """Say so where others compute on the same CPUs."""
-    cores = os.cpu_count() or 1
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if device.type == "cpu" and load > cores:
-        yield f"the machine is busy (load {load:.1f} on {cores} cores), so that all figures are noisy"
-
-
 def installed() -> dict[str, str]:
-    """Return the versions of what matters here, with that of Python."""
+    """Return the versions of Python and of the packages that matter here."""
     found = {"Python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in _PACKAGES[1:]:
+    for name in ("lightning", "torchmetrics", "lightning_amp", "torchao", "triton"):
         try:
             found[name] = importlib.metadata.version(name.replace("_", "-"))
         except importlib.metadata.PackageNotFoundError:
@@ -79,7 +71,7 @@ def installed() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a person calls it."""
+    """Return the name of a device as its vendor writes it, with its compute capability or its number of threads."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
@@ -126,27 +118,17 @@ def support_of(name: str, device: torch.device) -> tuple[Support, str]:
     if name not in runnable(device):
         what = "torch's autocast does not run it here" if name != "fp8" else "no matrix units for it"
         return "missing", what
-    if device.type == "cuda":
-        return _on_cuda(name, device)
     if device.type == "cpu":
-        return _on_cpu(name)
-    return "native", "as torch says"
-
-
-def _on_cuda(name: str, device: torch.device) -> tuple[Support, str]:
+        found = cpu_has(name)
+        return ("native", ", ".join(found)) if found else ("emulated", f"this CPU has no instructions for {name}")
+    if device.type != "cuda":
+        return "native", "as torch says"
     major, minor = torch.cuda.get_device_capability(device)
     if name == "bf16" and not has_bf16_units(device):
         return "emulated", f"sm_{major}{minor} has no bf16 matrix units, although torch says that it is supported"
     if name == "fp16" and major < 7:
         return "emulated", f"sm_{major}{minor} has no fp16 matrix units"
     return "native", "matrix units"
-
-
-def _on_cpu(name: str) -> tuple[Support, str]:
-    found = cpu_has(name)
-    if found:
-        return "native", ", ".join(found)
-    return "emulated", f"this CPU has no instructions for {name}"
 
 
 def _has_tf32(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""How much faster one variant of a step is than another, and what of it may be claimed."""
+"""Compare the speed of two variants of a step, within the limits of what is possible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_amp.advice._record import (
 from lightning_amp.measure import BACKWARD, DATA, FORWARD, OPTIMIZER, SCALING, SpeedComparison
 
 LOOKS = 2
-"""A race is looked at twice, after its first rounds and at its end."""
+"""Number of times that a race is judged: after its first rounds, and at its end."""
 
 _WORTH = 1.05
 """A gain below 5 % is no warning, however sure it is."""
@@ -34,23 +34,23 @@ _PARTS: dict[Label, tuple[str, ...]] = {
 
 
 def compare(contestant_s: Sequence[float], reference_s: Sequence[float], among: int = LOOKS) -> SpeedComparison | None:
-    """Compare two series of seconds, paired by round; `None` without a round of both.
+    """Compare two series of seconds, paired by round; `None` if they have no round in common.
 
-    `among` says how many comparisons lead to one sentence; all of them together err in 1 % at most.
+    `among` is the number of comparisons behind one sentence. Together they err in 1 % of cases at most.
     """
     return SpeedComparison.of_rounds(contestant_s, reference_s, 1 - 0.01 / among)
 
 
 def measured(step: Step, label: Label, base: Label = AS_IT_IS) -> SpeedComparison | None:
-    """Return how much faster a variant is than another one, as measured; `None` if one of them was not timed."""
+    """Return the measured speed of a variant relative to another; `None` if one of them was not timed."""
     changed, before = step.variant(label), step.variant(base)
     return None if changed is None or before is None else compare(changed.step_s, before.step_s)
 
 
 def gain(step: Step, label: Label) -> SpeedComparison | None:
-    """Return how much faster a variant is than the step as it is, within :func:`most_gain`.
+    """Return the speed of a variant relative to the step as it is, limited by :func:`most_gain`.
 
-    `None` if it was not timed, or if its whole interval lies above what is possible: that is noise.
+    `None` if it was not timed, or if its whole interval lies above that limit, which only noise can cause.
     """
     found, most = measured(step, label), most_gain(step, label)
     if found is None or found.ratio <= most:
@@ -61,26 +61,26 @@ def gain(step: Step, label: Label) -> SpeedComparison | None:
 
 
 def most_gain(step: Step, label: Label) -> float:
-    """Return what a change can gain at most (Amdahl): the parts that it does not touch take their time all the same."""
+    """Return the highest possible gain of a change (Amdahl): all other parts of the step keep their time."""
     if label not in _PARTS or not step.parts:
         return math.inf
-    whole = sum(seconds for part, seconds in step.parts.items() if part != DATA)  # which is not in the race
+    whole = sum(seconds for part, seconds in step.parts.items() if part != DATA)  # races are run without loading
     share = sum(step.parts.get(part, 0.0) for part in _PARTS[label]) / max(whole, 1e-12)
     return 1 / (1 - share) if share < 1 else math.inf
 
 
 def is_worth_it(found: SpeedComparison | None) -> bool:
-    """Return whether it is faster beyond its interval, and by more than 5 %."""
+    """Return whether a change is shown to be faster, and by 5 % or more."""
     return found is not None and found.claim == "faster" and found.ratio >= _WORTH
 
 
 def speed_up(step: Step) -> SpeedComparison | None:
-    """Return how much faster the step is than in fp32."""
+    """Return the speed of the step relative to fp32; `None` if one of them was not timed."""
     return measured(step, AS_IT_IS, IN_FP32)
 
 
 def more_rows(step: Step) -> SpeedComparison | None:
-    """Return how many times as many rows per second a larger batch trains."""
+    """Return the rows per second of a larger batch, relative to the step as it is; `None` if it was not timed."""
     found = gain(step, LARGER_BATCH)
     if found is None:
         return None
@@ -89,6 +89,6 @@ def more_rows(step: Step) -> SpeedComparison | None:
 
 
 def best_speed_up(step: Step, products: float) -> float:
-    """Return the highest speed-up (Amdahl), where products in half precision are faster by a given ratio."""
+    """Return the highest possible speed-up (Amdahl) if products in half precision are faster by a given ratio."""
     share = step.fp32_product_share
     return 1 / (1 - share + share / products) if products > 0 else 1.0

@@ -1,4 +1,4 @@
-"""How fast a DataLoader is with other numbers of worker processes, tried by itself."""
+"""Measure how fast a DataLoader is with other numbers of worker processes, without training."""
 
 from __future__ import annotations
 
@@ -13,20 +13,14 @@ from lightning_amp.advice._record import Loading
 from lightning_amp.compare import num_rows
 
 _TRIAL_S = 2.0
-"""Seconds that a trial takes at most, beyond the start of its workers."""
+"""Seconds for one trial, without the start of its workers."""
 _LEAST_BATCHES, _MOST_BATCHES = 8, 40
 
 
 def loading_of(loader: Any, wait_s: float, restart_s: float, notes: list[str], *, is_slow: bool) -> Loading | None:
-    """Return how batches are loaded; `None` if that is not a plain `DataLoader`.
+    """Return how batches are loaded; `None` if the loader is not a plain `DataLoader`.
 
-    Args:
-        loader: Of the fit.
-        wait_s: Seconds that a step waits for its batch.
-        restart_s: Of them, those in which the loader began an epoch.
-        notes: Gets what could not be tried.
-        is_slow: Whether other numbers of workers are tried.
-
+    If `is_slow`, other numbers of workers are tried, and `notes` gets a note for each trial that failed.
     """
     if type(loader) is not DataLoader:
         return None
@@ -46,15 +40,15 @@ def loading_of(loader: Any, wait_s: float, restart_s: float, notes: list[str], *
 
 
 def batch_s(loader: DataLoader[Any], workers: int, alone_s: float) -> float:
-    """Return the seconds per batch that a loader takes with so many workers, between their start and their end."""
+    """Return the seconds per batch with so many workers, without the time that workers take to start and to end."""
     wanted = max(_LEAST_BATCHES, 2 * workers, min(_MOST_BATCHES, int(_TRIAL_S / max(alone_s, 1e-4))))
     began = ended = time.perf_counter()
     number, before = 0, 2 * workers
-    batches = iter(_with_workers(loader, workers))  # held, so that its workers are not ended within the time
+    batches = iter(_with_workers(loader, workers))  # this name keeps the workers alive until the time is taken
     for _ in batches:
         number += 1
         ended = time.perf_counter()
-        if workers and number == before:  # those that were loaded while it started
+        if workers and number == before:  # these batches were loaded while the workers started
             began = ended
         if number >= before + wanted:
             break
@@ -64,16 +58,16 @@ def batch_s(loader: DataLoader[Any], workers: int, alone_s: float) -> float:
 
 
 def serves_each_row_once(loader: DataLoader[Any], workers: int) -> bool:
-    """Return whether a stream, read to its end, has as many rows with workers as without; `False` if it is too long.
+    """Return whether a stream has as many rows with workers as without; `False` if reading all of it takes too long.
 
-    A dataset that does not divide its rows by `get_worker_info` serves all of them once per worker.
+    A dataset that does not divide its rows by `get_worker_info` serves every row once per worker.
     """
     alone = _rows(loader, 0, most=None)
     return alone is not None and _rows(loader, workers, most=alone) == alone
 
 
 def _rows(loader: DataLoader[Any], workers: int, most: int | None) -> int | None:
-    """Return how many rows a stream has; `None` if reading it takes too long, or if it has more than `most`."""
+    """Count the rows of a stream; `None` if reading it takes too long, or if there are more than `most`."""
     began, number = time.perf_counter(), 0
     for batch in _with_workers(loader, workers):
         number += (num_rows(batch) or 1) if loader.batch_size is not None else 1

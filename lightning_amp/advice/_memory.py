@@ -1,22 +1,21 @@
-"""Where the memory of a recorded step is, and what its optimizers hold."""
+"""Derive from a recorded step what its memory holds at the peak."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import torch
 from torch import nn
 
 from lightning_amp._containers import tensors_in
-from lightning_amp.advice._changes import can_fuse
-from lightning_amp.advice._record import Allocation, Memory, OptimizerFacts, Recording
+from lightning_amp.advice._record import Allocation, Memory, Recording
 from lightning_amp.measure import OPTIMIZER, has_storage, num_bytes
 
 
 def memory(recorded: Recording, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Memory:
-    """Return what tensors held at the peak of the recorded step."""
+    """Return the bytes that tensors held at the peak of the recorded step."""
     grads = [p.grad for p in module.parameters() if p.grad is not None and has_storage(p.grad)]
     kept = {gradient.untyped_storage().data_ptr() for gradient in grads}
     loss_sizes = {loss.numel for loss in recorded.losses if loss.classes > 1}
@@ -30,8 +29,7 @@ def memory(recorded: Recording, module: nn.Module, optimizers: Iterable[torch.op
             return "logits"
         return "casts" if made.is_cast else "activations"
 
-    last = len(recorded.operations) + 1
-    parts, top = _peak(recorded.allocations, kind, last)
+    parts, top = _peak(recorded.allocations, kind)
     of_batch = [made for made in recorded.allocations if kind(made) not in ("gradients", "temporaries")]
     weights = num_bytes(chain(module.parameters(), module.buffers()))
     states = sum(num_bytes(t for _, t in tensors_in(list(optimizer.state.values()))) for optimizer in optimizers)
@@ -44,37 +42,25 @@ def memory(recorded: Recording, module: nn.Module, optimizers: Iterable[torch.op
         casts=parts["casts"],
         temporaries=parts["temporaries"],
         peak=weights + states + top,
-        of_batch=_peak(of_batch, kind, last)[1],
+        of_batch=_peak(of_batch, kind)[1],
     )
 
 
-def _peak(allocations: Iterable[Allocation], kind: Callable[[Allocation], str], last: int) -> tuple[Counter[str], int]:
-    """Return the bytes by kind where they are most, and all together; `last` is a moment after all operations."""
-    own = list(allocations)
+def _peak(allocations: Sequence[Allocation], kind: Callable[[Allocation], str]) -> tuple[Counter[str], int]:
+    """Return the bytes at the peak, by kind and in all."""
     changes = Counter[int]()
-    for made in own:
+    for made in allocations:
         changes[made.begin] += made.num_bytes
-        changes[last if made.end is None else made.end] -= made.num_bytes
+        if made.end is not None:
+            changes[made.end] -= made.num_bytes
     held = top = 0
     peak_at = -1
     for moment in sorted(changes):
         held += changes[moment]
-        if held > top and moment != last:
+        if held > top:
             top, peak_at = held, moment
     parts = Counter[str]()
-    for made in own:
+    for made in allocations:
         if made.begin <= peak_at and (made.end is None or made.end > peak_at):
             parts[kind(made)] += made.num_bytes
     return parts, top
-
-
-def optimizer_facts(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[OptimizerFacts, ...]:
-    """Return what there is to say about each optimizer."""
-    return tuple(
-        OptimizerFacts(
-            type(optimizer).__name__,
-            can_fuse(optimizer),
-            sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"]),
-        )
-        for optimizer in optimizers
-    )

@@ -1,4 +1,4 @@
-"""A report of the doctor, written: the sentences are those of the findings, the tables are of what was measured."""
+"""Write a report of the doctor: the sentences of its findings, and tables of the measurements."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lightning_amp._text import counted, memory, percent, rounded
 from lightning_amp.advice._gains import best_speed_up, gain, more_rows, most_gain
 from lightning_amp.advice._machine import Format, Machine
 from lightning_amp.advice._record import AS_IT_IS, IN_FP32, LARGER_BATCH, Label, Memory, Step
-from lightning_amp.advice.findings import Finding, Severity, duration, in_fp32, summary
+from lightning_amp.advice.findings import Finding, Severity, duration, summary
 from lightning_amp.measure import DATA, times_as_fast
 
 _MOST_ROWS = 6
 _DIFFERENT = 1.1
-"""Two times of one step that differ by this factor are explained."""
+"""If two measured times of one step differ by this factor, the page explains the difference."""
 SIGNS: dict[Severity, str] = {"error": "✗", "warning": "!", "note": "·", "ok": "✓"}
 
 _TF32 = {
@@ -23,27 +23,25 @@ _TF32 = {
     (False, "on"): "on: fp32 products are computed in TF32",
     (False, "off"): "off: fp32 products are computed in full precision",
 }
-"""By whether it is a CPU, which has no switch to be off."""
+"""The key is whether the device is a CPU, and the switch. A CPU has no TF32 that could be off."""
 
 
 def to_markdown(findings: Sequence[Finding], machine: Machine, step: Step | None) -> str:
     """Write a report as Markdown."""
-    blocks = [f"# {title(machine, step)}"]
-    if step is not None:
-        blocks.append(summary(step))
-    blocks.append("\n".join(_finding(finding) for finding in findings))
+    first = "\n".join(_finding(finding) for finding in findings)
+    blocks = [f"# {title(machine, step)}", *([] if step is None else [summary(step)]), first]
     return "\n\n".join([*blocks, *map(str, details(machine, step))]) + "\n"
 
 
 def details(machine: Machine, step: Step | None) -> Iterator[str | Table]:
-    """Yield what was measured: paragraphs of Markdown, and tables before they are laid out."""
+    """Yield the measurements: paragraphs of Markdown, and tables that are not laid out yet."""
     if step is not None:
         yield from _step(step, machine)
     yield from _machine(machine)
 
 
 def title(machine: Machine, step: Step | None) -> str:
-    """Return what was looked at."""
+    """Write the plugin and the device that were examined."""
     return machine.device if step is None else f"{step.plugin} on {machine.device}"
 
 
@@ -93,7 +91,7 @@ def _largest(values: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def _other_time(step: Step) -> Iterator[str]:
-    """Say why the parts do not add up to the step of the race, where they do not."""
+    """Explain why the parts do not add up to the step of the race, if they do not."""
     timed = step.variant(AS_IT_IS)
     parts_s = sum(seconds for part, seconds in step.parts.items() if part != DATA)
     if timed is None or parts_s / _DIFFERENT <= (race_s := median(timed.step_s)) <= parts_s * _DIFFERENT:
@@ -113,7 +111,7 @@ def _variants(step: Step) -> Iterator[tuple[str, str, str]]:
 
 
 def _against(step: Step, label: Label) -> str:
-    """Write how much faster a variant is than the step as it is."""
+    """Write the speed of a variant relative to the step as it is."""
     if label == AS_IT_IS:
         return ""
     found = gain(step, label)
@@ -167,7 +165,7 @@ def _machine(machine: Machine) -> Iterator[str | Table]:
     yield Table(("products, TFLOP/s", *map(str, sizes), "support"), rows)
     rows = list(_convolutions(machine))
     if rows:
-        yield Table(("3x3 convolution", "forward", "backward"), rows)
+        yield Table(("against fp32", "3x3 convolution, forward", "3x3 convolution, backward"), rows)
     if machine.tf32:
         yield f"TF32 is {_TF32[machine.device_type == 'cpu', machine.tf32]}."
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
@@ -181,7 +179,7 @@ def _convolutions(machine: Machine) -> Iterator[tuple[str, str, str]]:
     speed = {(found.format, found.stride, found.part): found.speed for found in machine.convolutions}
     for name, stride in dict.fromkeys((found.format, found.stride) for found in machine.convolutions):
         parts = (speed.get((name, stride, part)) for part in ("forward", "backward"))
-        forward, backward = ("" if part is None else in_fp32(part) for part in parts)
+        forward, backward = ("" if part is None else str(part) for part in parts)
         yield f"{name}, stride {stride}", forward, backward
 
 

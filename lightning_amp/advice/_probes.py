@@ -1,9 +1,11 @@
-"""Matrix products and convolutions in several formats, timed in rounds: each round runs each of them once."""
+"""Time matrix products and convolutions in several formats, in rounds that run each of them once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,19 +23,19 @@ from lightning_amp.tracing import fp32_switches, full_precision
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _ROUNDS = (3, 9)
-"""At least and at most."""
+"""The least and the most."""
 _MOST_CALLS = 5
-"""Of one run in a round, of which the median counts."""
+"""Calls of a probe in one round, of which the median counts."""
 _PRODUCT_S, _CONVOLUTION_S = 0.6, 0.2
-"""Seconds that one size in one format may take. A size is left out that would take longer, as the smaller one shows."""
+"""Seconds for one size in one format. A size is left out if the smaller one shows that it would take longer."""
 
 _CONVOLUTIONS = 4
-"""Of one format: two strides, two parts. The slowest of them is told."""
+"""Convolutions of one format: two strides, two parts. A finding names the slowest of them."""
 
 
 @final
 class Probe(NamedTuple):
-    """A call that is timed, named by its format and what it does, and the settings under which it runs."""
+    """A call to time, named by its format and its kind, and the context manager in which it runs."""
 
     name: str
     run: Callable[[], Any]
@@ -48,41 +50,40 @@ def time_probes(
 ) -> dict[str, list[float]]:
     """Return the seconds of each probe by round.
 
-    Args:
-        probes: By name.
-        device: Where they run.
-        most_s: Seconds that one probe may take. A probe whose first call takes longer runs in one round only.
-        failed: Is told of a probe that raises; without it the exception comes out.
-
+    A probe whose first call takes longer than `most_s`, the seconds for each probe, runs in one round only. `failed` is
+    called with the name and the exception if a probe raises; without it the exception is raised.
     """
     timed = {name: _TimedProbe(probe, device, most_s) for name, probe in probes.items()}
     return in_rounds(timed, lambda number: [name for name, one in timed.items() if one.takes_part(number)], failed)
 
 
 @final
+@dataclass
 class _TimedProbe:
-    """A probe that counts what it has used of its time."""
+    """A probe that counts the seconds it has used."""
 
-    def __init__(self, probe: Probe, device: torch.device, most_s: float) -> None:
-        self._probe, self._where, self._most_s = probe, device, most_s
-        self._first_s = self._used_s = 0.0
-        self._num_calls = 1
+    probe: Probe
+    device: torch.device
+    most_s: float
+    first_s: float = 0.0
+    used_s: float = 0.0
+    num_calls: int = 1
 
     def __call__(self) -> float:
-        times = [call_s(self._probe, self._where) for _ in range(self._num_calls)]
-        if not self._used_s:
-            self._first_s = times[0]
-            self._num_calls = max(1, min(_MOST_CALLS, int(self._most_s / _ROUNDS[1] / max(times[0], 1e-9))))
-        self._used_s += sum(times)
+        times = [call_s(self.probe, self.device) for _ in range(self.num_calls)]
+        if not self.used_s:
+            self.first_s = times[0]
+            self.num_calls = max(1, min(_MOST_CALLS, int(self.most_s / _ROUNDS[1] / max(times[0], 1e-9))))
+        self.used_s += sum(times)
         return median(times)
 
     def takes_part(self, number: int) -> bool:
-        least = 1 if self._first_s > self._most_s else _ROUNDS[0]
-        return number < least or (number < _ROUNDS[1] and self._used_s <= self._most_s)
+        least = 1 if self.first_s > self.most_s else _ROUNDS[0]
+        return number < least or (number < _ROUNDS[1] and self.used_s <= self.most_s)
 
 
 def call_s(probe: Probe, device: torch.device) -> float:
-    """Return the seconds of a call, by the clock of the device."""
+    """Return the seconds of one call of a probe."""
     with probe.settings():
         return DeviceClock(device).seconds_of(probe.run)
 
@@ -91,14 +92,9 @@ def call_s(probe: Probe, device: torch.device) -> float:
 
 
 def products(names: Sequence[str], sizes: Sequence[int], device: torch.device, notes: list[str]) -> Iterator[Product]:
-    """Measure square matrix products, small ones first, of all formats in turns.
+    """Measure square matrix products of all formats in turns, and compare them with `"fp32"`.
 
-    Args:
-        names: Of formats; against `"fp32"` the others are compared.
-        sizes: Rows, columns and depth, the smallest first.
-        device: Where.
-        notes: Gets what could not be measured.
-
+    `sizes` begin with the smallest. `notes` gets a note for each measurement that failed.
     """
     last = dict.fromkeys(names, 0.0)
     for size in sizes:
@@ -120,16 +116,28 @@ def _noted(what: str, notes: list[str], last: dict[str, Any]) -> Callable[[str, 
 
 
 def product(name: str, sizes: tuple[int, int, int], device: torch.device) -> Probe:
-    """Return a product in a format, of matrices whose `sizes` are rows, depth and columns."""
+    """Return a probe of a product in a format, of matrices whose `sizes` are rows, depth and columns."""
     made: list[Callable[[], Any]] = []
 
     def run() -> None:
-        if not made:  # in the first call, so that one which does not fit is told like one without a kernel
+        if not made:  # allocated in the first call, whose exceptions are reported
             made.append(_multiplication(name, sizes, device))
         with torch.no_grad():
             made[0]()
 
-    return Probe(f"{name} product", run, lambda: _TF32(name == "tf32", device))
+    return Probe(f"{name} product", run, _in_tf32 if name == "tf32" else partial(full_precision, device.type))
+
+
+@contextmanager
+def _in_tf32() -> Generator[None]:
+    """Compute fp32 products in TF32."""
+    switch = fp32_switches()[0]
+    before = switch.fp32_precision
+    switch.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        switch.fp32_precision = before
 
 
 def time_padded(
@@ -163,17 +171,13 @@ def _multiplication(name: str, sizes: tuple[int, int, int], device: torch.device
 def convolutions(
     names: Sequence[str], sizes: Sequence[tuple[int, int, int]], device: torch.device, notes: list[str]
 ) -> Iterator[Convolution]:
-    """Measure 3x3 convolutions of stride 1 and 2, forward and backward, small ones first, of all formats in turns.
+    """Measure 3x3 convolutions of stride 1 and 2, forward and backward, of all formats in turns.
 
-    Args:
-        names: Of formats, `"fp32"` among them.
-        sizes: Rows, channels, and the side of an image, the smallest first. Of each format the largest one counts.
-        device: Where.
-        notes: Gets what could not be measured.
-
+    `sizes` are rows, channels, and the side of an image. They begin with the smallest, and the largest one of each
+    format counts. `notes` gets a note for each measurement that failed.
     """
     for stride in (1, 2):
-        last: dict[str, Any] = dict.fromkeys(names, (0.0, 1))  # seconds of the slower part, and its work
+        last: dict[str, Any] = dict.fromkeys(names, (0.0, 1))  # seconds of the slower part, and work, at the last size
         found: dict[tuple[str, Part], Convolution] = {}
         for rows, channels, side in sizes:
             work = rows * channels**2 * side**2
@@ -193,7 +197,7 @@ def convolutions(
 
 @final
 class _Convolved:
-    """A convolution whose parts are timed one by one; it is made in its first call."""
+    """A convolution whose forward and backward are timed separately; its first call allocates the tensors."""
 
     def __init__(self, name: str, size: tuple[int, int, int], stride: int, device: torch.device) -> None:
         self._dtype, self._size, self._stride, self._where = DTYPES[name], size, stride, device
@@ -214,25 +218,3 @@ class _Convolved:
             self.forward()
         assert self._out is not None
         torch.autograd.grad(self._out, self._made or (), torch.ones_like(self._out), retain_graph=True)
-
-
-@final
-class _TF32:
-    """Computes fp32 products in TF32, or in full precision."""
-
-    def __init__(self, on: bool, device: torch.device) -> None:
-        self._on, self._full = on, full_precision(device.type)
-
-    def __enter__(self) -> None:
-        if not self._on:
-            self._full.__enter__()
-            return
-        self._switch = fp32_switches()[0]
-        self._before = self._switch.fp32_precision
-        self._switch.fp32_precision = "tf32"
-
-    def __exit__(self, *error: Any) -> None:
-        if not self._on:
-            self._full.__exit__(*error)
-        else:
-            self._switch.fp32_precision = self._before

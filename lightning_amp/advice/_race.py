@@ -1,4 +1,4 @@
-"""The same training step with one thing changed, timed in turns: what an advice gains here, tried."""
+"""Time the same training step with one thing changed, in turns: doctor advises only changes that it has tried."""
 
 from __future__ import annotations
 
@@ -6,37 +6,67 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from typing_extensions import final
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from typing_extensions import final, override
 
 from lightning_amp._text import counted
 from lightning_amp.advice._gains import compare
-from lightning_amp.advice._laps import Laps
-from lightning_amp.advice._record import Label, Variant
-from lightning_amp.advice._watch import Watch, Watched
+from lightning_amp.advice._record import Label, Step, Variant
+from lightning_amp.advice._watch import MOST_SETTLING, Watch, is_settling
+from lightning_amp.measure import StepTimer
 from lightning_amp.shadow import copy_batch, is_out_of_memory, private_trainer, run_private_fit
 
 _ROUNDS = (3, 9, 18)
-"""At least; then, if the budget lasts, until a first look at the claims; then, as long as one is open, at most."""
+"""The least number of rounds; the number before the first look at the claims; and the most, while a claim is open."""
 _LAPS = 4
 _FEW = 3
 _BUDGET_S = 18.0
-"""Seconds for all rounds. The least number of them is done beyond it, but never for a step that takes much of it."""
+"""Seconds for all rounds. The least number of them may take longer, unless one step already takes much of it."""
+
+
+@final
+class Laps(Callback):
+    """Time some steps of a fit, and end the fit.
+
+    `num_before` steps come first, or more if the loss scale is still settling. `step_s` has the seconds of each step.
+    """
+
+    def __init__(self, device: torch.device, num_laps: int, num_before: int = 1) -> None:
+        self._timer, self._num_laps, self._before = StepTimer(device), num_laps, num_before
+        self._num_batches = 0
+        self.step_s: list[float] = []
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._timer.resume()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._num_batches += 1
+        if self._num_batches > self._before:
+            self._timer.lap()
+        elif self._num_batches == self._before < MOST_SETTLING and is_settling(trainer):
+            self._before += 1
+        trainer.should_stop = self._timer.num_laps >= self._num_laps
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._timer.pause()
+        self.step_s = self._timer.step_s(range(self._timer.num_laps))
 
 
 @final
 class Batches:
-    """Copies of some batches, again and again, as if they were an epoch that does not end.
+    """A loader without end that repeats copies of some batches of the user's `loader`.
 
-    Args:
-        batches: As the loader gave them.
-        loader: Which did; what modules ask it for (`dataset`, `batch_size`) it answers.
-
+    It has the attributes of that loader, because modules may read them (`dataset`, `batch_size`).
     """
 
     def __init__(self, batches: Sequence[Any], loader: Any = None) -> None:
@@ -56,7 +86,7 @@ class Batches:
 
 @contextmanager
 def giving(data: LightningDataModule | None, loader: Batches) -> Generator[Any]:
-    """Let a data module give these batches, and prepare nothing; yields what `Trainer.fit` takes."""
+    """Make a data module return this loader and prepare nothing; yield the arguments of `Trainer.fit`."""
     if data is None:
         yield {"train_dataloaders": loader}
         return
@@ -64,12 +94,9 @@ def giving(data: LightningDataModule | None, loader: Batches) -> Generator[Any]:
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
-    def train_dataloader() -> Batches:
-        return loader
-
     own: dict[str, Any] = dict.fromkeys(("prepare_data", "setup", "teardown"), nothing)
     before = dict(vars(data))
-    vars(data).update(own, train_dataloader=train_dataloader)
+    vars(data).update(own, train_dataloader=lambda: loader)
     try:
         yield {"data": data}
     finally:
@@ -80,7 +107,7 @@ def giving(data: LightningDataModule | None, loader: Batches) -> Generator[Any]:
 @final
 @dataclass(frozen=True)
 class Track:
-    """Where all run: the device, the user's arguments of the Trainer, and the data module, if there is one."""
+    """Where all contestants run: the device, the user's Trainer arguments, and the data module if there is one."""
 
     device: torch.device
     trainer_kwargs: Mapping[str, Any]
@@ -88,70 +115,56 @@ class Track:
 
 
 @final
+@dataclass
 class Contestant:
-    """A variant that takes part.
-
-    Args:
-        label: What is different.
-        make: Returns a module and a plugin of its own, which are kept from round to round.
-        batches: What it trains on.
-        is_watched: Whether a step is recorded in a fit before the first round.
+    """A variant that takes part in a race.
 
     Attributes:
-        step_s: Seconds of a step, one median by round.
-        error: What it ended with; empty if nothing.
-        watched: What was seen in that fit.
+        make: Returns a module and a plugin of its own. They are kept in `made` from round to round.
+        is_watched: Whether to record a step, in a fit before the first round.
+        step_s: The median seconds of a step in each round.
+        record: The record of a step, if `is_watched`.
 
     """
 
-    def __init__(
-        self,
-        label: Label,
-        make: Callable[[], tuple[LightningModule, Any]],
-        batches: Batches,
-        *,
-        is_watched: bool = False,
-    ) -> None:
-        self.label: Label = label
-        self._make, self._batches, self._is_watched = make, batches, is_watched
-        self._made: tuple[LightningModule, Any] | None = None
-        self.step_s: list[float] = []
-        self.error = ""
-        self.watched: Watched | None = None
+    label: Label
+    make: Callable[[], tuple[LightningModule, Any]]
+    batches: Batches
+    is_watched: bool = False
+    made: tuple[LightningModule, Any] | None = None
+    step_s: list[float] = field(default_factory=list)
+    error: str = ""
+    record: Step | None = None
 
     def round(self, track: Track, laps: int) -> None:
-        """Train for some steps, and note how long they took; after an error nothing more."""
+        """Train for some steps, and note how long they took. After an error, do nothing."""
         if self.error:
             return
         try:
-            if self._made is None:
-                self._made = self._make()
-                if self._is_watched:
+            if self.made is None:
+                self.made = self.make()
+                if self.is_watched:
                     watch = Watch(track.device, __file__, timed=False)
-                    self._fit(watch, track)
-                    self.watched = watch.watched
-            before = 3 if laps > 1 and not self.step_s else 1
-            timed = Laps(track.device, laps, num_before=before)
-            self._fit(timed, track)
+                    self._fit(self.made, watch, track)
+                    self.record = watch.step
+            timed = Laps(track.device, laps, num_before=3 if laps > 1 and not self.step_s else 1)
+            self._fit(self.made, timed, track)
             if timed.step_s:
                 self.step_s.append(median(timed.step_s))
         except Exception as error:
             text = "there was not enough memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             self.error = text.partition("\n")[0][:300]
             self.step_s.clear()
-            self._made = None
+            self.made = None
 
-    def _fit(self, callback: Watch | Laps, track: Track) -> None:
-        assert self._made is not None
-        module, plugin = self._made
+    def _fit(self, made: tuple[LightningModule, Any], callback: Callback, track: Track) -> None:
+        module, plugin = made
         trainer = private_trainer(track.device, plugin, [callback], track.trainer_kwargs, limit_val_batches=0)
-        if isinstance(callback, Watch):
-            trainer.profiler = callback.profiler()  # type: ignore[attr-defined]
-        with giving(track.data_module, self._batches) as source:
+        with giving(track.data_module, self.batches) as source:
             run_private_fit(trainer, module, **source)
 
     def result(self) -> Variant:
-        """Return what was found."""
+        """Return the times, or the error."""
         return Variant(self.label, tuple(self.step_s), self.error)
 
 
@@ -160,32 +173,29 @@ def race(
     track: Track,
     *,
     known_s: float = 0.0,
-    budget_s: float = _BUDGET_S,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Variant, ...]:
-    """Time all in turns, so that what else the machine does meets all of them.
+    """Time all contestants in turns, so that other work on the machine slows down all of them.
 
     Args:
-        contestants: The first is the reference. The first two matter most: where steps are long, the others are left
-            out.
+        contestants: The first one is the reference. Where steps are long, only the first ones take part.
         track: Where they run.
-        known_s: Seconds of a step of the reference, as timed before. If the least number of rounds would take longer
-            than the budget, this one time stands for it, and the second contestant runs once.
-        budget_s: Seconds that all rounds may take.
-        say: Gets the progress.
+        known_s: Seconds of a step of the reference, as timed before. If the least number of rounds would exceed the
+            budget, the reference keeps this one time, and the second contestant runs once.
+        say: Called with the progress.
 
     """
-    if known_s * 2 * _ROUNDS[0] > budget_s:
+    if known_s * 2 * _ROUNDS[0] > _BUDGET_S:
         return _one_run_of_each(contestants, track, known_s)
     reference, taking_part = contestants[0], list(contestants)
     laps, began = _LAPS, time.perf_counter()
-    if known_s * _LAPS * _ROUNDS[0] * len(taking_part) > budget_s:
+    if known_s * _LAPS * _ROUNDS[0] * len(taking_part) > _BUDGET_S:
         taking_part, laps = taking_part[:_FEW], 1
     for number in range(_ROUNDS[2]):
         elapsed = time.perf_counter() - began
-        if number == 1 and elapsed * _ROUNDS[0] > budget_s:
+        if number == 1 and elapsed * _ROUNDS[0] > _BUDGET_S:
             taking_part, laps = taking_part[:_FEW], 1
-        if number >= _ROUNDS[0] and elapsed * (number + 1) / number > budget_s:
+        if number >= _ROUNDS[0] and elapsed * (number + 1) / number > _BUDGET_S:
             break
         if number == _ROUNDS[1] and not any(_is_open(contestant, reference) for contestant in taking_part):
             break
@@ -197,7 +207,7 @@ def race(
 
 
 def _one_run_of_each(contestants: Sequence[Contestant], track: Track, known_s: float) -> tuple[Variant, ...]:
-    """Time the second contestant once, beside what is known of the first."""
+    """Time the second contestant once, and keep the known time of the first."""
     reference, *others = contestants
     for contestant in others[:1]:
         contestant.round(track, 1)

@@ -1,4 +1,4 @@
-"""The record of a training step: what was seen of it and measured. Each finding reads it and derives its own facts."""
+"""The record of a training step: everything that was measured of it. Each finding derives its own facts from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_amp._user_line import Place
 from lightning_amp.measure import FORWARD, OPTIMIZER, SpeedComparison
 
 Label = Literal["as it is", "fp32", "fused=True", "channels_last", "without fp32_modules", "4 times the batch"]
-"""Of a step that is raced: what is different."""
+"""The change in a variant of a step."""
 AS_IT_IS: Label = "as it is"
 IN_FP32: Label = "fp32"
 FUSED: Label = "fused=True"
@@ -27,33 +27,28 @@ TIMES_LARGER = 4
 Setting = Literal["anomaly detection", "deterministic algorithms"]
 
 _EMPTY = {"t", "view", "detach", "transpose", "expand", "slice", "select", "unsqueeze", "permute", "_unsafe_view"}
-"""Operations that compute nothing: their time is that of a call."""
+"""Operations that compute nothing: their time is the cost of calling an operation."""
 
 
 # -- one step, operation by operation ----------------------------------------------------------------------------------
 
 
 @final
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation, below autograd and autocast. Its recorder fills it in as it runs.
+    """One operation, below autograd and autocast.
 
     Attributes:
-        name: As in `aten`.
-        part: Of the step: `"forward"`, `"backward"`, `"optimizer"`, ...
-        module: The innermost module whose forward was running; empty for the root, and outside of all.
-        in_fp32_module: Whether a module of the plugin's `fp32_modules` was running.
-        asked: The function of torch that was called: `"torch.nn.functional.linear"`; empty in a backward.
-        autocast: Whether autocast was on where it was called.
-        place: The line of the user that asked for it, where that matters.
-        seconds: Of the host on a CPU, of the stream on CUDA.
-        dtype: What a matrix product multiplies; empty for others.
-        flops: Of a matrix product.
+        part: The part of the step: `"forward"`, `"backward"`, `"optimizer"`, ...
+        module: The innermost module whose forward was running; empty for the root module, and outside of all.
+        asked: The function of torch that the caller used: `"torch.nn.functional.linear"`; empty in a backward.
+        autocast: Whether autocast was on where that function was called.
+        place: The user's line that asked for a cast, or for a product that ran in fp32.
+        dtype: The dtype that a matrix product multiplies; empty for other operations.
         sizes: Rows, depth and columns of a product of two matrices.
-        is_convolution: Whether it is the forward of one, of two or three dimensions.
-        channels_last: Whether the output of a convolution has the channels last.
-        cast_bytes: What a cast between floating formats writes; 0 for others.
-        cast_of: Which parameter such a cast reads, by its pointer; 0 if none.
+        is_convolution: Whether it is the forward of a convolution over two or three dimensions.
+        cast_bytes: Bytes that a cast between floating-point formats writes; 0 for other operations.
+        cast_of: The pointer of the parameter that such a cast reads; 0 if it reads none.
 
     """
 
@@ -73,22 +68,6 @@ class Operation:
     cast_bytes: int = 0
     cast_of: int = 0
 
-    def took(self, seconds: float) -> None:
-        """Note its time."""
-        self.seconds = seconds
-
-    def multiplied(self, dtype: str, flops: int, sizes: tuple[int, int, int] | None, place: Place | None) -> None:
-        """Note that it is a matrix product."""
-        self.dtype, self.flops, self.sizes, self.place = dtype, flops, sizes, place
-
-    def convolved(self, *, channels_last: bool) -> None:
-        """Note that it is a convolution."""
-        self.is_convolution, self.channels_last = True, channels_last
-
-    def casted(self, num_bytes: int, parameter: int, place: Place | None) -> None:
-        """Note that it is a cast."""
-        self.cast_bytes, self.cast_of, self.place = num_bytes, parameter, place
-
 
 @final
 @dataclass(slots=True)
@@ -96,9 +75,8 @@ class Allocation:
     """Memory of a tensor that an operation made.
 
     Attributes:
-        begin: How many operations had run before; -1 for gradients that were left from the step before.
-        end: How many had run when it was freed; `None` if it was there at the end.
-        part: Of the step, in which it was made.
+        begin: Number of operations that had run before; -1 for gradients left from the step before.
+        end: Number of operations that had run when it was freed; `None` if it still existed at the end.
         is_cast: Whether it holds a copy in another format.
 
     """
@@ -112,35 +90,27 @@ class Allocation:
     is_cast: bool = False
 
     def freed(self, moment: int) -> None:
-        """Note that it is gone."""
+        """Note when it was freed."""
         self.end = moment
 
 
 @final
 class Loss(NamedTuple):
-    """A softmax over classes, as the loss of a classifier or a language model begins with."""
+    """A softmax over classes, with which the loss of a classifier or a language model begins."""
 
     rows: int
     classes: int
 
     @property
     def numel(self) -> int:
-        """Return the size of its input."""
+        """Return the number of elements of its input."""
         return self.rows * self.classes
 
 
 @final
 @dataclass(frozen=True)
 class Wait:
-    """Where the host reads a value from the device, and so waits for it.
-
-    Attributes:
-        where: The line of code with its file.
-        operation: What was called.
-        count: How many in a step.
-        by_user: Whether the line is the user's, and not one of Lightning or of this package.
-
-    """
+    """A line of code where the host reads a value from the device, and so waits; `count` is per step."""
 
     where: str
     operation: str
@@ -151,15 +121,7 @@ class Wait:
 @final
 @dataclass(frozen=True)
 class Recording:
-    """One step, recorded.
-
-    Attributes:
-        operations: In their order.
-        allocations: Memory that they made.
-        losses: Softmaxes over classes.
-        waits: Where the host waited, the most first.
-
-    """
+    """One recorded step: its operations in order, the memory that they made, its losses and its waits."""
 
     operations: tuple[Operation, ...]
     allocations: tuple[Allocation, ...] = ()
@@ -168,12 +130,12 @@ class Recording:
 
     @cached_property
     def of_the_module(self) -> tuple[Operation, ...]:
-        """Return the operations without those of optimizers: some multiply matrices, whatever the precision."""
+        """Return the operations outside of optimizers, since some optimizers multiply matrices in any precision."""
         return tuple(operation for operation in self.operations if operation.part != OPTIMIZER)
 
     @cached_property
     def flops(self) -> dict[str, int]:
-        """Return the FLOPs of matrix products by dtype, the most first."""
+        """Return the FLOPs of matrix products by dtype, the largest first."""
         found = Counter[str]()
         for operation in self.of_the_module:
             if operation.flops:
@@ -182,7 +144,7 @@ class Recording:
 
     @cached_property
     def module_flops(self) -> dict[str, dict[str, int]]:
-        """Return the FLOPs of the forward by module and dtype, the most first."""
+        """Return the FLOPs of the forward by module and dtype, the largest first."""
         found: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for operation in self.of_the_module:
             if operation.flops and operation.part == FORWARD:
@@ -197,12 +159,12 @@ class Recording:
 
     @cached_property
     def seconds(self) -> float:
-        """Return the seconds in all operations, those of optimizers included."""
+        """Return the seconds in all operations, including optimizers."""
         return sum(operation.seconds for operation in self.operations)
 
     @cached_property
     def product_s(self) -> float:
-        """Return the seconds in matrix products, but for what any call takes that computes nothing."""
+        """Return the seconds in matrix products, without the time that any call takes."""
         empty = [operation.seconds for operation in self.of_the_module if operation.name in _EMPTY]
         call_s = median(empty) if empty else 0.0
         return sum(max(0.0, operation.seconds - call_s) for operation in self.of_the_module if operation.flops)
@@ -214,25 +176,18 @@ class Recording:
 
     @cached_property
     def channels_last(self) -> bool:
-        """Return whether most of these convolutions give images whose channels are last."""
+        """Return whether convolutions with at least half of these FLOPs have outputs with the channels last."""
         last = [operation.flops for operation in self.of_the_module if operation.channels_last]
         return bool(self.convolution_flops) and sum(last) >= 0.5 * self.convolution_flops
 
 
-# -- what was measured of several steps --------------------------------------------------------------------------------
+# -- measurements of several steps -------------------------------------------------------------------------------------
 
 
 @final
 @dataclass(frozen=True)
 class Variant:
-    """A training step as it is, or with something changed, timed beside the others.
-
-    Attributes:
-        label: What is different.
-        step_s: Seconds of its steps, data loading excluded; of each round one median.
-        error: What it ended with; empty if nothing.
-
-    """
+    """A step as it is or with one change: its median seconds without data loading per round, or what ended it."""
 
     label: Label
     step_s: tuple[float, ...] = ()
@@ -242,18 +197,17 @@ class Variant:
 @final
 @dataclass(frozen=True)
 class Memory:
-    """What tensors hold in a training step, in bytes, at its peak.
+    """Bytes that tensors hold in a training step, at its peak.
 
     Attributes:
         weights: Parameters and buffers.
-        gradients: Of parameters.
-        states: Of optimizers.
-        activations: Kept for the backward, and whatever else is there at the peak, but for the next three.
-        logits: Of the inputs of a loss over classes: in half precision, in fp32, and their gradients.
+        states: Optimizer states.
+        activations: Tensors kept for the backward, and all others at the peak that have no field here.
+        logits: Inputs of a loss over classes, in half precision and in fp32, and their gradients.
         casts: Copies in another format.
-        temporaries: Of the step of an optimizer.
+        temporaries: Tensors that exist only in the step of an optimizer.
         peak: All together.
-        of_batch: The most that activations, logits and casts hold at once, which need not be at the peak.
+        of_batch: The most that activations, logits and casts hold at once, at any moment of the step.
 
     """
 
@@ -271,14 +225,7 @@ class Memory:
 @final
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """An optimizer.
-
-    Attributes:
-        name: Its class.
-        can_fuse: Whether it takes `fused=True` for these parameters, and does not have it.
-        num_parameters: That it trains.
-
-    """
+    """An optimizer: its class, whether torch has a fused kernel that it does not use, and the elements it trains."""
 
     name: str
     can_fuse: bool
@@ -291,13 +238,11 @@ class Loading:
     """How batches are loaded.
 
     Attributes:
-        workers: Processes.
         wait_s: Seconds that a step waits for its batch.
-        restart_s: Of them, those in which the loader began an epoch.
-        persistent: Whether its processes stay from epoch to epoch.
-        tried: With how many processes the loader was tried alone, and seconds per batch then. Of a stream only numbers
-            of processes that serve each row once.
-        is_stream: Whether it reads an `IterableDataset`, each of whose processes may serve every row.
+        restart_s: The part of `wait_s` in which the loader began an epoch.
+        tried: Numbers of workers with which the loader was tried alone, and the seconds per batch. For a stream only
+            numbers of workers that serve each row once.
+        is_stream: Whether it reads an `IterableDataset`, of which each worker may serve every row.
 
     """
 
@@ -312,15 +257,13 @@ class Loading:
 @final
 @dataclass(frozen=True)
 class Unaligned:
-    """A matrix product with sizes that are no multiples of what the device likes, timed with padding.
+    """Matrix products of one size that is not aligned, timed with padding.
 
     Attributes:
         sizes: Rows, depth, columns.
-        padded: The next multiples.
-        module: The first one in whose forward it is.
-        flops: Of all of them, forward and backward.
-        seconds: Measured, of all of them.
-        padded_seconds: Measured, of all of them with padded sizes.
+        module: The first module whose forward computes it.
+        flops: FLOPs of all of them, forward and backward.
+        seconds: Time of all of them.
         padded_speed: How much faster one is with padded sizes; `None` if it was not measured.
 
     """
@@ -335,58 +278,53 @@ class Unaligned:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one training step of a module does, and what it costs.
+    """A training step of a module, and its cost.
 
     Attributes:
         precision: As :class:`AmpPrecision` names it.
         plugin: The line of code that makes the plugin.
         batch_size: Rows of a batch; 0 if unknown.
-        num_parameters: Of the module.
         parts: Mean seconds of a step by part: `"data"`, `"forward"`, `"backward"`,
             `"checks, unscaling and clipping"`, `"optimizer"`, `"callbacks"`, `"rest"`.
-        num_timed: How many steps `parts` are of.
+        num_timed: Number of steps behind `parts` and `callbacks`.
         callbacks: Mean seconds of a step by callback.
         recorded: One step, operation by operation.
-        fp32_recorded: The same in fp32; `None` if it could not be run.
-        fp32_product_share: The share of a step in fp32 that matrix products take and that half precision could reduce.
-        memory: At the peak.
-        fp32_memory: The same of the step in fp32; `None` if it could not be run.
-        optimizers: All that train.
-        loading: How batches are loaded; `None` if that is not a plain `DataLoader`.
+        fp32_recorded: The same in fp32; `None` if it could not run.
+        fp32_product_share: The share of a step in fp32 that half precision could make faster: its matrix products.
+        fp32_memory: Memory at the peak in fp32; `None` if it could not run.
+        loading: How batches are loaded; `None` if the loader is not a plain `DataLoader`.
         unaligned: Products whose sizes are not aligned, the most FLOPs first.
-        alignment: The multiple that sizes should have.
-        variants: Timed in turns, in pairs.
-        settings: Settings of the process that cost time.
-        skipped: How many of the steps were skipped while the loss scale settled.
-        notes: What could not be measured, and why.
+        alignment: The number that sizes should be multiples of.
+        skipped: Number of steps that were skipped while the loss scale settled.
+        notes: Measurements that failed, and why.
 
     """
 
     precision: str
-    plugin: str
+    plugin: str = ""
     batch_size: int
     num_parameters: int
     parts: Mapping[str, float]
     num_timed: int
     callbacks: Mapping[str, float]
     recorded: Recording
-    fp32_recorded: Recording | None
-    fp32_product_share: float
+    fp32_recorded: Recording | None = None
+    fp32_product_share: float = 0.0
     memory: Memory
-    fp32_memory: Memory | None
+    fp32_memory: Memory | None = None
     optimizers: tuple[OptimizerFacts, ...]
     loading: Loading | None
-    unaligned: tuple[Unaligned, ...]
-    alignment: int
-    variants: tuple[Variant, ...]
+    unaligned: tuple[Unaligned, ...] = ()
+    alignment: int = 8
+    variants: tuple[Variant, ...] = ()
     settings: tuple[Setting, ...] = ()
     skipped: int = 0
     notes: tuple[str, ...] = ()
 
     def variant(self, label: Label) -> Variant | None:
-        """Return a variant that was timed; `None` if it was not, or failed."""
+        """Return a variant that was timed; `None` if it was not timed, or failed."""
         return next((v for v in self.variants if v.label == label and v.step_s), None)
 
     @property
@@ -395,5 +333,5 @@ class Step:
         return sum(self.parts.values())
 
     def share(self, part: str) -> float:
-        """Return which share of a step a part takes."""
+        """Return the share of a step that a part takes."""
         return self.parts.get(part, 0.0) / max(self.seconds, 1e-12)

@@ -1,4 +1,4 @@
-"""Watches every operation of a training step, from below autograd and from where the user called it."""
+"""Record each operation of a training step: its time, FLOPs and casts, the module, and the line that asked for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,30 +22,31 @@ from lightning_amp.measure import BACKWARD, FORWARD, DeviceClock
 from lightning_amp.tracing import called_by_optimizer, running_place, user_place
 
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
-"""Methods that give the values of a tensor to the host; on a CPU some of them are no operation."""
+"""Methods that give the values of a tensor to the host. On a CPU some of them run no operation."""
 
 
 @final
 class _Call(NamedTuple):
-    """A function of torch that is running: its name, whether autocast was on, whether it gives values to the host."""
+    """A running function of torch: its name, whether autocast was on, whether it gives values to the host."""
 
-    name: str
-    autocast: bool
-    reads: bool
+    name: str = ""
+    autocast: bool = False
+    reads: bool = False
 
 
 @final
 class Recorder:
-    """Records what runs inside of `with recorder:`; everything runs as it would without, but for the time it takes.
+    """Record what runs inside `with recorder:`. All results stay the same, but the step takes longer.
 
-    What `torch.compile` compiled runs eagerly.
+    Code that `torch.compile` compiled runs eagerly.
 
     Args:
-        module: Whose submodules are named.
-        fp32_modules: Modules that the plugin keeps in fp32, those inside of them included.
-        held: What is there before the step: optimizer states, the batch. Parameters and buffers are, too.
+        module: The module whose submodules are named.
+        device: The device of the step.
+        fp32_modules: Modules that the plugin keeps in fp32, and all modules inside them.
+        held: Tensors that exist before the step beside parameters and buffers: optimizer states and the batch.
         part: Returns the part of the step that is running.
-        boundary: The file of who runs the step: nothing outside of it is the user's.
+        boundary: The file that runs the step. Frames outside of it are not the user's.
 
     """
 
@@ -58,11 +60,12 @@ class Recorder:
         boundary: str,
     ) -> None:
         self._operations: list[Operation] = []
+        self._times: list[tuple[Any, Any]] = []
         self._allocations: list[Allocation] = []
         self._losses: list[Loss] = []
         self._waits = Counter[tuple[str, str, bool]]()
         self._where = device
-        self._called: _Call = _Call("", False, False)
+        self._called = _Call()
         self._module, self._part, self._boundary = module, part, boundary
         self._fp32 = {id(m) for m in fp32_modules}
         self._parameters = {p.data_ptr() for p in module.parameters() if p.numel() and p.layout is torch.strided}
@@ -70,23 +73,22 @@ class Recorder:
         self._stack: list[tuple[str, nn.Module, bool]] = []
         self._live: dict[int, Allocation] = {}
         self._clock = DeviceClock(device)
-        self._times: list[tuple[Operation, Any, Any]] = []
-        self._handles: list[Any] = []
         self._open = contextlib.ExitStack()
         self._is_open = False
 
     def __enter__(self) -> Recorder:
         for full_name, module in self._module.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # they take no hooks
-                name = _modules.plain_name(full_name)
-                self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                before = module.register_forward_pre_hook(partial(self._enter, _modules.plain_name(full_name)))
+                after = module.register_forward_hook(self._leave, always_call=True)
+                self._open.callback(before.remove)
+                self._open.callback(after.remove)
         for parameter in self._module.parameters():
             if parameter.grad is not None:
                 self._allocated(parameter.grad, begin=-1)
         self._open.enter_context(torch.compiler.set_stance("force_eager"))
-        self._open.enter_context(_Asked(self))
-        self._open.enter_context(_Ran(self))
+        self._open.enter_context(_Functions(self))
+        self._open.enter_context(_Operations(self))
         self._is_open = True
         return self
 
@@ -94,20 +96,16 @@ class Recorder:
         self.close()
 
     def close(self) -> Recording:
-        """Stop watching, and return what was recorded."""
+        """Stop watching, and return the record."""
         if self._is_open:
             self._is_open = False
             self._open.close()
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-            for operation, start, end in self._times:
-                operation.took(self._clock.seconds(start, end))
-            self._times.clear()
+            seconds = [self._clock.seconds(*marks) for marks in self._times]
+            self._operations = [replace(o, seconds=s) for o, s in zip(self._operations, seconds, strict=True)]
         waits = tuple(Wait(where, what, count, own) for (where, what, own), count in self._waits.most_common())
         return Recording(tuple(self._operations), tuple(self._allocations), tuple(self._losses), waits)
 
-    # -- where ---------------------------------------------------------------------------------------------------------
+    # -- the caller ----------------------------------------------------------------------------------------------------
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._stack.append((name, module, id(module) in self._fp32))
@@ -117,20 +115,18 @@ class Recorder:
             if self._stack.pop()[1] is module:
                 return
 
-    def call(self, name: str, args: Any) -> _Call:
-        """Note that a function of torch is called; returns what was called before, for :meth:`back_to`."""
-        before = self._called
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function of torch, and remember while it runs that it was called."""
+        name, before = resolve_name(function) or getattr(function, "__name__", ""), self._called
         method = name.rpartition(".")[2]
-        reads = method in _READS and bool(args) and _is_on(args[0], self._where)
+        reads = method in _READS and any(isinstance(t, Tensor) and t.device.type == self._where.type for t in args[:1])
         if reads and not before.reads:
             self._note_wait(f".{method.strip('_')}()")
-        autocast = torch.is_autocast_enabled(self._where.type)
-        self._called = _Call(name, autocast, reads or before.reads)
-        return before
-
-    def back_to(self, before: _Call) -> None:
-        """Note that a function of torch has returned."""
-        self._called = before
+        self._called = _Call(name, torch.is_autocast_enabled(self._where.type), reads or before.reads)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._called = before
 
     def _note_wait(self, what: str) -> None:
         """Note that the host waits here."""
@@ -139,71 +135,80 @@ class Recorder:
         place, is_own = running_place(self._boundary)
         self._waits[str(place) if place else "a library", what, is_own] += 1
 
-    # -- what ----------------------------------------------------------------------------------------------------------
+    # -- the operation -------------------------------------------------------------------------------------------------
 
-    def begin(self, packet: Any, args: Any) -> Operation:
-        """Note an operation that is about to run."""
-        name, _, is_fp32 = self._stack[-1] if self._stack else ("", None, False)
-        part = self._part()
-        operation = Operation(
-            str(packet).removeprefix("aten."),
-            part,
-            name,
-            in_fp32_module=is_fp32 or any(fp32 for _, _, fp32 in self._stack),
-            asked="" if part == BACKWARD else self._called.name,
-            autocast=self._called.autocast,
-        )
+    def run(self, function: Any, args: Any, kwargs: Any, formulas: Any) -> Any:
+        """Run an operation, and note what it did."""
+        packet = getattr(function, "overloadpacket", function)
         wait = "a mask as an index" if packet in _aten.INDEXING and _by_mask(args) else _aten.WAITS.get(packet)
         if wait is not None and not self._called.reads:
             self._note_wait(wait)
         if packet in _aten.SOFTMAX and isinstance(args[0], Tensor) and args[0].dim():
             classes = args[0].shape[args[1]]
             self._losses.append(Loss(args[0].numel() // max(1, classes), classes))
-        self._operations.append(operation)
-        return operation
-
-    def end(self, operation: Operation, packet: Any, args: Any, kwargs: Any, out: Any, formula: Any) -> None:
-        """Note what an operation did."""
-        if formula is not None:
-            dtype = multiplied_dtype(args)
-            in_full = dtype in ("float32", "float64") and operation.part == FORWARD
-            flops = formula(*args, **kwargs, out_val=out)
-            operation.multiplied(dtype, flops, _sizes(packet, args), user_place(self._boundary) if in_full else None)
-            self._note_convolution(operation, packet, out)
+        part = self._part()
+        start = self._clock.now()
+        out = function(*args, **kwargs)
+        end = self._clock.now()
+        operation = Operation(
+            str(packet).removeprefix("aten."),
+            part,
+            self._stack[-1][0] if self._stack else "",
+            in_fp32_module=any(is_fp32 for _, _, is_fp32 in self._stack),
+            asked="" if part == BACKWARD else self._called.name,
+            autocast=self._called.autocast,
+        )
+        if packet in formulas:
+            operation = self._product(operation, packet, args, out, formulas[packet](*args, **kwargs, out_val=out))
         elif packet in _aten.COPIES:
-            self._note_cast(operation, packet, args, out)
+            operation = self._cast(operation, args, out)
+        self._operations.append(operation)
+        self._times.append((start, end))
         for tensor in _tensors(out):
             self._allocated(tensor, begin=len(self._operations) - 1, is_cast=operation.cast_bytes > 0)
+        return out
 
-    def _note_convolution(self, operation: Operation, packet: Any, out: Any) -> None:
-        if packet in _aten.CONVOLUTIONS and out.dim() in (4, 5):
-            last = torch.channels_last if out.dim() == 4 else torch.channels_last_3d
-            operation.convolved(channels_last=out.is_contiguous(memory_format=last))
+    def _product(self, operation: Operation, packet: Any, args: Any, out: Any, flops: int) -> Operation:
+        """Return a matrix product or a convolution with its size."""
+        dtype = multiplied_dtype(args)
+        in_full = dtype in ("float32", "float64") and operation.part == FORWARD
+        is_convolution = packet in _aten.CONVOLUTIONS and out.dim() in (4, 5)
+        last = is_convolution and (torch.channels_last if out.dim() == 4 else torch.channels_last_3d)
+        return replace(
+            operation,
+            dtype=dtype,
+            flops=flops,
+            sizes=_sizes(packet, args),
+            place=user_place(self._boundary) if in_full else None,
+            is_convolution=is_convolution,
+            channels_last=bool(last) and out.is_contiguous(memory_format=last),
+        )
 
-    def _note_cast(self, operation: Operation, packet: Any, args: Any, out: Any) -> None:
+    def _cast(self, operation: Operation, args: Any, out: Any) -> Operation:
+        """Return a copy between floating-point formats with its bytes; another copy as it is."""
         source = args[1] if operation.name == "copy_" else args[0]
         if not (isinstance(source, Tensor) and isinstance(out, Tensor)):
-            return
+            return operation
         floating = source.is_floating_point() and out.is_floating_point()
-        if floating and source.dtype != out.dtype and source.numel():
-            pointer = 0
-            with contextlib.suppress(RuntimeError):  # no storage of its own
-                pointer = source.data_ptr()
-            of = pointer if pointer in self._parameters else 0
-            place, is_own = running_place(self._boundary) if operation.part != BACKWARD else (None, False)
-            if not is_own:  # ours, of a weight that is used again
-                place = None
-            operation.casted(out.numel() * out.element_size(), of, place)
+        if not floating or source.dtype == out.dtype or not source.numel():
+            return operation
+        pointer = 0
+        with contextlib.suppress(RuntimeError):  # it has no storage of its own
+            pointer = source.data_ptr()
+        place, is_own = running_place(self._boundary) if operation.part != BACKWARD else (None, False)
+        return replace(
+            operation,
+            cast_bytes=out.numel() * out.element_size(),
+            cast_of=pointer if pointer in self._parameters else 0,
+            place=place if is_own else None,  # ours may stand there instead, for a weight that is used again
+        )
 
     def _allocated(self, tensor: Tensor, *, begin: int, is_cast: bool = False) -> None:
-        try:
-            storage = tensor.untyped_storage()
-            pointer, size = storage.data_ptr(), storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # sparse, or a subclass without one
+        pointer = _pointer(tensor)
+        if not pointer or pointer in self._live or pointer in self._known:
             return
-        if not size or not pointer or pointer in self._live or pointer in self._known:
-            return
-        made = Allocation(pointer, size, tensor.numel(), begin, part=self._part(), is_cast=is_cast)
+        storage = tensor.untyped_storage()
+        made = Allocation(pointer, storage.nbytes(), tensor.numel(), begin, part=self._part(), is_cast=is_cast)
         self._live[pointer] = made
         self._allocations.append(made)
         weakref.finalize(storage, self._freed, made).atexit = False
@@ -214,18 +219,10 @@ class Recorder:
             if self._live.get(made.pointer) is made:
                 del self._live[made.pointer]
 
-    def timed(self, operation: Operation, run: Callable[[], Any]) -> Any:
-        """Run an operation and note its time."""
-        start = self._clock.now()
-        try:
-            return run()
-        finally:
-            self._times.append((operation, start, self._clock.now()))
-
 
 @final
-class _Asked(TorchFunctionMode):
-    """Notes which function of torch was called, and whether autocast was on there."""
+class _Functions(TorchFunctionMode):
+    """Send each function of torch through the recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -233,16 +230,12 @@ class _Asked(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self._recorder.call(resolve_name(func) or getattr(func, "__name__", ""), args)
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self._recorder.back_to(before)
+        return self._recorder.call(func, args, kwargs or {})
 
 
 @final
-class _Ran(_modules.DispatchMode):
-    """Hands each operation to the recorder."""
+class _Operations(_modules.DispatchMode):
+    """Send each operation through the recorder."""
 
     supports_higher_order_operators = True
 
@@ -253,21 +246,11 @@ class _Ran(_modules.DispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        packet = getattr(func, "overloadpacket", func)
-        recorder = self._recorder
-        operation = recorder.begin(packet, args)
-        out = recorder.timed(operation, lambda: func(*args, **kwargs))
-        recorder.end(operation, packet, args, kwargs, out, self._formulas.get(packet))
-        return out
-
-
-def _is_on(value: Any, device: torch.device) -> bool:
-    return isinstance(value, Tensor) and value.device.type == device.type
+        return self._recorder.run(func, args, kwargs or {}, self._formulas)
 
 
 def _pointer(tensor: Tensor) -> int:
-    """Return where the memory of a tensor begins; 0 if it has none of its own."""
+    """Return where the storage of a tensor begins; 0 if it has none, as sparse tensors and some subclasses."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):
@@ -275,16 +258,16 @@ def _pointer(tensor: Tensor) -> int:
 
 
 def _by_mask(args: Any) -> bool:
-    """Return whether what is indexed is chosen by a mask, whose rows have to be counted."""
+    """Return whether an index is a mask, whose rows torch has to count."""
     return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _sizes(packet: Any, args: Any) -> tuple[int, int, int] | None:
-    where = _aten.PRODUCTS.get(packet)
-    if where is None:
+    """Return rows, depth and columns of a product of two matrices; `None` for another operation."""
+    if packet not in _aten.PRODUCTS:
         return None
-    left, right = args[where[0]], args[where[1]]
-    return left.shape[-2], left.shape[-1], right.shape[-1]
+    left, right = (args[number].shape for number in _aten.PRODUCTS[packet])
+    return left[-2], left[-1], right[-1]
 
 
 def _tensors(out: Any) -> Iterable[Tensor]:

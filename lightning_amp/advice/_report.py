@@ -1,4 +1,4 @@
-"""`DoctorReport`: what :func:`lightning_amp.doctor` found."""
+"""`DoctorReport`: the result of :func:`lightning_amp.doctor`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMAT = 1
 
 @final
 class DoctorReport:
-    """What :func:`lightning_amp.doctor` found: findings, worst first, and the measurements that they follow from.
+    """The result of :func:`lightning_amp.doctor`: findings, worst first, and the measurements behind them.
 
     .. code-block:: python
 
@@ -32,15 +32,10 @@ class DoctorReport:
         print([finding.code for finding in report.findings if finding.is_problem])
         report.to_json("doctor.json")
 
-    Args:
-        machine: What the machine can do.
-        step: What a training step does; `None` if only the machine was looked at.
-        precision: Which precision is going to be used, as :class:`AmpPrecision` names it.
-
     Attributes:
-        machine: What the machine can do.
-        step: What a training step does; `None` if only the machine was looked at.
-        precision: Which precision this is about.
+        machine: The measurements of the machine.
+        step: The measurements of a training step; `None` if only the machine was examined.
+        precision: The precision that the report is about, as :class:`AmpPrecision` names it.
 
     """
 
@@ -50,12 +45,12 @@ class DoctorReport:
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """Return what was found, worst first; never empty."""
+        """Return the findings, worst first; there is always one."""
         return all_findings(self.machine, self.decision, self.step)
 
     @cached_property
     def decision(self) -> Decision:
-        """Return the recommended precision and its basis; every finding agrees with it."""
+        """Return the recommended precision and its basis, with which every finding agrees."""
         return decide(self.machine, self.precision, self.step)
 
     @property
@@ -72,11 +67,11 @@ class DoctorReport:
         return self.to_markdown()
 
     def to_markdown(self) -> str:
-        """Write the findings, and what was measured, as Markdown."""
+        """Return the findings and the measurements as Markdown."""
         return _page.to_markdown(self.findings, self.machine, self.step)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the findings and all that was measured, to a path or a URL. NaN and infinities are texts."""
+        """Write the findings and all measurements to a path or a URL. NaN and infinities become texts."""
         data = plain(
             {
                 "format": _FORMAT,
@@ -91,19 +86,20 @@ class DoctorReport:
 
 
 def _measured(step: Step) -> dict[str, object]:
-    """Return what was measured of a step and what findings derive from it, without the operations one by one."""
+    """Return the measurements of a step and the facts derived from them, without the single operations."""
     own = asdict(replace(step, recorded=Recording(()), fp32_recorded=None))
     del own["recorded"], own["fp32_recorded"]
     recorded = step.recorded
-    sums: dict[str, object] = {
+    return {
+        **own,
         "flops": recorded.flops,
         "module_flops": recorded.module_flops,
         "product_s": recorded.product_s,
         "recorded_s": recorded.seconds,
         "convolution_flops": recorded.convolution_flops,
         "channels_last": recorded.channels_last,
+        **{name: _data(fact) for name, fact in facts_of(step).items()},
     }
-    return {**own, **sums, **{name: _data(fact) for name, fact in facts_of(step).items()}}
 
 
 def _data(fact: Any) -> Any:

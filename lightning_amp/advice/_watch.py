@@ -1,10 +1,10 @@
-"""The callback and the profiler that watch a fit: some steps to settle, some that are timed, one that is recorded."""
+"""Watch a fit: let some steps settle, time the parts of some steps, and record one step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -14,44 +14,44 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import final, override
 
 from lightning_amp._containers import tensors_in
-from lightning_amp.advice._laps import MOST_SETTLING, is_settling
+from lightning_amp.advice._changes import can_fuse
 from lightning_amp.advice._loading import loading_of
-from lightning_amp.advice._memory import memory, optimizer_facts
-from lightning_amp.advice._record import Loading, Memory, OptimizerFacts, Recording, Setting
+from lightning_amp.advice._memory import memory
+from lightning_amp.advice._record import OptimizerFacts, Recording, Setting, Step
 from lightning_amp.advice._recorder import Recorder
-from lightning_amp.casting import Choice, MethodOverride, modules_matching
+from lightning_amp.casting import Choice, MethodOverride, modules_matching, our_name
 from lightning_amp.compare import num_rows
 from lightning_amp.measure import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, PartTimer
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import PRIVATE_CALLBACKS, copy_batch
 
+MOST_SETTLING = 40
+"""Steps after which a loss scale is taken as it is."""
 _SETTLED = 3
-"""Steps in which memory is allocated, kernels are chosen and optimizers make their states."""
+"""Steps that allocate memory, choose kernels and make optimizer states."""
 _SETTLING_S = 60.0
-"""Seconds after which a loss scale is taken as it is, too."""
+"""Seconds after which a loss scale is taken as it is."""
 _BATCHES_KEPT = 4
 _MOST_RECORDED = 10
+"""Recorded steps without a backward, after which such a step is taken as it is."""
 _BETWEEN = "between epochs"
-RESTART = "start of the loader"
+_RESTART = "start of the loader"
 _HOOK = "on_before_batch_transfer"
 _TIMED = (8, 60)
 _TIMED_S = (2.0, 8.0)
-"""At least and at most: how many steps are timed, and for how long. The longer time ends the settling as well."""
+"""Lower and upper bounds of the number of timed steps and of their seconds. The longer time also ends the settling."""
 
 
 @final
 class PartsProfiler(Profiler):
-    """Tells the clock what Lightning is doing.
+    """Tell a timer which part of a step Lightning is in.
 
-    Args:
-        clock: Of the fit.
-        own: Names of callbacks that are not the user's.
-
+    Callbacks whose names are in `own` are not the user's and do not count as callbacks.
     """
 
-    def __init__(self, clock: PartTimer, own: tuple[str, ...]) -> None:
+    def __init__(self, timer: PartTimer, own: tuple[str, ...]) -> None:
         super().__init__()
-        self._clock, self._own = clock, own
+        self._timer, self._own = timer, own
         self._open: list[tuple[str, bool]] = []
 
     @override
@@ -59,12 +59,12 @@ class PartsProfiler(Profiler):
         part, detail = self._part(action_name)
         self._open.append((action_name, bool(part)))
         if part:
-            self._clock.push(part, detail)
+            self._timer.push(part, detail)
 
     @override
     def stop(self, action_name: str) -> None:
         if self._open and self._open[-1][0] == action_name and self._open.pop()[1]:
-            self._clock.pop()
+            self._timer.pop()
 
     def _part(self, action: str) -> tuple[str, str]:
         if action.endswith("train_dataloader_next"):
@@ -80,52 +80,17 @@ class PartsProfiler(Profiler):
 
 
 @final
-@dataclass(frozen=True)
-class Watched:
-    """What was seen of a fit.
-
-    Attributes:
-        recorded: One of its steps, operation by operation.
-        parts: Mean seconds of a timed step by part.
-        num_timed: How many steps were timed.
-        callbacks: Mean seconds of a timed step by callback of the user.
-        loading: How batches are loaded, with other numbers of workers tried where a step waits for its batch.
-        choice: The precision of our plugin; `None` of another plugin.
-        num_skipped: Steps that were skipped in all.
-        batches: Copies of some batches, as the loader gave them.
-        loader: Which did.
-        notes: What could not be measured, and why.
-
-    """
-
-    recorded: Recording
-    memory: Memory
-    optimizers: tuple[OptimizerFacts, ...]
-    parts: Mapping[str, float]
-    num_timed: int
-    callbacks: Mapping[str, float]
-    loading: Loading | None
-    batch_size: int
-    choice: Choice | None
-    settings: tuple[Setting, ...]
-    num_skipped: int
-    batches: Sequence[Any]
-    loader: Any
-    notes: tuple[str, ...]
-
-
-@final
 class Watch(Callback):
-    """Lets a fit settle, times some steps, records one, and ends the fit.
+    """Let a fit settle, time some steps, record one step, and end the fit.
 
     Args:
-        boundary: The file of who runs the fit: nothing outside of it is the user's.
+        boundary: The file that runs the fit. Frames outside of it are not the user's.
         timed: Whether steps are timed.
 
     Attributes:
         batches: Copies of some batches, as the loader gave them.
-        num_timed: How many steps were timed.
-        watched: What was seen; `None` before a step was recorded.
+        choice: The precision of our plugin; `None` for another plugin.
+        step: The record of the step, without what only other fits can show; `None` before a step was recorded.
 
     """
 
@@ -142,34 +107,35 @@ class Watch(Callback):
         self._batch_size = 0
         self._seconds: Mapping[str, float] = {}
         self._details: Mapping[str, float] = {}
-        self._handles: list[Any] = []
-        self._kept: _KeptBatches | None = None
+        self._installed = ExitStack()
         self._recorder: Recorder | None = None
         self.batches: list[Any] = []
+        self.loader: Any = None
         self.num_timed = 0
-        self.watched: Watched | None = None
+        self.choice: Choice | None = None
+        self.step: Step | None = None
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def profiler(self) -> PartsProfiler:
-        """Return the profiler that belongs to it."""
-        return PartsProfiler(self._timer, (type(self).__name__, *PRIVATE_CALLBACKS))
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        profiler = PartsProfiler(self._timer, (type(self).__name__, *PRIVATE_CALLBACKS))
+        trainer.profiler = profiler  # type: ignore[attr-defined]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._keep_batches(trainer, pl_module)
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        owner: Any = data if data is not None and is_overridden(_HOOK, data) else pl_module
+        kept = _KeptBatches(owner, trainer, self.batches)
+        kept.install()
+        self._installed.callback(kept.restore)
         plugin = trainer.precision_plugin
         self._skipped_at_start = plugin.num_skipped if isinstance(plugin, AmpPrecision) else 0
         for optimizer in trainer.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._timer.push(OPTIMIZER)))
-            self._handles.append(optimizer.register_step_post_hook(lambda *_: self._timer.pop()))
-
-    def _keep_batches(self, trainer: Trainer, module: LightningModule) -> None:
-        """Keep some batches as the loader gives them, before hooks change them and they go to the device."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        owner: Any = data if data is not None and is_overridden(_HOOK, data) else module
-        self._kept = _KeptBatches(owner, trainer, self.batches)
-        self._kept.install()
+            before = optimizer.register_step_pre_hook(lambda *_: self._timer.push(OPTIMIZER))
+            after = optimizer.register_step_post_hook(lambda *_: self._timer.pop())
+            self._installed.callback(before.remove)
+            self._installed.callback(after.remove)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
@@ -186,9 +152,9 @@ class Watch(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._between_epochs:  # what follows is the start of the loader
+        if self._between_epochs:  # the loader starts next
             self._timer.pop()
-            self._timer.push(DATA, RESTART)
+            self._timer.push(DATA, _RESTART)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -211,8 +177,8 @@ class Watch(Callback):
             kept = _fp32_modules(trainer, pl_module)
             states = [t for optimizer in trainer.optimizers for _, t in tensors_in(list(optimizer.state.values()))]
             held = [*states, *(t for _, t in tensors_in(batch))]
-            self._recorder = Recorder(pl_module, self._where, kept, held, lambda: self._timer.part, self._boundary)
-            self._recorder.__enter__()
+            recorder = Recorder(pl_module, self._where, kept, held, lambda: self._timer.part, self._boundary)
+            self._recorder = self._installed.enter_context(recorder)
 
     @override
     def on_train_batch_end(
@@ -234,8 +200,8 @@ class Watch(Callback):
             enough = (self.num_timed >= _TIMED[0] and elapsed >= _TIMED_S[0]) or elapsed >= _TIMED_S[1]
             if enough or self.num_timed >= _TIMED[1]:
                 self._seconds, self._details = self._timer.stop()
-                self._begin("recorded")
-        trainer.should_stop = self._phase == "done"  # whatever the module thinks of it
+                self._phase = "recorded"
+        trainer.should_stop = self._phase == "done"  # whatever the module wants
 
     def _settle(self, trainer: Trainer) -> None:
         """Begin to time, or to record, if this was the last step that settles."""
@@ -245,78 +211,57 @@ class Watch(Callback):
         self._still_settling = is_settling(trainer)
         if self._still_settling and self._num_batches < MOST_SETTLING and elapsed < _SETTLING_S:
             return
-        self._begin("timed" if self._timed else "recorded")
-
-    def _begin(self, phase: Literal["timed", "recorded"]) -> None:
-        self._phase = phase
-        if phase == "timed":
+        self._phase = "recorded"
+        if self._timed:
+            self._phase = "timed"
             self._began_s = time.perf_counter()
             self._timer.start()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._phase == "timed" and self.num_timed:  # the data ended before
-            self._seconds, self._details = self._timer.stop()
+        self.loader = trainer.train_dataloader
         if self._recorder is not None:
-            self.watched = self._seen(self._recorder.close(), trainer, pl_module)
-        self._take_off()
+            self.step = self._record(self._recorder.close(), trainer, pl_module)
+        self._installed.close()
 
-    def _seen(self, recorded: Recording, trainer: Trainer, module: LightningModule) -> Watched:
-        """Return what there is to tell, while the Trainer is still there."""
-        number = max(1, self.num_timed)
-        parts = {part: seconds / number for part, seconds in self._seconds.items() if part != _BETWEEN}
-        details = {name: seconds / number for name, seconds in self._details.items()}
-        restart_s = details.pop(RESTART, 0.0)
+    def _record(self, recorded: Recording, trainer: Trainer, module: LightningModule) -> Step:
+        """Return what this fit showed, while its optimizers and its loader still exist."""
+        parts = {part: seconds / self.num_timed for part, seconds in self._seconds.items() if part != _BETWEEN}
+        details = {name: seconds / self.num_timed for name, seconds in self._details.items()}
+        restart_s, wait_s = details.pop(_RESTART, 0.0), parts.get(DATA, 0.0)
         notes: list[str] = []
-        loader: Any = trainer.train_dataloader
-        wait_s = parts.get(DATA, 0.0)
         is_slow = wait_s > 0.1 * sum(parts.values())
-        loading = loading_of(loader, wait_s, restart_s, notes, is_slow=is_slow) if self._timed else None
+        loading = loading_of(self.loader, wait_s, restart_s, notes, is_slow=is_slow) if self._timed else None
         if self._still_settling:
             notes.append("a settled loss scale: the last step before the timed ones was skipped")
         plugin = trainer.precision_plugin
         ours = plugin if isinstance(plugin, AmpPrecision) else None
-        return Watched(
-            recorded=recorded,
-            memory=memory(recorded, module, trainer.optimizers),
-            optimizers=optimizer_facts(trainer.optimizers),
+        if ours is not None and ours.last_step is not None and ours.last_step.precision:
+            self.choice = Choice.of(ours.last_step.precision)
+        return Step(
+            precision=self.choice.name if self.choice else our_name(plugin.precision),
+            batch_size=self._batch_size,
+            num_parameters=sum(p.numel() for p in module.parameters()),
             parts=parts,
             num_timed=self.num_timed,
             callbacks=details,
+            recorded=recorded,
+            memory=memory(recorded, module, trainer.optimizers),
+            optimizers=tuple(map(_facts_of, trainer.optimizers)),
             loading=loading,
-            batch_size=self._batch_size,
-            choice=_choice(ours),
             settings=tuple(_slow_settings()),
-            num_skipped=0 if ours is None else ours.num_skipped - self._skipped_at_start,
-            batches=self.batches,
-            loader=loader,
+            skipped=0 if ours is None else ours.num_skipped - self._skipped_at_start,
             notes=tuple(notes),
         )
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._take_off()
-
-    def _take_off(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-        if self._kept is not None:
-            self._kept.restore()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._installed.close()
 
 
 @final
 class _KeptBatches(MethodOverride):
-    """The hook through which each batch goes first; some batches of training are kept as they came.
-
-    Args:
-        owner: The module, or the data module whose hook runs in its place.
-        trainer: Whose fit it is.
-        batches: Where copies go.
-
-    """
+    """Keep copies of some training batches, before hooks of the user change them and they go to the device."""
 
     def __init__(self, owner: Any, trainer: Trainer, batches: list[Any]) -> None:
         super().__init__(owner, _HOOK)
@@ -334,6 +279,17 @@ class _KeptBatches(MethodOverride):
         return self.as_method()
 
 
+def is_settling(trainer: Trainer) -> bool:
+    """Return whether the last step was skipped, since a dynamic loss scale comes down. It waits for the device."""
+    plugin = trainer.precision_plugin
+    return isinstance(plugin, AmpPrecision) and plugin.last_step is not None and plugin.last_step.skipped
+
+
+def _facts_of(optimizer: torch.optim.Optimizer) -> OptimizerFacts:
+    num_parameters = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    return OptimizerFacts(type(optimizer).__name__, can_fuse(optimizer), num_parameters)
+
+
 def _ends_a_step(trainer: Trainer, module: LightningModule, batch_idx: int) -> bool:
     if not module.automatic_optimization:
         return True
@@ -346,11 +302,6 @@ def _fp32_modules(trainer: Trainer, module: LightningModule) -> list[torch.nn.Mo
         return []
     found = modules_matching(module, plugin.fp32_modules)
     return [inner for pairs in found.values() for _, matched in pairs for inner in matched.modules()]
-
-
-def _choice(plugin: AmpPrecision | None) -> Choice | None:
-    record = None if plugin is None else plugin.last_step
-    return Choice.of(record.precision) if record is not None and record.precision else None
 
 
 def _slow_settings() -> Iterator[Setting]:

@@ -283,7 +283,6 @@ class OverflowLocator(Callback):
 
     def _explain(self, trainer: Trainer, module: LightningModule) -> None:
         assert self._plugin is not None
-        self._window.detect_edits()
         steps, self._steps = self._steps, []
         if steps and self._window:
             self._warn(self._early_checks.read_late(trainer))

@@ -1,11 +1,11 @@
-"""What code computes in: the precision, modules and metrics in fp32, weights that are cast once. No Lightning.
+"""Choose the precision, keep modules and metrics in fp32, cast weights once, multiply in fp8. No Lightning.
 
 Read `_precision_choice.py` first.
 """
 
 from lightning_amp.casting._cpu_speed import ProbeKind, cpu_speed
-from lightning_amp.casting._float8 import Float8Linears
-from lightning_amp.casting._float8_choice import (
+from lightning_amp.casting._float8 import (
+    Float8Linears,
     choose_fp8_layers,
     linear_layers,
     may_run_in_fp8,
@@ -29,14 +29,7 @@ from lightning_amp.casting._precision_choice import (
     parse_precision,
     runnable,
 )
-from lightning_amp.casting._reused_weights import ReusedWeights
-from lightning_amp.casting._upcast_parameters import (
-    Upcast,
-    mend_rounding,
-    sharded_parameters,
-    upcast_like,
-    upcast_parameters,
-)
+from lightning_amp.casting._reused_weights import ReusedWeights, SharedCopies
 
 __all__ = [
     "Canonical",
@@ -52,7 +45,7 @@ __all__ = [
     "ProbeKind",
     "ReusedWeights",
     "Rule",
-    "Upcast",
+    "SharedCopies",
     "checked_module_rules",
     "checked_recipe",
     "choose_fp8_layers",
@@ -66,7 +59,6 @@ __all__ = [
     "is_metric",
     "linear_layers",
     "may_run_in_fp8",
-    "mend_rounding",
     "modules_matching",
     "multiplied_dtype",
     "name_of",
@@ -76,8 +68,5 @@ __all__ = [
     "our_name",
     "parse_precision",
     "runnable",
-    "sharded_parameters",
     "share_of_flops",
-    "upcast_like",
-    "upcast_parameters",
 ]

@@ -1,7 +1,7 @@
-"""Is half precision faster than float32 on this CPU? A probe of a tenth of a second answers.
+"""Measure in a tenth of a second whether half precision is faster than float32 on this CPU.
 
-`"auto"` decides by it, the doctor and the demo print it. Both formats run in turns, so that a machine that becomes busy
-slows down both, and `SpeedComparison` says what the rounds allow to claim.
+`"auto"` decides by the result, and the doctor and the demo print it. Both formats run in turns, so that a machine that
+becomes busy slows down both, and `SpeedComparison` says what the rounds allow to claim.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ProbeKind = Literal["products", "convolutions"]
 Run = Callable[[], object]
 
 PROBE_S = 0.1
-"""Seconds that the probe of one kind may take, warm-up included; it overruns them by one round at most."""
+"""Limit in seconds of the probe of one kind, with its warm-up. The last round may overrun it."""
 _MOST_ROUNDS = 25
-"""With 20 % noise 9 of them nearly always find a format that is 1.5 times as slow; 15 mostly find 1.2 times."""
+"""With 20 % noise, 9 rounds nearly always detect a format that is 1.5 times as slow; 15 rounds mostly detect 1.2."""
 _LEVEL = 0.99
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PRODUCTS = ((64, 128, 128), (128, 192, 192))
@@ -33,9 +33,9 @@ _IMAGES = (2, 32, 14, 14)
 
 @cache
 def cpu_speed(precision: Literal["bf16", "fp16"] = "bf16", kind: ProbeKind = "products") -> SpeedComparison | None:
-    """Return how many times as fast `precision` is as fp32 on this CPU; measured once per process.
+    """Return how many times as fast `precision` is as fp32 on this CPU, measured once per process.
 
-    `str()` of it is the claim: `2.1x as fast (1.9 to 2.3)`. `None` if the clock cannot tell.
+    Its `str()` is the claim: `2.1x as fast (1.9 to 2.3)`. `None` if the clock is too coarse.
     """
     return measure_cpu_speed(precision, kind)
 
@@ -47,18 +47,11 @@ def measure_cpu_speed(
     most_s: float = PROBE_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SpeedComparison | None:
-    """Measure what :func:`cpu_speed` remembers.
+    """Measure the comparison that :func:`cpu_speed` remembers.
 
-    Random state, default dtype, number of threads and grad mode are not touched, and no autograd graph is made: a
-    process that ran one cannot be forked.
-
-    Args:
-        precision: The contestant; fp32 is the reference.
-        kind: `"products"` are matrix products of two sizes, `"convolutions"` are 3 x 3 with stride 1 and 2. Each is
-            computed in the shapes of its forward and of its backward.
-        most_s: A limit in seconds.
-        clock: Returns seconds.
-
+    `"products"` are matrix products of two sizes, `"convolutions"` are 3 x 3 with stride 1 and 2. Each is computed in
+    the shapes of its forward and of its backward. Random state, default dtype, number of threads and grad mode are not
+    touched. It builds no autograd graph, because a process that ran a backward cannot be forked.
     """
     workload = _products if kind == "products" else _convolutions
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -68,7 +61,7 @@ def measure_cpu_speed(
 def compare_runs(
     contestant: Run, reference: Run, *, most_s: float, clock: Callable[[], float]
 ) -> SpeedComparison | None:
-    """Compare two runs, round by round; `None` if no round took any time."""
+    """Compare two runs, round by round; return `None` if no round took any time."""
     began = clock()
 
     def timed(run: Run) -> Callable[[], float]:

@@ -1,4 +1,4 @@
-"""Recipes of fp8: how values are scaled before they are rounded to 8 bits, and what they need."""
+"""Check the recipes of fp8, which say how values are scaled before they are rounded to 8 bits."""
 
 from __future__ import annotations
 
@@ -13,17 +13,11 @@ from lightning_amp.numerics import ScaledCast
 
 DEFAULT_RECIPE = "rowwise_with_gw_hp"
 RECIPES = (DEFAULT_RECIPE, "rowwise", "tensorwise")
-_LATER = ("mxfp8", "nvfp4")
 
 
 def refuse_later_formats(argument: str, value: object) -> None:
-    """Refuse formats that people know by name, and that cannot be had yet.
-
-    Raises:
-        ValueError: For `"mxfp8"` and `"nvfp4"`.
-
-    """
-    if value in _LATER:
+    """Refuse `"mxfp8"` and `"nvfp4"`, which users know by name, and which cannot be trained in yet."""
+    if value in ("mxfp8", "nvfp4"):
         raise ValueError(
             f"`{argument}={value!r}` is not supported: its products run on Blackwell GPUs only, and training with it is"
             " a prototype in torchao. Use precision 'fp8', whose recipes run from Ada and Hopper on."
@@ -31,11 +25,9 @@ def refuse_later_formats(argument: str, value: object) -> None:
 
 
 def checked_recipe(recipe: Any) -> Any:
-    """Return the name of a recipe, or a `torchao.float8.Float8LinearConfig` as it is.
+    """Return the name of a recipe, or a `torchao.float8.Float8LinearConfig` as it is; refuse everything else.
 
-    Raises:
-        ValueError: For anything else, and for a configuration that changes what the parameters are.
-
+    A configuration that changes the class of the parameters is refused too.
     """
     name: Any = recipe.value if isinstance(recipe, Enum) else recipe  # torchao's `Float8LinearRecipeName`
     if name is None:
@@ -50,22 +42,18 @@ def checked_recipe(recipe: Any) -> Any:
         )
     if getattr(recipe, "enable_fsdp_float8_all_gather", False):
         raise ValueError(
-            "`fp8_recipe` has `enable_fsdp_float8_all_gather=True`, which puts tensors of another class in the place of"
-            " the parameters: checkpoints would not load without torchao. Leave it out; weights are gathered as they"
-            " are."
+            "`fp8_recipe` has `enable_fsdp_float8_all_gather=True`, which replaces the parameters by tensors of another"
+            " class: checkpoints would not load without torchao. Leave it out; weights are then gathered in their own"
+            " dtype."
         )
     return recipe
 
 
 def config_of(recipe: Any) -> Any:
-    """Return the configuration of a checked recipe.
+    """Return the configuration of a checked recipe; raise an `ImportError` without a recent torchao.
 
-    A name gives torchao's own, with one thing added: rows are padded where a product needs a multiple of 16, so that
-    the last batch of an epoch may be of any size.
-
-    Raises:
-        ImportError: Without torchao, or with one that is too old.
-
+    A name stands for torchao's own configuration, except that rows are padded where a product needs a multiple of 16.
+    So the last batch of an epoch may have any size.
     """
     float8 = _torchao.torchao_float8()
     if not isinstance(recipe, str):
@@ -75,39 +63,34 @@ def config_of(recipe: Any) -> Any:
 
 
 def name_of(recipe: Any) -> str:
-    """Return what a message calls a recipe."""
+    """Return the name of a recipe in messages."""
     if isinstance(recipe, str):
         return f"recipe {recipe!r}"
     return "own recipe, emulated" if recipe.emulate else "own recipe"
 
 
 def emulates(recipe: Any) -> bool:
-    """Return whether a recipe computes elsewhere what fp8 hardware would give."""
+    """Return whether a recipe computes the results of fp8 hardware on other hardware."""
     return bool(getattr(recipe, "emulate", False))
 
 
 def needs_whole_tiles(recipe: Any) -> bool:
-    """Return whether a batch may fail whose rows are no multiple of 16: the gradient of the weight sums over them."""
+    """Return whether the number of rows must be a multiple of 16, because the weight's gradient sums over rows."""
     if isinstance(recipe, str) or recipe.emulate or recipe.pad_inner_dim:
         return False
     return recipe.cast_config_input_for_grad_weight.scaling_type.value != "disabled"
 
 
 def gradient_cast(recipe: Any) -> ScaledCast:
-    """Return what a recipe does to the gradient that reaches a layer before it is multiplied by the weight.
-
-    Raises:
-        ImportError: Without torchao, or with one that is too old.
-
-    """
+    """Return how a recipe casts the gradient that reaches a layer; raise an `ImportError` without a recent torchao."""
     config = config_of(recipe)
     cast = config.cast_config_grad_output
-    number_format = "e5m2" if "e5m2" in str(cast.target_dtype) else "e4m3"  # AMD's variants are close to these
+    number_format = "e5m2" if "e5m2" in str(cast.target_dtype) else "e4m3"  # AMD's variants differ little
     return ScaledCast(number_format, cast.scaling_granularity.value == "axiswise", config.round_scales_to_power_of_2)
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Return whether products of fp8 run on the device itself."""
+    """Return whether the device itself multiplies in fp8."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     if torch.version.hip:  # MI300 and later

@@ -1,4 +1,4 @@
-"""Metrics in fp32: torchmetrics inside autocast rounds sums of squares and products of images to eight bits.
+"""Compute metrics in fp32. Inside autocast torchmetrics rounds sums of squares and products of images to eight bits.
 
 SSIM of 0.96 becomes 0.27, Pearson correlation NaN, R2 of 0.74 becomes 1.0 (Lightning-AI/torchmetrics#1725, #1290).
 """
@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import final, override
 
 from lightning_amp._containers import to_fp32
-from lightning_amp.casting._method_override import MethodOverride
+from lightning_amp.casting._method_override import InPlace, MethodOverride
 from lightning_amp.numerics import HALF_DTYPES
 
 P = ParamSpec("P")
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 def is_metric(module: nn.Module) -> bool:
-    """Return whether this is a metric or a collection of them, which compute in fp32 without being an fp32 module."""
+    """Return whether this is a metric or a collection of metrics, which compute in fp32 without any rule."""
     return isinstance(module, (Metric, MetricCollection))
 
 
@@ -39,8 +39,8 @@ def fp32_region(function: Callable[P, R]) -> Callable[P, R]: ...
 def fp32_region(function: Callable[..., Any] | None = None) -> Any:
     """Compute in fp32 inside a step: for functional metrics, and for any other arithmetic that half precision breaks.
 
-    Metric objects (`torchmetrics.Metric`) that hang on the module need no help. Functions do, since nobody but the
-    caller knows that they are metrics:
+    Metric objects (`torchmetrics.Metric`) that are attributes of the module compute in fp32 already. The plugin cannot
+    tell a functional metric from any other function, so wrap it:
 
     .. code-block:: python
 
@@ -55,11 +55,11 @@ def fp32_region(function: Callable[..., Any] | None = None) -> Any:
         with fp32_region():  # autocast is off; tensors that are half precision already stay so: call `.float()`
             distance = torch.dist(prediction.float(), target.float())
 
-    Costs two switches of autocast and a cast of each half-precision argument. Digits that a half-precision argument has
-    already lost do not come back.
+    Cost: two switches of autocast, and a cast of each half-precision argument. Digits that a half-precision argument
+    has already lost do not come back.
 
     Args:
-        function: What to wrap. Without it: a context manager, which is also a decorator.
+        function: The function to wrap. Without it, the result is a context manager, which is also a decorator.
 
     """
     region = Fp32Region()
@@ -68,14 +68,15 @@ def fp32_region(function: Callable[..., Any] | None = None) -> Any:
 
 @final
 class Fp32Region:
-    """See :func:`fp32_region`. Reentrant."""
+    """See :func:`fp32_region`. It may be entered inside of itself."""
 
     def __init__(self) -> None:
         self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
         stack = contextlib.ExitStack()
-        for device_type in _device_types():
+        accelerator = torch.accelerator.current_accelerator(True)
+        for device_type in ["cpu"] if accelerator is None else ["cpu", accelerator.type]:
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         self._entered.append(stack)
@@ -84,7 +85,7 @@ class Fp32Region:
         self._entered.pop().__exit__(*exc)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorate: arguments are upcast too."""
+        """Return the function in fp32, with half-precision arguments upcast too."""
         call: Callable[..., R] = function
 
         @functools.wraps(function)
@@ -95,11 +96,6 @@ class Fp32Region:
         return in_fp32
 
 
-def _device_types() -> list[str]:
-    accelerator = torch.accelerator.current_accelerator(True)
-    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-
-
 # -- metric objects ----------------------------------------------------------------------------------------------------
 
 
@@ -107,8 +103,8 @@ def _device_types() -> list[str]:
 class _InFp32(MethodOverride):
     """`update` or `compute` of a metric: autocast off, half-precision arguments upcast.
 
-    `Metric.forward` calls both through the instance, and `Metric.__getstate__` leaves both out, so copies and pickles
-    of the metric, also those made in the middle of a step, are clean.
+    `Metric.forward` calls both through the instance, and `Metric.__getstate__` leaves both out. So copies and pickles
+    of the metric get the plain methods, even in the middle of a step.
     """
 
     def __init__(self, metric: Metric, name: str, device_type: str) -> None:
@@ -124,46 +120,39 @@ class _InFp32(MethodOverride):
 
 
 @final
-class Fp32Metrics:
-    """Context in which the metrics of a module compute in fp32. Reentrant; costs 0.3 us, and 1 us per metric.
+class Fp32Metrics(InPlace):
+    """Context in which the metrics of a module compute in fp32. Costs 0.3 us, and 1 us per metric.
 
-    Overrides are made once and used again, since to `torch.compile` a new function is a reason to compile again.
-
-    Args:
-        module: Whose metrics: its submodules, and those in plain lists, tuples, sets and dictionaries.
-        device_type: Whose autocast to turn off.
-
+    It finds metrics among the submodules, and in plain lists, tuples, sets and dictionaries. Overrides are made once
+    and used again, because `torch.compile` would compile again for a new function.
     """
 
     def __init__(self, module: nn.Module, device_type: str) -> None:
         self._device_type = device_type
         self._overrides: dict[tuple[int, str], _InFp32] = {}
-        self._depth = 0
         self.find(module)
 
     def find(self, module: nn.Module) -> None:
-        """Look for metrics again: those made since, and those that went away. Host time of about 4 us per submodule."""
+        """Find the metrics anew, since some may have come or gone. Takes about 4 us of host time per submodule."""
         metrics = {id(metric): metric for metric in metrics_of(module)}
         self._overrides = {key: known for key, known in self._overrides.items() if key[0] in metrics}
         for key, metric in metrics.items():
             for name in ("update", "compute"):
                 known = self._overrides.get((key, name))
                 found = vars(metric).get(name)
-                # another one in its place: the metric's state was set from outside
+                # the metric has a new method: somebody has set its state
                 if known is None or (found is not known and found is not known.inner):
                     self._overrides[key, name] = _InFp32(metric, name, self._device_type)
 
-    def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            for method in self._overrides.values():
-                method.install()
+    @override
+    def install(self) -> None:
+        for method in self._overrides.values():
+            method.install()
 
-    def __exit__(self, *exc: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            for method in self._overrides.values():
-                method.restore()
+    @override
+    def restore(self) -> None:
+        for method in self._overrides.values():
+            method.restore()
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:

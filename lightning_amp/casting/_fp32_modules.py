@@ -1,4 +1,4 @@
-"""`fp32_modules`: parts of a model that compute in fp32 while the rest runs under autocast."""
+"""Compute the modules that `fp32_modules` names in fp32, while the rest of the model runs under autocast."""
 
 from __future__ import annotations
 
@@ -23,42 +23,32 @@ Rule = type[nn.Module] | str
 
 
 def checked_module_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules as a tuple.
-
-    Raises:
-        ValueError: For anything but a sequence of globs and module classes.
-
-    """
+    """Return the rules as a tuple; refuse everything but a sequence of globs and module classes."""
     legal = "globs on qualified module names, such as 'decoder.head' or '*.norm', and subclasses of `torch.nn.Module`"
     return checked_rules("fp32_modules", rules, legal, "*.norm", nn.Module)
 
 
 def modules_matching(root: nn.Module, rules: Iterable[Rule]) -> dict[Rule, list[tuple[str, nn.Module]]]:
-    """Find for each rule the modules that it matches, by the first of their names over all rules.
+    """Return for each rule the modules that it matches, each with the first name by which any rule matched it.
 
-    The root is no candidate: to compute all of it in fp32 there is precision 'fp32'. A shared module matches under any
-    of its names. A module without a `forward` of its own (`nn.ModuleList`) stands for its children. Metrics count as
-    matched and are left out: they compute in fp32 anyway.
-
-    Raises:
-        ValueError: If a rule matches nothing, with the closest names.
-
+    The root never matches: precision 'fp32' computes all of it in fp32. A shared module matches under any of its names.
+    A module without a `forward` (`nn.ModuleList`) stands for its children. Metrics match, but are left out: they
+    compute in fp32 anyway. A rule that matches nothing raises a `ValueError` with the closest names.
     """
     # A compiled or sharded child has the name of the module inside, which comes later and takes its place.
     names = {_modules.plain_name(name): module for name, module in root.named_modules(remove_duplicate=False) if name}
     first: dict[int, tuple[str, nn.Module]] = {}
     found: dict[Rule, list[tuple[str, nn.Module]]] = {}
     for rule in rules:
-        hits = {name: module for name, module in names.items() if _hit(rule, name, module)}
+        if isinstance(rule, str):
+            hits = [(name, module) for name, module in names.items() if fnmatchcase(name, rule)]
+        else:
+            hits = [(name, module) for name, module in names.items() if isinstance(module, rule)]
         if not hits:
             raise ValueError(_nothing(rule, names))
-        computing = [pair for hit, matched in hits.items() for pair in _computing(hit, matched)]
+        computing = [pair for hit in hits for pair in _computing(*hit)]
         found[rule] = [first.setdefault(id(module), (name, module)) for name, module in computing]
     return found
-
-
-def _hit(rule: Rule, name: str, module: nn.Module) -> bool:
-    return fnmatchcase(name, rule) if isinstance(rule, str) else isinstance(module, rule)
 
 
 def _computing(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -91,22 +81,16 @@ def _nothing(rule: Rule, names: dict[str, nn.Module]) -> str:
 class _Fp32Forward(MethodOverride):
     """The `forward` of a module, in fp32: autocast off, half-precision arguments upcast.
 
-    Its backward is fp32 too, since autograd computes in the dtypes of the forward. In the place of `forward` rather
-    than in hooks around it, so that it also holds where somebody calls `module.forward(...)`, and so that switch and
-    arithmetic are in one graph, whichever part of the model is compiled. A deep copy of the module (an average, a
-    target network) computes in fp32 too.
+    Its backward is fp32 too, since autograd computes in the dtypes of the forward. It replaces `forward` and is not a
+    pair of hooks. So a direct call of `module.forward(...)` is in fp32 too, and a compiler sees switch and arithmetic
+    in one graph. A deep copy of the module (an average, a target network) computes in fp32 too.
     """
 
-    def __init__(
-        self,
-        owner: nn.Module,
-        device_type: str,
-        inner: Callable[..., Any] | None = None,
-        ran: _modules.Flag | None = None,
-    ) -> None:
-        super().__init__(owner, "forward", inner)
+    in_copies = True
+
+    def __init__(self, owner: nn.Module, device_type: str) -> None:
+        super().__init__(owner, "forward")
         self.device_type = device_type
-        self.ran = ran or self.ran
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,44 +103,30 @@ class _Fp32Forward(MethodOverride):
     def replacement(self) -> Callable[..., Any]:
         return self.as_method()
 
-    @override
-    def for_copy(self, owner: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
-        return _Fp32Forward(owner, self.device_type, inner, self.ran)
-
 
 @final
 class Fp32Modules:
-    """The modules of one LightningModule that compute in fp32, until :meth:`remove`.
+    """Computes the modules of `root` that the rules match in fp32, until :meth:`remove`.
 
-    Args:
-        root: The module.
-        rules: See `AmpPrecision`.
-        device_type: Whose autocast to turn off.
-        active: Whether there is an autocast to turn off at all. Rules are checked anyway.
-
-    Raises:
-        ValueError: If a rule matches nothing, or a module with half-precision parameters. Nothing is changed then.
-
+    Without `active` it only checks the rules. A rule that matches nothing, or a module with half-precision parameters,
+    raises a `ValueError` before anything is changed.
     """
 
     def __init__(self, root: nn.Module, rules: Iterable[Rule], device_type: str, *, active: bool) -> None:
         by_rule = modules_matching(root, rules)
-        found = dict(pair for pairs in by_rule.values() for pair in pairs)
+        found = dict(pair for pairs in by_rule.values() for pair in pairs) if active else {}
         self._overrides: dict[str, _Fp32Forward] = {}
-        self._rules: dict[Rule, list[str]] = {}
+        self._rules = {rule: [name for name, _ in pairs] for rule, pairs in by_rule.items()}
         self.modules: set[nn.Module] = set()
-        """All modules that compute in fp32, those inside the matching ones included."""
-        if not active:
-            return
+        """All modules that compute in fp32, including the modules inside the matching ones."""
         for name, module in found.items():
             half = [f"`{name}.{n}` ({p.dtype})" for n, p in module.named_parameters() if p.dtype in HALF_DTYPES]
             if half:
                 raise ValueError(
                     f"`fp32_modules` matches `{name}`, whose parameters are half precision: {', '.join(half[:3])}. They"
-                    " cannot compute with float32 inputs: call `.float()` on the module, pass `upcast_parameters=True`"
+                    " cannot compute with float32 inputs. Call `.float()` on the module, pass `upcast_parameters=True`"
                     " to the plugin if it is trained, or take it out of the rules."
                 )
-        self._rules = {rule: [name for name, _ in pairs] for rule, pairs in by_rule.items()}
         for name, module in found.items():
             forward = self._overrides[name] = _Fp32Forward(module, device_type)
             forward.install()
@@ -166,27 +136,23 @@ class Fp32Modules:
         return len(self._overrides)
 
     def idle(self) -> tuple[dict[Rule, list[str]], list[str]]:
-        """Find the modules that have not run, nor one around or inside them.
+        """Return the names of modules that have not run, and in which and around which no other one has.
 
-        Returns:
-            By rule, those of rules for which this is so of all; and the others.
-
+        First by rule, for rules none of whose modules ran; then the names of all other idle modules.
         """
-        active: set[nn.Module] = set()
         waiting = set(not_run(self._overrides))
         running = [forward.owner for name, forward in self._overrides.items() if name not in waiting]
-        for module in running:
-            active.update(module.modules())
+        active = {inner for module in running for inner in module.modules()}
         idle = {n for n, f in self._overrides.items() if active.isdisjoint(f.owner.modules())}
         rules = {rule: names for rule, names in self._rules.items() if names and idle.issuperset(names)}
         return rules, sorted(idle.difference(*rules.values()))
 
     def has_children(self, name: str) -> bool:
-        """Return whether a module that a rule matches has modules inside."""
+        """Return whether the module of this name has modules inside."""
         return any(True for _ in self._overrides[name].owner.children())
 
     def remove(self) -> None:
         """Leave the modules as they were."""
         for forward in self._overrides.values():
             forward.restore()
-        self._overrides, self._rules, self.modules = {}, {}, set()
+        self._overrides, self.modules = {}, set()

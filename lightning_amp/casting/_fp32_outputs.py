@@ -1,4 +1,4 @@
-"""What comes out of evaluation: step outputs in fp32, and epoch-end hooks that can use what steps kept."""
+"""Return step outputs in fp32, and run epoch-end hooks in the context of the steps whose values they use."""
 
 from __future__ import annotations
 
@@ -21,25 +21,13 @@ class Fp32Outputs(MethodOverride):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return to_fp32(self.inner(*args, **kwargs), HALF_DTYPES)
 
-    def __enter__(self) -> None:
-        self.install()
-
-    def __exit__(self, *exc: object) -> None:
-        self.restore()
-
 
 @final
 class EpochEnd(MethodOverride):
-    """An epoch-end hook of a module that runs, once, in the context of the steps before it.
+    """The epoch-end hook `name` of a module, which runs once in `context`: that of the steps before it.
 
     Lightning calls these hooks outside of the plugin's contexts, where half-precision features that a step kept meet a
     head with float32 weights (pytorch/pytorch#110285).
-
-    Args:
-        owner: The module.
-        name: Of the hook.
-        context: What to run it in.
-
     """
 
     def __init__(self, owner: Any, name: str, context: Callable[[], AbstractContextManager[Any]]) -> None:

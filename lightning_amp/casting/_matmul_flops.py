@@ -1,4 +1,4 @@
-"""How much of the work is done in which dtype."""
+"""Count the FLOPs of a step by the dtype of what it multiplies."""
 
 from __future__ import annotations
 
@@ -17,24 +17,11 @@ from lightning_amp._compat._modules import RECURRENT, SAME_FLOPS, DispatchMode
 class MatmulFlops(DispatchMode):
     """Counts the FLOPs of matrix products, convolutions and attention by the dtype of what they multiply.
 
-    .. code-block:: python
+    It uses the formulas of `torch.utils.flop_counter`, which also knows backward passes and products in fp8 (an
+    emulated product counts as fp8). It adds formulas for attention on the CPU, and for LSTMs and GRUs that are one
+    operation. `by_dtype` has the FLOPs by the name of the dtype.
 
-        from lightning_amp.casting import MatmulFlops
-
-        batch = next(iter(data.train_dataloader()))
-        with MatmulFlops() as flops, torch.autocast("cpu", torch.bfloat16):
-            model.loss(batch).backward()
-        print(flops.by_dtype)  # Counter({'bfloat16': 1966080, 'float32': 4096})
-
-    With the formulas of `torch.utils.flop_counter`, which also knows backward passes and products in fp8 (emulated ones
-    count as what they stand for); and with our own for what it does not know: attention on the CPU, and LSTMs and GRUs
-    that are one operation.
-
-    Attributes:
-        by_dtype: FLOPs by the name of the dtype.
-
-    Cost: some microseconds per operation, and no fusion of operations: it is not for a step whose time counts.
-
+    Cost: some microseconds per operation, and operations are not fused. Do not time a step with it.
     """
 
     def __init__(self) -> None:
@@ -52,7 +39,7 @@ class MatmulFlops(DispatchMode):
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Return the FLOPs of operations that are matrix products: functions of their arguments and `out_val`."""
+    """Return for each matrix product the function that counts its FLOPs from its arguments and `out_val`."""
     from torch.utils.flop_counter import flop_registry
 
     return {
@@ -70,7 +57,7 @@ def multiplied_dtype(args: Any) -> str:
 
 
 def _stored_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return what the values are stored in: of a tensor that scales values in fp8 this is not its own dtype."""
+    """Return the dtype that values are stored in. A tensor of scaled fp8 values says another dtype of itself."""
     inner: Any = tensor
     while hasattr(type(inner), "__tensor_flatten__"):
         inner = getattr(inner, inner.__tensor_flatten__()[0][0])
@@ -80,7 +67,7 @@ def _stored_dtype(tensor: torch.Tensor) -> torch.dtype:
 def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *args: Any, **_: Any) -> int:
     """Return the FLOPs of a convolution's backward: as many as its forward for each gradient that is asked for.
 
-    Torch's own formula leaves the groups of the convolution out; a depthwise one came out as dense.
+    Torch's own formula ignores groups, and counts a depthwise convolution as a dense one.
     """
     from torch.utils.flop_counter import flop_registry
 

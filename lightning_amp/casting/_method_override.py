@@ -1,4 +1,4 @@
-"""Puts a function in the place of a user's method for a while; copies and pickles of the owner get the method."""
+"""Replace a method of a user's object for a while; copies and pickles of the object get the plain method."""
 
 from __future__ import annotations
 
@@ -11,27 +11,52 @@ from types import MethodType
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from lightning_amp._compat import _modules
 
 
+class InPlace(ABC):
+    """Context that installs something at its first entry and restores it at its last exit."""
+
+    _depth = 0
+
+    @abstractmethod
+    def install(self) -> None:
+        """Put it in place."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Put back what was there."""
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self.install()
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.restore()
+
+
 def not_run(overrides: Mapping[str, MethodOverride]) -> list[str]:
-    """Name the overrides that have not run, as far as can be known.
+    """Name the overrides that have certainly not run.
 
-    Blocks that are alike share one compiled graph, in which only the first of them is seen: where `blocks.0.norm` was
-    traced, `blocks.1.norm` may have run.
+    Equal blocks share one compiled graph, in which only the first of them is seen: where `blocks.0.norm` was traced,
+    `blocks.1.norm` may have run.
     """
-    traced = {_kind(name, override) for name, override in overrides.items() if override.traced.is_set}
-    return [n for n, override in overrides.items() if not override.ran.is_set and _kind(n, override) not in traced]
+    traced = {_kind(name, each) for name, each in overrides.items() if each.traced.is_set}
+    return [n for n, each in overrides.items() if not each.ran.is_set and _kind(n, each) not in traced]
 
 
-def _kind(name: str, override: MethodOverride) -> tuple[str, type]:
-    return re.sub(r"\d+", "*", name), type(override.owner)
+def _kind(name: str, method: MethodOverride) -> tuple[str, type]:
+    return re.sub(r"\d+", "*", name), type(method.owner)
 
 
 @functools.cache
 def calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of what :meth:`MethodOverride.as_method` puts in the place of a method; one for each."""
+    """Return the function that :meth:`MethodOverride.as_method` binds in the place of `function`, always the same."""
 
     def call(self: MethodOverride, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)
@@ -41,29 +66,27 @@ def calling(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class MethodOverride(ABC):
-    """Replaces one method of one object, as an attribute of that object, between `install` and `restore`.
+class MethodOverride(InPlace):
+    """Replaces the method `name` of `owner`, as an attribute of that object, between `install` and `restore`.
 
-    An attribute that is bound to its owner is a trap in copies: a copied function would go on calling the original,
-    with the original's weights. So a copy gets what :meth:`for_copy` returns, bound to the copy, and a pickle gets the
-    plain method and does not need this package to load.
-
-    Args:
-        owner: Whose method; a module or a metric.
-        name: Of the method.
-        inner: What is replaced. Default: what `owner` has under that name now.
-
+    A deep copy of an attribute that is bound to its owner would go on calling the original, with the original's
+    weights. So a deep copy of the owner gets the plain method, bound to the copy, or with `in_copies` an override of
+    its own. A pickle gets the plain method, and loads without this package.
     """
 
-    def __init__(self, owner: Any, name: str, inner: Callable[..., Any] | None = None) -> None:
-        self.owner = owner
-        self.name = name
+    in_copies = False
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
         self.ran, self.traced = _modules.Flag(), _modules.Flag()
-        self.was_attribute = name in vars(owner) if inner is None else True
-        self.inner: Callable[..., Any] = getattr(owner, name) if inner is None else inner
+        self.was_attribute = name in vars(owner)
+        self._wrap(getattr(owner, name))
+
+    def _wrap(self, inner: Callable[..., Any]) -> None:
+        self.inner = inner
         # Signature and `__wrapped__`, which Lightning follows to see whether a hook is overridden. Not the attributes:
-        # those of a compiled function mean something to torch.
-        functools.update_wrapper(self, self.inner, updated=())
+        # on a compiled function they mean something to torch.
+        functools.update_wrapper(self, inner, updated=())
 
     def note_call(self) -> None:
         """Note that it has run, for :func:`not_run`."""
@@ -75,47 +98,50 @@ class MethodOverride(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do what the method now does; the replaced one is `self.inner`."""
 
+    @override
     def install(self) -> None:
         """Install the replacement, bypassing `__setattr__` of modules and metrics."""
         vars(self.owner)[self.name] = self.replacement
 
     @property
     def replacement(self) -> Callable[..., Any]:
-        """Return what is put there: the same object, or an equal one, each time."""
+        """Return the callable to install: the same object, or an equal one, each time."""
         return self
 
     def as_method(self) -> Callable[..., Any]:
         """Return a bound method that calls this, with the signature of the replaced one.
 
-        For what is compiled: `torch.compile` guards on the identity of an object that is called, so that each of many
-        equal blocks would be compiled anew, and from the ninth on (`recompile_limit`) not at all.
+        Compiled modules need it, because `torch.compile` guards on the identity of a callable object. It would compile
+        each of many equal blocks anew, and none from the ninth on (`recompile_limit`).
         """
         function = getattr(self.inner, "__func__", None)
         return self.__call__ if function is None else MethodType(calling(function), self)
 
     @property
     def installed(self) -> bool:
-        """Return whether nobody has put something else there since."""
+        """Return whether the replacement is in place, and nobody has replaced it since."""
         return vars(self.owner).get(self.name) == self.replacement
 
+    @override
     def restore(self) -> None:
-        """Put back what was there. What somebody else put there in the meantime stays."""
+        """Put back what was there, unless somebody else has replaced it since."""
         if self.installed:
             if self.was_attribute:
                 vars(self.owner)[self.name] = self.inner
             else:
                 del vars(self.owner)[self.name]
 
-    def for_copy(self, owner: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a deep copy of the owner gets in this place: by default the method as it was."""
-        return inner
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         # `deepcopy` enters a new object in the memo before it copies the attributes, of which this is one
         owner = copy.deepcopy(self.owner, memo)
         inner = copy.deepcopy(self.inner, memo) if self.was_attribute else getattr(owner, self.name)
-        return self.for_copy(owner, inner)
+        if not self.in_copies:
+            return inner
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self), owner=owner, was_attribute=True)
+        twin._wrap(inner)
+        return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Likewise: when this is loaded, the owner exists and has no attributes yet, so `getattr` finds the method.
+        # When this is loaded, the owner exists and has no attributes yet, so `getattr` finds the plain method.
         return (copy.copy, (self.inner,)) if self.was_attribute else (getattr, (self.owner, self.name))

@@ -1,4 +1,4 @@
-"""Which precision: the spellings users have, what a device can run, and what `"auto"` picks."""
+"""Choose the precision: read the spellings of users, ask what a device can run, and pick for `"auto"`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CANONICAL: dict[str, Canonical] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "f
 
 
 class Choice(NamedTuple):
-    """A precision that is settled: our name, Lightning's name, the dtype that autocast computes in."""
+    """A precision that is settled: our name, Lightning's name, and the dtype that autocast computes in."""
 
     name: str
     canonical: Canonical
@@ -48,7 +48,7 @@ class Choice(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> Choice:
-        """Settle one of our names, `"auto"` excluded."""
+        """Return the choice for one of our names other than `"auto"`."""
         return cls(name, _CANONICAL[name], _DTYPES[name])
 
     @classmethod
@@ -75,8 +75,8 @@ class Choice(NamedTuple):
     def pick(cls, device: torch.device, module: nn.Module | None = None) -> tuple[Choice, str]:
         """Pick what `"auto"` means for this module on this device, and say why (one sentence).
 
-        A CPU with bfloat16 instructions is measured, once per process: some run bf16 slower than fp32. A CPU without
-        them gets fp32 unmeasured: torch converts each value there, before and after it computes in fp32.
+        A CPU with bfloat16 instructions is measured once per process, because some run bf16 slower than fp32. A CPU
+        without them gets fp32 unmeasured, because torch converts each value there before and after it computes in fp32.
         """
         choice, why = cls.by_instructions(device)
         if device.type != "cpu" or choice.name != "bf16":
@@ -84,26 +84,18 @@ class Choice(NamedTuple):
         kinds: list[ProbeKind] = ["products"]
         if module is not None and _modules.has_convolutions(module):
             kinds.append("convolutions")
-        speeds: dict[ProbeKind, SpeedComparison] = {}
-        for kind in kinds:
-            if (speed := cpu_speed("bf16", kind)) is not None:
-                speeds[kind] = speed
+        speeds: dict[ProbeKind, SpeedComparison] = {
+            kind: speed for kind in kinds if (speed := cpu_speed("bf16", kind)) is not None
+        }
         slower = [_say_speed(kind, speed) for kind, speed in speeds.items() if speed.claim == "slower"]
         if slower:
             return cls.of("fp32"), "; ".join(slower)
         return choice, "; ".join([why, *(_say_speed(kind, speed) for kind, speed in speeds.items())])
 
     def require(self, device: torch.device, argument: str = "precision", *, emulated: bool = False) -> None:
-        """Refuse a device that cannot run this precision.
+        """Raise a `ValueError` that names what the device can run, if it cannot run this precision.
 
-        Args:
-            device: Where.
-            argument: What asks for it.
-            emulated: Whether a recipe of fp8 computes elsewhere what hardware with fp8 would give.
-
-        Raises:
-            ValueError: Naming what the device can run.
-
+        `argument` is the one that asked for it. With `emulated`, a recipe of fp8 needs no hardware with fp8.
         """
         names = runnable(device)
         if self.name not in names and not (emulated and "bf16" in names):
@@ -115,17 +107,12 @@ class Choice(NamedTuple):
 
 
 def our_name(spelling: str) -> str:
-    """Return our name for a spelling, Lightning's `"bf16-mixed"` for example; what has none, as it is."""
+    """Return our name for a spelling such as Lightning's `"bf16-mixed"`; return an unknown spelling as it is."""
     return _SPELLINGS.get(spelling, spelling)
 
 
 def parse_precision(value: Any, argument: str = "precision") -> Precision:
-    """Return one of our names for whatever spelling the user has in their hands.
-
-    Raises:
-        ValueError: With the legal values, for anything else.
-
-    """
+    """Return our name for any spelling of a precision; raise a `ValueError` with the legal ones for anything else."""
     try:
         known = None if isinstance(value, bool) else _SPELLINGS.get(value)
     except TypeError:  # unhashable
@@ -136,13 +123,13 @@ def parse_precision(value: Any, argument: str = "precision") -> Precision:
     if known == "fp8" and argument == "eval_precision":
         raise ValueError(
             "`eval_precision='fp8'` is not supported: fp8 is for training, where its products are a third of the work."
-            " Leave it out: beside fp8, evaluation runs in 'bf16'."
+            " Leave it out: with precision 'fp8', evaluation runs in 'bf16'."
         )
     return known
 
 
 _EMULATE = (
-    " To see here what fp8 does to a model, not how fast it is:"
+    " To try its accuracy on this device, without its speed:"
     " `fp8_recipe=dataclasses.replace(torchao.float8.Float8LinearConfig.from_recipe_name('rowwise_with_gw_hp'),"
     " emulate=True)`."
 )
@@ -155,26 +142,23 @@ def _legal(argument: str) -> str:
 
 
 def runnable(device: torch.device) -> list[str]:
-    """Return our names for what runs on this device, fp8 by its own matrix units."""
+    """Return our names of the precisions that this device runs; fp8 only if it has matrix units for it."""
     half = [name for name in ("bf16", "fp16") if _autocast_runs(device, _DTYPES[name])]
     return [*half, *(["fp8"] if "bf16" in half and has_fp8(device) else []), "fp32"]
 
 
 def has_bf16_units(device: torch.device) -> bool:
-    """Return whether a CUDA device multiplies in bfloat16 itself; torch answers for the current device alone."""
+    """Return whether this CUDA device multiplies in bfloat16 itself. Torch answers for the current device only."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def cpu_has(name: str) -> list[str]:
-    """Return with which instructions the CPU computes in `"bf16"` or `"fp16"`; empty if it would emulate it.
-
-    AMX or AVX512-BF16 on x86, for example, and BF16 on Arm.
-    """
+    """Return the CPU's instructions for `"bf16"` or `"fp16"`, such as AMX or AVX512-BF16; empty if it emulates them."""
     return [feature for feature, value in _torch.cpu_capabilities().items() if name in feature and value]
 
 
 def _say_speed(kind: ProbeKind, speed: SpeedComparison) -> str:
-    """Say in a few words how fast bf16 was in the probe: `bf16 products run 2.1x as fast as fp32 (1.9 to 2.3) here`."""
+    """Say how fast bf16 was in the probe, such as `bf16 products run 2.1x as fast as fp32 (1.9 to 2.3) here`."""
     if speed.differs:
         return f"bf16 {kind} run {speed.in_words('fp32')} here"
     if speed.num_repetitions < 3:
@@ -188,7 +172,7 @@ def _autocast_runs(device: torch.device, dtype: torch.dtype) -> bool:
     index = None if device.type == "cpu" else device.index
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        try:  # it warns and turns itself off, or raises, where the current device cannot
+        try:  # where the current device cannot, autocast warns and turns itself off, or it raises
             with torch.accelerator.device_index(index), torch.autocast(device.type, dtype=dtype):
                 return torch.is_autocast_enabled(device.type)
         except RuntimeError:

@@ -1,9 +1,9 @@
 """Share one half-precision copy of a weight among all its uses in a step, and sum their gradients in fp32.
 
-Autocast has two ways, and both cost: with its cache on, the copy is one node of the graph, so the gradients of all uses
-are summed in half precision (wrong by several per cent over 512 uses), and a weight that is edited between two
-forwards is stale. With its cache off, each use casts the weight again and keeps its own copy. Here the copy is shared
-and the node is not: sums are bit for bit those of a cast per use.
+Autocast's own cache makes the copy one node of the graph. The gradients of all uses are then summed in half precision,
+which is wrong by several per cent over 512 uses, and a weight that is edited between two forwards is stale. Without the
+cache each use casts the weight again and keeps its own copy. Here all uses share the copy, and each has a node of its
+own. So sums are bit for bit as with a cast per use.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules, _torch
-from lightning_amp.casting._method_override import MethodOverride
+from lightning_amp.casting._method_override import InPlace, MethodOverride
 
-# What these compute with their own weights is nothing but operations that autocast runs in half precision, so handing
-# over the cast weight changes no bit. A subclass with its own `forward` may do anything with them: it is left alone. So
-# are biases, which are small, and which no backward keeps.
+# Autocast runs all operations that these modules apply to their own weights in half precision, so handing over the cast
+# weight changes no bit. A subclass with its own `forward` is left alone, because it may apply other operations. Biases
+# are left alone, because they are small and no backward keeps them.
 _LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -35,128 +35,115 @@ _WEIGHTS: dict[Any, tuple[str, ...]] = {
 }
 
 _DEVICES = ("cpu", "cuda")
-"""Where autocast is known to cast all that `_WEIGHTS` lists."""
+"""Devices on which autocast is known to cast all that `_WEIGHTS` lists."""
 
 _STEPS_WATCHED = 2
-"""How many steps of each stage, from the start of an epoch, are watched for modules that are called again."""
+"""At the start of an epoch, so many steps of each stage are watched for modules that are called again."""
 
 _SAMPLE = 64
-"""How many elements of a weight are compared to notice an edit through `.data`, which has no version."""
+"""So many elements of a weight are compared to notice an edit through `.data`, which has no version."""
 
 
 @final
-class ReusedWeights:
-    """The modules inside a module that a step calls more than once, and the copies of this step.
+class ReusedWeights(InPlace):
+    """Context in which the submodules of `module` that a step calls more than once share half-precision copies.
 
-    Modules are watched in the first two steps of each stage of an epoch. One that is called a second time in a step
-    gets an override, which is on the module inside of steps and backwards only (activation checkpointing calls modules
-    again in the backward). All others run as if this class did not exist.
+    Modules are watched in the first two steps of each stage of an epoch. A module that is called a second time in a
+    step gets an override, which is in place inside of steps and backwards only. (Activation checkpointing calls modules
+    again in the backward.) All other modules run as if this class did not exist.
 
-    Compiled modules are left alone: a graph has its own casts, and the compiler merges equal ones. One that is called
-    in a compiled function is found out when the function is traced. That costs one graph more, once: an override that
-    came and went with each epoch would be a new graph each time. Left alone are also calls inside of `torch.func`
-    transforms, tracing and selective activation checkpointing (which wants the same operations each time), and
-    parameters that are not plain ones (DTensor, quantized).
+    Compiled modules are left alone: a graph has its own casts, and the compiler merges equal ones. A module that is
+    called in a compiled function is found out when the function is traced. That costs one more graph, once: an override
+    that came and went with each epoch would need a new graph each time. Calls inside of `torch.func` transforms,
+    tracing and selective activation checkpointing (which wants the same operations each time) are left alone too. So
+    are parameters of other classes (DTensor, quantized).
 
     Cost: some 8 us per call of a reused module more than a cast of an empty weight (a cast of 100,000 elements takes
     longer); nothing, after the second step, for a module that is called once.
-
     """
 
-    def __init__(self) -> None:
-        self._module: nn.Module | None = None
-        self._current_epoch: Callable[[], int] = int
+    def __init__(self, module: nn.Module, device_type: str, current_epoch: Callable[[], int]) -> None:
+        self._module, self._device_type, self._current_epoch = module, device_type, current_epoch
+        self._active = False
         self._epoch = -1
         self._steps: dict[str, int] = {}
-        self._depth = 0
+        self._stage: str | None = None
         self._reused: dict[int, _Reused] = {}
         self._watched: list[_Reused] = []
-        self._copies = _Copies("cpu")
+        self._copies = _Copies(device_type)
 
-    def attach(self, module: nn.Module, device_type: str, current_epoch: Callable[[], int]) -> None:
-        """Watch the submodules of `module` in the steps to come, the first ones of each epoch."""
-        self.detach()
-        if device_type in _DEVICES:
-            self._module, self._copies, self._current_epoch = module, _Copies(device_type), current_epoch
-
-    def detach(self) -> None:
-        """Leave all modules as they were."""
-        self._release()
-        self._module, self._current_epoch, self._epoch, self._depth = None, int, -1, 0
-        self._reused = {}
+    def activate(self) -> None:
+        """Watch and share from the next step on. Needless where nothing runs under autocast."""
+        self._active = self._device_type in _DEVICES
 
     def forget(self) -> None:
         """Drop the copies, since weights may have changed."""
-        self._copies.clear()
+        self._copies.by_parameter.clear()
 
-    def inside(self, stage: str | None = None) -> Inside:
-        """Return a context, to be entered once or many times, in which modules share copies.
-
-        Args:
-            stage: Name of the step; `None` where calls say nothing about the steps to come (a backward, a hook).
-
-        """
-        return Inside(self, stage)
-
-    def enter(self, stage: str | None) -> None:
-        """Begin to share; see :meth:`inside`."""
-        self._depth += 1
+    def begin(self, stage: str | None) -> None:
+        """Enter a step of this stage; `None` for a backward or a hook, whose calls do not count as uses of a step."""
         if stage is None:
             self._copies.pause_counting(1)
-        if self._depth > 1 or self._module is None:
+        self._stage = stage
+        self.__enter__()
+
+    def end(self, stage: str | None) -> None:
+        """Leave what :meth:`begin` entered last."""
+        if stage is None:
+            self._copies.pause_counting(-1)
+        self.__exit__()
+
+    @override
+    def install(self) -> None:
+        if not self._active:
             return
-        if stage is not None:
-            self._watch(self._module, stage)
+        if self._stage is not None:
+            self._watch(self._stage)
         for reused in self._reused.values():
             reused.install()
 
-    def leave(self, stage: str | None) -> None:
-        """Leave what was entered last."""
-        self._depth -= 1
-        if stage is None:
-            self._copies.pause_counting(-1)
-        if self._depth == 0 and (self._reused or self._watched):
-            self._release()
-
-    def _watch(self, module: nn.Module, stage: str) -> None:
+    def _watch(self, stage: str) -> None:
         epoch = self._current_epoch()
         if epoch != self._epoch:
             self._epoch, self._steps = epoch, {}
         steps = self._steps.get(stage, 0)
         if steps < _STEPS_WATCHED:
             self._steps[stage] = steps + 1
-            modules = {id(m): m for m in _eager_modules(module)}
+            modules = {id(m): m for m in _eager_modules(self._module)}
             self._reused = {key: r for key, r in self._reused.items() if key in modules}  # others may be gone
             unknown = [m for key, m in modules.items() if key not in self._reused]
             self._watched = [_Reused(m, self._copies, _COMPILED.setdefault(m, _modules.Flag())) for m in unknown]
             for reused in self._watched:
                 reused.install()
 
-    def _release(self) -> None:
+    @override
+    def restore(self) -> None:
+        if not self._reused and not self._watched:
+            return
         for reused in (*self._watched, *self._reused.values()):
             reused.restore()
-        self._reused.update((id(r.owner), r) for r in self._watched if r.called_again)
-        self._reused = {key: r for key, r in self._reused.items() if not r.compiled}
+        self._reused.update((id(r.owner), r) for r in self._watched if r.calls > 1)
+        self._reused = {key: r for key, r in self._reused.items() if not r.compiled.is_set}
         self._watched = []
-        self._copies.clear()
+        self.forget()
 
 
 @final
-class Inside:
-    """See :meth:`ReusedWeights.inside`."""
+class SharedCopies:
+    """Context of one stage of :class:`ReusedWeights`, to be entered any number of times."""
 
-    def __init__(self, weights: ReusedWeights, stage: str | None) -> None:
+    def __init__(self, weights: ReusedWeights, stage: str | None = None) -> None:
         self._weights, self._stage = weights, stage
 
     def __enter__(self) -> None:
-        self._weights.enter(self._stage)
+        self._weights.begin(self._stage)
 
     def __exit__(self, *exc: object) -> None:
-        self._weights.leave(self._stage)
+        self._weights.end(self._stage)
 
 
 def _eager_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the submodules whose parameters can be shared, without those that are known to be compiled."""
+    """Return the submodules whose parameters can be shared, except modules that are known to be compiled."""
     modules = list(module.modules())
     compiled = {id(inner) for outer in modules if _modules.is_compiled(outer) for inner in outer.modules()}
     compiled |= {id(inner) for inner in modules if inner in _COMPILED and _COMPILED[inner].is_set}
@@ -164,21 +151,21 @@ def _eager_modules(module: nn.Module) -> list[nn.Module]:
 
 
 _COMPILED: weakref.WeakKeyDictionary[nn.Module, _modules.Flag] = weakref.WeakKeyDictionary()
-"""Set once a compiler has traced a call of the module, inside of whatever function it compiled.
+"""Set once a compiler has traced a call of the module, inside of any function that it compiled.
 
-Outlives a fit: a graph does too, and whether the module had an override is one of its guards.
+It outlives a fit, as the graph does, because the graph guards on whether the module had an override.
 """
 
 
 @final
 class _Reused(MethodOverride):
-    """The `forward` of a module, which finds half-precision aliases in the place of its parameters."""
+    """The `forward` of a module, which finds half-precision copies in the place of its parameters."""
 
     def __init__(self, owner: nn.Module, copies: _Copies, compiled: _modules.Flag) -> None:
         super().__init__(owner, "forward")
         self._forward = type(owner).forward
         self.calls = 0  # in the step that is watched
-        self._compiled = compiled
+        self.compiled = compiled
         self._copies = copies
         self._places: list[tuple[nn.Module, tuple[str, ...]]] = [(owner, _WEIGHTS[type(owner).forward])]
         if isinstance(owner, nn.MultiheadAttention):  # its forward takes the projection's weight, without a call
@@ -186,25 +173,15 @@ class _Reused(MethodOverride):
 
     @override
     def install(self) -> None:
-        """Install the replacement, unless somebody gave the module another `forward` since."""
+        """Install the replacement, unless somebody has given the module another `forward` since."""
         if "forward" not in vars(self.owner) and type(self.owner).forward is self._forward:
             super().install()
-
-    @property
-    def called_again(self) -> bool:
-        """Return whether one step called the module more than once."""
-        return self.calls > 1
-
-    @property
-    def compiled(self) -> bool:
-        """Return whether a compiler has traced a call of the module."""
-        return self._compiled.is_set
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         copies = self._copies
         if torch.compiler.is_compiling():
-            self._compiled.set()
+            self.compiled.set()
             return self.inner(*args, **kwargs)
         if (
             not torch.is_autocast_enabled(copies.device_type)
@@ -213,7 +190,7 @@ class _Reused(MethodOverride):
         ):
             return self.inner(*args, **kwargs)
         if self.calls < 2:
-            self.calls += copies.counting
+            self.calls += copies.paused == 0
             if self.calls < 2:
                 return self.inner(*args, **kwargs)
         originals: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -234,20 +211,15 @@ class _Copies:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        self._paused = 0
-        self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
-
-    @property
-    def counting(self) -> bool:
-        """Return whether calls say something about the steps to come."""
-        return self._paused == 0
+        self.paused = 0
+        self.by_parameter: dict[tuple[int, torch.dtype], _Copy] = {}
 
     def pause_counting(self, by: int) -> None:
-        """Let calls not count while these add up to more than 0: a backward calls checkpointed modules again."""
-        self._paused += by
+        """Do not count calls while `paused` is above 0: a backward calls checkpointed modules again."""
+        self.paused += by
 
     def in_place_of(self, parameters: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-        """Return the parameters of a module, those that are named in half precision and with a node of their own."""
+        """Return the parameters of a module with a copy, and a node of its own, for each of these names."""
         dtype = torch.get_autocast_dtype(self.device_type)
         train = torch.is_grad_enabled()
         result = dict(parameters)
@@ -255,17 +227,17 @@ class _Copies:
             parameter = parameters.get(name)
             if parameter is None:
                 continue
-            copy = self._copies.get((id(parameter), dtype))
+            copy = self.by_parameter.get((id(parameter), dtype))
             if copy is None or not copy.is_current():
                 if not self._takes(parameter):
                     continue
-                copy = self._copies[id(parameter), dtype] = _Copy(parameter, dtype)
+                copy = self.by_parameter[id(parameter), dtype] = _Copy(parameter, dtype)
             differentiable = train and parameter.requires_grad
             result[name] = _torch.cast_to(parameter, copy.value) if differentiable else copy.value
         return result
 
     def _takes(self, parameter: Any) -> bool:
-        """Return whether autocast would cast this, and nobody gave it a meaning of its own."""
+        """Return whether autocast would cast this parameter, and it has no meaning of its own."""
         return (
             type(parameter) is nn.Parameter  # no DTensor, nothing quantized, nothing that `functional_call` put there
             and parameter.dtype is torch.float32
@@ -274,14 +246,10 @@ class _Copies:
             and 0 not in parameter.stride()  # expanded: there is less memory than elements
         )
 
-    def clear(self) -> None:
-        """Drop all."""
-        self._copies.clear()
-
 
 @final
 class _Copy:
-    """One parameter in half precision, and what tells whether it still is."""
+    """One parameter in half precision, with marks by which a later edit of the parameter is noticed."""
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         self._parameter = parameter  # also keeps its `id` from being used again
@@ -302,9 +270,8 @@ class _Copy:
     def is_current(self) -> bool:
         """Return whether the parameter has not been edited.
 
-        An edit through `.data` leaves no trace but the values. On the CPU a sample of them is compared; on other
-        devices that would have to wait for the device, and such an edit is seen after the next backward or optimizer
-        step.
+        An edit through `.data` changes nothing but the values. On the CPU a sample of them is compared. On other
+        devices that would wait for the device, so such an edit is seen after the next backward or optimizer step only.
         """
         parameter = self._parameter
         return (

@@ -1,13 +1,12 @@
-"""Train a module in several precisions, each run in a process of its own, and judge. Read `_compare.py` first.
+"""Train a module in several precisions, each run in a process of its own, and judge them. Read `_compare.py` first.
 
-Reports, and what they are made of, import nothing of Lightning: what trains is imported when it is asked for.
+Reports and their parts import nothing of Lightning. The names that need Lightning are imported when they are used.
 """
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp.compare._arm import Arm, ArmMetric
-from lightning_amp.compare._directions import direction_of
 from lightning_amp.compare._plan import CONTROL, Margin, Plan
 from lightning_amp.compare._report import PrecisionReport
 from lightning_amp.compare._run import ArmRun, Point
@@ -42,7 +41,6 @@ __all__ = [
     "check_trainer_kwargs",
     "check_trainer_names",
     "compare_precisions",
-    "direction_of",
     "num_rows",
     "parse_arms",
     "progress",
@@ -63,7 +61,7 @@ _NEED_LIGHTNING = {
     "progress": "_progress",
     "run_in_process": "_process",
 }
-"""The file of each name that is imported only when it is asked for."""
+"""The file of each name that is imported only when it is used."""
 
 
 def __getattr__(name: str) -> Any:

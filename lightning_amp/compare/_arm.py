@@ -1,4 +1,4 @@
-"""One arm of a comparison, summed up over its seeds: what a person reads."""
+"""One arm of a comparison, summed up over its seeds."""
 
 from __future__ import annotations
 
@@ -6,34 +6,43 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, quantiles
+from typing import NamedTuple
 
 from typing_extensions import final
 
 from lightning_amp.compare._run import ArmRun, Point
-from lightning_amp.compare._statistics import Difference, Direction, Quartiles
+from lightning_amp.compare._statistics import ALPHA, Difference, Direction
 from lightning_amp.compare._verdict import Verdict
 from lightning_amp.findings import before_fallback
 from lightning_amp.measure import MemoryOf, SpeedComparison
 
 
 @final
+class Quartiles(NamedTuple):
+    """The middle half of some positive values."""
+
+    q25: float
+    median: float
+    q75: float
+
+
+@final
 @dataclass(frozen=True)
 class ArmMetric:
-    """One validation metric of one arm; mappings are by seed and know the seeds that finished.
+    """One validation metric of one arm. Mappings are by seed, and hold the seeds that finished.
 
     Attributes:
-        name: As the module logs it.
-        direction: `"min"`, `"max"`, or `None` if nobody knows which is better.
-        finals: Value of the last validation.
+        name: The name under which the module logs the metric.
+        direction: `"min"`, `"max"`, or `None` if the better direction is unknown.
+        finals: The value of the last validation.
         bests: The best value; empty without a direction.
-        difference: Final values minus those of the reference, paired by seed; `None` for the reference itself.
-        margin: What it may cost; `None` without one.
-        verdict: Whether the arm is worse, and what shows it; `str` writes it as a sentence.
-        evaluation_diff: Of the same weights: the last value minus that in fp32, which is what rounding in the
-            evaluation costs.
-        time_to_quality_s: Seconds of training until it was as good as the reference in the end, with the same seed and
-            within the margin, if there is one; infinite if it never was. Empty without a direction.
+        difference: Final values minus the final values of the reference, paired by seed; `None` for the reference.
+        margin: The cost that the arm may have; `None` without a margin.
+        verdict: Whether the arm is worse, and why; `str` writes it as a sentence.
+        evaluation_diff: Last value minus the value of the same weights in fp32: the effect of rounding in evaluation.
+        time_to_quality_s: Seconds of training until the arm was as good as the reference's final value with the same
+            seed, within the margin if there is one; infinite if it never was. Empty without a direction.
         num_hypotheses: How many metrics and arms were judged together.
 
     """
@@ -61,16 +70,16 @@ class ArmMetric:
 
     @property
     def highest_cost(self) -> float | None:
-        """Return a bound of what the arm costs in this metric; positive is worse.
+        """Return an upper bound of the arm's cost in this metric; positive is worse.
 
-        It holds for all metrics and arms together with 95 %, after Bonferroni: with a smaller margin Holm's correction
-        may find the arm undecided.
+        It holds with 95 % for all metrics and arms together, by Bonferroni's correction. With a smaller margin, Holm's
+        correction may find the arm undecided.
 
         """
         if self.difference is None or self.direction is None:
             return None
-        low, high = self.difference.bounds(0.05 / self.num_hypotheses)
-        return None if low is None or high is None else high if self.direction == "min" else -low
+        bounds = self.difference.bounds(ALPHA / self.num_hypotheses)
+        return None if bounds is None else bounds[1] if self.direction == "min" else -bounds[0]
 
 
 @final
@@ -82,8 +91,8 @@ class Arm:
         label: Its name in the report.
         description: The plugin that it ran with.
         is_reference: Whether the others are compared with it.
-        is_control: Whether it is the reference with initial weights moved in their last bit.
-        runs: What each seed left, in the order of the seeds.
+        is_control: Whether it is the control: the reference, with initial weights moved in their last bit.
+        runs: The record of each run, in the order of the seeds.
         metrics: By name.
         speed: How many times as fast as the reference it trains, paired by seed and step, with a 95 % interval over
             seeds; `None` for the reference, and if fewer than 10 steady steps could be paired.
@@ -100,7 +109,7 @@ class Arm:
 
     @property
     def errors(self) -> dict[int, str]:
-        """Return what ended the runs that failed, by seed."""
+        """Return the errors of the runs that failed, by seed."""
         return {run.seed: run.error for run in self.runs if run.error is not None}
 
     @property
@@ -110,63 +119,70 @@ class Arm:
 
     @property
     def step_s(self) -> Quartiles | None:
-        """Return seconds per training step, of the steady steps of all seeds; `None` if there were too few."""
+        """Return seconds per training step, over the steady steps of all seeds; `None` if there were too few."""
         return _quartiles(time for run in self.finished for time in run.step_s)
 
     @property
     def samples_per_s(self) -> Quartiles | None:
-        """Return samples per second; `None` if the size of a batch is unknown."""
+        """Return samples per second; `None` if the batch size is unknown."""
         return _quartiles(speed for run in self.finished for speed in run.samples_per_s)
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Return the most that training held at once, of all seeds."""
+        """Return the most memory that training held at once, over all seeds."""
         return max((run.peak_memory_bytes for run in self.finished if run.peak_memory_bytes is not None), default=None)
 
     @property
     def memory_of(self) -> MemoryOf | None:
-        """Return whose memory that is: `"device"` or `"tensors"`."""
+        """Return the source of that number: `"device"` or `"tensors"`."""
         return next((run.memory_of for run in self.finished if run.memory_of is not None), None)
 
     @property
     def num_steps(self) -> int:
-        """Return how many optimizer steps were applied with all seeds together."""
+        """Return how many optimizer steps were applied, over all seeds."""
         return sum(run.num_steps for run in self.runs)
 
     @property
     def num_skipped(self) -> int:
-        """Return how many optimizer steps were skipped with all seeds together."""
+        """Return how many optimizer steps were skipped, over all seeds."""
         return sum(run.num_skipped for run in self.runs)
 
     @property
     def final_scales(self) -> list[float]:
-        """Return the loss scale at the end of each run, or of its part with one; empty without loss scaling."""
+        """Return the last loss scale of each run, before a fallback; empty without loss scaling."""
         scaled = [run for run in self.finished if run.scale and run.scale[0].precision in ("", "fp16")]
         return [before_fallback(run.scale)[-1].next_scale for run in scaled]
 
     @property
     def matmul_flops(self) -> dict[str, float]:
-        """Return the share of the FLOPs of matrix products by dtype, from 0 to 1; empty if it could not be counted."""
+        """Return each dtype's share in the FLOPs of matrix products, from 0 to 1; empty if they were not counted."""
         shares = Counter[str]()
         counted = [run.matmul_flops for run in self.finished if run.matmul_flops]
         for run in counted:
             shares.update({name: share / len(counted) for name, share in run.items()})
         return dict(shares.most_common())
 
+    @property
+    def ran_as(self) -> str:
+        """Return the precisions that the plugins chose; empty if no run finished."""
+        return "; ".join(dict.fromkeys(run.precision for run in self.finished))
+
 
 def _quartiles(values: Iterable[float]) -> Quartiles | None:
     found = [value for value in values if 0 < value < math.inf]
-    return Quartiles.of(found) if found else None
+    if not found:
+        return None
+    return Quartiles(*quantiles(found * 2 if len(found) == 1 else found, n=4, method="inclusive"))
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean; NaN of nothing."""
+    """Return the mean; NaN without values."""
     found = list(values)
     return fmean(found) if found else math.nan
 
 
 def best(points: Sequence[Point], direction: Direction) -> float:
-    """Return the best value of a curve; NaN only if there is nothing else."""
+    """Return the best value of a curve; NaN only if there is no other."""
     values = [point.value for point in points if not math.isnan(point.value)]
     return (min if direction == "min" else max)(values, default=math.nan)
 

@@ -1,4 +1,4 @@
-"""The arms as the user writes them, checked: a precision by name, the arguments of a plugin, or a plugin."""
+"""Parse the arms that a user wrote: a precision by name, the arguments of `AmpPrecision`, or a plugin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import final
 
 from lightning_amp._arguments import require
 from lightning_amp.casting import parse_precision
-from lightning_amp.compare._describe import describe
+from lightning_amp.compare._describe import shown
 from lightning_amp.compare._plan import CONTROL
 from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
 
@@ -23,7 +23,7 @@ from lightning_amp.precision import AmpPrecision, FSDPAmpPrecision
 @final
 @dataclass(frozen=True)
 class ArmSpec:
-    """How to make the plugin of an arm, in another process: from arguments of ours, or it is a plugin already."""
+    """The plugin of an arm, or the arguments from which another process makes it."""
 
     label: str
     source: Any
@@ -32,13 +32,12 @@ class ArmSpec:
     def description(self) -> str:
         """Return the line of code that makes the plugin."""
         if not isinstance(self.source, Mapping):
-            return describe(self.source)
-        arguments = dict(self.source)
-        first = [describe(arguments.pop("precision"))] if "precision" in arguments else []
-        return f"AmpPrecision({', '.join([*first, *(f'{k}={describe(v)}' for k, v in arguments.items())])})"
+            return shown(self.source)
+        arguments = [shown(v) if name == "precision" else f"{name}={shown(v)}" for name, v in self.source.items()]
+        return f"AmpPrecision({', '.join(arguments)})"
 
     def plugin(self, strategy: Any = "auto") -> Any:
-        """Return the plugin; FSDP has one of its own, with the same arguments."""
+        """Return the plugin; for FSDP, the plugin that FSDP accepts, made from the same arguments."""
         if not isinstance(self.source, Mapping):
             return self.source
         sharded = isinstance(strategy, FSDPStrategy) or (isinstance(strategy, str) and strategy.startswith("fsdp"))
@@ -49,7 +48,8 @@ def parse_arms(precisions: object, strategy: Any = "auto") -> dict[str, ArmSpec]
     """Return the arms by label, in their order.
 
     Raises:
-        ValueError: If there are none or two of one label, or if one is no precision, plugin or arguments of ours.
+        ValueError: If there is no arm, if two have the same label, or if one is not a precision, a plugin or arguments
+            of `AmpPrecision`.
 
     """
     rule = "a sequence of precisions, or a mapping from labels to them"
@@ -57,17 +57,15 @@ def parse_arms(precisions: object, strategy: Any = "auto") -> dict[str, ArmSpec]
     ordered = not isinstance(precisions, (set, frozenset))
     require(ordered, "precisions", rule, precisions, "A set has no first one, which is the reference.")
     require(not is_one, "precisions", rule, precisions, f"Write `precisions=[{precisions!r}]`." if is_one else "")
-    if isinstance(precisions, Mapping):
-        named = list(precisions.items())
-    else:
-        named = [(_label(value), value) for value in precisions]  # type: ignore[union-attr]
-    require(bool(named), "precisions", f"{rule}, at least one", precisions)
+    assert isinstance(precisions, Iterable)
+    is_mapping = isinstance(precisions, Mapping)
+    labelled = precisions.items() if is_mapping else [(_label(value), value) for value in precisions]
+    require(bool(labelled), "precisions", f"{rule}, at least one", precisions)
     arms: dict[str, ArmSpec] = {}
-    for label, value in named:
+    for label, value in labelled:
         require(isinstance(label, str) and bool(label.strip()), "precisions", "labelled by texts", label)
-        require(
-            label != CONTROL, "precisions", f"labelled by other names than {CONTROL!r}, which is the control's", label
-        )
+        rule = f"labelled by other names than {CONTROL!r}, which is the control's"
+        require(label != CONTROL, "precisions", rule, label)
         if label in arms:
             advice = "a mapping gives each arm a label: `{'bf16, head in fp32': dict(precision='bf16', ...)}`"
             raise ValueError(f"`precisions` must have different labels, got {label!r} twice; {advice}.")
@@ -78,9 +76,8 @@ def parse_arms(precisions: object, strategy: Any = "auto") -> dict[str, ArmSpec]
 
 def _label(value: object) -> str:
     simple = isinstance(value, (str, int, torch.dtype)) and not isinstance(value, bool)
-    rule = "names where it is a sequence"
     advice = "Give a plugin or arguments a label: `precisions={'fp32': 'fp32', 'mine': plugin}`."
-    require(simple, "precisions", rule, value, advice)
+    require(simple, "precisions", "names if it is a sequence", value, advice)
     return str(value)
 
 
@@ -95,13 +92,12 @@ def _source(label: str, value: object) -> Any:
 
 
 def _try(arm: ArmSpec, strategy: Any) -> None:
-    """Make the plugin here and now, so that what it refuses is known before anything runs."""
+    """Make the plugin and pickle the arm, so that a mistake raises before anything runs."""
     try:
         arm.plugin(strategy)
     except TypeError as error:
         text = str(error).replace("__init__() ", "").replace("AmpPrecision.", "")
-        names = list(inspect.signature(AmpPrecision).parameters)
-        legal = ", ".join(f"`{name}`" for name in names)
+        legal = ", ".join(f"`{name}`" for name in inspect.signature(AmpPrecision).parameters)
         raise ValueError(
             f"`precisions[{arm.label!r}]`: {text}. The arguments of `AmpPrecision` are {legal}."
         ) from error

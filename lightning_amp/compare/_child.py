@@ -1,6 +1,7 @@
 """The script that the process of an arm runs: `python _child.py HEADER`.
 
-It has only the standard library until the paths are set, and is run by its path: so this package need not be installed.
+It is run by its path, and imports only the standard library until `sys.path` is set. So this package need not be
+installed.
 """
 
 import json
@@ -12,7 +13,7 @@ if __name__ == "__main__":
     with open(sys.argv[1], encoding="utf-8") as file:
         header = json.load(file)
     sys.path[:] = header["path"]
-    if sys.platform == "linux":  # end with who started this process, wherever it is then; elsewhere at the next batch
+    if sys.platform == "linux":  # end with the parent process, at once; on other systems the arm ends at its next batch
         import ctypes
 
         ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL

@@ -1,4 +1,4 @@
-"""The control: the reference with initial weights moved in their last bit."""
+"""Make the control: the reference, with its initial weights moved in their last bit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from typing_extensions import final, override
 
 @final
 class LastBitMover(Callback):
-    """Moves the initial weights at the last moment: after whatever made, loaded or compiled the module.
-
-    Args:
-        seed: See :func:`move_last_bits`.
-
-    """
+    """Moves the initial weights when training starts, after the module was made, loaded and compiled."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -31,19 +26,15 @@ class LastBitMover(Callback):
 
 @torch.no_grad()
 def move_last_bits(module: nn.Module, seed: int) -> int:
-    """Move each value of each trainable parameter to the next larger or smaller number, at random.
+    """Move each value of each trainable parameter in place to the next larger or smaller number, at random by `seed`.
 
-    Such a run shows the least that two runs of the reference differ by. In a short, stable training that is far less
-    than another precision's rounding (1e-8 in the loss of the digits after four epochs, where bf16 differs by 2e-5); it
-    grows where training amplifies small changes. A precision that differs no more than the control cannot be told from
-    the reference. The control's speed is a repetition of the reference's.
+    Such a run shows the run-to-run noise: the least difference between two runs of the reference. In a short, stable
+    training the noise is far smaller than the rounding of another precision. The loss of the digits differs by 1e-8
+    after four epochs, and by 2e-5 in bf16. The noise grows if training amplifies small changes. A precision that
+    differs no more than the control cannot be told from the reference. The control's speed repeats the reference's.
 
-    The random numbers are its own, so that those of the run stay as they are. A value of 0 becomes the smallest number
-    there is. Parameters whose format knows no next number (float16) stay.
-
-    Args:
-        module: Its parameters are changed in place.
-        seed: Decides who moves up.
+    The random numbers come from a generator of its own, so that the run draws the same numbers as without. A value of 0
+    becomes the smallest number there is. Parameters whose format knows no next number (float16) stay.
 
     Returns:
         How many values were moved.
@@ -66,7 +57,7 @@ def move_last_bits(module: nn.Module, seed: int) -> int:
 
 
 def _local(parameter: Any) -> Tensor:
-    """Return the values that lie on this rank, as real numbers."""
+    """Return the values on this rank, as real numbers."""
     values = parameter.detach()
     values = values.to_local() if hasattr(values, "to_local") else values
     return torch.view_as_real(values) if values.is_complex() else values

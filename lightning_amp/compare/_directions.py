@@ -1,4 +1,4 @@
-"""Which way a metric is better, by its name."""
+"""Guess from a metric's name whether small or large values are better."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HIGHER = {
     "top5", "top10", "tpr", "winrate",
 }  # fmt: skip
 _MADE_A_LOSS = {"dice", "iou", "jaccard", "kappa", "psnr", "reward", "sdr", "sisdr", "ssim"}
-"""Of these there are losses, which are still called so: "dice_loss"."""
+"""Metrics of which people make losses that keep the name: "dice_loss"."""
 
 _MADE_AN_ERROR = {"top1", "top3", "top5", "top10"}  # "top5_error"
 _TURNS_AROUND = {"neg", "negative", "minus", "inverse", "inv"}  # "neg_mse", "one_minus_auc"
@@ -30,14 +30,14 @@ _ANOTHER_QUANTITY = {
     "change", "delta", "diff", "drop", "gap", "improvement", "losscoef", "lossscale", "ratio", "std", "threshold",
     "time", "var", "variance", "weight",
 }  # fmt: skip
-"""What is made of a metric, or has its name for another reason: "loss_scale", "f1_threshold", "acc_std"."""
+"""Words of quantities that are named after a metric without being one: "loss_scale", "f1_threshold", "acc_std"."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
 _MINUS = re.compile(r"^-|(?<![A-Za-z0-9.])1 ?- ?(?=[A-Za-z])")  # "-loss", "1-auc"
 
 
 def direction_of(name: str) -> Direction | None:
-    """Return which way a metric of this name is better; `None` if its words do not say, or contradict each other."""
+    """Return the better direction of a metric with this name; `None` if its words do not agree on one."""
     name = name.partition("/dataloader_idx_")[0]
     words = _words(name)
     if words & (_TURNS_AROUND | _ANOTHER_QUANTITY) or _MINUS.search(name):
@@ -53,7 +53,7 @@ def direction_of(name: str) -> Direction | None:
 
 
 def _words(name: str) -> set[str]:
-    """Return the words of a name, also without a number at their end ("acc1"), and each two as one ("top_1", "IoU")."""
+    """Return the words of a name, also without their last digits ("acc1"), and neighbours joined ("top_1", "IoU")."""
     words = [word.lower() for word in _WORD.findall(name)]
     bare = [word.rstrip("0123456789") for word in words]
     return {*words, *bare, *(first + second for first, second in pairwise(words))}

@@ -1,109 +1,90 @@
-"""The fields of a dataclass as plain data of JSON, and how they are read again, each by its type."""
+"""Read the fields of dataclasses from plain JSON data, each by its type annotation."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_amp._text import named
 
 _T = TypeVar("_T")
-Reader = Callable[[Any], _T]
-"""Returns the value of a field, or raises a `ValueError` such as "'x' is no number"."""
 
 
-def read(kind: str, readers: Mapping[str, Reader[Any]], data: object) -> dict[str, Any]:
-    """Return the fields of a dataclass; others than those are left out, so that an older version reads a newer file.
+def read(cls: type[_T], data: object, kind: str) -> _T:
+    """Return an object of a dataclass, made from the JSON data of its fields.
+
+    Unknown names are ignored, so that an older version reads a newer file.
 
     Args:
-        kind: What a person calls it: `"a run of a comparison"`.
-        readers: How to read each field.
-        data: What was found in a file.
+        cls: The dataclass. Its fields are texts, numbers, literals, dataclasses, and mappings and tuples of them.
+        data: The data; NaN and infinities are texts.
+        kind: The name of such data in errors: `"a run of a comparison"`.
 
     Raises:
-        ValueError: If a field is missing, or is something else.
+        ValueError: If a field is missing or does not fit its type. Integers must be 0 or more.
 
     """
-    if not isinstance(data, Mapping) or not readers.keys() <= data.keys():
-        missing = [name for name in readers if not isinstance(data, Mapping) or name not in data]
+    hints = _hints(cls)
+    missing = [name for name in hints if not isinstance(data, Mapping) or name not in data]
+    if not isinstance(data, Mapping) or missing:
         raise ValueError(f"this is not {kind}: {_shown(data)} has no {named(missing)}")
     found: dict[str, Any] = {}
-    for name, reader in readers.items():
+    for name, hint in hints.items():
         try:
-            found[name] = reader(data[name])
+            found[name] = _value(data[name], hint)
         except ValueError as error:
             raise ValueError(f"this is not {kind}: its `{name}`: {error}") from error
-    return found
+    return cls(**found)
 
 
-def text(value: Any) -> str:
-    """Read a text."""
-    return _checked(value, isinstance(value, str), "is no text")
+def _value(value: Any, hint: Any) -> Any:
+    """Return a value of an annotated type, made from JSON data; raise a `ValueError` if it does not fit."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if type(None) in arguments:  # `X | None`
+        return None if value is None else _value(value, arguments[0])
+    if isinstance(hint, type) and is_dataclass(hint):
+        return read(hint, value, f"a {hint.__name__}")
+    if origin is Mapping:
+        _require(isinstance(value, Mapping), value, "a mapping")
+        return {_value(name, str): _value(item, arguments[1]) for name, item in value.items()}
+    if origin is tuple and arguments[-1] is ...:
+        _require(isinstance(value, (list, tuple)), value, "a list")
+        return tuple(_value(item, arguments[0]) for item in value)
+    if origin is tuple or hasattr(hint, "_fields"):  # of a `NamedTuple`
+        kinds = arguments or tuple(_hints(hint).values())
+        fits = isinstance(value, (list, tuple)) and len(value) == len(kinds)
+        _require(fits, value, f"a list of {len(kinds)} values")
+        cells = (_value(cell, kind) for cell, kind in zip(value, kinds, strict=True))
+        return tuple(cells) if origin is tuple else hint(*cells)
+    if origin is Literal:
+        _require(value in arguments, value, f"one of {named(arguments)}")
+        return value
+    return _scalar(value, hint)
 
 
-def boolean(value: Any) -> bool:
-    """Read `True` or `False`."""
-    return _checked(value, isinstance(value, bool), "is neither true nor false")
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
-def integer(value: Any) -> int:
-    """Read an integer."""
-    return _checked(value, isinstance(value, int) and not isinstance(value, bool), "is no integer")
+def _scalar(value: Any, hint: type) -> Any:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if hint is float:
+        fits = is_integer and abs(value) <= sys.float_info.max
+        _require(fits or isinstance(value, float) or value in ("nan", "inf", "-inf"), value, "a number")
+    elif hint is int:
+        _require(is_integer and value >= 0, value, "an integer of 0 or more")
+    else:
+        _require(isinstance(value, hint), value, {str: "a text", bool: "true or false"}[hint])
+    return hint(value)
 
 
-def count(value: Any) -> int:
-    """Read an integer of 0 or more."""
-    return _checked(value, integer(value) >= 0, "is negative")
-
-
-def number(value: Any) -> float:
-    """Read a number that :func:`plain` wrote: `"nan"`, `"inf"`, `"-inf"` are text in JSON."""
-    fits = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    is_number = fits or isinstance(value, float) or value in ("nan", "inf", "-inf")
-    return float(_checked(value, is_number, "is no number"))
-
-
-def choice(*choices: str) -> Reader[Any]:
-    """Read one of some texts."""
-    return lambda value: _checked(value, value in choices, f"is none of {named(choices)}")
-
-
-def optional(reader: Reader[_T]) -> Reader[_T | None]:
-    """Read a value, or `None`."""
-    return lambda value: None if value is None else reader(value)
-
-
-def by_name(reader: Reader[_T]) -> Reader[dict[str, _T]]:
-    """Read a mapping from names."""
-
-    def read_all(value: Any) -> dict[str, _T]:
-        items = _checked(value, isinstance(value, Mapping), "is no mapping").items()
-        return {text(name): reader(item) for name, item in items}
-
-    return read_all
-
-
-def several(reader: Reader[_T]) -> Reader[tuple[_T, ...]]:
-    """Read a list."""
-    return lambda value: tuple(reader(item) for item in _checked(value, isinstance(value, (list, tuple)), "is no list"))
-
-
-def row(*readers: Reader[Any]) -> Reader[tuple[Any, ...]]:
-    """Read a list of so many values, each in its own way."""
-
-    def read_row(value: Any) -> tuple[Any, ...]:
-        fine = isinstance(value, (list, tuple)) and len(value) == len(readers)
-        cells = _checked(value, fine, f"is no list of {len(readers)} values")
-        return tuple(reader(cell) for reader, cell in zip(readers, cells, strict=True))
-
-    return read_row
-
-
-def _checked(value: Any, fine: bool, otherwise: str) -> Any:
-    if not fine:
-        raise ValueError(f"{_shown(value)} {otherwise}")
-    return value
+def _require(fits: bool, value: object, rule: str) -> None:
+    if not fits:
+        raise ValueError(f"{_shown(value)} is not {rule}")
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""From what the runs left to what a person reads: arms, metrics, differences, verdicts, speeds, a recommendation."""
+"""Sum up the runs of a comparison: arms, metrics, differences, verdicts, speeds and a recommendation."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lightning_amp.compare._verdict import Verdict, verdicts
 from lightning_amp.measure import SpeedComparison, paired_log_ratio
 
 _LEAST_STEPS = 10
-"""With fewer steady steps that two runs both have, nothing is said about their speeds."""
+"""Two runs need so many steady steps in common before their speeds are compared."""
 
-_Judged = Mapping[tuple[str, str], Verdict]
-"""By arm and metric, of those that have a margin."""
+_Verdicts = Mapping[tuple[str, str], Verdict]
+"""Verdicts by arm and metric, for the metrics with a margin."""
 
 
 @final
 @dataclass(frozen=True)
 class Judgement:
-    """What a comparison came to; texts, pages and charts show it."""
+    """The conclusions of a comparison, which texts, pages and charts show."""
 
     plan: Plan
     arms: Mapping[str, Arm]
@@ -37,13 +37,13 @@ class Judgement:
 
 def judge(plan: Plan, runs: Sequence[ArmRun]) -> Judgement:
     """Sum up the runs by arm, judge each arm in each metric, and recommend one."""
-    arms = MappingProxyType(_Runs(plan, runs).arms())
+    arms = MappingProxyType(_Judge(plan, runs).arms())
     return Judgement(plan, arms, recommend(arms))
 
 
 @final
-class _Runs:
-    """The runs of a comparison by arm, beside those of the reference."""
+class _Judge:
+    """Compares the runs of each arm with the runs of the reference."""
 
     def __init__(self, plan: Plan, runs: Sequence[ArmRun]) -> None:
         self._plan = plan
@@ -55,37 +55,37 @@ class _Runs:
 
     def arms(self) -> dict[str, Arm]:
         """Return the arms by label, in order."""
-        plan, judged = self._plan, self._judge()
+        plan, judged = self._plan, self._verdicts()
         arms: dict[str, Arm] = {}
-        for label, own in self._of.items():
-            is_control = label == CONTROL and label not in plan.arms
-            metrics = {
-                name: self._metric(name, label, judged)
-                for name in self._directions
-                if (label, name) in judged or any(name in run.curves for run in own)
-            }
+        for label, runs in self._of.items():
+            is_control = label == CONTROL
             moved = f"{plan.arms[plan.reference]}, initial weights moved in their last bit"
             arms[label] = Arm(
                 label=label,
                 description=moved if is_control else plan.arms[label],
                 is_reference=label == plan.reference,
                 is_control=is_control,
-                runs=tuple(own),
-                metrics=metrics,
+                runs=tuple(runs),
+                metrics={
+                    name: self._metric(name, label, judged)
+                    for name in self._directions
+                    if (label, name) in judged or any(name in run.curves for run in runs)
+                },
                 speed=self._speed(label),
             )
         return arms
 
     # -- verdicts ------------------------------------------------------------------------------------------------------
 
-    def _judge(self) -> _Judged:
-        """Judge all arms in all metrics with a margin together, and the control apart: nobody asked about it."""
-        asked, control = self._hypotheses(self._compared), self._hypotheses([CONTROL] if self._plan.control else [])
-        found = {**verdicts(asked), **verdicts(control)}
+    def _verdicts(self) -> _Verdicts:
+        """Judge all arms together in all metrics with a margin, and the control by itself: nobody asked about it."""
+        found = verdicts(self._hypotheses(self._compared))
+        if self._plan.control:
+            found |= verdicts(self._hypotheses([CONTROL]))
         same = _seeds_of_one_run(self._reference)
         if not same:
             return found
-        because = f"the reference is the same run with seeds {same}, so that they are no independent pairs"
+        because = f"the reference is the same run with seeds {same}, so that they are not independent pairs"
         return {
             key: verdict if verdict.claim == "undecided" else replace(verdict, claim="undecided", because=because)
             for key, verdict in found.items()
@@ -109,8 +109,8 @@ class _Runs:
     def _finals(self, name: str, label: str) -> dict[int, float]:
         """Return the value of the last validation, by seed.
 
-        It is NaN where the last validation did not log the metric, and that of the reference did: a module that leaves
-        out what is not finite must not be judged by what it logged before.
+        It is NaN if the arm's last validation did not log the metric, but the reference's did. Otherwise a module that
+        leaves out values that are not finite would be judged by an earlier validation.
         """
         always = {run.seed for run in _logged(self._reference, name) if _is_last(run, name)}
         return {
@@ -118,41 +118,44 @@ class _Runs:
             for run in _logged(self._of[label], name)
         }
 
-    def _metric(self, name: str, label: str, judged: _Judged) -> ArmMetric:
+    def _metric(self, name: str, label: str, judged: _Verdicts) -> ArmMetric:
         plan, way, is_reference = self._plan, self._directions[name], label == self._plan.reference
         logged = {run.seed: run for run in _logged(self._of[label], name)}
-        targets = self._finals(name, plan.reference)
         margin = plan.margins[name].value if name in plan.margins else None
-        allowed = (margin or 0.0) * (1 if way == "min" else -1)
+        bests: dict[int, float] = {}
+        times: dict[int, float] = {}
+        if way is not None:
+            bests = {seed: best(run.curves[name], way) for seed, run in logged.items()}
+            targets = self._finals(name, plan.reference)
+            allowed = (margin or 0.0) * (1 if way == "min" else -1)
+            times = {
+                seed: time_to(run.curves[name], targets[seed] + allowed, way)
+                for seed, run in logged.items()
+                if not math.isnan(targets.get(seed, math.nan))
+            }
         because = "it is what the others are compared with" if is_reference else ""
         return ArmMetric(
             name=name,
             direction=way,
             finals=self._finals(name, label),
-            bests={} if way is None else {seed: best(run.curves[name], way) for seed, run in logged.items()},
+            bests=bests,
             difference=None if is_reference else self._difference(name, label)[0],
             margin=margin,
             verdict=judged.get((label, name), Verdict("no margin", because=because)),
             evaluation_diff={
                 seed: _minus(*run.same_weights[name]) for seed, run in logged.items() if name in run.same_weights
             },
-            time_to_quality_s={}
-            if way is None
-            else {
-                seed: time_to(run.curves[name], targets[seed] + allowed, way)
-                for seed, run in logged.items()
-                if seed in targets and not math.isnan(targets[seed])
-            },
+            time_to_quality_s=times,
             num_hypotheses=max(1, sum(key[0] in self._compared for key in judged)),
         )
 
     # -- speeds --------------------------------------------------------------------------------------------------------
 
     def _speed(self, label: str) -> SpeedComparison | None:
-        """Compare an arm's speed with the reference's, by what the control says about the machine.
+        """Compare an arm's speed with the reference's, and widen the interval if the machine was busy.
 
-        The control computes the same as the reference. If it is clearly faster or slower, the machine was busy with one
-        of them, and may have been with any other arm: every interval is widened by that factor.
+        The control computes the same as the reference. If it is clearly faster or slower, the machine was busy during
+        one of them, and perhaps during any other arm. So every interval is widened by the control's ratio.
         """
         if label == self._plan.reference:
             return None
@@ -174,7 +177,7 @@ class _Runs:
 
 
 def direction(plan: Plan, name: str, runs: Iterable[ArmRun]) -> Direction | None:
-    """Return which way a metric is better: what torchmetrics says, what the user says, or what its name says."""
+    """Return the better direction of a metric: by torchmetrics, else by the user, else by the metric's name."""
     known: Direction | None = next((run.directions[name] for run in runs if name in run.directions), None)
     given = plan.margins[name].direction if name in plan.margins else None
     return known or given or direction_of(name)
@@ -193,7 +196,7 @@ def _minus(amp: float, fp32: float) -> float:
 
 
 def _seeds_of_one_run(reference: Sequence[ArmRun]) -> str:
-    """Name two seeds that gave the same run, in every loss and metric: nothing in it depends on the seed."""
+    """Name two seeds with equal losses and metrics, which means that nothing in the run depends on the seed."""
     seen: dict[object, int] = {}
     for run in reference:
         if run.finished and run.loss:

@@ -1,11 +1,11 @@
-"""What is compared: the arms, the seeds, the margins. Names and texts only, so that it is a part of a JSON file."""
+"""The plan of a comparison: its arms, seeds and margins, as names and texts that fit into a JSON file."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from typing_extensions import final
 
@@ -14,12 +14,15 @@ from lightning_amp.compare import _fields
 from lightning_amp.compare._statistics import Direction
 
 CONTROL = "control"
-"""The label of the arm that is the reference with initial weights moved in their last bit."""
+"""The label of the control: the reference, trained with initial weights moved in their last bit."""
 
 
 @final
 class Margin(NamedTuple):
-    """What a precision may cost in one metric, in its own unit; `direction` (`"min"`, `"max"`) if the user gave it."""
+    """The cost that a precision may have in one metric, in the metric's own unit.
+
+    `direction` is `"min"` or `"max"` if the user gave it.
+    """
 
     value: float
     direction: Direction | None = None
@@ -31,13 +34,13 @@ class Plan:
     """A comparison before anything has run.
 
     Attributes:
-        make_module: Qualified name of the factory.
-        make_data: Likewise.
-        arms: What each label stands for: `{"fp16, small scale": "AmpPrecision('fp16', scaler=256.0)"}`; the first is
-            the reference. Without the control.
-        trainer_kwargs: Each argument as a text.
-        seed: The first one.
-        num_seeds: How many.
+        make_module: Name of the factory, as a person would write it: `Net`, `make_net`, `Net(width=64)`.
+        make_data: Name of the other factory.
+        arms: The plugin of each label: `{"fp16, small scale": "AmpPrecision('fp16', scaler=256.0)"}`. The first arm is
+            the reference; the control is not among them.
+        trainer_kwargs: Each argument of the Trainer as a text.
+        seed: The first seed.
+        num_seeds: Number of seeds.
         control: Whether there is a control.
         margins: By metric.
 
@@ -59,7 +62,7 @@ class Plan:
 
     @property
     def labels(self) -> list[str]:
-        """Return all labels, that of the control last."""
+        """Return all labels, the control last."""
         return [*self.arms, CONTROL] if self.control else list(self.arms)
 
     @property
@@ -70,54 +73,30 @@ class Plan:
     def runs(self) -> Iterator[tuple[str, int]]:
         """Iterate over label and seed in the order in which they run: all arms of a seed, then the next seed.
 
-        Every second seed runs its arms backwards: a machine that becomes slower or busier does not meet the same arm.
+        Every second seed runs its arms backwards. So a machine that becomes slower does not always slow the same arm.
         """
         for index, seed in enumerate(self.seeds):
             yield from ((label, seed) for label in self.labels[:: -1 if index % 2 else 1])
 
     def to_data(self) -> dict[str, Any]:
-        """Return what :func:`json.dumps` takes."""
+        """Return data for :func:`json.dumps`."""
         return plain(asdict(self))
 
     @classmethod
     def from_data(cls, data: object) -> Plan:
-        """Read what :meth:`to_data` returned.
+        """Read data that :meth:`to_data` returned.
 
         Raises:
-            ValueError: If it is something else.
+            ValueError: If the data is something else.
 
         """
-        return cls(**_fields.read("the plan of a comparison", _READERS, data))
-
-
-def _arms(data: Any) -> dict[str, str]:
-    found = _fields.by_name(_fields.text)(data)
-    if not found or CONTROL in found:
-        raise ValueError(f"{list(found)} are no labels of arms: one at least, and none is {CONTROL!r}")
-    return found
-
-
-def _num_seeds(data: Any) -> int:
-    if _fields.count(data) < 1:
-        raise ValueError(f"{data} is less than 1")
-    return data
-
-
-def _margin(data: Any) -> Margin:
-    value, direction = _MARGIN(data)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{value} is not a finite number of 0 or more")
-    return Margin(value, direction)
-
-
-_MARGIN = _fields.row(_fields.number, _fields.optional(_fields.choice(*get_args(Direction))))
-_READERS: dict[str, _fields.Reader[Any]] = {
-    "make_module": _fields.text,
-    "make_data": _fields.text,
-    "arms": _arms,
-    "trainer_kwargs": _fields.by_name(_fields.text),
-    "seed": _fields.count,
-    "num_seeds": _num_seeds,
-    "control": _fields.boolean,
-    "margins": _fields.by_name(_margin),
-}
+        plan = _fields.read(cls, data, "the plan of a comparison")
+        rules = {
+            "arms": (bool(plan.arms) and CONTROL not in plan.arms, f"one arm or more, none called {CONTROL!r}"),
+            "num_seeds": (plan.num_seeds >= 1, "1 or more"),
+            "margins": (all(0 <= m.value < math.inf for m in plan.margins.values()), "finite numbers of 0 or more"),
+        }
+        for name, (fits, rule) in rules.items():
+            if not fits:
+                raise ValueError(f"this is not the plan of a comparison: its `{name}`: must be {rule}")
+        return plan

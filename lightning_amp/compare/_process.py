@@ -1,4 +1,4 @@
-"""Run an arm in a process of its own, and see how it ends."""
+"""Run one training in a process of its own, and return its record, however the process ends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,19 @@ from lightning_amp.compare._factories import main_module, source_files
 from lightning_amp.compare._run import ArmRun
 from lightning_amp.compare._worker import CANNOT_IMPORT, PROGRESS, RESULT, Task, process_settings
 
+OnProgress = Callable[[float | None, str], None]
+"""Gets the share of the training that is done (`None` if unknown) and a text, several times a second."""
+
 _LOG_LINES = 60
 _RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
-def run_in_process(task: Task, on_progress: Callable[[float | None, str], None]) -> ArmRun:
-    """Run a task, and return what it left, or a run with the error that ended it.
+def run_in_process(task: Task, on_progress: OnProgress) -> ArmRun:
+    """Run a task in a new process, and return its record, or a record with the error that ended it.
 
-    The process is new and inherits no state but the environment, the current folder, `sys.path`, and torch's settings
-    (threads, TF32). Its output goes to
-    `output.log` in the task's folder. It is ended when this call is interrupted, and ends by itself when this process
-    is gone.
-
-    Args:
-        task: What to do.
-        on_progress: Is told the share that is done (`None` if unknown) and what it does, several times a second.
+    The process inherits the environment, the current folder, `sys.path` and torch's settings (threads, TF32), and no
+    other state. Its output goes to `output.log` in the task's folder. The process is killed when this call is
+    interrupted, and ends by itself when this process is gone.
 
     Raises:
         ValueError: If the process cannot import the factories.
@@ -60,7 +59,7 @@ def run_in_process(task: Task, on_progress: Callable[[float | None, str], None])
         return _outcome(task, folder, log, code)
 
 
-def _run(command: list[str], output: Any, folder: Path, on_progress: Callable[[float | None, str], None]) -> int:
+def _run(command: list[str], output: Any, folder: Path, on_progress: OnProgress) -> int:
     environment = {name: value for name, value in os.environ.items() if name not in _RANKS}
     process = subprocess.Popen(
         command,
@@ -68,7 +67,7 @@ def _run(command: list[str], output: Any, folder: Path, on_progress: Callable[[f
         stdout=output,
         stderr=subprocess.STDOUT,
         env={**environment, IN_AN_ARM: "1", "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,  # Ctrl-C is ours: Lightning would end the run early, as if it was done
+        start_new_session=True,  # Ctrl-C must not reach the arm: Lightning would end the run early, as if it was done
     )
     try:
         while True:
@@ -77,11 +76,11 @@ def _run(command: list[str], output: Any, folder: Path, on_progress: Callable[[f
             on_progress(*_progress(folder))
     finally:
         if process.poll() is None:
-            _end(process)
+            _kill(process)
 
 
-def _end(process: subprocess.Popen[Any]) -> None:
-    """End a process and all that it started; it has nothing to save."""
+def _kill(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and all processes that it started. It has nothing to save."""
     with contextlib.suppress(ProcessLookupError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
@@ -94,7 +93,7 @@ def _progress(folder: Path) -> tuple[float | None, str]:
     try:
         data = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
         return data["share"], data["text"]
-    except (OSError, ValueError, KeyError):  # not there yet, or half written
+    except (OSError, ValueError, KeyError):  # the file is missing, or half written
         return None, "starting"
 
 
@@ -104,23 +103,18 @@ def _outcome(task: Task, folder: Path, log: Path, code: int) -> ArmRun:
     except (OSError, ValueError):
         data = {}
     if CANNOT_IMPORT in data:
-        raise ValueError(_cannot_import(data[CANNOT_IMPORT]))
+        raise ValueError(
+            "The process of an arm could not import `make_module`, `make_data` or `trainer_kwargs`:"
+            f" {data[CANNOT_IMPORT]}. They have to be in a file that Python finds from here. Importing it must not fail"
+            ' or start a comparison (put that under `if __name__ == "__main__":`).'
+        )
     if isinstance(data, Mapping) and "run" in data:
         run = ArmRun.from_data(data["run"])
         if run.finished and code == 0:
             return run
-        changes: dict[str, Any] = {"error": run.error or f"after training, its process {_ending(code)}"}
-        return ArmRun.from_data({**run.to_data(), **changes, "log": _tail(log)})
+        return replace(run, error=run.error or f"after training, its process {_ending(code)}", log=_tail(log))
     left = " and left no result" if code >= 0 else ""
     return ArmRun(task.label, task.seed, error=f"its process {_ending(code)}{left}", log=_tail(log))
-
-
-def _cannot_import(text: str) -> str:
-    return (
-        f"The process of an arm could not import `make_module`, `make_data` or `trainer_kwargs`: {text}. They have to"
-        " be in a file that Python finds from here, and importing it must not fail or start a comparison (put that"
-        ' under `if __name__ == "__main__":`).'
-    )
 
 
 def _ending(code: int) -> str:

@@ -1,9 +1,8 @@
-"""The bar that shows which arm runs, where it is, and how long the rest takes."""
+"""Show which arm runs, how far it is, and how long the rest takes."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -13,59 +12,49 @@ from typing_extensions import final
 
 @final
 class Progress:
-    """Says on stderr what goes on: a bar on a terminal (with rich), else a line for each run that ended.
+    """Shows progress on stderr: with a bar of rich on a terminal, otherwise with a line for each run that ended.
 
     Args:
         total: Number of runs.
-        bar: rich's, and the number of its task; `None` without a terminal.
+        bar: rich's bar, and the number of its task; `None` without a terminal.
 
     """
 
     def __init__(self, total: int, bar: tuple[Any, Any] | None) -> None:
         self._total, self._bar = total, bar
-        self._done = self._fresh = 0
-        self._began = time.monotonic()
+        self._done = 0
         self._name = ""
 
     def start(self, name: str) -> None:
-        """Say what begins."""
+        """Show the name of the run that begins."""
         self._name = name
         self.move(None, "starting")
 
     def expect(self, total: int) -> None:
-        """Correct the number of runs, with those that are done."""
+        """Correct the number of runs, finished ones included."""
         self._total = total
-        if self._bar is not None:
-            bar, task = self._bar
-            bar.update(task, total=total)
+        self._update(total=total)
 
     def move(self, share: float | None, text: str) -> None:
-        """Say how far it is: a share from 0 to 1, or `None`, and where."""
-        if self._bar is not None:
-            bar, task = self._bar
-            left = self._left(share or 0.0)
-            name = f"{self._name}: {text}".replace("[", "\\[")
-            bar.update(task, completed=self._done + (share or 0.0), description=name, left=left)
+        """Show how far the run is: a share from 0 to 1, or `None`, and a text."""
+        name = f"{self._name}: {text}".replace("[", "\\[")
+        self._update(completed=self._done + (share or 0.0), description=name)
 
-    def finish(self, text: str, *, fresh: bool = True) -> None:
-        """Say how it ended; it is `fresh` if it took its time just now."""
+    def finish(self, text: str) -> None:
+        """Show how the run ended."""
         self._done += 1
-        self._fresh += fresh
         self.expect(max(self._total, self._done))
+        self._update(completed=self._done)
         if self._bar is not None:
-            bar, task = self._bar
-            bar.update(task, completed=self._done)
-            bar.console.print(text, highlight=False, markup=False)
+            self._bar[0].console.print(text, highlight=False, markup=False)
         else:
             sys.stderr.write(f"[{self._done}/{self._total}] {text}\n")
             sys.stderr.flush()
 
-    def _left(self, share: float) -> str:
-        done = self._fresh + share
-        if done < 0.2:
-            return ""
-        seconds = (time.monotonic() - self._began) / done * (self._total - self._done - share)
-        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+    def _update(self, **fields: Any) -> None:
+        if self._bar is not None:
+            bar, task = self._bar
+            bar.update(task, **fields)
 
 
 @contextmanager
@@ -73,7 +62,7 @@ def progress(total: int) -> Generator[Progress]:
     """Show a bar while inside."""
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
     except ModuleNotFoundError:
         yield Progress(total, None)
@@ -82,6 +71,6 @@ def progress(total: int) -> Generator[Progress]:
     if not console.is_terminal:
         yield Progress(total, None)
         return
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}")]
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with Bar(*columns, console=console, transient=True) as bar:
-        yield Progress(total, (bar, bar.add_task("starting", total=total, left="")))
+        yield Progress(total, (bar, bar.add_task("starting", total=total)))

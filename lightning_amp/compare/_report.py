@@ -1,4 +1,4 @@
-"""`PrecisionReport`: what a comparison found, and what follows from it."""
+"""`PrecisionReport`: the verdicts, figures and recommendation of a comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing_extensions import final, override
 from lightning_amp._files import write_atomically
 from lightning_amp._plain_data import Table
 from lightning_amp._urls import open_to_read
-from lightning_amp.compare import _fields, views
+from lightning_amp.compare import views
 from lightning_amp.compare._arm import Arm
 from lightning_amp.compare._judge import Judgement, judge
 from lightning_amp.compare._plan import Plan
@@ -26,7 +26,7 @@ _FORMAT = 1
 
 @final
 class PrecisionReport:
-    """What :func:`compare_precisions` found: a verdict for each precision and metric, and what each precision gained.
+    """The result of :func:`compare_precisions`: a verdict for each precision and metric, and the gains.
 
     .. code-block:: python
 
@@ -35,14 +35,14 @@ class PrecisionReport:
         print(report.verdict("fp16", "val_loss"))  # not worse: ...
         report.to_html("report.html")
 
-    JSON is the source: it holds what each run measured, and everything else is computed from it.
+    The JSON file is the source: it holds the measurements of each run, and everything else is computed from them.
 
     Args:
-        plan: What was compared.
-        runs: What each run left, in any order.
+        plan: The plan of the comparison.
+        runs: The record of each run, in any order.
 
     Attributes:
-        plan: What was compared.
+        plan: The plan of the comparison.
 
     """
 
@@ -63,7 +63,7 @@ class PrecisionReport:
 
     @property
     def arms(self) -> Mapping[str, Arm]:
-        """Return what each arm came to, by label: the reference first, the control last."""
+        """Return the arms by label: the reference first, the control last."""
         return self._judgement.arms
 
     @property
@@ -84,7 +84,8 @@ class PrecisionReport:
             reference, which is not compared with itself, has `"no margin"`.
 
         Raises:
-            KeyError: If there is no such arm, or no run of it logged such a metric; one with a margin is judged anyway.
+            KeyError: If there is no such arm, or if no run of the arm logged the metric. An arm has a verdict in each
+                metric with a margin, even if it never logged the metric.
 
         """
         if label not in self.arms:
@@ -107,7 +108,7 @@ class PrecisionReport:
         return self.to_markdown()
 
     def blocks(self) -> list[str | Table]:
-        """Return what :meth:`to_markdown` writes: paragraphs of Markdown, and tables before they are laid out."""
+        """Return the parts of :meth:`to_markdown`: paragraphs of Markdown, and tables before they are laid out."""
         return views.blocks(self._judgement)
 
     def to_markdown(self) -> str:
@@ -115,7 +116,7 @@ class PrecisionReport:
         return views.markdown(self._judgement)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write everything that was measured, to a path or a URL. NaN and infinities are texts."""
+        """Write all measurements to a path or a URL. NaN and infinities are texts."""
         data = {
             "format": _FORMAT,
             "recommended": self.recommended,
@@ -131,10 +132,10 @@ class PrecisionReport:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> PrecisionReport:
-        """Read what :meth:`to_json` wrote, from a path or a URL.
+        """Read a file that :meth:`to_json` wrote, from a path or a URL.
 
         Raises:
-            ValueError: Naming the file, if it is not such a file.
+            ValueError: If it is not such a file; the message names it.
 
         """
         try:
@@ -142,15 +143,18 @@ class PrecisionReport:
                 data: Any = json.load(file)
             if not isinstance(data, dict) or data.get("format") != _FORMAT:
                 raise ValueError("its `format` is not 1")
-            return cls(Plan.from_data(data.get("plan")), _fields.several(ArmRun.from_data)(data.get("runs")))
+            if not isinstance(data.get("runs"), list):
+                raise ValueError("its `runs` are not a list")
+            return cls(Plan.from_data(data.get("plan")), map(ArmRun.from_data, data["runs"]))
         except (ValueError, RecursionError) as error:  # `json.JSONDecodeError` is a `ValueError`
             raise ValueError(f"`{path}` is not what `PrecisionReport.to_json` writes: {error}") from error
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one page that loads nothing from elsewhere, to a path or a URL.
+        """Write the report as one page that loads nothing from elsewhere, to a path or a URL.
 
-        Verdicts first, then the figures, the curves over steps and over time, the differences with their intervals
-        and margins, the scale, and what ran where. Light and dark, for a phone and for paper.
+        Verdicts come first; then the figures, the curves over steps and over time, the differences with their
+        intervals and margins, the loss scale, and where the runs ran. The page is light or dark as the reader's system
+        is, fits a phone, and prints.
 
         Raises:
             ModuleNotFoundError: Without Jinja2, which torch brings.

@@ -1,18 +1,18 @@
-"""What one run of a comparison left: one arm, trained once with one seed."""
+"""The record of one run of a comparison: one arm, trained once with one seed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, get_args
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple
 
 from typing_extensions import final
 
 from lightning_amp._plain_data import plain
 from lightning_amp.compare import _fields
 from lightning_amp.compare._statistics import Direction
-from lightning_amp.findings import StepPrecision, StepReason, StepRecord, fallbacks
+from lightning_amp.findings import StepRecord, fallbacks
 from lightning_amp.measure import MemoryOf
 
 
@@ -20,8 +20,8 @@ from lightning_amp.measure import MemoryOf
 class Point(NamedTuple):
     """One value of a curve.
 
-    `step` counts training batches so far; `train_s` are the seconds spent in training until then: from the first batch
-    on, without validation, and without what is measured beside it.
+    `step` is the number of training batches so far. `train_s` is the time spent in training so far, in seconds: without
+    validation, and without the measurements of the comparison.
     """
 
     step: int
@@ -32,34 +32,36 @@ class Point(NamedTuple):
 @final
 @dataclass(frozen=True)
 class ArmRun:
-    """Numbers only, so that they are a JSON file: of a run that failed, `error` and what was known before it ran.
+    """The measurements of one training, as numbers and texts that fit into a JSON file.
+
+    A run that failed has an `error`, and the values that were known before it failed.
 
     Attributes:
-        label: Of the arm.
-        seed: Of the run.
-        error: What ended it: the exception, or the signal that killed its process. `None` if it finished.
-        precision: What the plugin settled on: `"fp16"`, `"bf16-mixed"`; `"fp16, bf16 from step 64 on"` if
-            the run was stuck and fell back.
+        label: The label of the arm.
+        seed: The seed of the run.
+        error: The exception that ended the run, or the signal that killed its process. `None` if it finished.
+        precision: The precision that the plugin chose: `"fp16"`, `"bf16-mixed"`; `"fp16, bf16 from step 64 on"` if the
+            run was stuck and fell back.
         device: Where it ran: `"cpu: AMD EPYC"`.
         tf32: Whether fp32 matrix products were allowed to use TF32.
-        versions: Of torch, lightning, lightning_amp, Python.
-        curves: Each validation metric, a point for each validation that logged it; the sanity check is none.
+        versions: Versions of torch, lightning, lightning_amp and Python.
+        curves: Each validation metric, with a point for each validation that logged it. The sanity check is left out.
         last_validation: The step of the last validation, as in `Point`.
-        directions: `"min"` or `"max"`, where a torchmetrics metric says which is better.
-        loss: Of training; at most some hundreds of points.
-        same_weights: Each metric of the last compared validation, as (mixed precision, fp32).
-        step_s: Seconds per training step, of steady steps only: not the first ones, none after a pause.
-        timed_steps: Which training steps `step_s` times, counted from 0; empty for consecutive ones.
-        samples_per_s: Of the same steps; empty if the size of a batch is unknown.
-        train_s: All of training, as in `Point`.
-        total_s: From the start of the process to its end.
-        peak_memory_bytes: The most that training held at once; `None` if unknown.
-        memory_of: Whose memory that is: `"device"`, by its own allocator, or `"tensors"`, on the CPU.
-        num_steps: Optimizer steps applied.
-        num_skipped: Optimizer steps skipped.
+        directions: `"min"` or `"max"` for each metric whose better direction torchmetrics knows.
+        loss: The training loss; a few hundred points at most.
+        same_weights: Each metric of the last validation that was compared with fp32, as (mixed precision, fp32).
+        step_s: Seconds per training step. Only steady steps count: not the first ones, none after a pause.
+        timed_steps: The numbers of the training steps in `step_s`, from 0 on; empty if they are consecutive.
+        samples_per_s: Samples per second in the same steps; empty if the batch size is unknown.
+        train_s: Seconds of the whole training, as in `Point`.
+        total_s: Seconds from the start of the process to its end.
+        peak_memory_bytes: The most memory that training held at once; `None` if unknown.
+        memory_of: The source of that number: `"device"`, its own allocator, or `"tensors"`, on the CPU.
+        num_steps: Number of optimizer steps applied.
+        num_skipped: Number of optimizer steps skipped.
         scale: Changes of the loss scale and skips, as a :class:`ScaleHistory` stores them; empty without loss scaling.
-        matmul_flops: Share of the FLOPs of matrix products by dtype, of one training step: `{"float16": 0.98, ...}`.
-        log: The last lines of what the process printed, of a run that failed.
+        matmul_flops: Each dtype's share in the FLOPs of matrix products in a training step: `{"float16": 0.98, ...}`.
+        log: The last lines that the process printed, if the run failed.
 
     """
 
@@ -90,12 +92,12 @@ class ArmRun:
 
     @property
     def finished(self) -> bool:
-        """Return whether it trained to its end."""
+        """Return whether the run trained to its end."""
         return self.error is None
 
     @property
     def fell_back(self) -> bool:
-        """Return whether it was stuck and went on in another precision."""
+        """Return whether the run was stuck and went on in another precision."""
         return bool(fallbacks(self.scale))
 
     def seconds_of_steps(self) -> dict[int, float]:
@@ -104,66 +106,20 @@ class ArmRun:
         return {step: time for step, time in zip(numbers, self.step_s, strict=True) if 0 < time < math.inf}
 
     def to_data(self) -> dict[str, Any]:
-        """Return what :func:`json.dumps` takes; NaN and infinities as text, since JSON has none."""
-        data = {name: getattr(self, name) for name in _READERS}
+        """Return data for :func:`json.dumps`; NaN and infinities are texts, because JSON has neither."""
+        data = {each.name: getattr(self, each.name) for each in fields(self)}
         data["scale"] = [asdict(record) for record in self.scale]
         return plain(data)
 
     @classmethod
     def from_data(cls, data: object) -> ArmRun:
-        """Read what :meth:`to_data` returned.
+        """Read data that :meth:`to_data` returned.
 
         Raises:
-            ValueError: If it is something else.
+            ValueError: If the data is something else.
 
         """
-        run = cls(**_fields.read("a run of a comparison", _READERS, data))
+        run = _fields.read(cls, data, "a run of a comparison")
         if run.timed_steps and len(run.timed_steps) != len(run.step_s):
             raise ValueError("this is not a run of a comparison: `timed_steps` and `step_s` differ in length")
         return run
-
-
-def _point(data: object) -> Point:
-    return Point(*_POINT(data))
-
-
-def _step_record(data: object) -> StepRecord:
-    return StepRecord(**_fields.read("a step", _STEP_RECORD, data))
-
-
-_POINT = _fields.row(_fields.count, _fields.number, _fields.number)
-_STEP_RECORD: dict[str, _fields.Reader[Any]] = {
-    "index": _fields.count,
-    "optimizer_idx": _fields.count,
-    "scale": _fields.number,
-    "next_scale": _fields.number,
-    "skipped": _fields.boolean,
-    "reason": _fields.choice(*get_args(StepReason)),
-    "precision": _fields.choice(*get_args(StepPrecision)),
-}
-_READERS: dict[str, _fields.Reader[Any]] = {
-    "label": _fields.text,
-    "seed": _fields.count,
-    "error": _fields.optional(_fields.text),
-    "precision": _fields.text,
-    "device": _fields.text,
-    "tf32": _fields.boolean,
-    "versions": _fields.by_name(_fields.text),
-    "curves": _fields.by_name(_fields.several(_point)),
-    "last_validation": _fields.count,
-    "directions": _fields.by_name(_fields.choice(*get_args(Direction))),
-    "loss": _fields.several(_point),
-    "same_weights": _fields.by_name(_fields.row(_fields.number, _fields.number)),
-    "step_s": _fields.several(_fields.number),
-    "timed_steps": _fields.several(_fields.count),
-    "samples_per_s": _fields.several(_fields.number),
-    "train_s": _fields.number,
-    "total_s": _fields.number,
-    "peak_memory_bytes": _fields.optional(_fields.count),
-    "memory_of": _fields.optional(_fields.choice(*get_args(MemoryOf))),
-    "num_steps": _fields.count,
-    "num_skipped": _fields.count,
-    "scale": _fields.several(_step_record),
-    "matmul_flops": _fields.by_name(_fields.number),
-    "log": _fields.text,
-}

@@ -1,7 +1,7 @@
-"""What may be concluded from paired runs: is an arm worse than the reference, by more than its margin?
+"""Test paired runs: is an arm worse than the reference by more than its margin?
 
 Runs are paired by seed. A claim needs a test of the mean difference against the margin, and several claims at once need
-a correction; what neither shows is "undecided", with the number of seeds that would decide it. No torch, no Lightning.
+a correction. This file imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from typing import Literal, NamedTuple
 
 from typing_extensions import final
 
-from lightning_amp._arguments import is_number, require, require_choice, require_count
 from lightning_amp._text import counted, rounded
 
 Direction = Literal["min", "max"]
-"""Which way a metric is better: a loss is to be as small as it can, an accuracy as large."""
+"""Which values of a metric are better: small ones (a loss) or large ones (an accuracy)."""
+
+ALPHA = 0.05
+"""Probability of a false claim, for all metrics and arms together."""
 
 LEAST_PAIRS = 3
-"""Fewer pairs decide nothing: a spread that is estimated from two values is hardly one."""
+"""Fewer pairs decide nothing: two values give no useful estimate of the spread."""
 
 _POWER = 0.8
-_SAME = 1e-6  # relative: metrics are float32, and 0.91 - 0.90 is not the margin of 0.01 that was meant
+_SAME = 1e-6  # relative: metrics are float32, so that 0.91 - 0.90 is not exactly the margin of 0.01
 
 # -- paired differences ------------------------------------------------------------------------------------------------
 
@@ -34,11 +36,12 @@ _SAME = 1e-6  # relative: metrics are float32, and 0.91 - 0.90 is not the margin
 @final
 @dataclass(frozen=True)
 class Difference:
-    """How far an arm is from the reference, over paired runs.
+    """The difference between an arm and the reference, over paired runs.
 
-    Args:
+    Attributes:
         values: Arm minus reference, one per pair, in the metric's unit. The order does not matter.
         num_reference_not_finite: In how many of the pairs the reference itself is infinite or NaN.
+
     """
 
     values: tuple[float, ...]
@@ -46,7 +49,7 @@ class Difference:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[float, float]]) -> Difference:
-        """Take the differences of pairs (arm, reference)."""
+        """Return the differences of pairs (arm, reference)."""
         pairs = list(pairs)
         not_finite = sum(not math.isfinite(reference) for _, reference in pairs)
         return cls(tuple(arm - reference for arm, reference in pairs), not_finite)
@@ -72,29 +75,20 @@ class Difference:
         # `hypot` neither over- nor underflows where the squares would, and the order of its arguments does not matter.
         return math.hypot(*(value - mean for value in self.values)) / math.sqrt(len(self.values) - 1)
 
-    @property
-    def low(self) -> float | None:
-        """Return the one-sided 95 % bound below the mean; `None` with fewer than two pairs."""
-        return self.bounds()[0]
+    def bounds(self, alpha: float = ALPHA) -> tuple[float, float] | None:
+        """Return two one-sided bounds of the mean, each wrong with probability `alpha`; `None` without two pairs.
 
-    @property
-    def high(self) -> float | None:
-        """Return the one-sided 95 % bound above the mean; `None` with fewer than two pairs."""
-        return self.bounds()[1]
-
-    def bounds(self, alpha: float = 0.05) -> tuple[float, float] | tuple[None, None]:
-        """Return two one-sided bounds of the mean, each wrong with probability `alpha`.
-
-        mean -+ t(1 - alpha, n - 1) sd / sqrt(n), after Student (1908); together they are the confidence interval of
-        level 1 - 2 alpha. Equal values have no spread, and both bounds are their mean; bounds of values that are not
+        mean -+ t(1 - alpha, n - 1) sd / sqrt(n), after Student (1908). Together they are the confidence interval of
+        level 1 - 2 alpha. Equal values have no spread, and both bounds are their mean. Bounds of values that are not
         finite are NaN.
 
         Raises:
             ModuleNotFoundError: Without scipy.
+
         """
         mean, sd, count = self.mean, self.sd, len(self.values)
         if mean is None or sd is None:
-            return None, None
+            return None
         if not sd > 0:
             return (mean, mean) if sd == 0 else (math.nan, math.nan)
         reach = float(scipy_special().stdtrit(count - 1, 1 - alpha)) * sd / math.sqrt(count)
@@ -107,13 +101,14 @@ class Difference:
 @final
 @dataclass(frozen=True)
 class Hypothesis:
-    """What is asked about one metric of one arm: does it cost less than the margin, or more?
+    """The question about one metric of one arm: does the arm cost less than the margin, or more?
 
-    Args:
-        difference: Arm minus reference, of the pairs in which both finished.
+    Attributes:
+        difference: Arm minus reference, over the pairs in which both finished.
         direction: Whether the metric is better when it is smaller ("min") or larger ("max").
-        margin: What the arm may cost, in the metric's unit.
+        margin: The cost that the arm may have, in the metric's unit.
         num_failed: How many pairs were lost because the arm failed where the reference finished.
+
     """
 
     difference: Difference
@@ -121,27 +116,21 @@ class Hypothesis:
     margin: float
     num_failed: int = 0
 
-    def __post_init__(self) -> None:
-        require_choice("direction", self.direction, ("min", "max"))
-        fine = is_number(self.margin) and self.margin >= 0
-        require(fine, "margin", "a finite number of 0 or more", self.margin, "It is in the metric's own unit.")
-        require_count("num_failed", self.num_failed, least=0)
-
     @property
     def cost(self) -> Difference:
-        """Return the difference, turned so that positive is worse."""
+        """Return the difference, with its sign turned so that positive is worse."""
         return self.difference if self.direction == "min" else -self.difference
 
     @property
     def obstacle(self) -> str | None:
-        """Say why these pairs can decide nothing, however they come out; `None` if they can."""
+        """Return why these pairs cannot decide anything, whatever their values; `None` if they can."""
         count, not_finite = len(self.difference.values), self.difference.num_not_finite
         reference_not_finite = self.difference.num_reference_not_finite
         if self.num_failed and not count:
             return f"it failed with {'the only seed' if self.num_failed == 1 else f'all {self.num_failed} seeds'}"
         if self.num_failed:
             failed = _part(self.num_failed, self.num_failed + count)
-            return f"it failed with {failed}, and what is left would be a selection"
+            return f"it failed with {failed}, and judging only the surviving seeds would bias the result"
         if not count:
             return "there is no pair of runs"
         if reference_not_finite:
@@ -150,16 +139,17 @@ class Hypothesis:
             return f"not finite with {_part(not_finite, count)}"
         if count < LEAST_PAIRS:
             few = "one seed never decides" if count == 1 else "two seeds never decide"
-            return f"{few}, three at least; mean cost {rounded(self.cost.mean or 0.0)}, margin {rounded(self.margin)}"
+            cost, margin = rounded(self.cost.mean or 0.0), rounded(self.margin)
+            return f"{few}, it takes at least three; mean cost {cost}, margin {margin}"
         return None
 
 
-# -- tests ---------------------------------------------------------------------------------------------------------
+# -- tests -------------------------------------------------------------------------------------------------------------
 
 
 @final
 class PValues(NamedTuple):
-    """How likely a cost is that looks at least as good, or as bad, if the true one is the margin."""
+    """How likely costs that look at least as good, or as bad, are if the true cost is the margin."""
 
     not_worse: float
     worse: float
@@ -169,14 +159,15 @@ def p_values(hypothesis: Hypothesis) -> PValues:
     """Test both claims with one-sided paired t-tests against the margin.
 
     "Not worse" rejects H0: mean cost >= margin, if t = (mean - margin) sqrt(n) / sd is small enough among Student's t
-    with n - 1 degrees of freedom; "worse" rejects H0: mean cost <= margin, if t is large enough. The first is the test
+    with n - 1 degrees of freedom. "Worse" rejects H0: mean cost <= margin, if t is large enough. The first is the test
     of non-inferiority: Schuirmann (1987), one side of two; FDA, Non-Inferiority Clinical Trials (2016). It rejects
     exactly if the one-sided confidence bound of the cost is below the margin.
 
-    Without spread the comparison of mean and margin decides. Where nothing can be shown, both are 1.
+    Without spread, comparing the mean with the margin decides. If nothing can be shown, both p-values are 1.
 
     Raises:
         ModuleNotFoundError: Without scipy.
+
     """
     cost, margin = hypothesis.cost, hypothesis.margin
     mean, sd = cost.mean, cost.sd
@@ -193,7 +184,7 @@ def p_values(hypothesis: Hypothesis) -> PValues:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Adjust the p-values of a family of tests, so that claiming all those up to alpha is wrong at most so often.
+    """Adjust p-values so that claiming all tests up to alpha makes a false claim with probability alpha at most.
 
     The k-th smallest of K is multiplied by K - k + 1, is at least as large as the one before, and at most 1. The tests
     may depend on each other. Holm, A Simple Sequentially Rejective Multiple Test Procedure (1979).
@@ -205,18 +196,20 @@ def holm(values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def seeds_needed(sd: float, distance: float, alpha: float = 0.05, num_hypotheses: int = 1) -> float:
+def seeds_needed(sd: float, distance: float, num_hypotheses: int = 1) -> float:
     """Return about how many pairs show a distance to the margin in four of five cases; infinite if no number does.
 
-    n = ((z(1 - alpha / K) + z(0.8)) sd / distance)^2, rounded up, at least three: the sample size of a one-sided paired
-    test with a power of 0.8, in the normal approximation; K, by Bonferroni, is the worst case of Holm. Chow, Shao and
-    Wang, Sample Size Calculations in Clinical Research (2008), chapter 3. Student's t costs one or two pairs more.
+    n = ((z(1 - alpha / K) + z(0.8)) sd / distance)^2, rounded up, at least three. That is the sample size of a
+    one-sided paired test with a power of 0.8, in the normal approximation. Bonferroni's K is the worst case of Holm's
+    correction. Chow, Shao and Wang, Sample Size Calculations in Clinical Research (2008), chapter 3. Student's t costs
+    one or two pairs more.
 
     Raises:
         ModuleNotFoundError: Without scipy.
+
     """
     ndtri = scipy_special().ndtri
-    ratio = (float(ndtri(_POWER)) - float(ndtri(alpha / num_hypotheses))) * sd / distance if distance > 0 else math.inf
+    ratio = (float(ndtri(_POWER)) - float(ndtri(ALPHA / num_hypotheses))) * sd / distance if distance > 0 else math.inf
     return max(LEAST_PAIRS, math.ceil(ratio * ratio)) if math.isfinite(ratio * ratio) else math.inf
 
 
@@ -225,10 +218,11 @@ def _part(count: int, of: int) -> str:
 
 
 def scipy_special() -> ModuleType:
-    """Return `scipy.special`, which is optional. Call it before work that would be lost without it.
+    """Return `scipy.special`, which is optional. Call this before work that would be lost without scipy.
 
     Raises:
         ModuleNotFoundError: Without scipy.
+
     """
     try:
         from scipy import special
@@ -237,27 +231,3 @@ def scipy_special() -> ModuleType:
             "Verdicts and bounds need scipy, which is not installed. Run `pip install scipy`."
         ) from error
     return special
-
-
-# -- times -------------------------------------------------------------------------------------------------------------
-
-
-@final
-class Quartiles(NamedTuple):
-    """The middle half of the times of a step, in seconds."""
-
-    q25: float
-    median: float
-    q75: float
-
-    @classmethod
-    def of(cls, times: Iterable[float]) -> Quartiles:
-        """Take the quartiles of measured times, interpolated linearly between those next to them.
-
-        Raises:
-            ValueError: If there is no time, or one is not positive and finite.
-        """
-        times = list(times)
-        wrong = [time for time in times if not (is_number(time) and time > 0)]
-        require(bool(times) and not wrong, "times", "one or more positive numbers", wrong[:1])
-        return cls(*statistics.quantiles(times * 2 if len(times) == 1 else times, n=4, method="inclusive"))

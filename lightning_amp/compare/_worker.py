@@ -1,4 +1,4 @@
-"""What runs in the process of an arm: one training, watched, and its numbers as a file."""
+"""Train one arm with one seed, in a process of its own, and write its record to a file."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from lightning_amp.tracing import fp32_switches, reduces_fp32
 RESULT = "result.json"
 PROGRESS = "progress.json"
 CANNOT_IMPORT = "cannot import"
-"""Key of a result that says that the factories could not be had, which is the same for all arms."""
+"""Key of a result without a run: the factories could not be imported, which is the same for all arms."""
 
 
 @final
 @dataclass(frozen=True)
 class Task:
-    """What a process is to do; pickled."""
+    """One training, as it is pickled for its process."""
 
     label: str
     seed: int
@@ -60,11 +60,11 @@ class Task:
 
 
 def main(header: Mapping[str, Any], started: float) -> None:
-    """Run the task that lies beside the header; `sys.path` is set.
+    """Run the task in the header's folder, and write its record there; `sys.path` is set.
 
     Args:
-        header: `folder`: for result and progress; `main`, `files`: where to find what the task was pickled from.
-        started: When the process began, as `time.time()`.
+        header: The folder, the settings of torch, and where to find the modules that the task was pickled from.
+        started: The time at which the process began, as `time.time()`.
 
     """
     folder = Path(header["folder"])
@@ -80,14 +80,14 @@ def main(header: Mapping[str, Any], started: float) -> None:
 
 
 def run_arm(task: Task, folder: Path, started: float) -> ArmRun:
-    """Train, and return what there is to say about it."""
+    """Train, and return the record of the run; `folder` gets the progress."""
     observer = Observer(lambda share, text: _say(folder, share, text))
     trainer: Trainer | None = None
     error: str | None = None
     try:
         seed_everything(task.seed, verbose=False)
-        module = _made(task.make_module, "make_module", LightningModule)
-        data = _made(task.make_data, "make_data", LightningDataModule)
+        module = _make(task.make_module, "make_module", LightningModule)
+        data = _make(task.make_data, "make_data", LightningDataModule)
         trainer = _trainer(task, observer)
         trainer.fit(module, datamodule=data)
         if trainer.interrupted or not trainer.state.finished:
@@ -100,10 +100,10 @@ def run_arm(task: Task, folder: Path, started: float) -> ArmRun:
         with contextlib.suppress(OSError):  # the disk is full
             traceback.print_exc()
         error = f"{type(caught).__name__}: {caught}"
-    return _summed_up(task, observer, trainer, error, started)
+    return _sum_up(task, observer, trainer, error, started)
 
 
-def _made(factory: Any, argument: str, kind: type) -> Any:
+def _make(factory: Any, argument: str, kind: type) -> Any:
     made = factory()
     if not isinstance(made, kind):
         raise TypeError(f"`{argument}` must return a {kind.__name__}; it returned {type(made).__name__}.")
@@ -128,28 +128,28 @@ def _trainer(task: Task, observer: Observer) -> Trainer:
 def _compare_in_fp32(trainer: Trainer, module: LightningModule, data: LightningDataModule) -> None:
     """Validate the final weights once more, beside fp32.
 
-    After the fit: its values are those of a run by hand, also where user code counts validations outside of the module.
-
+    This comes after the fit. So the fit has the values of a run by hand, even if user code counts its validations
+    outside of the module.
     """
     trainer.callbacks.append(MetricComparison())  # type: ignore[attr-defined]
     try:
         trainer.validate(module, datamodule=data, verbose=False)
-    except Exception:  # a figure less
+    except Exception:  # the report then has no comparison with fp32
         with contextlib.suppress(OSError):
             traceback.print_exc()
 
 
-def _summed_up(task: Task, observer: Observer, trainer: Trainer | None, error: str | None, started: float) -> ArmRun:
+def _sum_up(task: Task, observer: Observer, trainer: Trainer | None, error: str | None, started: float) -> ArmRun:
     watch, now = observer.watch, time.time()
     elapsed = watch.elapsed_s()
     monitor = _callback(trainer, ScaleMonitor)
     comparison = _callback(trainer, MetricComparison)
-    history = None if monitor is None else monitor.history
+    history = ScaleHistory() if monitor is None else monitor.history
     plugin = None if trainer is None else trainer.strategy.precision_plugin
     scaled = isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler)
     rows = [] if comparison is None else comparison.table.last
-    recorded = history is not None and history.last is not None
-    steps = _thinned(watch.steady())
+    applied = 0 if trainer is None else trainer.global_step
+    steps = _thin(watch.steady())
 
     def points(values: list[tuple[int, float]]) -> tuple[Point, ...]:
         return tuple(Point(step, elapsed[min(step, len(elapsed) - 1)], value) for step, value in values)
@@ -179,9 +179,9 @@ def _summed_up(task: Task, observer: Observer, trainer: Trainer | None, error: s
         total_s=now - started,
         peak_memory_bytes=observer.peak_memory_bytes,
         memory_of=observer.memory_of if observer.peak_memory_bytes is not None else None,
-        num_steps=history.num_steps if history is not None and recorded else _global_step(trainer),
-        num_skipped=history.num_skipped if history is not None and recorded else 0,
-        scale=tuple(history) if history is not None and (scaled or history.fallbacks) else (),
+        num_steps=applied if history.last is None else history.num_steps,
+        num_skipped=history.num_skipped,
+        scale=tuple(history) if scaled or history.fallbacks else (),
         matmul_flops=observer.matmul_flops,
     )
 
@@ -191,19 +191,15 @@ def _callback(trainer: Trainer | None, kind: Any) -> Any:
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
-def _global_step(trainer: Trainer | None) -> int:
-    return 0 if trainer is None else trainer.global_step
-
-
-def _precision(plugin: Any, history: ScaleHistory | None) -> str:
-    """Return our name of it, or Lightning's for somebody else's plugin; of a run that was stuck, and when."""
+def _precision(plugin: Any, history: ScaleHistory) -> str:
+    """Return our name of the precision, or Lightning's for a plugin that is not ours, and when the run fell back."""
     if plugin is None:
         return ""
-    if history is not None and history.fallbacks and history.first is not None:
+    if history.fallbacks and history.first is not None:
         return f"{history.first.precision}{describe_fallbacks(history)}"
     if isinstance(plugin, AmpPrecision):
-        if history is not None and history.last is not None and history.last.precision:
-            return history.last.precision  # of fp8 Lightning's name is that of bf16
+        if history.last is not None and history.last.precision:
+            return history.last.precision  # Lightning calls fp8 and bf16 by the same name
         return our_name(plugin.precision)
     return f"{plugin.precision} ({type(plugin).__name__})"
 
@@ -217,8 +213,8 @@ def _device_name(device: torch.device, trainer: Trainer | None) -> str:
     return name if number == 1 else f"{number} x {name}"
 
 
-def _thinned(steps: list[int], most: int = 1000) -> list[int]:
-    """Leave out steps by their number, so that every arm keeps the same ones and they can be paired."""
+def _thin(steps: list[int], most: int = 1000) -> list[int]:
+    """Leave out steps by their number, so that every arm keeps the same steps and they can be paired."""
     stride = 1
     while len(steps) > most:
         stride *= 2
@@ -226,13 +222,13 @@ def _thinned(steps: list[int], most: int = 1000) -> list[int]:
     return steps
 
 
-# -- switches of torch that hold for a whole process -------------------------------------------------------------------
+# -- settings of torch for the whole process ---------------------------------------------------------------------------
 
 
 def process_settings() -> dict[str, Any]:
-    """Return the number of threads, TF32 and what else changes how fast, and in which bits, torch computes.
+    """Return the settings of this process that change the speed or the bits of torch: threads, TF32 and others.
 
-    A script sets them at its top, and a run by hand has them. Random generators are no settings.
+    A script may set them at its top, and then a run by hand has them. Random generators do not belong to them.
     """
     return {
         "num_threads": torch.get_num_threads(),
@@ -246,7 +242,7 @@ def process_settings() -> dict[str, Any]:
 
 
 def apply_settings(settings: Mapping[str, Any]) -> None:
-    """Set what :func:`process_settings` returned, where it is not so already."""
+    """Set the settings of another process, if they differ from this process's own."""
     own = process_settings()
     if own["num_threads"] != settings["num_threads"]:
         torch.set_num_threads(settings["num_threads"])
@@ -254,37 +250,32 @@ def apply_settings(settings: Mapping[str, Any]) -> None:
         torch.set_default_dtype(getattr(torch, settings["default_dtype"]))
     if settings["deterministic"]:
         torch.use_deterministic_algorithms(True, warn_only=settings["deterministic_warn_only"])
-    for name in ("benchmark", "deterministic"):
-        if own[f"cudnn_{name}"] != settings[f"cudnn_{name}"]:
-            setattr(torch.backends.cudnn, name, settings[f"cudnn_{name}"])
+    torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
+    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
     for switch, mine, wanted in zip(fp32_switches(), own["fp32_precision"], settings["fp32_precision"], strict=True):
         if mine != wanted:
             switch.fp32_precision = wanted
 
 
-# -- getting at what was pickled ---------------------------------------------------------------------------------------
+# -- unpickling --------------------------------------------------------------------------------------------------------
 
 
 def _unpickle(data: bytes, header: Mapping[str, Any]) -> Task:
-    """Return the task; while files are imported, `sys.argv` is that of the script, which may look at it."""
+    """Return the task. While files are imported, `sys.argv` holds the arguments of the script, which may read them."""
     own, sys.argv = sys.argv, header["argv"]
     try:
-        return _imported(data, header)
+        for name, file in header["files"].items():
+            if name not in sys.modules and not can_be_found(name, file):
+                _load(name, file)
+        if b"__main__" in data and header["main"] is not None:
+            _load_main(**header["main"])
+        return pickle.loads(data)
     finally:
-        sys.argv = own  # with which ranks are started
-
-
-def _imported(data: bytes, header: Mapping[str, Any]) -> Task:
-    for name, file in header["files"].items():
-        if name not in sys.modules and not can_be_found(name, file):
-            _load(name, file)
-    if b"__main__" in data and header["main"] is not None:
-        _load_main(**header["main"])
-    return pickle.loads(data)
+        sys.argv = own  # Lightning starts ranks with it
 
 
 def _load(name: str, file: str) -> None:
-    """Import a file under the name that it had, which `sys.path` does not lead to."""
+    """Import a file under its name in the other process, where `sys.path` does not lead to it."""
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         return
@@ -294,17 +285,17 @@ def _load(name: str, file: str) -> None:
 
 
 def _load_main(name: str | None = None, path: str | None = None) -> None:
-    """Import the script that asked for the comparison, as `multiprocessing` does: its guard keeps it from running."""
+    """Import the script that called `compare_precisions`, as `multiprocessing` does: its guard stops it."""
     under = "__mp_main__"
     found = (
         runpy.run_module(name, run_name=under, alter_sys=True) if name else runpy.run_path(path or "", run_name=under)
     )
     module = ModuleType(under)
-    vars(module).update(found, __spec__=None)  # ranks are started by `_child.py`, not by the script
+    vars(module).update(found, __spec__=None)  # so that Lightning starts ranks with `_child.py`, not with the script
     sys.modules["__main__"] = sys.modules[under] = module
 
 
-# -- telling the other process -----------------------------------------------------------------------------------------
+# -- files for the other process ---------------------------------------------------------------------------------------
 
 
 def _write(folder: Path, data: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from lightning_amp.findings._gradient import (
     InaccurateDerivative,
 )
 from lightning_amp.findings._metric import LOADER_SUFFIX, ComparisonRow, EvaluationReport, ModuleRow
+from lightning_amp.findings._overflow import Diagnosis, DiagnosisCause, Operation, Where
 from lightning_amp.findings._remedy import Remedy, RemedyKind, TriedRemedy
 from lightning_amp.findings._step import (
     StepPrecision,
@@ -27,18 +28,22 @@ __all__ = [
     "LOW_DB",
     "TOTAL",
     "ComparisonRow",
+    "Diagnosis",
+    "DiagnosisCause",
     "EvaluationReport",
     "GradientFault",
     "GradientFaultKind",
     "GradientRow",
     "InaccurateDerivative",
     "ModuleRow",
+    "Operation",
     "Remedy",
     "RemedyKind",
     "StepPrecision",
     "StepReason",
     "StepRecord",
     "TriedRemedy",
+    "Where",
     "before_fallback",
     "describe_fallbacks",
     "fallbacks",

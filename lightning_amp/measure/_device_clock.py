@@ -1,4 +1,4 @@
-"""Measures time on a device: by timed events in its stream, or by the host's clock after waiting for the device."""
+"""Measure time on a device: by timed events in its stream, or by the host's clock after waiting for the device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing_extensions import final
 
 @final
 class DeviceClock:
-    """Measures time on one device, which need not be the current one, or on the CPU."""
+    """Measure time on the CPU or on one device, which need not be the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._where = device
         self._has_events = _has_timed_events(device)
 
     def now(self) -> Any:
-        """Return a mark after all that was launched so far. Waits for a device that has no timed events."""
+        """Return a mark behind everything launched so far. It waits for a device that has no timed events."""
         if self._has_events:
             return _event(self._where)
         if self._where.type != "cpu":
@@ -29,14 +29,14 @@ class DeviceClock:
 
     @staticmethod
     def seconds(first: Any, last: Any) -> float:
-        """Return the seconds between two marks of one clock. Waits until the device has come to `last`."""
+        """Return the seconds between two marks of one clock. It waits until the device has reached `last`."""
         if isinstance(last, float):
             return last - first
         last.synchronize()
         return first.elapsed_time(last) / 1e3
 
     def seconds_of(self, run: Callable[[], object]) -> float:
-        """Return the seconds of a call. Waits until the device is through with it."""
+        """Return the seconds of a call. It waits until the device has finished the call."""
         start = self.now()
         run()
         return self.seconds(start, self.now())
@@ -44,7 +44,7 @@ class DeviceClock:
 
 @functools.cache
 def _has_timed_events(device: torch.device) -> bool:
-    if device.type in ("cpu", "mps"):  # of MPS they may hang: https://github.com/pytorch/pytorch/issues/162872
+    if device.type in ("cpu", "mps"):  # events of MPS may hang: https://github.com/pytorch/pytorch/issues/162872
         return False
     try:
         return DeviceClock.seconds(_event(device), _event(device)) >= 0

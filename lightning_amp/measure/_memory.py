@@ -1,4 +1,4 @@
-"""The bytes of tensors, and the most that training holds at once: by the device's count, or of tensors on the CPU."""
+"""Count the bytes of tensors, and measure the peak memory of training on a device or on the CPU."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from typing_extensions import final, override
 from lightning_amp._compat import _torch
 
 MemoryOf = Literal["device", "tensors"]
-"""Whose memory a peak is of: of the device, by its own allocator, or of tensors on the CPU."""
+"""A peak counts either the memory that the device's allocator gave out, or the memory of tensors on the CPU."""
 
 _SETTLED_STEPS = 3
-"""Optimizer steps that are watched on the CPU: from the second on gradients and optimizer state are all there."""
+"""Optimizer steps to watch on the CPU. From the second one on, all gradients and optimizer states exist."""
 _MOST_STEPS = 64
-"""So many are enough where none of them is applied."""
+"""The number of steps to watch if all of them are skipped."""
 
 
 def is_settled(num_batches: int, num_attempted: int, num_skipped: int) -> bool:
-    """Return whether memory has been at its peak: gradients, optimizer state and activations were there together.
+    """Return whether memory has reached its peak: gradients, optimizer states and activations existed together.
 
-    A step that was skipped makes no state, and several optimizers may step in one batch.
+    A skipped step makes no optimizer state, and several optimizers may step in one batch.
     """
     applied = num_attempted - num_skipped
     return num_batches >= _SETTLED_STEPS and (applied >= _SETTLED_STEPS or num_attempted >= _MOST_STEPS)
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of tensors; a storage that is shared counts once."""
+    """Return the bytes in the storages of tensors; a shared storage counts once."""
     storages: dict[int, int] = {}
     for tensor in (inner for outer in tensors for inner in _inner(outer)):
         if has_storage(tensor):
@@ -44,12 +44,12 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor has one block of memory: it is not lazy, sparse or on the meta device."""
+    """Return whether a tensor has one block of memory, and so is not lazy, sparse or on the meta device."""
     return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _inner(tensor: Tensor) -> Iterable[Tensor]:
-    """Return the tensors that hold the values: of one that is quantized there are several."""
+    """Return the tensors that hold the values; a quantized tensor has several."""
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return (tensor,)
     flat: Any = tensor
@@ -57,26 +57,25 @@ def _inner(tensor: Tensor) -> Iterable[Tensor]:
 
 
 class PeakMemory(ABC):
-    """Watches training, not validation, where :class:`MetricComparison` holds a copy of the module."""
+    """Measure the peak of training, without validation, where :class:`MetricComparison` holds a copy of the module."""
 
     memory_of: MemoryOf
 
     @staticmethod
     def on(device: torch.device, module: nn.Module, *, profiled: bool = False) -> PeakMemory:
-        """Return what watches this device, before its first training step.
+        """Return a measurement for this device, to be made before the first training step.
 
-        `profiled` says whether the user's own torch profiler is going to watch: of two, the second one fails.
-
+        `profiled` says whether the user's own torch profiler will run: torch cannot run two at once.
         """
         return TensorPeak(module, profiled=profiled) if device.type == "cpu" else DevicePeak(device)
 
     @abstractmethod
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Begin, or go on after a pause."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Look away: what follows is no training."""
+        """Stop counting until :meth:`resume`."""
 
     @abstractmethod
     def close(self) -> int | None:
@@ -85,22 +84,21 @@ class PeakMemory(ABC):
 
 @final
 class DevicePeak(PeakMemory):
-    """The peak that the device's allocator counts (`max_memory_allocated`); `None` where it does not, as on MPS."""
+    """Read the peak from the device's allocator (`max_memory_allocated`). MPS has none, so its peak is `None`."""
 
     memory_of = "device"
 
     def __init__(self, device: torch.device) -> None:
         self._where = device
         self._backend: Any = torch.get_device_module(device.type)
-        self._counts = hasattr(self._backend, "max_memory_allocated")
         self._peak = 0
         self._watching = False
 
     @override
     def resume(self) -> None:
-        if self._counts:
+        self._watching = hasattr(self._backend, "max_memory_allocated")
+        if self._watching:
             self._backend.reset_peak_memory_stats(self._where)
-        self._watching = self._counts
 
     @override
     def pause(self) -> None:
@@ -116,10 +114,10 @@ class DevicePeak(PeakMemory):
 
 @final
 class TensorPeak(PeakMemory):
-    """What tensors hold on the CPU: weights and buffers, and what the CPU allocator of torch gives out beside them.
+    """Measure what tensors hold on the CPU: weights, buffers, and all that torch's CPU allocator gives out beside them.
 
-    By torch's profiler, which changes no value; memory that others take (data loading, Python) is not in it. Stopped
-    after some steps, since a profile grows with each. `None` if another profiler is at work.
+    Torch's profiler measures it, which changes no value. Memory of others (data loading, Python) does not count. The
+    caller closes it after some steps, because a profile grows with each. `None` if another profiler is running.
     """
 
     memory_of = "tensors"
@@ -137,7 +135,7 @@ class TensorPeak(PeakMemory):
         self._started = True
         if _torch.is_profiling():
             return
-        gc.collect()  # what an earlier profile saw allocated, and is freed in this one, would count against it
+        gc.collect()  # garbage that an earlier profile saw allocated would be subtracted when it is freed in this one
         with contextlib.suppress(Exception):
             profile: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
             profile.__enter__()
@@ -145,12 +143,12 @@ class TensorPeak(PeakMemory):
 
     @override
     def pause(self) -> None:
-        """Do nothing: what is watched are the first steps, before any validation."""
+        """Do nothing: only the first steps are measured, before any validation."""
 
     @override
     def close(self) -> int | None:
         profile, self._profile = self._profile, None
-        if profile is not None and _torch.is_profiling():  # else somebody's own profiler ended this one
+        if profile is not None and _torch.is_profiling():  # otherwise another profiler has ended this one
             with contextlib.suppress(Exception):
                 profile.__exit__(None, None, None)
                 self._peak = self._held + _torch.peak_of_allocations(profile)

@@ -1,4 +1,4 @@
-"""Which part of a training step takes how long."""
+"""Measure how long each part of a training step takes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SCALING, CALLBACKS, REST = "checks, unscaling and clipping", "callbacks", "rest"
 
 @final
 class PartTimer:
-    """Adds up the time of nested parts; each moment counts for the innermost.
+    """Add up the time of nested parts. Each moment counts for the innermost part only.
 
-    The loading of data and callbacks are measured by the clock of the host, all else by that of the device.
+    The host's clock measures data loading and callbacks, and the device's clock all other parts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class PartTimer:
         return self._stack[-1][0] if self._stack else REST
 
     def push(self, part: str, detail: str = "") -> None:
-        """Begin a part inside of the one that is running."""
+        """Begin a part inside the current one."""
         self._close()
         self._stack.append((part, detail))
 
@@ -55,7 +55,7 @@ class PartTimer:
         self._since, self._since_host = self._clock.now(), time.perf_counter()
 
     def stop(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the seconds by part, and by detail. Waits for the device."""
+        """Return the seconds by part, and by detail. It waits for the device."""
         self._close()
         self._since = None
         for part, detail, first, last in self._laps:

@@ -1,4 +1,4 @@
-"""Time several runs in rounds: a machine that becomes busy slows down all of them, not the last one."""
+"""Time several runs in rounds, so that a machine that becomes busy slows down all of them and not only the last."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ def in_rounds(
     takes_part: Callable[[int], Iterable[str]],
     failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each run by round; each round has the opposite order of the one before.
+    """Return the seconds of each run by round; each round reverses the order of the round before.
 
-    All run once before the first round, which chooses kernels and allocates memory; those seconds are not returned.
+    Each run is called once before the first round, so that kernels are chosen and memory is allocated. The seconds of
+    that call are not returned.
 
     Args:
-        runs: Each runs once and returns its seconds.
-        takes_part: Names the runs of the next round, given how many rounds there were. No name ends it.
-        failed: Is told of a run that raises before the first round, which then takes part in none. Without it the
-            exception comes out.
+        runs: Functions that return the seconds of one run.
+        takes_part: Returns the names for the next round, given the number of finished rounds. No name ends the timing.
+        failed: Called with the name and the exception if a first call raises; that run is then left out. Without
+            `failed` the exception is raised.
 
     """
     seconds: dict[str, list[float]] = {}

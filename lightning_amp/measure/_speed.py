@@ -1,8 +1,8 @@
-"""One statistic for every sentence about speed: a ratio of times, its interval over repetitions, and a claim.
+"""`SpeedComparison`: the statistic behind every sentence about speed: a ratio of times, its interval, and a claim.
 
-A repetition is a whole run (one seed of a comparison) or, within one process, a whole round in which each contestant
-runs once. It is never a single step: the steps of one process share its memory layout, its clock and its neighbours on
-the machine, so that thousands of them repeat one measurement. No torch, no Lightning, no scipy.
+A repetition is a whole run (one seed of a comparison) or a whole round in which each contestant runs once. It is never
+a single step. All steps of one process share its memory layout, its clock and its neighbours on the machine, so
+thousands of them repeat one measurement. This file needs no torch, no Lightning and no scipy.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SpeedClaim = Literal["faster", "slower", "same", "undecided", "one run"]
 SAME_WITHIN = 1.05
 """A contestant is "as fast within 5 %" if the whole interval of the ratio lies between 1 / 1.05 and 1.05."""
 
-
 _WIDEST = 100.0
+"""An interval whose ends differ by a larger factor says nothing and is not written."""
 
 
 @final
@@ -32,15 +32,15 @@ _WIDEST = 100.0
 class SpeedComparison:
     """How many times as fast a contestant is as its reference, and what may be claimed about it.
 
-    Two runs of the same thing are called "faster" or "slower" with probability `1 - level` at most, whatever the number
-    of repetitions, as long as the repetitions are independent: `tests/unit/measure/test_speed.py` simulates it.
+    If both run the same thing, "faster" or "slower" is claimed with probability `1 - level` at most, for any number of
+    independent repetitions. `tests/unit/measure/test_speed.py` simulates this.
 
     Attributes:
-        ratio: Time of the reference over time of the contestant: 2.0 is twice as fast. The geometric mean over the
-            repetitions.
+        ratio: Time of the reference over time of the contestant, as the geometric mean over the repetitions: 2.0 is
+            twice as fast.
         low: Lower end of the confidence interval of `ratio`; `None` with one repetition, which has no interval.
-        high: Upper end.
-        num_repetitions: How many seeds or rounds.
+        high: Upper end of that interval.
+        num_repetitions: Number of seeds or rounds.
 
     """
 
@@ -51,11 +51,7 @@ class SpeedComparison:
 
     @classmethod
     def of(cls, log_ratios: Iterable[float], level: float = 0.95) -> SpeedComparison:
-        """Compare by Student's t interval of the mean logarithm.
-
-        Args:
-            log_ratios: log(time of the contestant / time of the reference), one value per repetition.
-            level: Confidence of the interval.
+        """Compare by Student's t interval of the mean of log(time of the contestant / time of the reference).
 
         Raises:
             ValueError: If there is no value, or one that is not finite.
@@ -80,7 +76,7 @@ class SpeedComparison:
 
     @property
     def claim(self) -> SpeedClaim:
-        """Return what the interval allows to say."""
+        """Return the claim that the interval supports."""
         if self.low is None or self.high is None:
             return "one run"
         if self.low >= 1 / SAME_WITHIN and self.high <= SAME_WITHIN:
@@ -94,17 +90,17 @@ class SpeedComparison:
 
     @property
     def decided_ratio(self) -> float | None:
-        """Return what a decision may rest on: `ratio`, 1.0 if it is the same within 5 %, `None` if undecided."""
+        """Return the ratio to decide by: `ratio`, 1.0 if both are as fast within 5 %, `None` if undecided."""
         if self.claim in ("undecided", "one run"):
             return None
         return 1.0 if self.claim == "same" else self.ratio
 
     def to_data(self) -> dict[str, object]:
-        """Return what :func:`json.dumps` takes, the claim included."""
+        """Return the fields and the claim as plain data for JSON."""
         return {"claim": self.claim, **asdict(self)}
 
     def widened(self, factor: float) -> SpeedComparison:
-        """Return it with an interval that also holds if a busy machine moved the ratio by `factor`, up or down."""
+        """Widen the interval so that it also holds if a busy machine moved the ratio by `factor`, up or down."""
         if self.low is None or self.high is None:
             return self
         factor = max(factor, 1 / factor)
@@ -112,7 +108,7 @@ class SpeedComparison:
 
     @property
     def interval(self) -> str:
-        """Write the interval: `0.60x to 1.10x`; empty without one, or if it is so wide that its ends say nothing."""
+        """Write the interval: `0.60x to 1.10x`; empty if there is none, or if it is too wide to say anything."""
         if self.low is None or self.high is None or self.high > _WIDEST * self.low:
             return ""
         return f"{_short(self.low)}x to {_short(self.high)}x"
@@ -158,7 +154,7 @@ def times_as_fast(ratio: float, low: float | None = None, high: float | None = N
 
 
 def _written(factors: list[float]) -> list[str]:
-    """Write factors above 1 with as many decimals as it takes to tell them from 1 and from each other."""
+    """Write factors above 1 with enough decimals to tell them from 1 and from each other."""
     least, spread = min(factors), max(factors) - min(factors)
     one_is_enough = round(least, 1) > 1 and (len(factors) == 1 or spread >= 0.1)
     digits = 1 if one_is_enough else 2 if least >= 1.005 else 3
@@ -169,10 +165,10 @@ def _written(factors: list[float]) -> list[str]:
 def t_quantile(probability: float, freedom: int) -> float:
     """Return the quantile of Student's t with a whole number of degrees of freedom, for a probability above 0.5.
 
-    The finite sums of Abramowitz and Stegun (1964), 26.7.3 and 26.7.4, inverted by bisection: `auto` and the doctor use
-    it, and scipy is an extra.
+    It inverts the finite sums of Abramowitz and Stegun (1964), 26.7.3 and 26.7.4, by bisection. `auto` and the doctor
+    need it, and scipy is an optional dependency.
     """
-    low, high = 0.0, math.pi / 2  # of the angle: t = sqrt(freedom) tan(angle)
+    low, high = 0.0, math.pi / 2  # bounds of the angle in t = sqrt(freedom) tan(angle)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if (1 + _t_within(middle, freedom)) / 2 < probability else (low, middle)

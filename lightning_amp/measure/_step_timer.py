@@ -1,4 +1,4 @@
-"""How long training steps take."""
+"""Measure how long training steps take."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing_extensions import final
 from lightning_amp.measure._device_clock import DeviceClock
 
 _FIRST = 10
-"""Steps that are not steady: memory is allocated, kernels are chosen, code is compiled. In short runs a fifth."""
+"""Steps that are not steady, because they allocate memory, choose kernels and compile code. In short runs: a fifth."""
 
 
 @final
 class StepTimer:
-    """Takes the time from the end of one training batch to the end of the next, data loading included.
+    """Measure the time from the end of one training batch to the end of the next, data loading included.
 
-    To leave the loading out, call :meth:`resume` when a batch begins. No step waits for a device that has timed events;
-    :meth:`pause` does.
+    To leave out the loading, call :meth:`resume` when a batch begins. On a device that has timed events only
+    :meth:`pause` waits, and no step does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,21 +31,21 @@ class StepTimer:
         self._open: list[tuple[Any, Any]] = []
         self._seconds = array("d")
         self._samples = array("q")
-        self._resumed = True
         self._uneven: set[int] = set()
         self._watched: set[int] = set()
 
     @property
     def num_laps(self) -> int:
-        """Return how many steps have ended."""
+        """Return the number of finished steps."""
         return len(self._samples)
 
     def resume(self) -> None:
         """Begin, or go on after a pause."""
-        self._previous, self._resumed = self._clock.now(), True
+        self._previous = self._clock.now()
+        self._uneven.add(self.num_laps)
 
     def pause(self) -> None:
-        """Stop until :meth:`resume`. Waits for the device."""
+        """Stop until :meth:`resume`. It waits for the device."""
         self._previous = None
         self._seconds.extend(self._clock.seconds(*lap) for lap in self._open)
         self._open.clear()
@@ -55,7 +55,7 @@ class StepTimer:
 
         Args:
             num_samples: Size of its batch, if known.
-            watched: Whether something was measured beside it, which takes time.
+            watched: Whether another measurement slowed the step down.
 
         """
         now = self._clock.now()
@@ -63,28 +63,26 @@ class StepTimer:
         self._open.append((self._previous, now))
         if watched:
             self._watched.add(self.num_laps)
-        if self._resumed or watched:
-            self._uneven.add(self.num_laps)
         self._samples.append(-1 if num_samples is None else num_samples)
-        self._previous, self._resumed = now, False
+        self._previous = now
 
     def steady(self) -> list[int]:
-        """Return which steps are steady: not the first ones, none after a pause, none that was watched."""
-        first = min(_FIRST, self.num_laps // 5)
-        return [lap for lap in range(first, len(self._seconds)) if lap not in self._uneven]
+        """Return the steady steps: without the first ones, the first after each pause, and watched ones."""
+        first, uneven = min(_FIRST, self.num_laps // 5), self._uneven | self._watched
+        return [lap for lap in range(first, len(self._seconds)) if lap not in uneven]
 
     def step_s(self, steps: Iterable[int] | None = None) -> list[float]:
-        """Return the seconds of these steps, by default of each steady one. Call it after :meth:`pause`."""
+        """Return the seconds of these steps, by default of all steady ones. Call it after :meth:`pause`."""
         return [self._seconds[lap] for lap in (self.steady() if steps is None else steps)]
 
     def samples_per_s(self, steps: Iterable[int] | None = None) -> list[float]:
-        """Return the samples per second of these steps, by default of each steady one, where batch sizes are known."""
+        """Return the samples per second of these steps, by default of all steady ones, where batch sizes are known."""
         laps = self.steady() if steps is None else steps
         known = [lap for lap in laps if self._samples[lap] >= 0 and self._seconds[lap] > 0]
         return [self._samples[lap] / self._seconds[lap] for lap in known]
 
     def elapsed_s(self) -> list[float]:
-        """Return the seconds of training after so many steps, from 0 on; a watched step counts as a usual one."""
+        """Return the seconds of training after 0, 1, 2, ... steps; a watched step counts as much as a usual one."""
         times = self.step_s() or [s for lap, s in enumerate(self._seconds) if lap not in self._watched]
         usual = median(times) if times else 0.0
         laps = (min(s, usual) if lap in self._watched else s for lap, s in enumerate(self._seconds))

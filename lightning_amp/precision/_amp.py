@@ -6,9 +6,9 @@ documentation shows and a test compares):
     scale the loss -> backward (autocast off) -> unscale once -> check finite -> on_before_optimizer_step hooks
       -> clip -> step or skip -> record -> [end of batch] update the scale once, for all optimizers
 
-Here each hook of Lightning is translated, and handed over to what the plugin holds: `_settings.py` (which precision and
-scaler), `_fit.py` (backward, step, batch end), `_forward.py` (what steps run in), `_fallback.py` (another precision for
-a run that is stuck), `_ledger.py` (what outlives a fit). Without a run there is autocast, and nothing else.
+This file translates the hooks of Lightning. `_settings.py` chooses precision and scaler. `_fit.py` runs backward, step
+and batch end. `_forward.py` makes the contexts of steps. `_fallback.py` chooses another precision for a stuck run.
+`_ledger.py` keeps records and scales from fit to fit. Without a run there is autocast only.
 """
 
 from __future__ import annotations
@@ -49,49 +49,50 @@ class AmpPrecision(MixedPrecision):
 
         trainer = L.Trainer(plugins=[AmpPrecision("fp16")])
 
-    It is a `lightning.pytorch.plugins.MixedPrecision` that owns the whole optimizer step. A skipped step did not
-    happen: not for parameters and optimizer, not for the scale's growth, and :attr:`num_steps` does not count it.
+    It is a `lightning.pytorch.plugins.MixedPrecision` that owns the whole optimizer step. When a step is skipped,
+    parameters, optimizer state, LR schedules and the growth of the scale do not advance, nor does :attr:`num_steps`.
 
     Args:
-        precision: `"auto"`, `"bf16"`, `"fp16"`, `"fp8"` or `"fp32"`, or what you have in your hands: `"bf16-mixed"`,
+        precision: `"auto"`, `"bf16"`, `"fp16"`, `"fp8"` or `"fp32"`, or another common spelling: `"bf16-mixed"`,
             `"16-mixed"`, `"32-true"`, `16`, `32`, `torch.bfloat16`, `torch.float16`, `torch.float32`, and these as
-            strings. `"fp32"` runs the same pipeline without autocast: one word turns mixed precision off. `"auto"`
-            picks by the device and says in one log line what and why. On a CPU with bfloat16 instructions it measures
-            for 0.2 s at most, once per process, and picks `"fp32"` only if bf16 is clearly slower. A resumed run stays
-            in the precision of its checkpoint. A precision that the device cannot run raises before the first batch.
+            strings. `"fp32"` runs the same pipeline without autocast. `"auto"` picks by the device, and logs its choice
+            and reason in one line. On a CPU with bfloat16 instructions it measures for 0.2 s at most, once per process,
+            and picks `"fp32"` only if bf16 is clearly slower. A resumed run stays in the precision of its checkpoint. A
+            precision that the device cannot run raises before the first batch.
         scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, any
-            `torch.amp.GradScaler`, or a float for a scale that never moves. bf16 and fp32 need none, since their range
-            is that of fp32: with `"bf16"` it is an error, with `"auto"` and `"fp32"` it is left unused there (one line
-            says so, and `scaler` is `None`), so that one configuration serves all machines.
+            `torch.amp.GradScaler`, or a float for a scale that never moves. bf16 has the range of fp32, so neither
+            needs a scaler. With `"bf16"` one is an error. With `"auto"` and `"fp32"` an unneeded one is left unused
+            (one line says so, and `scaler` is `None`), so that one configuration serves all machines.
         fp32_modules: Rules for modules that compute in fp32, forward and backward, with their floating inputs upcast:
-            globs on qualified names (`"decoder.head"`, `"*.norm"`) or module classes. For what half precision breaks:
-            positional phases, large logits.
+            globs on qualified names (`"decoder.head"`, `"*.norm"`) or module classes. Use it for computations that half
+            precision breaks, such as positional phases and large logits.
         eval_precision: Validate, test and predict in another precision, any spelling of `precision`. `None`: the same.
-        skip_nonfinite: Skip a step with non-finite gradients in bf16 and fp32 too, where no scaler does. 64 in a row
-            stop the run. `False` gives plain fp32 behaviour: the NaN reaches the weights.
-        restore_buffers: Rules for buffers that a skipped step puts back, beside the statistics of normalisation layers:
-            globs on qualified names (`"queue*"`, `"head.centre"`). For what a step writes by itself: queues of keys,
-            centres, codebooks, of any dtype, in place or replaced.
+        skip_nonfinite: Skip a step with non-finite gradients in bf16 and fp32 too, where no scaler does. 64 skips in a
+            row stop the run. `False` gives plain fp32 behaviour: the NaN reaches the weights.
+        restore_buffers: Rules for buffers that a skipped step restores, besides the statistics of normalisation layers:
+            globs on qualified names (`"queue*"`, `"head.centre"`). Use it for buffers that a step writes itself, such
+            as queues of keys, centres and codebooks. They may have any dtype, and be edited or replaced.
         upcast_parameters: Make trainable parameters that are fp16 or bf16 when a fit begins (a model loaded in
-            bfloat16) float32, for good, before optimizers exist; the same in `"fp32"`. Half-precision buffers beside
-            them become float32 too, frozen parameters stay. `False`: they are an error, but in `"fp32"`.
+            bfloat16) float32, permanently, before optimizers exist; in `"fp32"` too. Half-precision buffers beside them
+            become float32 as well, frozen parameters stay. `False`: such parameters are an error, except in `"fp32"`.
         fp8_recipe: For `"fp8"` only: how values are scaled before they are rounded to 8 bits. `None` is
             `"rowwise_with_gw_hp"`, the most accurate; `"rowwise"`, `"tensorwise"` (the fastest), or a
             `torchao.float8.Float8LinearConfig`, with `emulate=True` for a device without fp8.
-        fallback: Precisions to go on in, in order, when the run is stuck: `["bf16", "fp32"]`. After so many skips in a
-            row, at least half of them because of gradients, the next batch is in the next one, which a warning says.
-            The loss scale ends there, and the count starts at 0. A checkpoint resumes in its own precision, another
-            Trainer starts in `precision`. With `"auto"`, what stands before the one that was picked is passed over.
+        fallback: Precisions to go on in, in order, when the run is stuck: `["bf16", "fp32"]`. It is stuck when the
+            limit of skips in a row is reached, and at least half of them are because of gradients. The next batch then
+            runs in the next precision, which a warning says, without a loss scale, and the count of skips starts at 0.
+            A checkpoint resumes in its own precision, and another Trainer starts in `precision`. With `"auto"`, the
+            list begins behind the precision that was picked.
 
     Raises:
-        ValueError: For an unknown precision, a scaler with `"bf16"` or `"fp8"`, a `fallback` that cannot help; when the
-            Trainer attaches, for a precision that the device cannot run, a rule that matches nothing, or if no layer
-            qualifies for fp8.
+        ValueError: For an unknown precision, a scaler with `"bf16"` or `"fp8"`, or a `fallback` that cannot help. When
+            the Trainer attaches, for a precision that the device cannot run, a rule that matches nothing, or if no
+            layer qualifies for fp8.
         ImportError: When the Trainer attaches, if fp8 lacks a torchao of 0.18 or later.
-        FloatingPointError: During training, after so many skipped steps in a row that the run is stuck.
+        FloatingPointError: During training, if the run is stuck.
 
-    Cost: a fused optimizer does not wait for the device. One that is not reads the flag once per step: in fp16 as in
-    torch, in bf16 and fp32 unless `skip_nonfinite=False`. Reading :attr:`last_step`, :attr:`num_steps` or
+    Cost: a fused optimizer does not wait for the device. Any other optimizer reads the flag once per step: in fp16 as
+    in torch, in bf16 and fp32 unless `skip_nonfinite=False`. Reading :attr:`last_step`, :attr:`num_steps` or
     :attr:`num_skipped` waits for the device.
 
     """
@@ -109,7 +110,7 @@ class AmpPrecision(MixedPrecision):
         skip_nonfinite: bool = True,
         restore_buffers: Sequence[str] = (),
         upcast_parameters: bool = False,
-        fp8_recipe: Any = None,  # a name, or of a class that is torchao's, which a LightningCLI would import to see it
+        fp8_recipe: Any = None,  # not typed: a LightningCLI would import torchao to resolve the class
         fallback: Sequence[str | int | torch.dtype] = (),
     ) -> None:
         self._settings = Settings(precision, eval_precision, scaler, fp8_recipe)
@@ -122,15 +123,15 @@ class AmpPrecision(MixedPrecision):
         self.restore_buffers = checked_buffer_rules(restore_buffers)
         require_bool("upcast_parameters", upcast_parameters)
         self.upcast_parameters = upcast_parameters
-        self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # for now
+        self.device = (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type  # until one attaches
         self._choice, self.scaler = self._settings.first()
         self._ledger = self._new_ledger()
 
     def _new_ledger(self) -> Ledger:
-        return Ledger(self.scaler, self._describe_skips, offers_fallback=self._offers_fallback)
+        def describe_skips() -> str:
+            return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
 
-    def _describe_skips(self) -> str:
-        return "" if self._run is None else _refusals.describe_nonfinite_gradients(self._run.module)
+        return Ledger(self.scaler, describe_skips, offers_fallback=self._offers_fallback)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.requested!r})"
@@ -146,17 +147,17 @@ class AmpPrecision(MixedPrecision):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return what autocast computes in: `torch.bfloat16` for `"fp8"` too, `torch.float32` for `"fp32"`."""
+        """Return the dtype of autocast: `torch.bfloat16` for `"fp8"` too, `torch.float32` for `"fp32"`."""
         return self._settled().dtype
 
     def _settled(self) -> Choice:
-        # "auto" before a Trainer attached: by the instructions of the device that Lightning chooses by default. Nothing
-        # is measured before a process is the one that trains: the threads of a measurement do not survive a fork.
+        # Before a Trainer attaches, "auto" goes by the instructions of the device that Lightning chooses by default. It
+        # measures later, in the process that trains, because the threads of a measurement do not survive a fork.
         return self._choice or Choice.by_instructions(torch.device(self.device))[0]
 
     @property
     def fp8_layers(self) -> Mapping[str, str | None]:
-        """Return each `nn.Linear` by its qualified name: `None` if it ran in fp8 in the last fit, else why not."""
+        """Return for each `nn.Linear`, by its qualified name, `None` if it ran in fp8 in the last fit, else why not."""
         return dict(self._fp8_layers)
 
     @property
@@ -166,12 +167,12 @@ class AmpPrecision(MixedPrecision):
 
     @property
     def num_steps(self) -> int:
-        """Count optimizer steps that were applied in this run: in all fits of one Trainer. Waits for the device."""
+        """Count the applied optimizer steps in all fits of one Trainer. Waits for the device."""
         return self._ledger.so_far(self.scaler)[0]
 
     @property
     def num_skipped(self) -> int:
-        """Count optimizer steps that were skipped in this run: in all fits of one Trainer. Waits for the device."""
+        """Count the skipped optimizer steps in all fits of one Trainer. Waits for the device."""
         return self._ledger.so_far(self.scaler)[1]
 
     @property
@@ -180,7 +181,7 @@ class AmpPrecision(MixedPrecision):
         return self._ledger.log
 
     def flush(self) -> None:
-        """Close what was stepped since the last batch, and hand all records to who subscribed. Waits for the device."""
+        """Complete the steps since the last batch, and hand all records to the subscribers. Waits for the device."""
         if self._fit is not None:
             self._fit.steps.finish_batch()
         self._ledger.log.flush()
@@ -200,14 +201,13 @@ class AmpPrecision(MixedPrecision):
         self.device = device.type
         fitting = trainer.state.fn == TrainerFn.FITTING
         start, why = self._settings.choose(device, partial(pick_on_all_ranks, module, device), fitting=fitting)
-        # a checkpoint is restored later
         goes_on = self._ledger.begin(trainer, self.scaler) if fitting else self._ledger.knows(trainer)
         choice = self._fallback.begin(start, device, goes_on=goes_on, fitting=fitting)
         self._go_on_in(choice, training=fitting)
         if fitting:
             if not goes_on:
                 self._settings.reset(self.scaler)
-            if self.upcast_parameters:  # before `fp32_modules`, which refuses
+            if self.upcast_parameters:  # before `fp32_modules`, which refuse half-precision parameters
                 _upcast_parameters.upcast(module)
         own = [name for name in REPLACEABLE if not _clipping.is_default(self, name, AmpPrecision)]
         self._run = run = Run(self, module, choice, self._settings.evaluation(choice, device), self.fp32_modules, own)
@@ -220,15 +220,15 @@ class AmpPrecision(MixedPrecision):
     @override
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         if self._run is not None:
-            mine = [_lightning.unwrap_optimizer(o) for o in optimizers]
-            self._run.connect(mine, self.scaler, self.skip_nonfinite, self._ledger.log, self._fall_back_if_stuck)
+            unwrapped = [_lightning.unwrap_optimizer(o) for o in optimizers]
+            self._run.connect(unwrapped, self.scaler, self.skip_nonfinite, self._ledger.log, self._fall_back_if_stuck)
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
     def autocast_context_manager(self) -> torch.autocast:
         choice = self._settled() if self._run is None else self._run.forward.choice
         dtype = choice.dtype if choice.mixed else torch.get_autocast_dtype(self.device)
-        # no cache: it sums the gradients of all uses of a weight in half precision; see `casting/_reused_weights.py`
+        # the cache would sum the gradients of all uses of a weight in half precision; see `casting/_reused_weights.py`
         return torch.autocast(self.device, dtype=dtype, enabled=choice.mixed, cache_enabled=False)
 
     @override
@@ -240,7 +240,7 @@ class AmpPrecision(MixedPrecision):
         return self.autocast_context_manager()
 
     def forward_context_of(self, precision: str) -> AbstractContextManager[Any]:
-        """Return what a training step ran in, by our name of its precision, to run it again; empty: as of now."""
+        """Return the forward context of a training step in this precision, to run it again; empty: the present one."""
         return self.forward_context() if self._run is None else self._run.forward_context_of(precision)
 
     @override
@@ -261,25 +261,25 @@ class AmpPrecision(MixedPrecision):
         return self.evaluation_context(None, "predict_step")
 
     def evaluation_context(self, module: nn.Module | None, step: str | None = None) -> AbstractContextManager[None]:
-        """Return what an evaluation step runs in: autocast in the evaluation precision; metrics and outputs in fp32.
+        """Return the context of an evaluation step: autocast in its precision, with metrics and outputs in fp32.
 
-        It is the step of that name (`None`: a hook) of the attached module, or of a shadow that is to be treated alike.
+        `step` is its name; `None` for a hook. `module` is a shadow to treat like the attached module.
         """
         return self.forward_context() if self._run is None else self._run.evaluation_step(module, step)
 
     def fp8_on(self, module: nn.Module, precision: str = "") -> AbstractContextManager[None]:
-        """Return a context in which a copy of the module multiplies in fp8, as a training step of this precision."""
+        """Return a context in which a copy of the module multiplies in fp8, if training steps of this precision do."""
         return nullcontext() if self._run is None else self._run.fp8_on(module, precision)
 
     def scaled_grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Differentiate as `torch.autograd.grad`, but so that small gradients do not become zero in fp16.
+        """Differentiate as `torch.autograd.grad`, without losing small gradients to zero in fp16.
 
-        For gradient penalties: call it inside `training_step` with `create_graph=True`; what comes back are true
-        gradients, in float32 where they would be half precision. The scale is not that of the loss, and adapts by
-        itself (:class:`~lightning_amp.scaling.DerivativeScale`): if it was too large the loss is infinite, the step is
-        skipped, and the next one has a quarter of it. Without loss scaling this is `torch.autograd.grad`.
-        :func:`lightning_amp.precision.scaled_grad` has the same arguments and result, and does not depend on this
-        plugin. With `learn=False`, for a step that runs again, the scale stays.
+        For gradient penalties: call it inside `training_step` with `create_graph=True`. It returns true gradients, in
+        float32 where they would be half precision. They have a scale of their own, which adapts by itself
+        (:class:`~lightning_amp.scaling.DerivativeScale`). If it is too large, the loss is infinite, the step is
+        skipped, and the scale falls to a quarter. Without loss scaling this is `torch.autograd.grad`.
+        :func:`lightning_amp.precision.scaled_grad` does the same under any plugin. With `learn=False`, for a step that
+        runs again, the scale stays.
         """
         with autocast_off(self.device):
             return self._ledger.derivatives.grad(enabled(self.scaler), outputs, inputs, **kwargs)
@@ -289,7 +289,7 @@ class AmpPrecision(MixedPrecision):
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         fit = self._fit
-        if fit is None:  # in an evaluation, or after the run, nobody divides by the scale
+        if fit is None:  # in an evaluation, or after the run, nothing would divide by the scale
             _refusals.require_trainer(self, module)
             return Precision.pre_backward(self, tensor, module)
         with autocast_off(self.device):
@@ -305,19 +305,19 @@ class AmpPrecision(MixedPrecision):
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        if self._fit is None or self._fit.somebody_sees_backward:
+        if (fit := self._fit) is None or fit.fold_plan.current().somebody_sees_backward:
             with autocast_off(self.device):
                 super().post_backward(tensor, module)
         if self._run is not None:
-            self._run.forward.weights_changed()
+            self._run.forward.reused_weights.forget()
         return tensor.detach()
 
     def unscale_(self, optimizer: Any) -> None:
-        """Make the gradients of `optimizer` true ones, for a manual training loop that wants to look or to clip itself.
+        """Unscale the gradients of `optimizer`, for a manual training loop that reads or clips them itself.
 
-        Idempotent within a step; without loss scaling it only looks at them. If they are not finite, their next step is
-        skipped, whatever they are mended to afterwards; mend them before. A backward that follows carries the
-        gradients back to the scale, so accumulating after looking is fine.
+        A second call in the same step changes nothing. Without loss scaling it only checks them. If they are not
+        finite, the next step is skipped, even if you replace these values afterwards; replace them before. A later
+        backward scales the gradients again, so you may go on accumulating.
 
         Args:
             optimizer: From `self.optimizers()`, or the user's own.
@@ -332,12 +332,12 @@ class AmpPrecision(MixedPrecision):
     ) -> Any:
         fit = self._fit
         with autocast_off(self.device):
-            if fit is None:  # in an evaluation, or after the run: gradients are true, and nobody counts
+            if fit is None:  # in an evaluation, or after the run, gradients are not scaled and steps not counted
                 output = Precision.optimizer_step(self, optimizer, model, closure, **kwargs)
             else:
-                output = fit.step(_lightning.unwrap_optimizer(optimizer), closure, self.forward_context, kwargs)
+                output = fit.step(_lightning.unwrap_optimizer(optimizer), closure, kwargs)
         if self._run is not None:
-            self._run.forward.weights_changed()
+            self._run.forward.reused_weights.forget()
         return output
 
     @override
@@ -352,7 +352,7 @@ class AmpPrecision(MixedPrecision):
             self.unscale_(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)
             return
-        if self._fit is not None:  # a norm that is not finite makes gradients NaN: the step finds it
+        if self._fit is not None:  # no check here: a norm that is not finite makes gradients NaN, which the step finds
             gradients = self._fit.steps.gradients
             gradients.unscale(gradients.state(optimizer))
         if clip_val > 0:
@@ -369,7 +369,7 @@ class AmpPrecision(MixedPrecision):
     # -- another precision, checkpoints, copies, the end ---------------------------------------------------------------
 
     def _go_on_in(self, choice: Choice, *, training: bool = True) -> None:
-        """Settle the precision, and with it the scaler, what steps run in, and what the records say."""
+        """Set the precision, and with it the scaler, the contexts of steps, and the precision in records."""
         self._choice, self.scaler = choice, self._settings.next_scaler(choice, self.scaler, self.device)
         if self._run is not None:
             self._run.go_on_in(choice, self._settings.evaluation(choice, self._run.device), self.scaler)
@@ -377,15 +377,15 @@ class AmpPrecision(MixedPrecision):
             self._ledger.go_on_in(choice, self.scaler, self._fallback.note_stuck if self._fallback.left else None)
 
     def _fall_back_if_stuck(self) -> None:
-        """Go on in the next precision if the batch that ended was one skip too many. All ranks do so together."""
+        """Go on in the next precision if the batch that ended was one skip too many; all ranks together."""
         if self._fallback.why_stuck:
-            self._ledger.log.flush()  # what there is was taken in the old one
+            self._ledger.log.flush()  # these steps were taken in the old precision
             self._fallback.go_on(self._settled(), self._go_on_in)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._fit is not None:
-            self._fit.settle()
+            self._fit.protection.settle()
         self.flush()
         return {**self._ledger.state(self.scaler), **self._fallback.state()}
 
@@ -408,11 +408,11 @@ class AmpPrecision(MixedPrecision):
         if self.scaler is not None:
             checkpoint[STOCK_KEY] = self.scaler.state_dict()
         if self._fit is not None:
-            self._fit.mend(checkpoint["state_dict"])
+            self._fit.protection.mend(checkpoint["state_dict"])
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # what it does not know starts afresh, also where an earlier fit left something
+        # state that the checkpoint lacks starts afresh, even if an earlier fit has left some
         start = self._fallback.restart()
         if start is not None and start != self._choice and self._run is not None:
             self._go_on_in(start)
@@ -424,7 +424,7 @@ class AmpPrecision(MixedPrecision):
             self._load(checkpoint[key], key)  # else Lightning itself calls `load_state_dict`
 
     def __getstate__(self) -> dict[str, Any]:
-        """Take the settings and the scaler along in a pickle or a deep copy, not the run."""
+        """Return the settings and the scaler for a pickle or a deep copy, without the run."""
         return {name: value for name, value in vars(self).items() if name not in ("_ledger", "_run")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

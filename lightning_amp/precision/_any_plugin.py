@@ -1,4 +1,4 @@
-"""What a manual loop needs of the precision plugin, whichever it is: a module that calls these depends on none."""
+"""Let a manual loop differentiate and unscale under any precision plugin, so that a module depends on none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def scaled_grad(trainer: Any, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """`torch.autograd.grad` for gradients that become a part of the loss, such as gradient penalties.
+    """Differentiate as `torch.autograd.grad`, for gradients that become a part of the loss, as in gradient penalties.
 
     .. code-block:: python
 
@@ -20,17 +20,17 @@ def scaled_grad(trainer: Any, outputs: Any, inputs: Any, **kwargs: Any) -> tuple
             (gradient,) = scaled_grad(self.trainer, score, batch, create_graph=True)
             return score + 10 * (gradient.norm(dim=1) - 1).square().mean()
 
-    Under :class:`~lightning_amp.AmpPrecision` with loss scaling it is that of the plugin, under any other
+    Under :class:`~lightning_amp.AmpPrecision` with loss scaling it calls the plugin's `scaled_grad`, under any other
     plugin `torch.autograd.grad` itself.
 
     Args:
         trainer: `self.trainer`.
-        outputs: Tensor of any shape, or a sequence of them.
-        inputs: What to differentiate by.
+        outputs: Tensor of any shape, or a sequence of tensors.
+        inputs: Tensors to differentiate by.
         kwargs: Go to `torch.autograd.grad`; `create_graph=True` for a penalty.
 
     Returns:
-        One gradient per input, of its shape; `None` where `allow_unused`.
+        One gradient per input, of its shape; `None` where `allow_unused` permits it.
 
     """
     ours = getattr(trainer.precision_plugin, "scaled_grad", None)
@@ -38,7 +38,7 @@ def scaled_grad(trainer: Any, outputs: Any, inputs: Any, **kwargs: Any) -> tuple
 
 
 def unscale_(trainer: Any, optimizer: Any) -> None:
-    """Make the gradients of `optimizer` true ones, for a manual training loop that wants to look or to clip itself.
+    """Unscale the gradients of `optimizer`, for a manual training loop that reads or clips them itself.
 
     .. code-block:: python
 
@@ -52,15 +52,15 @@ def unscale_(trainer: Any, optimizer: Any) -> None:
             nn.utils.clip_grad_norm_(self.parameters(), 1.0)
             optimizer.step()
 
-    Idempotent until the next step. Under `AmpPrecision` that step is skipped if the gradients are not finite now, even
-    if they are mended afterwards. Without loss scaling there is nothing to divide.
+    A second call before the next step changes nothing. Under `AmpPrecision` that step is skipped if the gradients are
+    not finite now, even if you replace these values afterwards. Without loss scaling it divides nothing.
 
     Args:
         trainer: `self.trainer`.
         optimizer: From `self.optimizers()`.
 
     Raises:
-        RuntimeError: Under Lightning's own fp16 plugin: it unscales in the step, and its scaler refuses to do so twice.
+        RuntimeError: Under Lightning's own fp16 plugin, which unscales in the step, and whose scaler refuses twice.
 
     """
     plugin = trainer.precision_plugin
@@ -71,7 +71,7 @@ def unscale_(trainer: Any, optimizer: Any) -> None:
     scaler = getattr(plugin, "scaler", None)
     if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
         raise RuntimeError(
-            f"`unscale_` cannot unscale under `{type(plugin).__name__}`, which unscales in the step itself, where its"
+            f"`unscale_` cannot unscale under `{type(plugin).__name__}`, which unscales in the step itself, and whose"
             " scaler refuses a second time. Use `lightning_amp.AmpPrecision('fp16')`, or precision 'bf16-mixed', which"
             " needs no loss scale."
         )

@@ -1,4 +1,4 @@
-"""What goes past the plugin: the four calls of torch's own recipe on its scaler, and steps of an optimizer alone."""
+"""Handle calls that bypass the plugin: the user's own calls of the scaler, and steps of an optimizer alone."""
 
 from __future__ import annotations
 
@@ -21,26 +21,19 @@ from lightning_amp.scaling import BackwardWatch, OptimizerSteps, Scaled, Unscale
 
 @final
 class ScalerByHand:
-    """Gives `scaler.scale`, `unscale_`, `step` and `update` their meaning while the plugin owns the step.
+    """Redirects `scaler.scale`, `unscale_`, `step` and `update` to the plugin until :meth:`detach`.
 
-    Loops get at the scaler by `trainer.precision_plugin.scaler`, to clip by themselves, or to step as in a loop without
-    a Trainer. Of gradients, steps and flags it knows nothing here: the plugin keeps them. So each call means what the
-    plugin has for it. Gradients are unscaled once, and a step is checked, counted and skipped as any other:
+    Manual loops take the scaler from `trainer.precision_plugin.scaler`, to clip, or to step as without a Trainer. The
+    plugin keeps the state of gradients, steps and flags, not the scaler. So gradients are unscaled once, and a step is
+    checked, counted and skipped as any other:
 
-    * `scale(loss).backward()` is a scaled backward; under a backward of the plugin's, which scales, it is an error.
-    * `unscale_(optimizer)` is that of the plugin.
-    * `step(optimizer)` is that of what `self.optimizers()` returns.
-    * `update()` moves the scale for the steps since the last one; the end of the batch does so for those that are left.
+    * `scale(loss).backward()` is a scaled backward; inside of the plugin's backward, which scales, it is an error.
+    * `unscale_(optimizer)` calls the plugin's `unscale_`.
+    * `step(optimizer)` calls `step()` of the optimizer that `self.optimizers()` returns, or steps an unknown one.
+    * `update()` moves the scale for the steps since the last update; the end of the batch does so for later steps.
 
-    Args:
-        scaler: Any; its own methods are back after :meth:`detach`.
-        steps: Of the run; made before this, since it multiplies by the scaler's own `scale`.
-        plugin: Steps an optimizer that Lightning does not know.
-        module: The user's.
-        on_backward: Is called when a backward begins that the user has scaled.
-
-    Cost: nothing for who calls none of them.
-
+    `steps` must be made before this, because it multiplies by the scaler's own `scale`. `on_backward` is called when a
+    backward begins that the user has scaled.
     """
 
     def __init__(
@@ -56,14 +49,14 @@ class ScalerByHand:
         self._own_update = scaler.update
         self._stepping: set[int] = set()
         calls = {"scale": self._multiply, "unscale_": self._unscale, "step": self._step, "update": self._update}
-        self._overrides = [_Call(scaler, name, call) for name, call in calls.items()]
-        for one in self._overrides:
-            one.install()
+        self._overrides = [_Redirect(scaler, name, call) for name, call in calls.items()]
+        for each in self._overrides:
+            each.install()
 
     def detach(self) -> None:
         """Put the scaler's own methods back."""
-        for one in self._overrides:
-            one.restore()
+        for each in self._overrides:
+            each.restore()
 
     def _multiply(self, outputs: Any) -> Any:
         outputs = _as_lists(outputs)
@@ -81,7 +74,7 @@ class ScalerByHand:
 
     def _begin_backward(self, loss: Tensor, node: Any, scale: Tensor, gradient: Tensor) -> None:
         if node is not None and not _torch.adds_to_gradients(node):
-            return  # `torch.autograd.grad`, of which the user has the result
+            return  # `torch.autograd.grad`, whose result the user unscales
         if self._steps.scaler is None:
             raise RuntimeError(
                 "The loss was multiplied by the loss scale before the run went on in another precision, which has none."
@@ -99,35 +92,35 @@ class ScalerByHand:
         optimizer = _lightning.unwrap_optimizer(optimizer)
         if id(optimizer) in self._stepping or self._steps.stepping:
             raise RuntimeError(
-                f"`scaler.step(optimizer)` was called inside of a step of `{type(optimizer).__name__}`, which it would"
-                " begin anew. In a plugin with an `optimizer_step` of its own, call `super().optimizer_step(...)`."
+                f"`scaler.step(optimizer)` was called inside of a step of `{type(optimizer).__name__}`, and would"
+                " begin that step again. In your own `optimizer_step` of a plugin call `super().optimizer_step(...)`."
             )
         self._steps.assume_scaled(optimizer)
         self._stepping.add(id(optimizer))
         try:
-            return self._way_to_step(optimizer)(*args, **kwargs)
+            return self._step_method(optimizer)(*args, **kwargs)
         finally:
             self._stepping.remove(id(optimizer))
 
-    def _way_to_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def _step_method(self, optimizer: Optimizer) -> Callable[..., Any]:
         known: Any = self._module.optimizers()
         for one in known if isinstance(known, Iterable) else [known]:
             if _lightning.unwrap_optimizer(one) is optimizer:
                 return one.step
-        return partial(self._plugin.optimizer_step, optimizer, self._module, _do_nothing)
+        return partial(self._plugin.optimizer_step, optimizer, self._module, lambda: None)
 
     def _update(self, new_scale: float | Tensor | None = None) -> None:
         if new_scale is not None:
             self._steps.replace_scale(partial(self._own_update, new_scale))
-        elif _torch.has_found_infs(self._scaler):  # the plugin's own call: nobody else can tell it any
+        elif _torch.has_found_infs(self._scaler):  # the plugin calls: only it gives the scaler flags
             self._own_update()
         else:
             self._steps.finish_batch()
 
 
 @final
-class _Call(MethodOverride):
-    """One of them."""
+class _Redirect(MethodOverride):
+    """A method of the scaler that calls `call` instead."""
 
     def __init__(self, scaler: torch.amp.GradScaler, name: str, call: Callable[..., Any]) -> None:
         super().__init__(scaler, name)
@@ -135,39 +128,29 @@ class _Call(MethodOverride):
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._call if self.installed else self.inner)(*args, **kwargs)  # somebody may have kept it
+        return (self._call if self.installed else self.inner)(*args, **kwargs)  # the user may have kept this object
 
 
 def _as_lists(outputs: Any) -> Any:
-    """Return what can be gone through twice: an iterable that is no sequence as a list."""
+    """Return nested outputs with every iterable that can be read only once as a list."""
     if isinstance(outputs, Tensor) or not isinstance(outputs, Iterable):
         return outputs
     return type(outputs)(map(_as_lists, outputs)) if isinstance(outputs, (list, tuple)) else [*map(_as_lists, outputs)]
 
 
-def _do_nothing() -> None:
-    return None
-
-
 @final
 class BypassedSteps:
-    """Steps that an optimizer takes past the plugin while its gradients are multiplied by the loss scale.
+    """Raises an error before an optimizer step that bypasses the plugin while its gradients are scaled.
 
-    It raises before such a step, which would move the weights by the gradients times the scale, in silence.
+    Without it such a step would silently move the weights by the gradients times the scale. Torch calls it for each
+    step of every optimizer, through its public registry of step hooks, until :meth:`detach`. Steps of the plugin pass,
+    and so do steps on gradients that are not scaled. The plugin knows this of its own optimizers; for other optimizers
+    the watch on their backwards knows it.
 
-    torch tells it of each step of every optimizer, through its public registry of step hooks, from which it is taken
-    at the end of the fit. The plugin's own steps pass. Any other is legal as long as its gradients are not those of a
-    scaled backward. For the plugin's optimizers it is known whether they are; for others the watch tells.
-
-    Args:
-        steps: The plugin's.
-        watch: On their backwards; detached with this.
-
-    Cost: two calls per optimizer step. Nothing without loss scaling, where it is not needed.
-
+    Cost: two calls per optimizer step. It is not needed without loss scaling.
     """
 
-    only_looks = True  # a step with no other hook than this one may still be decided on the device
+    only_looks = True  # if a step has no other hook, it may still be decided on the device
 
     def __init__(self, steps: OptimizerSteps, watch: BackwardWatch) -> None:
         self._steps, self._watch = steps, watch
@@ -181,7 +164,7 @@ class BypassedSteps:
         self._watch.detach()
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Look before and after any step (after: for a closure that has run a scaled backward)."""
+        """Check before and after any step; after it, because its closure may have run a scaled backward."""
         steps = self._steps
         if steps.stepping:
             return
@@ -199,7 +182,7 @@ class BypassedSteps:
         if unscaled:
             why = "which therefore cannot skip it if its gradients have overflowed"
         else:
-            why = f"while its gradients are multiplied by the loss scale ({scale:.10g}), unscaled and checked by nobody"
+            why = f"while its gradients are multiplied by the loss scale ({scale:.10g}), and nothing has checked them"
         if self._watch.scale is not None:
             fix = (
                 "It was called inside the backward: step after it, by `step()` of what `self.optimizers()` returns, or"

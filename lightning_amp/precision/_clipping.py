@@ -1,6 +1,6 @@
-"""Clip true gradients, whatever mixture of plain and sharded ones an optimizer has; or leave it to a fused optimizer.
+"""Clip the true gradients of an optimizer, plain and sharded ones together, or leave clipping to a fused optimizer.
 
-Torch's own functions take gradients of one device mesh, or of none.
+Torch's own functions take gradients of one device mesh only, or of none.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from typing_extensions import final
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Clip as `torch.nn.utils.clip_grad_norm_`.
-
-    The norm is that of all gradients, whole, as if nothing were sharded: the same on all ranks.
-    """
+    """Clip as `torch.nn.utils.clip_grad_norm_`, by the norm of all gradients, as if nothing were sharded."""
     groups = _by_mesh(parameters)
     _add_up(groups)
     if len(groups) == 1:
@@ -40,7 +37,7 @@ def clip_by_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters that have gradients: together those that are sharded over the same mesh, or are not sharded."""
+    """Group the parameters that have gradients by the device mesh over which they are sharded, if any."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -49,10 +46,10 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _add_up(groups: list[list[nn.Parameter]]) -> None:
-    """Add up what sequence parallelism leaves as sums over the ranks.
+    """Add up gradients that sequence parallelism leaves as one summand per rank.
 
-    Elements of a summand cannot be clipped by value. Gradients could by their norm, but up to torch 2.11 a `DTensor`
-    that is such a sum stays as it is when it is multiplied in place.
+    The elements of a summand cannot be clipped by value. The norm could be, but up to torch 2.11 multiplying such a
+    `DTensor` in place changes nothing.
     """
     for parameter in (p for group in groups for p in group):
         grad: Any = parameter.grad
@@ -65,7 +62,7 @@ def _add_up(groups: list[list[nn.Parameter]]) -> None:
 
 
 def _whole(norm: Tensor) -> Tensor:
-    """Gather a norm: that of sharded gradients is itself a sharded tensor, of shape []."""
+    """Gather a norm, which is a sharded tensor of shape [] if the gradients are sharded."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -74,14 +71,10 @@ def _whole(norm: Tensor) -> Tensor:
 
 @final
 class FoldPlan:
-    """Decides whether unscale, clip and step may run as one pass: nobody looks at gradients in between.
+    """Decides whether unscale, clip and step may run as one pass, because no hook reads gradients in between.
 
-    It answers, until callbacks come or go, from what the module, the callbacks and the plugin override.
-
-    Args:
-        module: The user's.
-        own_norm: Whether the plugin clips by norm in a way of its own.
-
+    It depends on the methods that the module, the callbacks and the plugin override. `own_norm`: a subclass of the
+    plugin clips by norm in its own way.
     """
 
     def __init__(self, module: LightningModule, own_norm: bool) -> None:
@@ -104,13 +97,13 @@ class FoldPlan:
         )
 
     def current(self) -> FoldPlan:
-        """Return the plan, looked at anew if callbacks came or went, as some do during a fit."""
+        """Return the plan, made anew if callbacks were added or removed, which happens during a fit too."""
         if self._callbacks != self._trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             self._look()
         return self
 
     def fold(self) -> tuple[bool, float | None]:
-        """Return whether nobody looks at the gradients before the step, and the norm to clip them to."""
+        """Return whether no hook reads the gradients before the step, and the norm to clip them to."""
         if self.somebody_looks:
             return False, None
         if not self._automatic:

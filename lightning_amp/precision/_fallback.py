@@ -1,4 +1,4 @@
-"""Precisions in which a run goes on when it is stuck, and the change from one to the next between two batches."""
+"""Choose the precision in which a stuck run goes on, and change to it between two batches."""
 
 from __future__ import annotations
 
@@ -20,23 +20,16 @@ _PRECISION, _BEGAN_IN = "precision", "began_in"  # in a checkpoint
 
 @final
 class Fallback:
-    """The argument `fallback`, checked, and how far along it a run is.
+    """The checked argument `fallback`, and how far along this list a run is.
 
-    With `"auto"` a run enters the list where it finds what was picked: that, and what stands before, is passed over, so
-    that one configuration serves all machines. With `"auto"` a checkpoint also says in which precision a run began,
-    since another machine, or another measurement, may pick another one.
-
-    Args:
-        precisions: In any spelling.
-        requested: The argument `precision`, by our name.
+    If `"auto"` picks a precision of the list, the list begins behind it, so that one configuration serves all machines.
+    A checkpoint also says in which precision a run began, because with `"auto"` another machine, or another
+    measurement, may pick another one.
 
     Attributes:
-        reached: What the run fell back to; `None` as long as it is where it began.
-        resumed: What `"auto"` is since a checkpoint said so; `None` if it is what was picked.
-        why_stuck: Why the run cannot go on in the precision of now, until the batch is over; empty: it can.
-
-    Raises:
-        ValueError: For a name twice, `requested` itself, or what a stuck run cannot go on in.
+        reached: The precision that the run fell back to; `None` before it fell back.
+        resumed: The precision that a checkpoint gave to `"auto"`; `None` if it is the one that was picked.
+        why_stuck: The reason why the run is stuck, until the batch is over; else empty.
 
     """
 
@@ -46,15 +39,15 @@ class Fallback:
         self.forget()
 
     def forget(self) -> None:
-        """Have the settings alone."""
+        """Reset everything but the settings."""
         self.reached: Choice | None = None
-        self._picked: Choice | None = None  # without any checkpoint
+        self._picked: Choice | None = None  # as if there were no checkpoint
         self.resumed: Choice | None = None
         self.why_stuck = ""
 
     @property
     def moved(self) -> bool:
-        """Return whether a run is, or was, in another precision than the settings alone would give it."""
+        """Return whether the run's precision is another one than the settings alone would give."""
         return self.reached is not None or self.resumed is not None
 
     @property
@@ -62,16 +55,13 @@ class Fallback:
         return self.resumed or self._picked
 
     def begin(self, start: Choice, device: torch.device, *, goes_on: bool, fitting: bool) -> Choice:
-        """Return the precision of a run that begins.
+        """Return the precision of a run that begins; refuse a fit that could reach one which the device cannot run.
 
         Args:
-            start: What it is without any fallback.
-            device: Where it runs.
+            start: The precision without any fallback.
+            device: The run's device.
             goes_on: Whether its Trainer has trained before.
             fitting: Whether it trains.
-
-        Raises:
-            ValueError: If a fit could get to a precision that the device cannot run.
 
         """
         if not fitting:
@@ -85,7 +75,7 @@ class Fallback:
 
     @property
     def left(self) -> list[Choice]:
-        """Return what is left to go on in."""
+        """Return the precisions that are left to go on in."""
         names, now = self._names, self.reached or self._began_in
         if now is not None and now.name in names:
             names = names[names.index(now.name) + 1 :]
@@ -93,18 +83,18 @@ class Fallback:
 
     @property
     def said(self) -> str:
-        """Return what is left in a few words, for the first line; empty without the argument."""
+        """Return the precisions that are left as words for the first line; empty without the argument."""
         if not self._names:
             return ""
         names = [choice.name for choice in self.left]
         return f"fallback {' then '.join(names)}" if names else "`fallback` is left unused"
 
     def note_stuck(self, why: str) -> None:
-        """Remember it until the batch is over: who asks may be in the middle of a training step."""
+        """Remember the reason until the batch is over, because a training step may be running now."""
         self.why_stuck = why
 
     def go_on(self, before: Choice, change: Callable[[Choice], None]) -> None:
-        """Go on in the next precision, and say why; `change` changes to it."""
+        """Call `change` with the next precision, and say why."""
         why, self.why_stuck = self.why_stuck, ""
         self.reached = choice = self.left[0]
         change(choice)
@@ -116,26 +106,21 @@ class Fallback:
         )
 
     def restart(self) -> Choice | None:
-        """Be where the run began without any checkpoint, and return it; `None` if none has begun."""
+        """Return to the precision that the run would have without a checkpoint; `None` if no run has begun."""
         self.reached = self.resumed = None
         self.why_stuck = ""
         return self._picked
 
     def state(self) -> dict[str, str]:
-        """Return entries of a checkpoint."""
+        """Return entries for a checkpoint."""
         if self._began_in is None:
             return {}
         return {_PRECISION: (self.reached or self._began_in).name, _BEGAN_IN: self._began_in.name}
 
     def resume(self, saved: Saved, device: torch.device) -> Choice | None:
-        """Take up what :meth:`state` left; returns the precision to go on in, `None` if it is that of now.
-
-        Raises:
-            ValueError: If an entry is wrong, or the device cannot run that precision.
-
-        """
+        """Take up the entries of :meth:`state`, and return the precision to go on in; `None` if it does not change."""
         if _PRECISION not in saved or self._began_in is None:
-            return None  # by another plugin, or of a scaler alone
+            return None  # the checkpoint is from another plugin, or of a scaler alone
         names = [str(saved.any(key)) for key in (_PRECISION, _BEGAN_IN)]
         for key, name in zip((_PRECISION, _BEGAN_IN), names, strict=True):
             if name not in get_args(StepPrecision) or not name:
@@ -168,6 +153,7 @@ class Fallback:
 
 
 def _checked(precisions: Any, requested: Precision) -> tuple[Precision, ...]:
+    """Return our names; refuse `"auto"`, `requested`, a name twice, and precisions in which a stuck run stays stuck."""
     fine = isinstance(precisions, Iterable) and not isinstance(precisions, (str, bytes))
     one = f"Write `fallback=[{precisions!r}]`." if isinstance(precisions, (str, int, torch.dtype)) else ""
     require(fine, "fallback", "a sequence of precisions", precisions, one)
@@ -178,8 +164,8 @@ def _checked(precisions: Any, requested: Precision) -> tuple[Precision, ...]:
             raise ValueError("`fallback` must name precisions, got 'auto': write which, for example ['bf16', 'fp32'].")
         if name not in ("bf16", "fp32"):
             raise ValueError(
-                f"`fallback` must hold 'bf16' or 'fp32', got {value!r}: what overflows in another precision does so in"
-                f" {name!r} too."
+                f"`fallback` must hold 'bf16' or 'fp32', got {value!r}: a run that overflows in another precision"
+                f" overflows in {name!r} too."
             )
         if name == requested:
             raise ValueError(f"`fallback` must differ from `precision={requested!r}`, got {value!r}. Leave it out.")

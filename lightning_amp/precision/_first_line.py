@@ -1,4 +1,4 @@
-"""The one line at the start of a fit: what is on."""
+"""Say in one line at the start of a fit which precision, scale and protections are on."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ def say_first_line(
     fallback: str,
     skip_nonfinite: bool,
 ) -> None:
-    """Say precision, device, scaler, and what is protected, for somebody who glances at a terminal.
-
-    Where nothing is trained only a choice of `"auto"` is worth a line.
+    """Say precision, device, scaler and protections. If nothing is trained, say only what `"auto"` chose.
 
     Args:
-        run: That begins.
-        scaler: In use.
+        run: The run that begins.
+        scaler: The scaler in use.
         why: The reason of `"auto"`; empty for a precision that was asked for.
-        given_scaler: That was passed.
-        fallback: What is said of the precisions to go on in; empty if there are none.
+        given_scaler: The scaler that the user passed.
+        fallback: Words about the precisions to go on in; empty if there are none.
         skip_nonfinite: Whether a step that is not finite is skipped without a scaler too.
 
     """
@@ -50,8 +48,8 @@ def say_first_line(
         parts.append(fallback)
     if forward.evaluation != forward.training:
         parts.append(f"evaluation in {forward.evaluation.name}")
-    if forward.num_fp32_modules:
-        parts.append(f"{counted(forward.num_fp32_modules, 'module')} in fp32")
+    if num_fp32_modules := len(forward.fp32_modules):
+        parts.append(f"{counted(num_fp32_modules, 'module')} in fp32")
     ending = f"non-finite steps are {'skipped' if skips else 'taken'}"
     if run.named_buffers and skips:
         ending += f", which also puts back {counted(len(run.named_buffers), 'buffer')}"

@@ -1,4 +1,4 @@
-"""What the plugin holds while a Trainer runs: one run, and in a fit its backwards, optimizer steps and batch ends."""
+"""Hold the state of one run of a Trainer, and in a fit its backwards, optimizer steps and batch ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import final
 
+from lightning_amp import _messages
 from lightning_amp._compat import _lightning, _modules
-from lightning_amp.casting import Choice, Rule
+from lightning_amp.casting import Choice, Rule, SharedCopies
 from lightning_amp.precision import _refusals
 from lightning_amp.precision._anomaly import AnomalyCheck
 from lightning_amp.precision._bypass import BypassedSteps, ScalerByHand
@@ -28,7 +29,7 @@ from lightning_amp.scaling import BackwardWatch, HalfGradientsError, OptimizerSt
 from lightning_amp.skipped_steps import BufferPlace, SkipProtection, matching_places
 
 REPLACEABLE = ("forward_context", "autocast_context_manager", "clip_grad_by_norm")
-"""Methods of the plugin of which a run has to know whether a subclass, or somebody on the instance, replaced them."""
+"""A run has to know which of these methods of the plugin were replaced, by a subclass or on the instance."""
 
 
 @final
@@ -36,22 +37,16 @@ class Run:
     """One call of `fit`, `validate`, `test` or `predict`; never pickled.
 
     Args:
-        plugin: That runs.
+        plugin: The plugin that runs.
         module: The user's.
-        training: The precision of training steps.
-        evaluation: That of validation, test and prediction.
-        fp32_modules: Rules; see `AmpPrecision`.
-        replaced: Which of `REPLACEABLE` are not the plugin's own.
+        training: Precision of training steps.
+        evaluation: Precision of validation, test and prediction.
+        fp32_modules: Rules. A rule that matches nothing raises a `ValueError`.
+        replaced: Members of `REPLACEABLE` that are not the plugin's own.
 
     Attributes:
-        fitting: Whether it is a fit.
-        forward: What its steps run in.
-        fit: Its backwards and optimizer steps; `None` until the optimizers exist, and where nothing is trained.
-        fp8: Its layers in fp8; `None` without.
-        named_buffers: What a skipped step puts back besides normalisation statistics.
-
-    Raises:
-        ValueError: If a rule matches nothing.
+        fit: Its backwards and optimizer steps; `None` until the optimizers exist, and if nothing is trained.
+        named_buffers: Buffers that a skipped step puts back besides normalisation statistics.
 
     """
 
@@ -71,28 +66,23 @@ class Run:
         self.fp8: Fp8 | None = None
         self.named_buffers: list[BufferPlace] = []
         self._plugin, self._replaced = plugin, replaced
-        context: Callable[[], Any] = plugin.forward_context
-        stays = not {"forward_context", "autocast_context_manager"}.intersection(replaced)
         self.forward = ForwardContexts(
-            module, plugin.device, training, evaluation, fp32_modules, context, autocast_stays=stays
+            module,
+            plugin.device,
+            training,
+            evaluation,
+            fp32_modules,
+            plugin.forward_context,
+            autocast_stays=not {"forward_context", "autocast_context_manager"}.intersection(replaced),
         )
 
     def check(self, restore_buffers: Sequence[str], fp8_recipe: Any = None) -> None:
-        """Refuse a module that cannot be trained, find its buffers, and turn fp8 on.
+        """Refuse a module that cannot be trained, find its buffers, and turn fp8 on if there is a recipe.
 
-        Later than the rest, since a strategy may wrap what it gets.
-
-        Args:
-            restore_buffers: Rules; see `AmpPrecision`.
-            fp8_recipe: A checked one; `None` without fp8.
-
-        Raises:
-            ValueError: With all that is wrong, if a rule matches nothing, or if no layer qualifies for fp8.
-            ImportError: If fp8 needs a torchao that is not there.
-
+        It is not in the constructor, so that a run that is refused here can be detached.
         """
         if self.fitting:
-            _refusals.check(self.module, self.forward.training, self.device, self.forward.fp32_modules)
+            _refusals.check(self.module, self.forward.training, self.device, self.forward.fp32_modules.modules)
             self.named_buffers = matching_places(self.module, restore_buffers)
             if fp8_recipe is not None:
                 self.fp8 = Fp8(self.module, self.forward, fp8_recipe, self.device)
@@ -105,15 +95,10 @@ class Run:
         log: RecordLog,
         after_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin a fit, if this is one.
+        """Begin a fit with the user's unwrapped optimizers, if this is one.
 
-        Args:
-            optimizers: The user's own, not wrapped.
-            scaler: `None` without loss scaling.
-            skip_nonfinite: Whether steps that are not finite are skipped where no scaler asks for it.
-            log: Gets a record of each step.
-            after_batch: Is called at the end of each batch in which there may have been an optimizer step.
-
+        Without a scaler, steps that are not finite are skipped if `skip_nonfinite`. `after_batch` is called at the end
+        of each batch in which there may have been an optimizer step.
         """
         if self.fit is not None:
             self.fit.detach()
@@ -130,7 +115,7 @@ class Run:
     def backward(self, run: Callable[..., None]) -> None:
         """Run a backward."""
         # modules that activation checkpointing calls again share the casts of their weights
-        with self.forward.in_fp8_layers(), self.forward.sharing_copies():
+        with self.forward.fp8_layers, SharedCopies(self.forward.reused_weights):
             try:
                 if self.fit is None:
                     run()
@@ -141,28 +126,28 @@ class Run:
                 raise
 
     def evaluation_step(self, module: nn.Module | None, step: str | None) -> contextlib.AbstractContextManager[None]:
-        """Return what an evaluation step, or a hook around it, runs in; see `AmpPrecision.evaluation_context`."""
+        """Return the context of an evaluation step, or of a hook; see `AmpPrecision.evaluation_context`."""
         if self.fit is not None:
-            self.fit.settle()
+            self.fit.protection.settle()
         return self.forward.evaluation_step(self.module if module is None else module, step)
 
     def forward_context_of(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        """Return what a training step of this precision ran in; empty: as of now."""
+        """Return the forward context of a training step in this precision; empty: the present one."""
         if precision in ("", self.forward.training.name):
             return self._plugin.forward_context()
         with self.forward.pretending(Choice.of(precision)):
             return self._plugin.forward_context()
 
     def fp8_on(self, module: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
-        """Return what a training step of this precision (empty: of now) runs in, for a copy of the module."""
+        """Return the context of a copy's fp8 layers in a training step of this precision; empty: the present one."""
         if self.fp8 is None or (precision or self.forward.training.name) != "fp8":
             return contextlib.nullcontext()
         return self.fp8.on(module)
 
     def finish(self, flush: Callable[[], None]) -> None:
-        """Read the last records, make gradients that are left true ones, and say which settings have done nothing.
+        """Read the last records, unscale gradients that are left, and say which settings have had no effect.
 
-        What fails here must not hide the exception that ended the run.
+        An error here must not hide the exception that ended the run.
         """
         interrupted = self.module.trainer.interrupted
         with contextlib.suppress(*([Exception] if interrupted else [])):
@@ -187,7 +172,7 @@ class Run:
 class Fit:
     """Backward, step and batch end of one fit. Made when the optimizers exist, and dropped when the fit is over.
 
-    Its arguments are those of :meth:`Run.connect`; `own_norm`: whether the plugin clips by norm in a way of its own.
+    For the arguments see :meth:`Run.connect`. `own_norm`: a subclass of the plugin clips by norm in its own way.
     """
 
     def __init__(
@@ -212,49 +197,49 @@ class Fit:
         self.steps = OptimizerSteps(
             scaler, skip_nonfinite, log, optimizers, watch=watch, all_reduce_max=all_reduce_max, device=device
         )
-        self._bypassed_steps = None if watch is None else BypassedSteps(self.steps, watch)
-        self._protection = SkipProtection(module, run.named_buffers, on=self.steps.skips)
-        self._fold_plan = FoldPlan(module, own_norm)
+        self.protection = SkipProtection(module, run.named_buffers, on=self.steps.skips)
+        self.fold_plan = FoldPlan(module, own_norm)
         self._anomaly: AnomalyCheck | None = None
         self._may_turn_half = run.forward.training.mixed  # the first step tells whether parameters do
         self._compiling = _modules.CompiledBackwardWithoutAutocast()
         self._compiling.start()
-        self._by_hand = self._scaler_by_hand()
+        self._guard(watch)
 
     def _watch(self, scaler: torch.amp.GradScaler | None) -> BackwardWatch | None:
         if scaler is None or not scaler.is_enabled():
             return None
         return BackwardWatch(self._optimizers, self._module.parameters())
 
-    def _scaler_by_hand(self) -> ScalerByHand | None:
-        if self.steps.scaler is None:
-            return None
-        return ScalerByHand(self.steps.scaler, self.steps, self._plugin, self._module, self._note_backward)
+    def _guard(self, watch: BackwardWatch | None) -> None:
+        """Refuse steps that bypass the plugin, and redirect the scaler's methods to it, while there is a loss scale."""
+        self._guards: list[BypassedSteps | ScalerByHand] = []
+        if watch is not None and self.steps.scaler is not None:
+            by_hand = ScalerByHand(self.steps.scaler, self.steps, self._plugin, self._module, self._note_backward)
+            self._guards = [by_hand, BypassedSteps(self.steps, watch)]
 
     def change_scaler(self, scaler: torch.amp.GradScaler | None, *, mixed: bool) -> None:
         """Go on in another precision, between two batches.
 
-        What protects from skipped steps stays: the schedules have not been told yet of the last one.
+        The protection from skipped steps stays, because the schedules have not been told of the last step yet.
         """
         watch = self._watch(scaler)
         self._let_go()
         self.steps.change_scaler(scaler, self._skip_nonfinite, watch)
-        self._bypassed_steps = None if watch is None else BypassedSteps(self.steps, watch)
-        self._by_hand = self._scaler_by_hand()
+        self._guard(watch)
         self._may_turn_half = mixed
 
     # -- training step -------------------------------------------------------------------------------------------------
 
     def begin_training_step(self) -> None:
-        """Prepare for a training step; in manual optimization, end the batch of what hooks have stepped since."""
+        """Prepare for a training step; in manual optimization, end the batch in which hooks have stepped since."""
         if not self._automatic:
             self._finish_batch()
-        self._protection.enter_step(manual=not self._automatic, on=self.steps.skips)
+        self.protection.enter_step(manual=not self._automatic, on=self.steps.skips)
 
     def end_training_step(self) -> None:
         """End a training step; in automatic optimization its optimizer step is still to come."""
-        if self._protection.active:
-            self._protection.leave_step()
+        if self.protection.active:
+            self.protection.leave_step()
         if not self._automatic:
             self._finish_batch()
 
@@ -262,15 +247,11 @@ class Fit:
         self.steps.finish_batch()
         self._after_batch()
 
-    def settle(self) -> None:
-        """Leave everything as it ought to be for somebody who looks now: validation, or a checkpoint."""
-        self._protection.settle()
-
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Show the true loss to hooks; returns it scaled, with gradients that are still there brought to its scale."""
-        if self._fold_plan.current().somebody_sees_backward:
+        """Show the true loss to hooks, bring all gradients that are still there to its scale, and return it scaled."""
+        if self.fold_plan.current().somebody_sees_backward:
             _lightning.run_hook(self._module, "on_before_backward", loss)
         self._note_backward()
         scaled = self.steps.scale_loss(loss)
@@ -279,8 +260,8 @@ class Fit:
         return scaled
 
     def _note_backward(self) -> None:
-        if self._protection.active:
-            self._protection.note_backward()
+        if self.protection.active:
+            self.protection.note_backward()
 
     def backward(self, run: Callable[..., None]) -> None:
         """Run a backward of a scaled loss."""
@@ -296,29 +277,17 @@ class Fit:
         finally:
             self.steps.gradients.end_backward()
 
-    @property
-    def somebody_sees_backward(self) -> bool:
-        """Return whether a hook of the module or a callback runs around the backward."""
-        return self._fold_plan.current().somebody_sees_backward
-
     # -- step ----------------------------------------------------------------------------------------------------------
 
-    def step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], context: Callable[[], Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """Step or skip, in the order of `_events.py`; returns the output.
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
+        """Step or skip, in the order of `_events.py`, and return the output.
 
-        Args:
-            optimizer: The user's own.
-            closure: Computes loss and gradients; Lightning's, or in manual optimization the user's.
-            context: Makes what the user's closure runs in. Lightning's enters it around `training_step` itself.
-            kwargs: Go to `optimizer.step`.
-
+        The closure computes loss and gradients. It is Lightning's, or in manual optimization the user's.
         """
         try:
             output, result = self.steps.step(
                 optimizer,
-                partial(self._compute, closure, None if self._automatic else context, optimizer),
+                partial(self._compute, closure, optimizer),
                 partial(self._before_update, optimizer),
                 self._plan(optimizer),
                 closure_runs_backward=isinstance(closure, Closure),
@@ -326,35 +295,36 @@ class Fit:
             )
         except HalfGradientsError as error:
             raise ValueError(f"lightning_amp: {_refusals.half_in_a_step(self._module) or error}.") from error
-        if self._protection.active:
-            self._protection.observe(optimizer, result)
+        if self.protection.active:
+            self.protection.observe(optimizer, result)
         if self._may_turn_half:
             self._may_turn_half = False
-            _refusals.warn_of_half_in_a_step(self._module)
+            if found := _refusals.half_in_a_step(self._module):
+                _messages.warn(f"lightning_amp: {found}.")
         if self._automatic:
             self._finish_batch()
         return output
 
     def _plan(self, optimizer: Optimizer) -> StepPlan:
-        fold, max_norm = self._fold_plan.current().fold()
-        protection = self._protection
-        if not protection.active:  # who has nothing to protect is not asked in each step
+        fold, max_norm = self.fold_plan.current().fold()
+        protection = self.protection
+        if not protection.active:  # a step with nothing to protect asks no further
             return StepPlan(fold, max_norm)
         return StepPlan(fold, max_norm, protection.host_must_know(optimizer), protection.asks_for_loss)
 
-    def _compute(self, closure: Callable[[], Any], context: Callable[[], Any] | None, optimizer: Optimizer) -> Any:
-        if context is None:
+    def _compute(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        if self._automatic:  # Lightning's closure enters the context around `training_step` itself
             output = closure()
         else:
-            with context():
+            with self._plugin.forward_context():
                 output = closure()
-        if self._protection.active:
-            self._protection.before_step(optimizer)
+        if self.protection.active:
+            self.protection.before_step(optimizer)
         return output
 
     def _before_update(self, optimizer: Optimizer) -> None:
-        """Let everybody see the true gradients, and clip."""
-        plan = self._fold_plan.current()
+        """Show the true gradients to all hooks, and clip them."""
+        plan = self.fold_plan.current()
         if plan.somebody_looks:
             _lightning.run_hook(self._module, "on_before_optimizer_step", optimizer)
             self.steps.check_again(optimizer)
@@ -366,21 +336,15 @@ class Fit:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def mend(self, state_dict: dict[str, Any]) -> None:
-        """Take what an overflow wrote into buffers out of a checkpoint."""
-        self._protection.mend(state_dict)
-
     def detach(self) -> None:
         """Leave the user's objects, and torch, as they were."""
         try:
-            self._protection.detach()
+            self.protection.detach()
         finally:
             self._let_go()
             self._compiling.stop()
 
     def _let_go(self) -> None:
         self.steps.gradients.forget_found()
-        if self._by_hand is not None:
-            self._by_hand.detach()
-        if self._bypassed_steps is not None:
-            self._bypassed_steps.detach()
+        for guard in self._guards:
+            guard.detach()

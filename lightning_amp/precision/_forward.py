@@ -1,11 +1,11 @@
-"""What steps run in: autocast; modules, metrics and outputs in fp32; epoch-end hooks; shared weights."""
+"""Make the contexts that steps run in: autocast, fp32 modules, metrics and outputs, shared weights, fp8 layers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,12 +20,12 @@ from lightning_amp._containers import tensors_in, to_fp32
 from lightning_amp.casting import (
     Choice,
     EpochEnd,
-    Float8Linears,
     Fp32Metrics,
     Fp32Modules,
     Fp32Outputs,
     ReusedWeights,
     Rule,
+    SharedCopies,
 )
 from lightning_amp.precision import _error_notes
 from lightning_amp.precision._unused_rules import IdleRules
@@ -40,31 +40,20 @@ _EPOCH_ENDS = {
 _said = WarningCache()
 
 
-class Bracket(Protocol):
-    """Is told when a training step begins and ends."""
-
-    def begin_training_step(self) -> None: ...
-
-    def end_training_step(self) -> None: ...
-
-
 @final
 class ForwardContexts:
     """The contexts of one attached module, until :meth:`detach`.
 
-    Between two steps of an epoch nothing of it is on the module, except fp32 modules and the epoch-end hook to come.
+    Between two steps of an epoch it leaves nothing on the module, except fp32 modules and the next epoch-end hook.
 
     Args:
         module: The user's.
-        device_type: Where it computes.
-        training: The precision of its training steps.
-        evaluation: That of validation, test and prediction.
-        rules: Which of its modules compute in fp32.
+        device_type: The device whose autocast to use.
+        training: Precision of training steps.
+        evaluation: Precision of validation, test and prediction.
+        rules: Rules for modules that compute in fp32. A rule that matches nothing raises a `ValueError`.
         autocast: Makes the plugin's forward context.
         autocast_stays: Whether that is the same in each step, so that one can be used again.
-
-    Raises:
-        ValueError: If a rule matches nothing.
 
     """
 
@@ -82,27 +71,26 @@ class ForwardContexts:
         self.training, self.evaluation = training, evaluation
         self.autocast, self.autocast_stays = autocast, autocast_stays
         self.evaluating = False
+        self.fp8_layers: contextlib.AbstractContextManager[None] = _NOTHING
+        self.reused_weights = ReusedWeights(module, device_type, lambda: module.trainer.current_epoch)
         self._module, self.device_type = module, device_type
         self._rules = rules
-        self._reused = ReusedWeights()
         self._idle_rules: IdleRules | None = None
         self._prepare()
         self._fp32_metrics = Fp32Metrics(module, device_type)
         # of shadows of the module that a callback validates beside it
         self._shadows: WeakKeyDictionary[nn.Module, Fp32Metrics] = WeakKeyDictionary()
-        self._fp8: Float8Linears | None = None
         self._step: str | None = None  # which kind of step ran last
         self._epoch_ends: dict[str, EpochEnd] = {}
         self._training_step: _TrainingStep | None = None
         self._float64_entries: list[str] = []  # of the latest batch, where nobody casts them
 
     def _prepare(self) -> None:
-        module, device_type = self._module, self.device_type
-        self._fp32_modules = Fp32Modules(module, self._rules, device_type, active=self._mixed)
-        if len(self._fp32_modules) and module.trainer.state.fn == TrainerFn.FITTING:
-            self._idle_rules = IdleRules(module, self._fp32_modules)
+        self.fp32_modules = Fp32Modules(self._module, self._rules, self.device_type, active=self._mixed)
+        if len(self.fp32_modules) and self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._idle_rules = IdleRules(self._module, self.fp32_modules)
         if self._mixed:
-            self._reused.attach(module, device_type, lambda: module.trainer.current_epoch)
+            self.reused_weights.activate()
 
     @property
     def _mixed(self) -> bool:
@@ -111,20 +99,20 @@ class ForwardContexts:
     def change(self, training: Choice, evaluation: Choice) -> None:
         """Go on in other precisions, between two steps.
 
-        Modules that compute in fp32 stay as they are where everything does from here on.
+        If all of it is fp32 from here on, the overrides of fp32 modules stay: they change nothing.
         """
         was_mixed = self._mixed
         self.training, self.evaluation = training, evaluation
         if self._training_step is not None:
             self._training_step.forget_autocast()
-        self._reused.forget()
+        self.reused_weights.forget()
         if self._mixed and not was_mixed:
-            self._fp32_modules.remove()
+            self.fp32_modules.remove()
             self._prepare()
 
     @contextlib.contextmanager
     def pretending(self, training: Choice) -> Generator[None, None, None]:
-        """Make contexts of a training step in another precision, for a step that is run again."""
+        """Make contexts as of a training step in another precision, for a step that runs again."""
         before, self.training = self.training, training
         try:
             yield
@@ -133,26 +121,16 @@ class ForwardContexts:
 
     @property
     def choice(self) -> Choice:
-        """Return the precision of what runs now."""
+        """Return the precision of the step that runs now."""
         return self.evaluation if self.evaluating else self.training
 
     @property
     def in_fp8(self) -> bool:
-        """Return whether layers that can multiply in fp8 do so now."""
+        """Return whether the fp8 layers shall multiply in fp8 now."""
         return not self.evaluating and self.training.name == "fp8"
 
-    @property
-    def fp32_modules(self) -> set[nn.Module]:
-        """Return all modules that compute in fp32, those inside the matching ones included."""
-        return self._fp32_modules.modules
-
-    @property
-    def num_fp32_modules(self) -> int:
-        """Count the modules that the rules match, those inside the matching ones not counted."""
-        return len(self._fp32_modules)
-
     def finish(self) -> None:
-        """Say at the end of a fit which rules have done nothing."""
+        """Say at the end of a fit which rules have had no effect."""
         if self._idle_rules is not None:
             self._idle_rules.say()
 
@@ -160,16 +138,16 @@ class ForwardContexts:
         """Leave the module as it was."""
         for hook in self._epoch_ends.values():
             hook.restore()
-        self._fp32_modules.remove()
-        self._reused.detach()
+        self.fp32_modules.remove()
+        self.reused_weights.restore()
         self._epoch_ends = {}
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def convert_input(self, data: Any) -> Any:
-        """Cast float64 tensors of a batch to float32: autocast leaves float64 alone, and no layer takes a mixture.
+        """Cast float64 tensors of a batch to float32, which autocast does not do, and no layer takes a mixture.
 
-        What training takes evaluation takes too, also when it is in fp32.
+        A loader that works in training works in evaluation too, even if that is in fp32.
         """
         self._float64_entries = []
         if _has_no_float64(data):
@@ -180,12 +158,7 @@ class ForwardContexts:
         return data
 
     def explain(self, error: BaseException | None) -> None:
-        """Say what an error of a step under autocast means, and which entries of the batch are float64 in fp32.
-
-        Raises:
-            RuntimeError: That names them, and what to do.
-
-        """
+        """Annotate an error of a step; in fp32, raise a `RuntimeError` that names the float64 entries of the batch."""
         if error is not None:
             self.annotate(error, f"`{self._step}`" if self._step else "a hook")
         if not self._float64_entries or not isinstance(error, RuntimeError) or "double" not in str(error).lower():
@@ -199,14 +172,17 @@ class ForwardContexts:
             ) from error
 
     def annotate(self, error: BaseException, step: str) -> None:
-        """Add to an error that autocast has a part in what it means, and where it was raised."""
+        """Add a note to an error in which autocast has a part: where it was raised, and what to do."""
         if self.choice.mixed:
             _error_notes.note(error, self._module, self.choice.dtype, self.device_type, step)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def training_step(self, fit: Bracket | None) -> contextlib.AbstractContextManager[None]:
-        """Return what a training step runs in; one that validation asks for runs in the precision of evaluation."""
+    def training_step(self, fit: Any) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a training step. A training step inside of validation has its precision.
+
+        `fit` is told when the step begins and ends; `None` if nothing is trained.
+        """
         step = self._training_step
         if step is None or step.active or self.evaluating:
             step = _TrainingStep(self, fit)
@@ -215,28 +191,16 @@ class ForwardContexts:
         return step
 
     def around_training_step(self) -> contextlib.AbstractContextManager[Any]:
-        """Return what surrounds a training step besides autocast. Made once per epoch; otherwise 0.2 us."""
+        """Return the context of the metrics; the first step of an epoch looks for them, any other takes 0.2 us."""
         if self._idle_rules is not None:
             self._idle_rules.before_training_step()
         if self._step != "training_step":
             self._begin("training_step", self.autocast)
         return self._fp32_metrics
 
-    def use_fp8(self, layers: Float8Linears) -> None:
-        """Have these layers multiply in fp8 in training steps and backwards."""
-        self._fp8 = layers
-
-    def in_fp8_layers(self) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds a training step or a backward."""
-        return _NOTHING if self._fp8 is None else self._fp8.inside()
-
-    def sharing_copies(self, step: str | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a weight that is used again is cast once; see `ReusedWeights.inside`."""
-        return self._reused.inside(step)
-
-    def weights_changed(self) -> None:
-        """Cast weights anew from here on."""
-        self._reused.forget()
+    def use_fp8(self, layers: contextlib.AbstractContextManager[None]) -> None:
+        """Enter this context in training steps and backwards."""
+        self.fp8_layers = layers
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -245,16 +209,16 @@ class ForwardContexts:
         """Run an evaluation step in its precision, with metrics and outputs in fp32.
 
         Args:
-            module: Whose step: the attached module, or a shadow of it, which is treated alike.
-            step: Name of the step whose outputs become fp32; `None` where a hook runs instead.
+            module: The attached module, or a shadow of it, which is treated alike.
+            step: Name of the step whose outputs become fp32; `None` if a hook runs instead.
 
         """
         before, self.evaluating = self.evaluating, True
         try:
             around = self._around_evaluation(module, step) if self.evaluation.mixed else _NOTHING
-            # not in a hook, which is where people export a model: that needs the module's own `forward`
+            # not in a hook: users export models there, which needs the module's own `forward`
             shares = step is not None and module is self._module
-            with around, self.sharing_copies(step) if shares else _NOTHING, self.autocast():
+            with around, SharedCopies(self.reused_weights, step) if shares else _NOTHING, self.autocast():
                 yield
         except (RuntimeError, TypeError) as error:
             self.explain(error)
@@ -279,7 +243,7 @@ class ForwardContexts:
     # -- epochs --------------------------------------------------------------------------------------------------------
 
     def _begin(self, step: str, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        """Prepare for the first step of an epoch, or the first after steps of another kind."""
+        """Prepare for the first step of an epoch, or for the first one after steps of another kind."""
         self._fp32_metrics.find(self._module)
         self._step = step
         name = _EPOCH_ENDS[step]
@@ -291,23 +255,23 @@ class ForwardContexts:
 
     @contextlib.contextmanager
     def _epoch_end(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Generator[None, None, None]:
-        self._step = None  # what follows is another epoch
+        self._step = None  # the next step begins another epoch
         with self._fp32_metrics, context():
             yield
 
 
 @final
 class _TrainingStep:
-    """`train_step_context`, made once and entered for each step: on a tiny model the making is a noticeable part of it.
+    """`train_step_context`, made once and entered for each step.
 
-    A class, not a generator, for the same reason. The `torch.autocast` inside is used again too, unless a subclass of
-    the plugin has its own.
+    For a tiny model making it anew, or a generator, would be a noticeable part of a step. The `torch.autocast` inside
+    is used again too, unless a subclass of the plugin has its own.
     """
 
-    def __init__(self, contexts: ForwardContexts, fit: Bracket | None) -> None:
+    def __init__(self, contexts: ForwardContexts, fit: Any) -> None:
         self._contexts, self._fit = contexts, fit
         self._autocast: contextlib.AbstractContextManager[Any] | None = None
-        self._sharing = contexts.sharing_copies("training_step")
+        self._sharing = SharedCopies(contexts.reused_weights, "training_step")
         self.active = False
 
     def forget_autocast(self) -> None:
@@ -319,12 +283,12 @@ class _TrainingStep:
             self._fit.begin_training_step()
         self._around = self._contexts.around_training_step()
         self._around.__enter__()
-        self._fp8 = self._contexts.in_fp8_layers()
+        self._fp8 = self._contexts.fp8_layers
         self._fp8.__enter__()
         self._sharing.__enter__()
         if self._autocast is None or not self._contexts.autocast_stays:
             self._autocast = self._contexts.autocast()
-        self._inside = self._autocast  # a change of precision forgets the other
+        self._inside = self._autocast  # kept, since a change of precision resets the other attribute
         self._inside.__enter__()
         self.active = True
 
@@ -351,7 +315,7 @@ def autocast_off(device_type: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _has_no_float64(data: Any) -> bool:
-    """Return whether a batch is obviously a tensor, or a plain list or tuple of tensors, without float64."""
+    """Return whether a batch is a tensor, or a plain list or tuple of tensors, without float64."""
     if type(data) is Tensor:
         return data.dtype != torch.float64
     items = data if type(data) in (list, tuple) else (data,)
@@ -359,9 +323,9 @@ def _has_no_float64(data: Any) -> bool:
 
 
 def _downcast(data: Any, module: LightningModule) -> Any:
-    """Return the batch with float64 tensors as float32, said once; as it is if the module computes in float64.
+    """Return the batch with float64 tensors as float32, which is said once; unchanged if the module is float64.
 
-    Autocast leaves float64 tensors alone, so a linear layer would meet a float64 input and a half-precision weight.
+    Autocast leaves float64 tensors alone, so a linear layer would get a float64 input and a half-precision weight.
     """
     converted = to_fp32(data, (torch.float64,))
     if converted is data or any(p.dtype == torch.float64 for p in module.parameters()):

@@ -1,4 +1,4 @@
-"""fp8 in one fit: which layers, and what is said about them."""
+"""Turn fp8 on for one fit: choose the layers, and say how many there are and what slows them down."""
 
 from __future__ import annotations
 
@@ -32,23 +32,12 @@ from lightning_amp.precision._forward import ForwardContexts
 class Fp8:
     """The linear layers of a module that multiply in fp8 while it trains.
 
-    Args:
-        module: The user's.
-        forward: Says when it trains in fp8, and what computes in fp32.
-        recipe: A checked one.
-
-    Attributes:
-        layers: Each `nn.Linear` by its name: `None`, or why it is not in fp8.
-        summary: How many are, and what their share is.
-
-    Raises:
-        ValueError: If no layer qualifies.
-        ImportError: Without torchao, or with one that is too old.
-
+    `layers` has each `nn.Linear` by its name: `None`, or why it is not in fp8. If no layer qualifies, it raises a
+    `ValueError`; without a recent torchao, an `ImportError`.
     """
 
     def __init__(self, module: LightningModule, forward: ForwardContexts, recipe: Any, device: torch.device) -> None:
-        self.layers = choose_fp8_layers(module, forward.fp32_modules, recipe, device)
+        self.layers = choose_fp8_layers(module, forward.fp32_modules.modules, recipe, device)
         self._names, self._recipe, self._device_type = may_run_in_fp8(self.layers), recipe, device.type
         self._linears = Float8Linears(module, self._names, recipe, device.type, forward)
         forward.use_fp8(self._linears)
@@ -70,18 +59,18 @@ class Fp8:
         _warn(module, recipe, device)
 
     def finish(self) -> None:
-        """Note at the end of a fit which layers have left fp8, and say which never were in it."""
+        """Note at the end of a fit which layers have left fp8, and say which layers never ran in it."""
         self.layers.update(dict.fromkeys(self._linears.replaced(), "its weight was replaced during the fit (pruning)"))
         idle = [name for name in self._linears.idle() if self.layers[name] is None]
         if idle and len(idle) < sum(1 for why in self.layers.values() if why is None):
             _messages.info(
                 f"lightning_amp: {named(idle)} could multiply in fp8, but the `forward` there has not run in a training"
-                " step: what uses the weight itself computes in bf16."
+                " step. Code that uses the weight itself computes in bf16."
             )
 
     def on(self, copy: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the layers of a copy of the module multiply in fp8, under autocast."""
-        return Float8Linears(copy, self._names, self._recipe, self._device_type, _Training()).inside()
+        return Float8Linears(copy, self._names, self._recipe, self._device_type, _Training())
 
 
 @final
@@ -93,13 +82,14 @@ def _warn(module: LightningModule, recipe: Any, device: torch.device) -> None:
     if emulates(recipe):
         _messages.warn(
             "lightning_amp: fp8 is emulated (`emulate=True`): values are rounded to 8 bits and multiplied in float32."
-            " Accuracy is that of fp8, a step is slower than in bf16."
+            " The accuracy is as on a device with fp8, but a step is slower than in bf16."
         )
         return
     if needs_whole_tiles(recipe):
         _messages.warn(
-            "lightning_amp: with `pad_inner_dim=False` a batch whose rows are no multiple of 16 (the last of an epoch,"
-            " often) fails in the backward. Set it to `True` in `fp8_recipe`, or use `drop_last=True` in the loader."
+            "lightning_amp: with `pad_inner_dim=False` a batch whose rows are not a multiple of 16 (often the last"
+            " batch of an epoch) fails in the backward. Set it to `True` in `fp8_recipe`, or pass `drop_last=True` to"
+            " the loader."
         )
     if device.type == "cuda" and not any(_modules.is_compiled(m) for m in module.modules()):
         _messages.warn(

@@ -1,21 +1,19 @@
 """`FSDPAmpPrecision`: the same pipeline for `FSDPStrategy` (FSDP1), whose gradients are shards.
 
-Parameters are gathered, and gradients reduced, in the parameters' own float32; autocast casts inside each layer, as it
-does on one device. That is the one way in which sharding changes nothing: norms, residuals, losses and `fp32_modules`
-see float32 parameters, and a batch is not cast on its way in. What it costs, and how to gather in half precision
-instead, is in `docs/guide/fsdp.md`.
+Parameters are gathered and gradients reduced in float32, and autocast casts inside each layer, as on one device. Only
+so does sharding change nothing. Norms, residuals, losses and `fp32_modules` get float32 parameters, and batches are not
+cast. `docs/guide/fsdp.md` has the cost, and says how to gather in half precision instead.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import FSDPPrecision
+from lightning.pytorch.plugins import FSDPPrecision, Precision
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
@@ -41,33 +39,33 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
 
         trainer = L.Trainer(strategy="fsdp", plugins=[FSDPAmpPrecision("bf16")])
 
-    Everything that :class:`AmpPrecision` says holds: any scaler, fused optimizers, manual optimization, clipping by
-    norm and by value, skipped steps that leave no trace. Whether a step is skipped is agreed by all ranks, also by
-    those that hold no shard of a parameter, and the norm that clips is that of the whole gradient.
+    It does all that :class:`AmpPrecision` does, with any scaler, fused optimizers, manual optimization, and clipping by
+    norm and by value; skipped steps leave no trace. All ranks agree on each skip, even ranks without a shard of a
+    parameter. Clipping uses the norm of the whole gradient.
 
-    It is a `MixedPrecision` and an `FSDPPrecision`: the first for what looks for the precision of a run
-    (`ThroughputMonitor`), the second because the strategy takes nothing else.
+    It is an `FSDPPrecision`, because the strategy takes nothing else, and a `MixedPrecision`, by which
+    `ThroughputMonitor` recognises the precision of a run.
 
-    You would *not* use it with `ModelParallelStrategy` (FSDP2), which takes :class:`AmpPrecision`.
+    Do *not* use it with `ModelParallelStrategy` (FSDP2), which takes :class:`AmpPrecision`.
 
     Args:
-        precision: See :class:`AmpPrecision`, as for the next four.
-        scaler: A `ShardedGradScaler` too; its process group is not used, all ranks agree.
+        precision: See :class:`AmpPrecision`, also for the next four.
+        scaler: A `ShardedGradScaler` too. Its process group is not used, since all ranks agree anyway.
         fp32_modules: Their parameters are gathered in float32 anyway, like all others.
         eval_precision: Validate, test and predict in another precision.
         skip_nonfinite: Skip a step with non-finite gradients in bf16 and fp32 too.
-        reduce_dtype: What gradients are summed over the ranks in: `torch.float32`, or `torch.bfloat16` or
+        reduce_dtype: The dtype in which gradients are summed over the ranks: `torch.float32`, or `torch.bfloat16` or
             `torch.float16` to halve that traffic. Small gradients lose digits there, and in `torch.float16` a sum can
-            overflow, which skips the step. float64 parameters are reduced in float64, unless 16 bits are asked for.
+            overflow, which skips the step. By default float64 parameters are reduced in float64.
 
     Raises:
-        ValueError: For what :class:`AmpPrecision` refuses, for another `reduce_dtype`; when the Trainer attaches, for
-            `fp32_modules` or fp32 evaluation where the strategy was told to gather parameters in half precision.
+        ValueError: For an argument that :class:`AmpPrecision` refuses, or another `reduce_dtype`. When the Trainer
+            attaches, for `fp32_modules` or fp32 evaluation if the strategy gathers parameters in half precision.
         TypeError: When the Trainer attaches, for another strategy.
 
-    Cost: one reduction of four numbers per step, as for :class:`AmpPrecision` on several devices, and another one of
-    one number for clipping by norm. Clipping by norm is not folded into a fused optimizer's step: it reads the
-    gradients twice more. Parameters travel in float32.
+    Cost: one reduction of four numbers per step, as for :class:`AmpPrecision` on several devices, and one of a single
+    number for clipping by norm. Clipping by norm is not part of a fused optimizer's step, and reads the gradients twice
+    more. Parameters travel in float32.
 
     """
 
@@ -103,7 +101,7 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
     @property
     @override
     def mixed_precision_config(self) -> FSDPMixedPrecision:
-        """Return what the strategy wraps with: only the reduction has a dtype, all else stays as the module has it."""
+        """Return the configuration to wrap with, which sets the dtype of the reduction only."""
         reduce_dtype: torch.dtype | None = self.reduce_dtype
         if reduce_dtype == torch.float32 and self._run is not None:
             doubles = any(p.dtype == torch.float64 for p in self._run.module.parameters())
@@ -127,8 +125,8 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
                 if fp32:
                     raise ValueError(
                         f"`FSDPStrategy(mixed_precision=...)` gathers parameters in {theirs.param_dtype}, so nothing"
-                        f" can compute in fp32, which `{argument}` asks for. Leave `param_dtype` out there, or ask for"
-                        " none here."
+                        f" can compute in fp32, which `{argument}` asks for. Leave out `param_dtype` there, or change"
+                        f" `{argument}` here."
                     )
         _messages.info(
             f"lightning_amp: `FSDPStrategy(mixed_precision=...)` decides how parameters, gradients (in"
@@ -137,19 +135,10 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
         )
         return module
 
-    # What `FSDPPrecision` would do besides: parameters, inputs and outputs in half precision.
-
-    @override
-    def tensor_init_context(self) -> contextlib.AbstractContextManager[Any]:
-        return super(FSDPPrecision, self).tensor_init_context()
-
-    @override
-    def module_init_context(self) -> contextlib.AbstractContextManager[Any]:
-        return super(FSDPPrecision, self).module_init_context()
-
-    @override
-    def convert_output(self, data: Any) -> Any:
-        return super(FSDPPrecision, self).convert_output(data)
+    # The methods of `FSDPPrecision` would make parameters, inputs and outputs half precision.
+    tensor_init_context = Precision.tensor_init_context
+    module_init_context = Precision.module_init_context
+    convert_output = Precision.convert_output
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:  # type: ignore[override]
@@ -170,15 +159,10 @@ class FSDPAmpPrecision(AmpPrecision, FSDPPrecision):  # type: ignore[misc]
 
 
 def clip_grad_norm_(model: nn.Module, params: Sequence[nn.Parameter], max_norm: float) -> None:
-    """Clip the gradients of `params` to a total 2-norm of `max_norm`; all ranks together, without waiting.
+    """Clip the gradients of one optimizer to a total 2-norm of `max_norm`; all ranks together, without waiting.
 
-    Args:
-        model: What the strategy trains. The root of all sharded modules or, where the user wrapped submodules in
-            `configure_model`, the module that holds several such roots.
-        params: Of one optimizer. `FullyShardedDataParallel.clip_grad_norm_` would take all of its module's, those of
-            another optimizer too.
-        max_norm: Not negative.
-
+    `FullyShardedDataParallel.clip_grad_norm_` would clip the gradients of other optimizers too. `model` is the root of
+    all sharded modules, or holds several such roots if the user wrapped submodules in `configure_model`.
     """
     whole = isinstance(model, FullyShardedDataParallel)
     roots = [model] if whole else FullyShardedDataParallel.fsdp_modules(model, root_only=True)
@@ -208,6 +192,6 @@ def _clip_root(root: nn.Module, max_norm: float) -> Tensor:
     assert isinstance(root, FullyShardedDataParallel)
     if any(p.grad is not None for p in root.parameters()):
         return root.clip_grad_norm_(max_norm)
-    with warnings.catch_warnings():  # a rank may well hold no shard of what one optimizer trains
+    with warnings.catch_warnings():  # a rank may hold no shard that this optimizer trains
         warnings.filterwarnings("ignore", message="Called FSDP.clip_grad_norm_")
         return root.clip_grad_norm_(max_norm)

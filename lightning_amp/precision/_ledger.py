@@ -1,4 +1,4 @@
-"""What outlives a fit: records and scales, in checkpoints too, and the entries of other plugins that are read."""
+"""Keep records and scales from one fit to the next and in checkpoints, and read the entries of other plugins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_amp.precision._settings import enabled
 from lightning_amp.scaling import DerivativeScale, DynamicLossScaler, RecordLog, Saved, check_scaler_state
 
 STOCK_KEY = "MixedPrecision"
-"""Where stock Lightning keeps its scaler: ours is written there too, so that a run can go back."""
+"""Stock Lightning keeps its scaler under this key. Ours is written there too, so that a run can go back to stock."""
 
 STOCK_FSDP_KEY = "FSDPPrecision"
 """The same for `FSDPStrategy`."""
@@ -32,13 +32,10 @@ _KEYS = ("AmpPrecision", "FSDPAmpPrecision", STOCK_KEY, STOCK_FSDP_KEY, "native_
 
 @final
 class Ledger:
-    """The records of all steps that a plugin has seen in one Trainer, and the scale of its derivatives.
+    """The records of all steps of a plugin in one Trainer, and the scale of its derivatives.
 
-    Args:
-        scaler: Of the plugin; says how many skips in a row raise `FloatingPointError`.
-        describe_skips: Says what is known of the gradients then.
-        offers_fallback: Whether the plugin has the argument `fallback`.
-
+    The scaler decides how many skips in a row raise `FloatingPointError`. `describe_skips` then describes the gradients
+    for its message, which mentions `fallback` if `offers_fallback`.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class Ledger:
         self.derivatives = DerivativeScale()
 
     def begin(self, trainer: Any, scaler: torch.amp.GradScaler | None) -> bool:
-        """Begin a fit; returns whether it goes on where the last one ended, in the same Trainer."""
+        """Begin a fit, and return whether it continues the last one, in the same Trainer."""
         goes_on = self._last_trainer.goes_on(trainer)
         before, self.log = self.log, self._new_log(_skip_limit(scaler))
         if goes_on:
@@ -66,16 +63,16 @@ class Ledger:
     def go_on_in(
         self, choice: Choice, scaler: torch.amp.GradScaler | None, on_stuck: Callable[[str], None] | None
     ) -> None:
-        """Note what the steps to come are taken in, and who is told if these are stuck; see `RecordLog.go_on_in`."""
+        """Note the precision of the next steps, and the function to call if they are stuck."""
         self.log.go_on_in(cast(StepPrecision, choice.name), _skip_limit(scaler), on_stuck)
 
     def so_far(self, scaler: torch.amp.GradScaler | None) -> tuple[int, int, StepRecord | None]:
-        """Return applied and skipped steps, and the last one. Waits for the device."""
+        """Return the numbers of applied and skipped steps, and the last step. Waits for the device."""
         scaler = enabled(scaler)
         return self.log.so_far(None if scaler is None else _torch.scale_tensor(scaler))
 
     def clear(self) -> None:
-        """Forget everything; a checkpoint says what was."""
+        """Forget everything, before a checkpoint is loaded."""
         self.log.restore(0, 0, (), None)
         self.derivatives = DerivativeScale()
 
@@ -92,16 +89,9 @@ class Ledger:
         }
 
     def load(self, state: dict[str, Any], scaler: torch.amp.GradScaler | None, name: str) -> None:
-        """Continue from :meth:`state`, or from a bare `GradScaler` state.
+        """Continue from :meth:`state`, or from a bare `GradScaler` state, which errors call `name`.
 
-        Args:
-            state: The entry.
-            scaler: Of the plugin. Nothing is changed unless all entries are right.
-            name: What errors call the entry.
-
-        Raises:
-            ValueError: If an entry is missing or wrong.
-
+        If an entry is missing or wrong, it changes nothing and raises a `ValueError`.
         """
         saved = Saved(state, name)
         ours = "num_steps" in saved or "scaler" in saved
@@ -113,10 +103,10 @@ class Ledger:
             if not set(map(str, streak)) <= {"loss", "gradient"}:
                 raise saved.wrong("consecutive_skips", 'a list of "loss" and "gradient"')
             counters = (saved.count("num_steps"), saved.count("num_skipped"), streak, saved.record("last_step"))
-            if _DERIVATIVES in saved:  # before the rest: it may be refused
+            if _DERIVATIVES in saved:  # first, because it may be refused
                 self.derivatives.load(saved, _DERIVATIVES)
             self.log.restore(*counters)
-        if scaler is not None and scaler_state:  # bf16 and fp32 have none; fp16 from a bf16 checkpoint starts afresh
+        if scaler is not None and scaler_state:  # fp16 from a bf16 checkpoint starts afresh
             _load_scaler(scaler, scaler_state)
 
 
@@ -127,7 +117,7 @@ def _skip_limit(scaler: torch.amp.GradScaler | None) -> int:
 def _load_scaler(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:
     if isinstance(scaler, DynamicLossScaler):
         passed = scaler.overridden(state)
-    else:  # settings of somebody else's scaler that differ from torch's defaults: the user must have passed them
+    else:  # the user must have passed the settings that differ from torch's defaults
         defaults = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
         mine = {name: getattr(scaler, f"get_{name}")() for name in defaults}
         passed = {n: (v, state[n]) for n, v in mine.items() if v != defaults[n] and state.get(n, v) != v}
@@ -140,5 +130,5 @@ def _load_scaler(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:
 
 
 def find_entry(checkpoint: dict[str, Any]) -> str | None:
-    """Return the key of the first entry that holds a scaler's state, whoever wrote it."""
+    """Return the key of the first entry that holds a scaler's state, from any plugin."""
     return next((key for key in _KEYS if checkpoint.get(key)), None)

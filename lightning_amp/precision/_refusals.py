@@ -1,4 +1,4 @@
-"""What is refused or warned of before the first batch, with the fix: modules in one report, strategies, Fabric."""
+"""Refuse modules, strategies and Fabric before the first batch, or warn of them, always with the fix."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import FSDPPrecision
-from lightning.pytorch.strategies import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    SingleDeviceXLAStrategy,
-    XLAStrategy,
-)
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceXLAStrategy, XLAStrategy
 from torch import nn
 
 from lightning_amp import _messages
@@ -27,23 +22,20 @@ from lightning_amp.precision import _upcast_parameters
 
 
 def check(module: LightningModule, choice: Choice, device: torch.device, in_fp32: Collection[nn.Module] = ()) -> None:
-    """Look for what is wrong in the module that the Trainer attached.
+    """Raise one `ValueError` if this module cannot be trained in this precision; warn once of all that may be wrong.
 
-    Args:
-        module: The user's.
-        choice: The precision.
-        device: Where.
-        in_fp32: Submodules that compute in fp32 whatever the precision.
-
-    Raises:
-        ValueError: For what cannot work, all of it in one message. What may work is one warning.
-
+    The submodules `in_fp32` compute in fp32 in any precision.
     """
     if not choice.mixed:
         return
-    errors = [*_half_parameters(module)]
-    if errors:
-        raise ValueError(_report(f"precision {choice.name!r} cannot train this module", errors))
+    half = _upcast_parameters.trained_in_half(module)
+    if half:
+        finding = (
+            f"trainable parameters are {' and '.join(sorted(set(half.values())))}: {_names([*half])}. Mixed precision"
+            " keeps float32 parameters and casts them for each forward; in half precision most small updates are"
+            f" rounded away. {_upcast_parameters.advice(module, [*half])}"
+        )
+        raise ValueError(_report(f"precision {choice.name!r} cannot train this module", [finding]))
     warnings = [
         *_own_scaling(module),
         *_unsafe_losses(module, device, in_fp32),
@@ -60,17 +52,6 @@ def _report(title: str, findings: list[str]) -> str:
 
 def _names(names: Sequence[str]) -> str:
     return named([_modules.plain_name(name) for name in names])
-
-
-def _half_parameters(module: LightningModule) -> list[str]:
-    half = _upcast_parameters.trained_in_half(module)
-    if not half:
-        return []
-    return [
-        f"trainable parameters are {' and '.join(sorted(set(half.values())))}: {_names([*half])}. Mixed precision keeps"
-        " float32 parameters and casts them for each forward; in half precision most small updates are rounded away."
-        f" {_upcast_parameters.advice(module, [*half])}"
-    ]
 
 
 def _own_scaling(module: LightningModule) -> list[str]:
@@ -116,7 +97,7 @@ def _unsafe_losses(module: LightningModule, device: torch.device, in_fp32: Colle
 
 
 def _slow(choice: Choice, device: torch.device) -> list[str]:
-    """Return what is said of a GPU without bfloat16 units. Of a CPU the doctor says it, which measures."""
+    """Find a GPU without bfloat16 units. The doctor finds such a CPU, since it measures."""
     if choice.name != "bf16" or device.type != "cuda" or has_bf16_units(device):
         return []
     return ["this GPU emulates bfloat16: `doctor` measures what that costs, and precision 'auto' picks another format"]
@@ -127,14 +108,14 @@ def _compiled_backward(module: nn.Module) -> list[str]:
     if _modules.CompiledBackwardWithoutAutocast.is_possible() or not any(compiled):
         return []
     return [
-        f"the module is compiled, and torch {torch.__version__} runs a compiled backward under autocast: gradients of"
-        " what computes in float32 (`fp32_modules`, losses) are rounded to half precision on their way. From torch 2.9"
-        " on they are not; install that, or train without `torch.compile`"
+        f"the module is compiled, and torch {torch.__version__} runs a compiled backward under autocast. It rounds"
+        " gradients of float32 regions (`fp32_modules`, losses) to half precision. Install torch 2.9 or later, which"
+        " does not, or train without `torch.compile`"
     ]
 
 
 def half_in_a_step(module: nn.Module) -> str:
-    """Describe trainable parameters that are half precision once a step ran; empty if there are none."""
+    """Describe trainable parameters that a step has made half precision; empty if there are none."""
     names = [*_upcast_parameters.trained_in_half(module)]
     if not names:
         return ""
@@ -147,21 +128,14 @@ def half_in_a_step(module: nn.Module) -> str:
     )
 
 
-def warn_of_half_in_a_step(module: nn.Module) -> None:
-    """Warn of them. With loss scaling it was an error."""
-    found = half_in_a_step(module)
-    if found:
-        _messages.warn(f"lightning_amp: {found}.")
-
-
 def describe_nonfinite_gradients(module: nn.Module) -> str:
-    """Name the first parameters whose gradients are not finite, where gradients are still there."""
+    """Name the first parameters whose gradients are not finite; empty if none are, or they are gone."""
     names = nonfinite_gradients(dict(module.named_parameters()))
     return f"The first parameters with non-finite gradients are {_names(names)}" if names else ""
 
 
 def as_text(representation: str) -> str:
-    """Return a plugin as text, with a hint where the other package's Trainer shows it as of an invalid type."""
+    """Return a plugin as text, with a hint for `pytorch_lightning`, whose Trainer says it has an invalid type."""
     if "pytorch_lightning" not in sys.modules:
         return representation
     return (
@@ -176,7 +150,7 @@ FP8_SHARDED = (
     "For fp8 with sharded parameters use FSDP2: `Trainer(strategy=ModelParallelStrategy(), plugins=[AmpPrecision("
     "'fp8')])`, with `fully_shard` in `configure_model` (`docs/guide/fsdp.md`)"
 )
-"""What to do where FSDP1 cannot run fp8."""
+"""Advice for FSDP1, which cannot run fp8."""
 
 _DEEPSPEED = (
     "DeepSpeed scales, casts and steps itself: leave the plugin out and write `Trainer(strategy=..., precision="
@@ -189,12 +163,7 @@ _XLA = (
 
 
 def require_strategy(plugin: Any, strategy: Any) -> None:
-    """Refuse a strategy that takes another plugin.
-
-    Raises:
-        TypeError: Naming the plugin that is.
-
-    """
+    """Raise a `TypeError` that names the right plugin, if the strategy takes another one."""
     sharded = isinstance(plugin, FSDPPrecision)
     if isinstance(strategy, DeepSpeedStrategy):
         fix = _DEEPSPEED
@@ -213,12 +182,7 @@ def require_strategy(plugin: Any, strategy: Any) -> None:
 
 
 def require_trainer(plugin: Any, module: Any) -> None:
-    """Refuse Fabric, which takes any precision plugin, and whose loops have no step that this one could own.
-
-    Raises:
-        TypeError: Naming what Fabric takes instead.
-
-    """
+    """Raise a `TypeError` in Fabric, which accepts any precision plugin, but whose loops have no step to own."""
     if not isinstance(module, LightningModule) or module.fabric is not None or not _has_trainer(module):
         raise TypeError(
             f"`{plugin!r}` is a plugin for `L.Trainer`, which owns the optimizer step; {_in_fabric(plugin)}."
@@ -244,5 +208,5 @@ def _in_fabric(plugin: Any) -> str:
 
 
 def _as_written(name: str, plugin: Any) -> str:
-    """Write a plugin as it would be written, by the name of one of ours."""
+    """Return the code that makes this plugin, with another class name."""
     return f"{name}{repr(plugin).removeprefix(type(plugin).__name__)}"

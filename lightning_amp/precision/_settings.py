@@ -1,4 +1,4 @@
-"""Which precision and which loss scaler a plugin uses: what was asked for, and what follows from it on a device."""
+"""Check the arguments of a plugin, and derive from them its precision and loss scaler on a device."""
 
 from __future__ import annotations
 
@@ -15,29 +15,14 @@ from lightning_amp.casting import Choice, Precision, checked_recipe, emulates, p
 from lightning_amp.scaling import DynamicLossScaler
 
 _SCALES = {
-    "bf16": "Its range is that of fp32, so nothing underflows",
+    "bf16": "It has the range of fp32, so nothing underflows",
     "fp8": "It scales each tensor, or each row, by itself",
 }
 
 
 @final
 class Settings:
-    """The arguments, checked.
-
-    Args:
-        precision: Any spelling.
-        eval_precision: Likewise; `None` is the same.
-        scaler: A scaler; a number is a scale that never moves; `None` leaves it to the precision.
-        fp8_recipe: For `"fp8"`: a name, a configuration of torchao, or `None`.
-
-    Attributes:
-        requested: Our name of what was asked for.
-        fp8_recipe: The recipe, the default one as well; `None` without fp8.
-
-    Raises:
-        ValueError: For anything else.
-
-    """
+    """The checked arguments of `AmpPrecision`. `fp8_recipe` is the default recipe if none was passed to `"fp8"`."""
 
     def __init__(self, precision: Any, eval_precision: Any, scaler: Any, fp8_recipe: Any = None) -> None:
         self.requested: Precision = parse_precision(precision)
@@ -57,22 +42,15 @@ class Settings:
         require(fine, "scaler", legal, scaler, none="or `None`")
         self.given_scaler = scaler
         self._own_scaler: DynamicLossScaler | None = None
-        self._picked = Choice.of("fp32")  # what "auto" is, once a Trainer has attached
+        self._picked = Choice.of("fp32")  # set for "auto" once a Trainer has attached
         self._first_state = None if scaler is None else scaler.state_dict()
 
     def choose(
         self, device: torch.device, pick: Callable[[], tuple[Choice, str]], *, fitting: bool = True
     ) -> tuple[Choice, str]:
-        """Return the precision of training on this device, and why `"auto"` picked it.
+        """Return the precision of training, and why `"auto"` picked it; refuse a precision that the device cannot run.
 
-        Args:
-            device: Where.
-            pick: Says what `"auto"` is, on all ranks alike, and why; not called for a precision that was asked for.
-            fitting: Whether anything is trained; fp8 is needed only then.
-
-        Raises:
-            ValueError: If the device cannot run it.
-
+        `pick` picks for `"auto"`, on all ranks alike, and is not called without it. Only a fit needs fp8.
         """
         if "auto" in (self.requested, self._eval_requested):
             self._picked, why = pick()
@@ -86,13 +64,9 @@ class Settings:
         return training, ""
 
     def evaluation(self, training: Choice, device: torch.device) -> Choice:
-        """Return the precision of validation, test and prediction beside the one of training.
+        """Return the precision of validation, test and prediction; refuse one that the device cannot run.
 
-        Without `eval_precision` it is the same, and bf16 beside fp8.
-
-        Raises:
-            ValueError: If the device cannot run it.
-
+        Without `eval_precision` it is the precision of training, or bf16 if that is fp8.
         """
         wanted = None if self._eval_requested == self.requested == "auto" else self._eval_requested
         if wanted is None:
@@ -102,12 +76,7 @@ class Settings:
         return chosen
 
     def first(self) -> tuple[Choice | None, torch.amp.GradScaler | None]:
-        """Return precision and scaler before a Trainer has attached; `"auto"` is `None`.
-
-        Raises:
-            ValueError: If a scaler was passed to a precision that never uses one.
-
-        """
+        """Return precision and scaler before a Trainer has attached. The precision is `None` for `"auto"`."""
         if self.requested == "auto":
             return None, self.given_scaler
         choice = Choice.of(self.requested)
@@ -116,7 +85,7 @@ class Settings:
     def next_scaler(
         self, choice: Choice, current: torch.amp.GradScaler | None, device_type: str
     ) -> torch.amp.GradScaler | None:
-        """Return the scaler for the steps to come: in fp16 the one of now, if there is one."""
+        """Return the scaler for the next steps: in fp16 the current one, if there is one."""
         if choice.name != "fp16":
             return None
         scaler = self._scaler("fp16") if current is None else current
@@ -125,9 +94,9 @@ class Settings:
         return scaler
 
     def _scaler(self, precision: str) -> torch.amp.GradScaler | None:
-        """Return the scaler for one of our names; `None` where none is needed.
+        """Return the scaler for a precision; `None` if it needs none.
 
-        `"auto"` and `"fp32"` leave a scaler that was passed unused, so that one configuration serves all machines.
+        `"auto"` and `"fp32"` ignore a scaler that was passed, so that one configuration serves all machines.
         """
         if precision == "fp16":
             if self.given_scaler is not None:
@@ -144,7 +113,7 @@ class Settings:
         return None
 
     def reset(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Start the scale afresh, with somebody else's scaler at the scale that it had when it was passed."""
+        """Reset the scale; a scaler of another class gets the scale that it had when it was passed."""
         if isinstance(scaler, DynamicLossScaler):
             scaler.reset()
         elif scaler is not None and self._first_state:
@@ -157,7 +126,7 @@ def enabled(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
 
 
 def pick_on_all_ranks(module: LightningModule, device: torch.device) -> tuple[Choice, str]:
-    """Return what `"auto"` is, and why. Rank 0 decides for all, since two measurements may differ."""
+    """Pick for `"auto"`, and say why. Rank 0 decides for all, because two measurements may differ."""
     strategy = module.trainer.strategy
     picked = Choice.pick(device, module) if strategy.is_global_zero else None
     return strategy.broadcast(picked) or Choice.pick(device, module)

@@ -1,4 +1,4 @@
-"""Rules of `fp32_modules` that do nothing, since the `forward` of what they match never runs."""
+"""Report rules of `fp32_modules` without effect, because the `forward` of the matching modules never runs."""
 
 from __future__ import annotations
 
@@ -7,34 +7,29 @@ from typing_extensions import final
 
 from lightning_amp import _messages
 from lightning_amp._text import counted, named
-from lightning_amp.casting import Fp32Modules, Rule
+from lightning_amp.casting import Fp32Modules
 
 ENOUGH_STEPS = 100
-"""Training steps after which a module that has not run is taken for one that never does."""
+"""A module that has not run after this number of training steps is reported as never running."""
 
 
 @final
 class IdleRules:
-    """Says once in a fit which rules have done nothing, as soon as it is known.
+    """Says once in a fit which rules have had no effect.
 
     A module may run in some batches only, or only in validation. So it waits for `ENOUGH_STEPS` training steps, and for
-    the first validation if there is one; a shorter fit is looked at when it ends.
-
-    Args:
-        module: The user's.
-        islands: Its modules in fp32.
-
+    the first validation if there is one. In a shorter fit it speaks at the end.
     """
 
-    def __init__(self, module: LightningModule, islands: Fp32Modules) -> None:
+    def __init__(self, module: LightningModule, fp32_modules: Fp32Modules) -> None:
         self._trainer = module.trainer
-        self._islands = islands
+        self._fp32_modules = fp32_modules
         self._steps = 0
         self._evaluated = False
         self._done = False
 
     def before_training_step(self) -> None:
-        """Look, if now is the time."""
+        """Say it, if the waiting is over."""
         if self._steps >= ENOUGH_STEPS and not self._done and (self._evaluated or not self._trainer.enable_validation):
             self.say()
         self._steps += 1
@@ -44,29 +39,26 @@ class IdleRules:
         self._evaluated = True
 
     def say(self) -> None:
-        """Say what has not run in the steps so far, unless that was said."""
+        """Say which modules have not run in the steps so far, unless it has been said."""
         if self._done or self._steps == 0:
             return
         self._done = True
         steps = counted(self._steps, "training step")
-        rules, others = self._islands.idle()
+        rules, others = self._fp32_modules.idle()
         if rules:
             names = [name for found in rules.values() for name in found]
-            inside = next((name for name in names if self._islands.has_children(name)), None)
+            inside = next((name for name in names if self._fp32_modules.has_children(name)), None)
             child = f", such as '{inside}.*'" if inside else ""
-            said = ", ".join(_spelled(rule) for rule in rules)
+            said = ", ".join(repr(rule) if isinstance(rule, str) else rule.__name__ for rule in rules)
             _messages.warn(
-                f"lightning_amp: `fp32_modules` has no effect so far where it says {said}: the `forward` of"
-                f" {named(names)} has not run in {steps}, and another method of a module, or its weight alone,"
-                " computes as the rest does. Call the module itself, match a module inside or around it whose `forward`"
-                f" runs{child}, or put that code into `with lightning_amp.precision.fp32_region():`."
+                f"lightning_amp: `fp32_modules` has no effect so far for {said}: the `forward` of {named(names)} has"
+                f" not run in {steps}. Other methods of a module, and uses of its weight alone, are not in fp32. Call"
+                f" the module itself, match a module inside or around it whose `forward` runs{child}, or"
+                " put that code into `with lightning_amp.precision.fp32_region():`."
             )
         if others:
             _messages.info(
-                f"lightning_amp: `fp32_modules` also matches {named(others)}, whose `forward` has not run in {steps}:"
-                " what uses the weight itself, as `nn.MultiheadAttention` does, is in fp32 only if it is matched too."
+                f"lightning_amp: `fp32_modules` also matches {named(others)}, whose `forward` has not run in {steps}."
+                " Match the module that uses the weight too, as `nn.MultiheadAttention` uses its `out_proj`, if that"
+                " shall compute in fp32."
             )
-
-
-def _spelled(rule: Rule) -> str:
-    return repr(rule) if isinstance(rule, str) else rule.__name__

@@ -1,30 +1,32 @@
-"""`upcast_parameters`: a module that was loaded in half precision is trained as one that was loaded in float32.
+"""Train a module that was loaded in half precision in float32, as `upcast_parameters` asks.
 
-The strategy hands the module over after everybody has had a look at it: callbacks have copied it in `setup`, and on one
-device and in DDP a checkpoint is loaded already, its float32 weights rounded. So averages are upcast too, and what the
-checkpoint holds is loaded again, before an optimizer or a hook of the fit reads it.
+The strategy hands the module over late. Callbacks have copied it in `setup`, and on one device and in DDP a checkpoint
+has been loaded into it, rounded. So averages are upcast too, and the weights of the checkpoint are loaded again before
+an optimizer or a hook of the fit reads them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_amp import _messages
 from lightning_amp._compat import _lightning, _modules
 from lightning_amp._text import counted, memory, named
-from lightning_amp.casting import Upcast, mend_rounding, sharded_parameters, upcast_like, upcast_parameters
 from lightning_amp.numerics import HALF_DTYPES
 
 
 def upcast(module: LightningModule) -> None:
-    """Make trainable half-precision parameters of a module float32, as `AmpPrecision` says, at the start of a fit.
+    """Make trainable half-precision parameters of a module float32 at the start of a fit.
 
-    Raises:
-        ValueError: If some of them are sharded already. Nothing is changed then.
-
+    If some of them are sharded already, it changes nothing and raises a `ValueError`.
     """
     half = trained_in_half(module)
     if not half:
@@ -48,19 +50,13 @@ def upcast(module: LightningModule) -> None:
 
 
 def trained_in_half(module: Any) -> dict[str, str]:
-    """Return the names of trainable half-precision parameters, each with that of its dtype."""
+    """Return the names of trainable half-precision parameters, each with the name of its dtype."""
     half = {n: p.dtype for n, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES}
     return {name: str(dtype).removeprefix("torch.") for name, dtype in half.items()}
 
 
 def advice(module: LightningModule, names: list[str]) -> str:
-    """Return what makes these parameters float32, as a sentence without its full stop.
-
-    Args:
-        module: The user's.
-        names: Of its trainable half-precision parameters.
-
-    """
+    """Return what the user can do to make these parameters float32, as a sentence without its full stop."""
     sharded = sharded_parameters(module)
     if isinstance(module.trainer.strategy, FSDPStrategy):
         if any(name in sharded for name in names):
@@ -79,7 +75,7 @@ def _before_sharding(names: list[str], what: str = "`fully_shard(...)`") -> str:
 
 
 def _part(names: list[str]) -> str:
-    """Return as code what holds all parameters with these names: a child of the user's module, or the whole."""
+    """Return as code the part of the user's module that holds all these parameters: `self`, or one child of it."""
     first = {_modules.plain_name(name).partition(".")[::2] for name in names}
     children = {child for child, rest in first if rest}
     return f"self.{children.pop()}" if len(children) == 1 and all(rest for _, rest in first) else "self"
@@ -92,11 +88,11 @@ def _names(names: list[str]) -> str:
 def _load_again(
     module: LightningModule, checkpoint: dict[str, Any], result: Upcast, averages: list[tuple[Any, Any]]
 ) -> None:
-    """Load the checkpoint's weights once more, by the same methods: they rename keys, and leave some out, as before."""
+    """Load the checkpoint's weights once more, by the same methods, which may rename keys and leave some out."""
     current = _lightning.weights_beside_averages(checkpoint, [callback for callback, _ in averages])
     state = {**checkpoint, "state_dict": current}
     module.trainer.strategy.load_model_state_dict(state, strict=module.strict_loading)
-    mend_rounding(result.before)  # what a callback changed since then stays as it made it
+    mend_rounding(result.before)  # changes that a callback has made since then stay
     for callback, average in averages:
         _lightning.load_average(callback, average, checkpoint)
 
@@ -112,3 +108,86 @@ def _say(module: LightningModule, half: dict[str, str], result: Upcast) -> None:
         f"lightning_amp: {values} became float32{buffers}: {memory(result.num_bytes)} more, beside gradients and"
         f" optimizer state in float32.{stay}"
     )
+
+
+# -- in place --------------------------------------------------------------------------------------------------------
+
+
+class Upcast(NamedTuple):
+    """The result of :func:`upcast_parameters`."""
+
+    parameters: set[nn.Parameter]
+    before: dict[nn.Parameter, Tensor]
+    """The half-precision values of the parameters, if these were to be kept."""
+    num_buffers: int
+    num_values: int
+    """Number of values of the parameters. A lazy module has none as yet."""
+    num_bytes: int
+    """Additional bytes of parameters and buffers, without gradients and optimizer state."""
+
+
+def upcast_parameters(module: nn.Module, *, keep: bool = False) -> Upcast:
+    """Make trainable fp16 and bf16 parameters float32, one after the other; leave frozen ones alone.
+
+    The parameters stay the same objects, so that ties, parameter groups and hooks hold. Their gradients become float32
+    with them, and so do half-precision buffers of the same parts of the module: BatchNorm takes no bfloat16 statistics
+    beside float32 weights. A buffer belongs to the innermost module around it that has parameters. It stays if none of
+    these is upcast. With `keep` the result holds the old values, and their memory.
+    """
+    half = {p: None for p in module.parameters() if p.requires_grad and p.dtype in HALF_DTYPES}
+    before = {parameter: parameter.data for parameter in half} if keep else {}
+    buffers = list(_buffers_beside(module, set(half)))
+    num_values = sum(p.numel() for p in half if not is_lazy(p))
+    num_bytes = 2 * (num_values + sum(b.numel() for b in buffers if not is_lazy(b)))
+    for parameter in half:
+        parameter.data = parameter.data.float()
+        if parameter.grad is not None:
+            parameter.grad.data = parameter.grad.data.float()
+    for buffer in buffers:
+        buffer.data = buffer.data.float()
+    return Upcast(set(half), before, len(buffers), num_values, num_bytes)
+
+
+def _buffers_beside(module: nn.Module, upcast: set[nn.Parameter]) -> Iterator[Tensor]:
+    """Find each half-precision buffer of the parts of a module whose parameters are upcast."""
+    seen: set[Tensor] = set()
+
+    def visit(part: nn.Module, around: bool) -> Iterator[Tensor]:
+        parameters = set(part.parameters())
+        here = not upcast.isdisjoint(parameters) if parameters else around
+        for buffer in part.buffers(recurse=False):
+            if here and buffer.dtype in HALF_DTYPES and buffer not in seen:
+                seen.add(buffer)
+                yield buffer
+        for child in part.children():
+            yield from visit(child, here)
+
+    return visit(module, False)
+
+
+def upcast_like(copy: nn.Module, module: nn.Module) -> None:
+    """Make half-precision tensors of a copy of a module float32 where the module has float32."""
+    theirs = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in [*copy.named_parameters(), *copy.named_buffers()]:
+        like = theirs.get(name)
+        if like is not None and tensor.dtype in HALF_DTYPES and like.dtype == torch.float32:
+            tensor.data = tensor.data.float()
+
+
+def mend_rounding(before: dict[nn.Parameter, Tensor]) -> None:
+    """Put the half-precision values `before` back into upcast parameters, except where the new values round to them."""
+    for parameter, rounded in before.items():
+        if not is_lazy(parameter) and not torch.equal(parameter.data.to(rounded.dtype), rounded.to(parameter.device)):
+            parameter.data.copy_(rounded)
+
+
+def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Find the parameters that `fully_shard` (FSDP2) or FSDP1 has sharded, whose dtype cannot change any more."""
+    # a package that is not imported has made none
+    tensor, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
+    wrapped: set[nn.Parameter] = set()
+    if fsdp is not None:
+        wrappers = [m for m in module.modules() if isinstance(m, fsdp.FullyShardedDataParallel)]
+        wrapped = {parameter for wrapper in wrappers for parameter in wrapper.parameters()}
+    named = module.named_parameters()
+    return {n: p for n, p in named if p in wrapped or (tensor is not None and isinstance(p, tensor.DTensor))}

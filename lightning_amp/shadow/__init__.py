@@ -3,7 +3,7 @@
 from lightning_amp.shadow._batch_window import BatchWindow, KeptBatch
 from lightning_amp.shadow._evaluation_pass import EVALUATION_FILE, EvaluationPass, Stage
 from lightning_amp.shadow._failures import Failure, in_one_line, is_out_of_memory
-from lightning_amp.shadow._first_batches import FirstBatch, FirstBatches
+from lightning_amp.shadow._first_batches import FirstBatches
 from lightning_amp.shadow._gradient_sample import RowsBy, Sample, rows_of_parameters, take_sample
 from lightning_amp.shadow._matmul_flops import matmul_flops
 from lightning_amp.shadow._module_copy import copy_batch
@@ -18,7 +18,7 @@ from lightning_amp.shadow._private_fit import (
     run_private_fit,
 )
 from lightning_amp.shadow._ranks import Lockstep, OtherRankFailedError, gather, gather_on_zero
-from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives, true_gradients, use
+from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._surroundings import device_of_trainer, unnoticed
 from lightning_amp.shadow._training_pass import BOUNDARY, TrainingPass
 
@@ -30,7 +30,6 @@ __all__ = [
     "ComparedEvaluation",
     "EvaluationPass",
     "Failure",
-    "FirstBatch",
     "FirstBatches",
     "KeptBatch",
     "Lockstep",
@@ -57,7 +56,5 @@ __all__ = [
     "rows_of_parameters",
     "run_private_fit",
     "take_sample",
-    "true_gradients",
     "unnoticed",
-    "use",
 ]

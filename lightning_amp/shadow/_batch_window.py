@@ -1,4 +1,4 @@
-"""The batches since the last attempted step."""
+"""Keep the batches since the last attempted step, for running them again."""
 
 from __future__ import annotations
 
@@ -15,34 +15,46 @@ from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.tracing import RandomState
 
 _WINDOW_BYTES = 2**28
-"""What the batches of an accumulation window may take in memory; of a larger one the first are forgotten."""
+"""Memory for the batches of an accumulation window; a larger window loses its first batches."""
 
 
 @final
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class KeptBatch:
-    """A batch, and the random generators before its step."""
+    """A batch as the step got it, or a copy, and the random generators before the step."""
 
     batch: Any
     batch_idx: int
+    loader_idx: int | None
     random_state: RandomState
-    versions: list[tuple[Tensor, int]]
+    versions: list[tuple[Tensor, int]]  # its tensors, and how often each had been changed in place
     num_bytes: int
-    edited: bool = False
 
-    def detect_edits(self, was_copied: bool) -> bool:
-        """Return whether its step, which has run, changed it in place."""
-        changed = any(_modules.version(tensor) != version for tensor, version in self.versions)
-        self.edited = changed and not was_copied
-        self.versions = []
-        return changed
+    @classmethod
+    def keep(
+        cls, batch: Any, batch_idx: int, device_type: str, *, copy: bool, loader_idx: int | None = None
+    ) -> KeptBatch:
+        """Keep a batch before its step (30 us, for the random generators)."""
+        batch = copy_batch(batch) if copy else batch
+        versions = [(t, _modules.version(t)) for _, t in tensors_in(batch) if not t.is_inference()]
+        return cls(batch, batch_idx, loader_idx, RandomState.capture(device_type), versions, num_bytes_of(batch))
+
+    @property
+    def is_intact(self) -> bool:
+        """Return whether no code has changed the kept tensors in place since, as far as torch can tell."""
+        return all(_modules.version(tensor) == version for tensor, version in self.versions)
+
+
+def num_bytes_of(batch: Any) -> int:
+    """Return the size of the tensors in a batch."""
+    return sum(t.numel() * t.element_size() for _, t in tensors_in(batch))
 
 
 @final
 class BatchWindow:
     """The batches since the last attempted step.
 
-    Keeps references. Once a batch was found to be edited in place by its step, copies.
+    It keeps references. Once a step has edited its batch in place, it keeps copies.
     """
 
     def __init__(self) -> None:
@@ -61,24 +73,21 @@ class BatchWindow:
         return (last if self._first is None else self._first), last
 
     def add(self, batch: Any, batch_idx: int, device_type: str) -> None:
-        """Keep a batch on which a step is about to run."""
-        tensors = [tensor for _, tensor in tensors_in(batch)]
-        num_bytes = sum(t.numel() * t.element_size() for t in tensors)
-        versions = [(t, _modules.version(t)) for t in tensors if not t.is_inference()]
-        kept = copy_batch(batch) if self._must_copy else batch
+        """Keep a batch before its step."""
+        self._detect_edits()
         if self._first is None:
             self._first = batch_idx
-        self.kept.append(KeptBatch(kept, batch_idx, RandomState.capture(device_type), versions, num_bytes))
-        self._num_bytes += num_bytes
+        self.kept.append(KeptBatch.keep(batch, batch_idx, device_type, copy=self._must_copy))
+        self._num_bytes += self.kept[-1].num_bytes
         while self._num_bytes > _WINDOW_BYTES and len(self.kept) > 1:
             self._num_bytes -= self.kept.popleft().num_bytes
 
-    def detect_edits(self) -> None:
-        """Look whether the step on the last batch, which has run, changed it in place."""
-        if self.kept and self.kept[-1].detect_edits(was_copied=self._must_copy):
-            self._must_copy = True
-
     def clear(self) -> None:
-        """Forget the batches: a step was attempted."""
+        """Forget the batches, because a step was attempted."""
+        self._detect_edits()
         self.kept.clear()
         self._first, self._num_bytes = None, 0
+
+    def _detect_edits(self) -> None:
+        if self.kept and not self.kept[-1].is_intact:
+            self._must_copy = True

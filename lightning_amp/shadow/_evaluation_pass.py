@@ -1,4 +1,4 @@
-"""One side of a comparison: a shadow of the module, evaluated batch by batch as Lightning's loop would do it."""
+"""Evaluate a shadow of the module batch by batch, as Lightning's loop does: one side of a comparison."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lightning_amp.shadow._shadow import Shadow
 from lightning_amp.tracing import RandomState, fp32_throughout, full_precision, paired_random
 
 Stage = Literal["validation", "test"]
-"""As in the names of hooks, `on_test_batch_start`, and steps, `test_step`."""
+"""The stage in the names of hooks, `on_test_batch_start`, and steps, `test_step`."""
 
 EVALUATION_FILE = __file__
-"""Frames below this file are the user's: it runs their step."""
+"""File that calls the step: an `OperationWatch` looks for the user's line inside of it."""
 
 Context = Callable[[LightningModule], AbstractContextManager[Any]]
 
@@ -35,18 +35,18 @@ Context = Callable[[LightningModule], AbstractContextManager[Any]]
 class EvaluationPass:
     """Validates or tests a shadow.
 
-    The shadow is made of the module as it is now, so a pass may begin in the middle of an evaluation: it then has seen
-    the batches that the module has seen. Hooks before the first batch have already run and are not run again.
+    The shadow is a copy of the module at this moment, so a pass may begin in the middle of an evaluation. Its metrics
+    include the batches that the module has seen. Hooks before the first batch do not run again.
 
     Args:
         trainer: The trainer, inside its evaluation loop.
         module: The real module.
-        stage: Whose step and hooks run.
-        hook_context: Entered, for the shadow's module, around its hooks.
-        step_context: Entered around its step.
-        epoch_end_context: Entered around its epoch-end hook, inside of `hook_context`.
-        metrics: Of loaders that the module is done with.
-        upcast: Weights, buffers and batches in half precision become float32. For a pass in fp32.
+        stage: The stage whose step and hooks run.
+        hook_context: Returns the context of hooks, given the shadow's module.
+        step_context: Returns the context of the step.
+        epoch_end_context: Returns the context of the epoch-end hook, inside `hook_context`.
+        metrics: Metrics of the loaders that the module has finished.
+        upcast: Half-precision weights, buffers and batches become float32. For a pass in fp32.
     """
 
     def __init__(
@@ -67,23 +67,15 @@ class EvaluationPass:
         self._hook_context = hook_context
         self._step_context = step_context
         self._epoch_end_context = epoch_end_context
-        self._module = module
-        # Some steps edit parameters, in validation too: the momentum encoder of MoCo.
-        self._shadow = Shadow(trainer, module, own_parameters=True, upcast=upcast)
+        self._real_module = module
+        self._shadow = Shadow(trainer, module, upcast=upcast)
+        self.module, self.view = self._shadow.module, self._shadow.view
         self._loader_idx = _lightning.evaluation_loader_idx(trainer)
-        self._metrics = {**(metrics or {}), **_lightning.evaluation_metrics(self._shadow.view)}
+        self._metrics = {**(metrics or {}), **_lightning.evaluation_metrics(self.view)}
 
     @classmethod
     def in_fp32(cls, trainer: Trainer, module: LightningModule, stage: Stage, *, upcast: bool = True) -> EvaluationPass:
-        """Make a pass in true fp32, whatever the user's precision.
-
-        Args:
-            trainer: As of the constructor.
-            module: As of the constructor.
-            stage: As of the constructor.
-            upcast: As of the constructor. Without it, what `eval_precision="fp32"` does.
-
-        """
+        """Make a pass in true fp32; without `upcast`, make one in the context of `eval_precision="fp32"`."""
         device_type = trainer.strategy.root_device.type
 
         def context(_: LightningModule) -> AbstractContextManager[None]:
@@ -104,19 +96,10 @@ class EvaluationPass:
         *,
         upcast: bool = False,
     ) -> EvaluationPass:
-        """Make a pass as the real module is evaluated.
-
-        Args:
-            trainer: As of the constructor.
-            module: As of the constructor.
-            stage: As of the constructor.
-            metrics: As of the constructor.
-            upcast: As of the constructor.
-
-        """
+        """Make a pass in the contexts of the real evaluation."""
         plugin = trainer.precision_plugin
         in_step = plugin.test_step_context if stage == "test" else plugin.val_step_context
-        ours = isinstance(plugin, AmpPrecision)  # which treats metrics, outputs and the hook at the end as well
+        ours = isinstance(plugin, AmpPrecision)  # it also treats metrics, outputs and the epoch-end hook
         return cls(
             trainer,
             module,
@@ -128,19 +111,9 @@ class EvaluationPass:
             upcast=upcast,
         )
 
-    @property
-    def module(self) -> LightningModule:
-        """Return the shadow's module."""
-        return self._shadow.module
-
-    @property
-    def view(self) -> Any:
-        """Return what the shadow sees of the trainer."""
-        return self._shadow.view
-
     def start_afresh(self) -> None:
-        """Forget what the real evaluation has collected so far, and run the hooks before the first batch."""
-        _evaluation.forget_results(self._shadow.view)
+        """Forget the metrics of the batches so far, and run the hooks before the first batch."""
+        _evaluation.forget_results(self.view)
         self._metrics.clear()
         for module in self.module.modules():
             if is_metric(module):
@@ -153,46 +126,46 @@ class EvaluationPass:
     def step(
         self, batch: Any, batch_idx: int, loader_idx: int | None, watch: AbstractContextManager[Any] | None = None
     ) -> None:
-        """Run the batch hooks and the step on a copy of a batch, and leave the random generators as found.
+        """Run the batch hooks and the step on a copy of a batch, and restore the random generators.
 
         Args:
-            batch: Copied before it is used.
+            batch: The batch; unchanged.
             batch_idx: Its index in its loader.
-            loader_idx: Of its loader; `None` with one.
+            loader_idx: Index of its loader; `None` with one loader.
             watch: Entered around the step.
 
         """
         if loader_idx != self._loader_idx:
             self._finish_loader()
             self._loader_idx = loader_idx
-        shadow, stage = self._shadow, self._stage
+        module, call, stage = self.module, self._shadow.call, self._stage
         with paired_random(self._device_type):
             batch = copy_batch(batch, upcast=self._upcast)
             args = (batch, batch_idx) if loader_idx is None else (batch, batch_idx, loader_idx)
             step_args = args
-            if not is_param_in_hook_signature(getattr(shadow.module, f"{stage}_step"), "batch_idx", min_args=2):
+            if not is_param_in_hook_signature(getattr(module, f"{stage}_step"), "batch_idx", min_args=2):
                 step_args = (batch, *args[2:])
-            _lightning.start_evaluation_batch(shadow.view, batch, loader_idx)
+            _lightning.start_evaluation_batch(self.view, batch, loader_idx)
             try:
-                # Step values are not compared. Reducing them could leave the other ranks waiting, should this one run
-                # out of memory before it gets there.
-                with shadow.reduce.suspended():
-                    with self._hook_context(shadow.module):
-                        shadow.call(f"on_{stage}_batch_start", *args)
-                    with self._step_context(shadow.module), watch or nullcontext():
-                        outputs = shadow.call(f"{stage}_step", *step_args)
-                    with self._hook_context(shadow.module):
-                        shadow.call(f"on_{stage}_batch_end", outputs, *args)
+                # Values of single steps are not compared. If they were reduced and this rank ran out of memory before,
+                # the other ranks would wait for it.
+                with self._shadow.reduce.suspended():
+                    with self._hook_context(module):
+                        call(f"on_{stage}_batch_start", *args)
+                    with self._step_context(module), watch or nullcontext():
+                        outputs = call(f"{stage}_step", *step_args)
+                    with self._hook_context(module):
+                        call(f"on_{stage}_batch_end", outputs, *args)
             finally:
-                _lightning.finish_evaluation_batch(shadow.view)
+                _lightning.finish_evaluation_batch(self.view)
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Return what is known of the metrics so far."""
+        """Return the metrics that have been computed so far."""
         return dict(self._metrics)
 
     def take_parameters(self, values: Iterable[Tensor]) -> None:
-        """Have other values for the parameters of the shadow, in their order."""
+        """Set the parameters of the shadow, in their order."""
         with torch.inference_mode(False), torch.no_grad():
             for own, value in zip(self.module.parameters(), values, strict=True):
                 own.copy_(value)
@@ -201,18 +174,17 @@ class EvaluationPass:
         """Run the epoch-end hook and return the epoch's metrics by name.
 
         Args:
-            random_state: What the random generators were when the real module's hook ran.
-            follow: Take the parameters that the real module has now.
+            random_state: The random generators before the epoch-end hook of the real module.
+            follow: Take the present parameters of the real module.
         """
-        shadow = self._shadow
-        if follow:  # averaged weights may have been swapped out again before the real hook ran
-            self.take_parameters(self._module.parameters())
-        with paired_random(self._device_type, random_state), self._hook_context(shadow.module):
+        if follow:  # averaged weights may have been swapped out before the hook of the real module
+            self.take_parameters(self._real_module.parameters())
+        with paired_random(self._device_type, random_state), self._hook_context(self.module):
             self._finish_loader()
-            _lightning.start_evaluation_epoch_end(shadow.view)
-            with self._epoch_end_context(shadow.module):
-                shadow.call(f"on_{self._stage}_epoch_end")
-            self._metrics.update(_lightning.finish_evaluation_epoch_end(shadow.view))
+            _lightning.start_evaluation_epoch_end(self.view)
+            with self._epoch_end_context(self.module):
+                self._shadow.call(f"on_{self._stage}_epoch_end")
+            self._metrics.update(_lightning.finish_evaluation_epoch_end(self.view))
         return self._metrics
 
     def close(self) -> None:
@@ -220,7 +192,7 @@ class EvaluationPass:
         self._shadow.close()
 
     def _finish_loader(self) -> None:
-        self._metrics.update(_lightning.finish_evaluation_loader(self._shadow.view))
+        self._metrics.update(_lightning.finish_evaluation_loader(self.view))
 
 
 def _nothing(_: LightningModule) -> AbstractContextManager[None]:
@@ -228,13 +200,13 @@ def _nothing(_: LightningModule) -> AbstractContextManager[None]:
 
 
 def follow_ddp_buffers(trainer: Trainer, module: LightningModule) -> None:
-    """Give the buffers of a shadow rank 0's values, as DDP does to those of the real module at its next forward.
+    """Copy rank 0's buffers to the shadows of all ranks, as DDP does for the real module at its next forward.
 
-    Without it, BatchNorm statistics of the shadow would differ from the real ones on all other ranks. One broadcast
-    per dtype.
+    Otherwise the BatchNorm statistics of shadow and real module would differ on all other ranks. One broadcast per
+    dtype.
     """
     ddp = trainer.strategy.model
-    # It does not after a forward without synchronised gradients: in manual optimization, for example.
+    # DDP does not copy them after a forward without synchronised gradients: in manual optimization, for example.
     if not isinstance(ddp, DistributedDataParallel) or not ddp.will_sync_module_buffers():
         return
     by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

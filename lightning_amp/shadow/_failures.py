@@ -1,4 +1,4 @@
-"""What the user is told when a step fails as it runs a second time."""
+"""Describe a failure of a step that runs a second time, in words for the user."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from lightning_amp._compat._messages import OUT_OF_MEMORY
 
 @final
 class Failure(NamedTuple):
-    """An exception that ended a second run, of which nothing is kept but words."""
+    """An exception that ended a second run, in words: the exception itself would hold memory.
+
+    Attributes:
+        out_of_memory: Whether memory ran out.
+        reason: The exception, in one line.
+        text: The beginning of a sentence for the user.
+    """
 
     out_of_memory: bool
     reason: str
-    """Of the exception alone, in one line."""
     text: str
-    """Begins a sentence for the user."""
 
     @classmethod
     def of(cls, error: BaseException, what: str, where: str) -> Failure:
-        """Describe an exception, and free the memory that it holds.
+        """Describe an exception, and free its traceback with all that its frames hold.
 
         Args:
-            error: Its traceback is gone afterwards, and what its frames held: there may not be enough memory for it.
-            what: Ran a second time.
-            where: In which run of it memory may have run out.
+            error: The exception.
+            what: The part of the user's code that ran a second time, for the sentence.
+            where: The run of it, for a sentence about memory.
         """
         for raised in filter(None, (error, error.__context__, error.__cause__)):
-            traceback.clear_frames(raised.__traceback__)  # up to Python 3.10 the interpreter holds them, too
+            traceback.clear_frames(raised.__traceback__)  # Python 3.10 holds them as well
         error.__traceback__ = error.__context__ = error.__cause__ = None
         if not is_out_of_memory(error):
             reason = in_one_line(error)
@@ -48,6 +52,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return class and message of an exception: of a long message the first line, or what follows its traceback."""
+    """Return class and message of an exception: the first line of the message, or the last if it has a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {lines[-1 if 'Traceback' in str(error) else 0]}"

@@ -1,60 +1,37 @@
-"""The first batches of each loader of an evaluation, kept for running them again."""
+"""Keep the first batches of each loader of an evaluation, for running them again."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from typing_extensions import final
 
-from lightning_amp._compat import _evaluation, _modules
+from lightning_amp._compat import _evaluation
 from lightning_amp._containers import tensors_in
 from lightning_amp.findings import LOADER_SUFFIX
-from lightning_amp.shadow._module_copy import copy_batch
-from lightning_amp.tracing import RandomState
+from lightning_amp.shadow._batch_window import KeptBatch, num_bytes_of
 
 _Sums = dict[str, _evaluation.LoggedSum]
 """By metric."""
 
 MAX_BYTES = 2**28
-"""What kept batches may hold in memory, over all loaders."""
-
-
-@final
-@dataclass(slots=True)
-class FirstBatch:
-    """A batch as the step got it, and the random generators before its step."""
-
-    batch: Any
-    batch_idx: int
-    loader_idx: int | None
-    random_state: RandomState
-    versions: list[tuple[Tensor, int]]
-
-    @property
-    def is_intact(self) -> bool:
-        """Return whether nobody has changed it in place since, as far as that can be known."""
-        return all(_modules.version(tensor) == version for tensor, version in self.versions)
+"""Memory for the kept batches of all loaders."""
 
 
 @final
 class FirstBatches:
-    """Keeps references, and what had been logged after each batch, kept or not.
+    """Keeps the first batches of each loader, and the logged values after each batch, kept or not.
 
-    Copies, once a step was seen to edit its batch in place.
+    It keeps references; once a step has edited its batch in place, it keeps copies.
 
-    Costs no operation on the device, and the random generators' states of the kept batches (30 us each).
-
-    Attributes:
-        kept: The batches.
+    Cost: no operation on the device; some 30 us for each kept batch.
 
     """
 
     def __init__(self, device_type: str, num_loaders: int) -> None:
-        self.kept: list[FirstBatch] = []
+        self.kept: list[KeptBatch] = []
         self._device_type = device_type
         self._share = MAX_BYTES / max(num_loaders, 1)
         self._loader_idx: int | None = None
@@ -64,33 +41,29 @@ class FirstBatches:
         self._sums: dict[int | None, list[tuple[_Sums, _Sums]]] = {}
 
     def add(self, batch: Any, batch_idx: int, loader_idx: int | None) -> None:
-        """Take note of a batch whose steps are about to run."""
+        """Note a batch before its steps, and keep it if there is room."""
         if loader_idx != self._loader_idx:
             self._loader_idx, self._num_bytes, self._is_full = loader_idx, 0, False
-        tensors = [tensor for _, tensor in tensors_in(batch)]
-        rows = max((t.shape[0] for t in tensors if t.ndim), default=1)
+        rows = max((t.shape[0] for _, t in tensors_in(batch) if t.ndim), default=1)
         self._num_rows[loader_idx] = self._num_rows.get(loader_idx, 0) + rows
-        self._num_bytes += sum(t.numel() * t.element_size() for t in tensors)
+        self._num_bytes += num_bytes_of(batch)
         # The first of a loader in any case.
         self._is_full = self._is_full or (self._num_bytes > self._share and batch_idx > 0)
         if not self._is_full:
             self._must_copy = self._must_copy or bool(self.kept and not self.kept[-1].is_intact)
-            if self._must_copy:
-                batch = copy_batch(batch)
-            versions = [(t, _modules.version(t)) for _, t in tensors_in(batch) if not t.is_inference()]
-            state = RandomState.capture(self._device_type)
-            self.kept.append(FirstBatch(batch, batch_idx, loader_idx, state, versions))
+            kept = KeptBatch.keep(batch, batch_idx, self._device_type, copy=self._must_copy, loader_idx=loader_idx)
+            self.kept.append(kept)
 
     def note_sums(self, amp: Any, fp32: Any) -> None:
-        """Take note of what two trainers, or views of one, have logged after the last batch that was added."""
+        """Note the values that two trainers, or views of one, have logged since the last batch was added."""
         idx = self._loader_idx
         self._sums.setdefault(idx, []).append((_evaluation.logged_sums(amp, idx), _evaluation.logged_sums(fp32, idx)))
 
     def num_rows_of(self, metric: str) -> int | None:
-        """Return over how many rows a metric was taken; `None` if it cannot be a share or a count of them.
+        """Return the number of rows behind a metric; `None` if it cannot be a share or a count of them.
 
-        What a step logs as a plain value is one if it adds up to whole numbers in each batch; what torchmetrics
-        computed, or the end of the epoch, or a single batch, may always be one. Waits for the device.
+        A plain value that a step logs can only be one if it adds up to whole numbers in each batch. A metric of
+        torchmetrics or of the end of the epoch, or with one batch only, may be one. Waits for the device.
         """
         loader = metric.partition(LOADER_SUFFIX)[2]
         logged = [side[metric] for sums in self._sums.values() for both in sums for side in both if metric in side]
@@ -100,12 +73,15 @@ class FirstBatches:
         return number or sum(self._num_rows.values())
 
     def standard_error(self, metric: str) -> float:
-        """Return that of a plain value in fp32, from what differs between its batches. Waits for the device."""
+        """Return the standard error of a plain value, from its fp32 values by batch. Waits for the device."""
         fp32 = [value for _, value in self.values(metric).values() if math.isfinite(value)]
         return statistics.stdev(fp32) / math.sqrt(len(fp32)) if len(fp32) > 1 else 0.0
 
     def values(self, metric: str) -> dict[tuple[int | None, int], tuple[float, float]]:
-        """Return a metric in AMP and fp32 by loader and batch, where it is a plain value. Waits for the device."""
+        """Return a metric in AMP and in fp32, by loader and batch; empty unless it is a plain value.
+
+        Waits for the device.
+        """
         found: dict[tuple[int | None, int], tuple[float, float]] = {}
         for loader_idx, sums in self._sums.items():
             before: tuple[_evaluation.LoggedSum | None, _evaluation.LoggedSum | None] = None, None

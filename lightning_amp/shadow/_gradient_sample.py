@@ -1,18 +1,20 @@
-"""The gradient of one batch, once in fp32 and once as training computes it."""
+"""Compute the gradient of one batch in fp32 and as training computes it, and compare the two."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import final
 
 from lightning_amp._compat import _modules
+from lightning_amp.casting import gradient_cast, linear_layers, may_run_in_fp8
 from lightning_amp.findings import TOTAL, GradientRow, InaccurateDerivative
 from lightning_amp.numerics import (
     ExponentHistogram,
@@ -27,45 +29,34 @@ from lightning_amp.numerics import (
 )
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._failures import Failure
-from lightning_amp.shadow._float8_losses import Float8Losses
 from lightning_amp.shadow._ranks import gather
-from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives, true_gradients, use
+from lightning_amp.shadow._step_watch import StepWatch, inaccurate_derivatives
 from lightning_amp.shadow._training_pass import TrainingPass
 from lightning_amp.tracing import Trace
 
-_LOWEST, _HIGHEST = -50, 20  # exponents of gradients that the histograms tell apart
+_LOWEST, _HIGHEST = -50, 20  # exponents of the outermost bins of the histograms
 _NUM_BINS = _HIGHEST - _LOWEST + 1
 
 RowsBy = Literal["module", "parameter"]
-"""What a row of the table is."""
+"""The rows of the table: one per module, or one per parameter."""
 
 
 @final
 class Sample(NamedTuple):
-    """One sampled step, on the host.
+    """The results of one sampled step, on the host.
 
     Attributes:
-        rows: One per row of the table, that of all gradients last.
-        histograms: Of true gradients, by row.
-        unseen: Modules that were not seen.
-        order: Names of rows in the order in which the backward comes to them.
-        clipped: Who clips gradients that are still scaled, and where, in words; empty if nobody does.
-        derivatives: Derivatives inside of the loss that fp16 does not hold.
+        rows: The rows of the table; the last is about all gradients.
+        histograms: Histograms of true gradients, by row.
+        unseen: Modules that could not be watched.
+        order: Names of rows in the order in which the backward reaches them.
+        clipped: The functions that clip scaled gradients, with their lines, in words; empty without any.
+        derivatives: Derivatives inside the loss that are inaccurate in fp16.
 
     """
 
     rows: list[GradientRow]
     histograms: dict[str, ExponentHistogram]
-    unseen: Sequence[str]
-    order: Sequence[str]
-    clipped: str
-    derivatives: Sequence[InaccurateDerivative]
-
-
-@final
-class _Seen(NamedTuple):
-    """What one rank has seen besides numbers that add up; see :class:`Sample`."""
-
     unseen: Sequence[str] = ()
     order: Sequence[str] = ()
     clipped: str = ""
@@ -74,19 +65,17 @@ class _Seen(NamedTuple):
 
 @final
 class _Group:
-    """What is known about the gradients of one row; everything is on the device."""
+    """Measurements of the gradients of one row, on the device."""
 
     def __init__(self) -> None:
-        self.counts: list[Tensor] = []
-        self.sums: list[Tensor] = []
-        self.magnitudes: list[Tensor] = []
-        self.histograms: list[Tensor] = []
-        self.fp8: list[Tensor] = []
+        self.counts, self.sums, self.magnitudes = list[Tensor](), list[Tensor](), list[Tensor]()
+        self.histograms, self.fp8 = list[Tensor](), list[Tensor]()
 
     def add(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return what adds up over parameters and ranks, [12 + bins], and the largest magnitude, [], both on `device`.
+        """Return the counts and sums of the row, [12 + bins], and its largest magnitude, [], both on `device`.
 
-        Parts may lie on several devices, as the parameters do. float64, or the widest dtype that the device has.
+        Measurements may be on several devices, as the parameters are. The dtype is float64, or the widest that the
+        device has.
         """
         wide = widest_dtype(device)
         zeros = partial(torch.zeros, dtype=wide, device=device)
@@ -112,39 +101,38 @@ def take_sample(
 ) -> Sample | None:
     """Run the batch twice on copies of the module; `None` if no rank has gradients. Waits for the device.
 
-    All ranks must call: figures are over the values of all of them. One that cannot run its batch, of which
-    `on_failure` is told, has none to add.
+    All ranks must call, because the figures are about all of them. A rank that cannot run its batch calls `on_failure`
+    and adds nothing.
     """
     try:
-        groups, seen = _measure(trainer, module, batch, batch_idx, by, scale)
+        groups, mine = _measure(trainer, module, batch, batch_idx, by, scale)
     except Exception as error:
         on_failure(Failure.of(error, "the training step", f"the sample of step {trainer.global_step}"))
-        groups, seen = _groups(module, by), _Seen()
-    found = _over_all_ranks(trainer, groups)
-    if not found:
+        groups, mine = _groups(module, by), Sample([], {})
+    sums = _over_all_ranks(trainer, groups)
+    if not sums:
         return None
-    everybodys = gather(trainer, seen)  # what follows from it must be the same on all ranks
-    root = {"": type(module).__name__}
-    order = next((one.order for one in everybodys if one.order), ())
-    precision = precision_of(trainer)
+    ranks = gather(trainer, mine)  # decisions that follow must be the same on all ranks
+    names = {name: name or type(module).__name__ for name in groups}
+    step, precision = trainer.global_step, precision_of(trainer)
     return Sample(
-        [_row(trainer.global_step, root.get(n, n), scale, added, top, precision) for n, (added, top) in found.items()],
-        {root.get(name, name): _histogram(added) for name, (added, _) in found.items()},
-        seen.unseen,
-        [root.get(name, name) for name in order],
-        next((one.clipped for one in everybodys if one.clipped), ""),
-        next((one.derivatives for one in everybodys if one.derivatives), ()),
+        rows=[_row(step, names[name], scale, *row, precision) for name, row in sums.items()],
+        histograms={names[n]: ExponentHistogram(s[12:].long(), _LOWEST, _HIGHEST) for n, (s, _) in sums.items()},
+        unseen=mine.unseen,
+        order=[names[name] for name in next((one.order for one in ranks if one.order), ())],
+        clipped=next((one.clipped for one in ranks if one.clipped), ""),
+        derivatives=next((one.derivatives for one in ranks if one.derivatives), ()),
     )
 
 
 def rows_of_parameters(module: LightningModule, by: RowsBy) -> dict[str, str]:
-    """Return the row of the table that each parameter belongs to; that of the module itself is called ""."""
+    """Return the row of the table for each parameter; the row of the outermost module is called ""."""
     names = _modules.plain_parameters(module)
     return {name: name.rpartition(".")[0] if by == "module" else name for name in names}
 
 
 def precision_of(trainer: Trainer) -> str:
-    """Return our name of the precision that training steps run in; empty for one that we have no name for."""
+    """Return our name of the precision of training steps; empty if we have no name for it."""
     plugin = trainer.precision_plugin
     name = {"16-mixed": "fp16", "bf16-mixed": "bf16", "32-true": "fp32"}.get(str(plugin.precision), "")
     in_fp8 = name == "bf16" and isinstance(plugin, AmpPrecision) and None in plugin.fp8_layers.values()
@@ -157,47 +145,45 @@ def _groups(module: LightningModule, by: RowsBy) -> dict[str, _Group]:
 
 def _measure(
     trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, by: RowsBy, scale: float
-) -> tuple[dict[str, _Group], _Seen]:
+) -> tuple[dict[str, _Group], Sample]:
     """Run the step in fp32 and as training does, and compare their gradients row by row."""
     row_of, groups = rows_of_parameters(module, by), _groups(module, by)
     total = groups[TOTAL]
-    fp32_pass = TrainingPass(trainer, module, upcast=True)
-    fp8 = Float8Losses(fp32_pass.module, trainer.precision_plugin)
-    try:
-        with Trace(fp32_pass.module, values=False) as fp32_trace, fp8, StepWatch(fp32_pass.module) as fp32_watch:
-            use(fp32_watch, fp32_pass)
-            fp32_pass.run(batch, batch_idx, context=None, trace=fp32_trace)
+    with closing(TrainingPass(trainer, module, upcast=True)) as fp32_pass:
+        fp32_trace, fp32_watch = Trace(fp32_pass.module, values=False), StepWatch(fp32_pass.module)
+        with _fp8_counts(fp32_pass.module, trainer.precision_plugin) as fp8_counts:
+            fp32_pass.run(batch, batch_idx, context=None, trace=fp32_trace, step_watch=fp32_watch)
         fp32_run = fp32_pass.gradients()
-    finally:
-        fp32_pass.close()
-    arrived = [a.parameter for a in fp32_trace.arrivals if a.where == "parameter" and not a.is_inner]
-    seen = _Seen(fp32_trace.unseen, list(dict.fromkeys(row_of[name] for name in arrived if name in row_of)))
+    places = [arrival.place for arrival in fp32_trace.arrivals if not arrival.is_inner]
+    order = [row_of[place.parameter] for place in places if place.where == "parameter" and place.parameter in row_of]
+    sample = Sample([], {}, fp32_trace.unseen, list(dict.fromkeys(order)))
     if not fp32_run:
-        return groups, seen
-    for layer, losses in fp8.counts.items():
+        return groups, sample
+    for layer, counts in fp8_counts.items():
         row = layer if by == "module" else f"{layer}.weight"
         for one in (groups[row], total) if row in groups else (total,):
-            one.fp8.extend(losses)
-    amp_pass = TrainingPass(trainer, module)
-    try:
-        with Trace(amp_pass.module, values=False) as amp_trace, StepWatch(amp_pass.module, scale) as amp_watch:
-            use(amp_watch, amp_pass)
-            context = trainer.precision_plugin.forward_context()
-            amp_pass.run(batch, batch_idx, context=context, scale=scale, trace=amp_trace, fp32_draws=True)
-        amp_run = true_gradients(amp_watch, amp_pass, scale)
+            one.fp8.extend(counts)
+    with closing(TrainingPass(trainer, module)) as amp_pass:
+        amp_trace, amp_watch = Trace(amp_pass.module, values=False), StepWatch(amp_pass.module, scale)
+        context = trainer.precision_plugin.forward_context()
+        amp_pass.run(
+            batch, batch_idx, context=context, scale=scale, trace=amp_trace, step_watch=amp_watch, fp32_draws=True
+        )
+        amp_run = amp_pass.true_gradients()
         if scale != 1:
             clipped = " and ".join(f"`{name}` ({line})" for line, name in amp_watch.clippings.items())
-            seen = seen._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32_watch, amp_watch))
+            sample = sample._replace(clipped=clipped, derivatives=inaccurate_derivatives(fp32_watch, amp_watch))
         rows = {row_of[name] for name in fp32_run}
         for arrival in fp32_trace.gradients_in_half(amp_trace.half_places):
-            # Gradients of outputs, too: they may be larger than those of parameters.
+            # Gradients of outputs count, because they may be larger than gradients of parameters.
             total.magnitudes.append(arrival.largest)
-            if by == "module" and arrival.where == "output" and arrival.call is not None and arrival.call.name in rows:
-                groups[arrival.call.name].magnitudes.append(arrival.largest)
+            name = "" if arrival.call is None else arrival.call.name
+            if by == "module" and arrival.place.where == "output" and name in rows:
+                groups[name].magnitudes.append(arrival.largest)
         for name, gradient in fp32_run.items():
             counts = underflow_counts(gradient, "fp16", scale)
             histogram = exponent_histogram(gradient, _LOWEST, _HIGHEST).counts
-            # What only fp32 has a gradient for is lost in mixed precision.
+            # A gradient that only fp32 has is lost in mixed precision.
             values = amp_run.get(name, torch.zeros_like(gradient))
             sums = torch.cat([fidelity_sums(gradient, values), inner_product(gradient, values).reshape(1)])
             for one in (groups[row_of[name]], total):
@@ -205,13 +191,45 @@ def _measure(
                 one.histograms.append(histogram)
                 one.magnitudes.append(largest(gradient))
                 one.sums.append(sums)
+    return groups, sample
+
+
+@contextmanager
+def _fp8_counts(module: nn.Module, plugin: Any) -> Generator[dict[str, list[Tensor]]]:
+    """Count the true gradients of fp8 layers that a cast to fp8 would round to zero or saturate.
+
+    Args:
+        module: A copy of the module whose step runs in fp32.
+        plugin: The precision plugin; any other than ours has no fp8 layers.
+
+    Yields:
+        For each layer the counts of :meth:`ScaledCast.losses`, one per call.
+
+    """
+    found: dict[str, list[Tensor]] = {}
+    chosen = may_run_in_fp8(dict(getattr(plugin, "fp8_layers", {})))
+    layers = {n: m for n, m in linear_layers(module).items() if n in chosen and m.weight.requires_grad}
+    handles: list[Any] = []
+    if layers:
+        cast = gradient_cast(plugin.fp8_recipe)
+
+        def count(name: str, gradient: Tensor) -> None:
+            found.setdefault(name, []).append(cast.losses(gradient))
+
+        def watch(name: str, layer: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled():
+                handles.append(output.register_hook(partial(count, name)))
+
+        handles += [layer.register_forward_hook(partial(watch, name)) for name, layer in layers.items()]
+    try:
+        yield found
     finally:
-        amp_pass.close()
-    return groups, seen
+        for handle in handles:
+            handle.remove()
 
 
 def _over_all_ranks(trainer: Trainer, groups: Mapping[str, _Group]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return what adds up, [12 + bins], and the largest magnitude, [], of each row with gradients, on the host."""
+    """Return the sums, [12 + bins], and the largest magnitude, [], of each row with gradients, on the host."""
     device = trainer.strategy.root_device
     added, tops = (torch.stack(list(parts)) for parts in zip(*(g.add(device) for g in groups.values()), strict=True))
     if trainer.world_size > 1:
@@ -252,7 +270,3 @@ def _cosine(signal: float, energy: float, product: float) -> float:
     if signal == 0 or energy == 0:
         return float(signal == energy)
     return max(-1.0, min(1.0, product / math.sqrt(signal) / math.sqrt(energy)))
-
-
-def _histogram(added: Tensor) -> ExponentHistogram:
-    return ExponentHistogram(added[12:].long(), _LOWEST, _HIGHEST)

@@ -1,7 +1,8 @@
-"""In which dtype a training step computes its matrix products."""
+"""Count the matrix products of a training step by dtype."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -11,16 +12,12 @@ from lightning_amp.shadow._training_pass import TrainingPass
 
 
 def matmul_flops(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> dict[str, float]:
-    """Return the share of the FLOPs of matrix products by dtype, from 0 to 1, the largest first; empty without any.
+    """Return the share of each dtype in the FLOPs of matrix products, from 0 to 1, the largest first; empty without.
 
-    The step runs once more, forward and backward, on a copy of the module; what `torch.compile` compiled runs eagerly.
-    Convolutions and attention are matrix products, too.
+    It runs the step once more, forward and backward, on a copy of the module; compiled code runs eagerly. Convolutions
+    and attention count as matrix products.
     """
-    again = TrainingPass(trainer, module)
-    try:
-        with MatmulFlops() as flops:
-            again.run(batch, batch_idx, context=trainer.precision_plugin.forward_context())
-    finally:
-        again.close()
+    with closing(TrainingPass(trainer, module)) as again, MatmulFlops() as flops:
+        again.run(batch, batch_idx, context=trainer.precision_plugin.forward_context())
     total = sum(flops.by_dtype.values())
     return {name: count / total for name, count in flops.by_dtype.most_common() if count}

@@ -1,8 +1,8 @@
-"""Deep copies that share parameters, for running user code twice without the user noticing.
+"""Copy modules and batches, so that user code can run twice without an effect on the originals.
 
-`copy.deepcopy` of a real LightningModule fails on the first lock, open file or generator that it meets, and copies
-what must not be copied: the trainer, data sets, the parameters. The copies here take what can be taken, piece by piece.
-What cannot be copied is replaced by an object that raises when it is used, but in hooks: see `_not_copied`.
+`copy.deepcopy` of a real LightningModule fails on the first lock, open file or generator, and it copies the trainer and
+the data sets. The copies here are made piece by piece. An object that cannot be copied is replaced by one that raises
+when it is used, except in hooks: see `_not_copied.py`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from lightning_amp._compat import _lightning, _modules
 from lightning_amp.numerics import HALF_DTYPES
 from lightning_amp.shadow._failures import is_out_of_memory
 from lightning_amp.shadow._not_copied import NotCopied, Permission
-from lightning_amp.shadow._rebinding import MAPPINGS, permit_hooks, rebind_closures
-from lightning_amp.shadow._upcasting import upcast_tensors
+from lightning_amp.shadow._rebinding import MAPPINGS, rebind_closures
 
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 
-# Read by a step, if at all, and large or meaningless as copies.
+# Objects that a step at most reads, and that are large or useless as copies.
 _SHARED: tuple[type, ...] = (
     *_LOCKS,
     Callback,
@@ -55,53 +54,74 @@ _ATOMS: tuple[type, ...] = (bool, int, float, str, type(None))
 _CONTAINERS: tuple[type, ...] = (list, tuple, set, deque)
 
 
-def copy_module(
-    module: LightningModule, memo: dict[int, Any], *, own_parameters: bool = False, upcast: bool = False
-) -> LightningModule:
-    """Copy a module: its parameters are shared, everything else is its own.
+def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool = False) -> LightningModule:
+    """Copy a module.
 
-    Buffers, metric states, lists and other attributes are copied as deep as they go. Compiled parts come back
-    uncompiled. Bound methods and closures that refer to the module (a forward hook that appends to `self.features`)
-    refer to the copy. Data sets, loaders, optimizers and callbacks that the module holds are shared. So is, with its
-    hooks alone, what they use and what cannot be copied.
+    Parameters (without gradients and hooks), buffers, metric states, lists and other attributes are copied deeply.
+    Compiled parts of the copy are not compiled. Bound methods and closures that refer to the module (a forward hook
+    that appends to `self.features`) refer to the copy. Data sets, loaders, optimizers and callbacks that the module
+    holds are shared. Objects that cannot be copied are shared with the hooks of the copy only.
 
     Args:
-        module: What to copy. Unchanged.
-        memo: Of `copy.deepcopy`: what to put in the place of which object, by `id` (the trainer, for example).
-        own_parameters: Copy the parameters too, without gradients and hooks: for a copy that runs a training step.
-        upcast: For a copy that computes in fp32: parameters and buffers in half precision become float32, its own.
+        module: The module; unchanged.
+        memo: The memo of `copy.deepcopy`: by `id`, the object that replaces another, for example the trainer.
+        upcast: Turn half-precision parameters and buffers into float32, for a run in fp32.
     """
-    copier = _Copier(memo, own_parameters, upcast)
-    # Outside of inference mode, so that buffers of the copy are as ordinary as those of the original: a step may turn
-    # inference mode off to take gradients.
+    copier = _Copier(memo, upcast)
+    # Outside of inference mode, so that buffers of the copy are ordinary tensors: a step may turn inference mode off to
+    # take gradients.
     with torch.inference_mode(False), torch.no_grad():
         copier.share(module)
         result = copier.module(module, type(module).__name__)
         rebind_closures(copier.modules, memo)
         if copier.refused:
-            permit_hooks(copier.modules, copier.permission)
+            copier.permission.grant_to_hooks(copier.modules)
     _lightning.forget_metric_names(result)
     return cast(LightningModule, result)
 
 
 def copy_batch(batch: Any, *, upcast: bool = False) -> Any:
-    """Copy a batch so that in-place edits of the copy stay there. Costs the memory of one batch.
+    """Copy a batch, so that edits of the copy do not reach it. Costs the memory of one batch.
 
     Args:
-        batch: What to copy. Unchanged.
-        upcast: For a step that computes in fp32: tensors in half precision become float32, in whatever container.
+        batch: The batch; unchanged.
+        upcast: Turn half-precision tensors into float32, for a step in fp32. Outside of autocast a float32 weight and a
+            bfloat16 input do not fit together.
     """
     result = _Copier({}).batch(batch)
-    return upcast_tensors(result) if upcast else result
+    return _upcast(result, {}) if upcast else result
+
+
+def _upcast(value: Any, memo: dict[int, tuple[Any, Any]]) -> Any:
+    """Turn half-precision tensors into float32; lists, dictionaries and objects are changed in place."""
+    if id(value) in memo:
+        return memo[id(value)][1]
+    result = value
+    memo[id(value)] = (value, value)  # the first keeps the id from being used again
+    if isinstance(value, Tensor):
+        if value.dtype in HALF_DTYPES:
+            result = value.detach().float().requires_grad_(value.requires_grad)
+    elif isinstance(value, tuple):
+        items = [_upcast(item, memo) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            result = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif isinstance(value, list):
+        value[:] = [_upcast(item, memo) for item in value]
+    elif isinstance(value, dict):
+        for key, item in list(value.items()):  # not `update`, which classes of Hugging Face refuse
+            value[key] = _upcast(item, memo)
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, NotCopied)):
+        vars(value).update({name: _upcast(item, memo) for name, item in vars(value).items()})
+    memo[id(value)] = (value, result)
+    return result
 
 
 @final
 class _Copier:
     """One deep copy in progress."""
 
-    def __init__(self, memo: dict[int, Any], own_parameters: bool = False, upcast: bool = False) -> None:
-        self.memo = memo
-        self.own_parameters, self.upcast = own_parameters, upcast
+    def __init__(self, memo: dict[int, Any], upcast: bool = False) -> None:
+        self.memo, self.upcast = memo, upcast
         self.permission = Permission()
         self.refused = False
         self.modules: list[nn.Module] = []
@@ -109,12 +129,10 @@ class _Copier:
         self.shared = (*_SHARED, *_process_group_types())
 
     def share(self, module: nn.Module) -> None:
-        """Enter into the memo what is not to be copied of a module."""
+        """Enter the parameters of the copy into the memo, and the objects that it shares with the module."""
         for parameter in module.parameters():
-            upcast = self.upcast and parameter.dtype in HALF_DTYPES
-            if not self.own_parameters and not upcast:
-                self.memo[id(parameter)] = parameter
-            elif id(parameter) not in self.memo:
+            if id(parameter) not in self.memo:
+                upcast = self.upcast and parameter.dtype in HALF_DTYPES
                 values = parameter.detach().float() if upcast else parameter.detach().clone()
                 self.memo[id(parameter)] = own = nn.Parameter(values, parameter.requires_grad)
                 vars(own).update(vars(parameter))  # marks such as `no_weight_decay`
@@ -136,10 +154,10 @@ class _Copier:
                 for item in value.values() if cls in MAPPINGS else value:
                     self._share(item, depth + 1)
         elif isinstance(value, nn.Module):
-            # A module in a plain list, the usual way to keep a large frozen teacher out of `parameters()`.
+            # In a plain list: this is how users keep a large frozen teacher out of `parameters()`.
             self.share(value)
         elif isinstance(value, torch.jit.ScriptFunction):
-            self.memo[id(value)] = _script_copy(value) if self.own_parameters else value
+            self.memo[id(value)] = _script_copy(value)
         elif isinstance(value, self.shared):
             self.memo.setdefault(id(value), value)
 
@@ -152,7 +170,10 @@ class _Copier:
             return result
         cls = type(module)
         if isinstance(module, torch.jit.ScriptModule):
-            return self.script_module(module)
+            result = self.memo[id(module)] = _script_copy(module)
+            for own, real in zip(result.parameters(), module.parameters(), strict=True):
+                own.requires_grad_(real.requires_grad)
+            return result
         if hasattr(cls, "__deepcopy__") or _reduces(cls):
             for name, child in module.named_children():
                 self.module(child, f"{path}.{name}")
@@ -160,7 +181,7 @@ class _Copier:
         else:
             result = self.memo[id(module)] = cls.__new__(cls)  # before the children, which may point back
             for reference in weakref.getweakrefs(module):
-                if type(reference) in weakref.ProxyTypes:  # `deepcopy` would copy what it points to once more
+                if type(reference) in weakref.ProxyTypes:  # `deepcopy` would copy its target again
                     self.memo[id(reference)] = weakref.proxy(result)
             for name, child in module.named_children():
                 self.module(child, f"{path}.{name}")
@@ -169,20 +190,13 @@ class _Copier:
         self.modules.append(result)
         return result
 
-    def script_module(self, module: nn.Module) -> nn.Module:
-        """Copy a module that TorchScript compiled: its parameters cannot be shared, they are copied."""
-        result = self.memo[id(module)] = _script_copy(module) if self.own_parameters else copy.deepcopy(module)
-        for own, real in zip(result.parameters(), module.parameters(), strict=True):
-            own.requires_grad_(real.requires_grad)
-        return result
-
     def value(self, value: Any, path: str) -> Any:
-        """Copy deeply; where that fails, copy what can be copied."""
+        """Copy deeply; if that fails, copy piece by piece."""
         cls = type(value)
         if cls in _ATOMS:
             return value
         if cls in (dict, OrderedDict) and not value and id(value) not in self.memo:
-            # A module has ten of these, for hooks; the way through `copy.deepcopy` takes three times as long.
+            # A module has ten empty ones, for hooks, and `copy.deepcopy` takes three times as long.
             self.memo[id(value)] = result = cls()
             return result
         known = len(self.memo)
@@ -197,7 +211,7 @@ class _Copier:
         return self.piecewise(value, path)
 
     def piecewise(self, value: Any, path: str) -> Any:
-        """Copy the parts of a thing that cannot be copied as a whole."""
+        """Copy the parts of an object that cannot be copied as a whole."""
         cls = type(value)
         if id(value) in self.memo:
             return self.memo[id(value)]
@@ -230,14 +244,14 @@ class _Copier:
             for name, item in _state_of(value).items():
                 vars(result)[name] = self.value(item, f"{path}.{name}")
         else:
-            # Not into the memo: closures of hooks keep the original.
+            # Not into the memo, so that closures of hooks keep the original.
             self.refused = True
             return NotCopied(path, value, self.permission)
         self.memo[id(value)] = result
         return result
 
     def batch(self, value: Any) -> Any:
-        """Copy containers and tensors; a tensor alone, not the whole storage that it may be a small view of."""
+        """Copy containers and tensors; of a view copy the tensor only, not its whole storage."""
         if id(value) in self.memo:
             return self.memo[id(value)]
         if isinstance(value, Tensor):
@@ -258,7 +272,7 @@ class _Copier:
 
 
 def _script_copy(script: Any) -> Any:
-    """Copy the code, too: TorchScript optimizes a function from its second run on, whoever ran it first."""
+    """Copy a script with its code, because a run of shared code would count towards TorchScript's optimization."""
     file = io.BytesIO()
     torch.jit.save(script, file)
     file.seek(0)
@@ -273,14 +287,14 @@ def _state_of(value: object) -> dict[str, Any]:
 
 
 def _reduces(cls: type) -> bool:
-    """Return whether a class has its own rule for being taken apart."""
+    """Return whether a class defines how it is pickled."""
     return cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__
 
 
 def _from_stdlib(cls: type) -> bool:
     """Return whether a class is, or derives from, one of the standard library (thread, queue, file, ...).
 
-    A copied queue without the thread that empties it blocks its writer sooner or later.
+    These must not be copied piece by piece: a copied queue without the thread that empties it blocks its writer.
     """
     bases = [base for base in cls.__mro__ if base is not object]
     return issubclass(cls, Iterator) or any(

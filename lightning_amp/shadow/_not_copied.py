@@ -1,39 +1,47 @@
-"""What stands in a copy of a module for an object that cannot be copied: an open file, a generator, a thread.
+"""Stand-ins, in a copy of a module, for objects that cannot be copied: open files, generators, threads.
 
-Steps of the copy must not use it: sharing it would let the copy change the original. Hooks may, because without them
-(a profiler's, a recorder's with its file) the copy would not compute what the original computes.
+Steps of the copy must not use them, because the copy could then change the original. Hooks may: without the hooks of a
+profiler, or of a recorder with its file, the copy would not compute the same as the original.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import nn
 from typing_extensions import final
 
 
 @final
 class NotCopiedError(RuntimeError):
-    """A copy of a module used something that could not be copied."""
+    """A copy of a module used an object that could not be copied."""
 
 
 @final
 class Permission:
-    """To use what could not be copied, for hooks of a copy as long as they run."""
+    """Whether the objects that could not be copied may be used now: only while a hook runs."""
 
     def __init__(self) -> None:
         self.granted = False
 
-    @contextmanager
-    def grant(self) -> Generator[None]:
-        """Grant it for the length of a hook."""
-        before, self.granted = self.granted, True
-        try:
-            yield
-        finally:
-            self.granted = before
+    def grant_to_hooks(self, modules: Iterable[nn.Module]) -> None:
+        """Let the hooks of copied modules use the objects that could not be copied."""
+        for module in modules:
+            for name, hooks in vars(module).items():
+                if name.endswith("_hooks") and isinstance(hooks, dict):
+                    hooks.update({key: self._granted_to(hook) for key, hook in hooks.items() if callable(hook)})
+
+    def _granted_to(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def permitted(*args: Any, **kwargs: Any) -> Any:
+            before, self.granted = self.granted, True
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self.granted = before
+
+        return permitted
 
 
 def _forward(operation: Callable[..., Any]) -> Any:
@@ -48,7 +56,7 @@ def _forward(operation: Callable[..., Any]) -> Any:
 
 @final
 class NotCopied:
-    """Says so when it is used. While a hook runs, it passes everything on to the original."""
+    """Raises when it is used. While a hook runs, it passes everything on to the original."""
 
     def __init__(self, path: str, original: Any, permission: Permission) -> None:
         kind = type(original)
@@ -73,15 +81,3 @@ class NotCopied:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NotCopied:
         return self
-
-
-@final
-class PermittedHook:
-    """A hook of a copy."""
-
-    def __init__(self, hook: Callable[..., Any], permission: Permission) -> None:
-        self._hook, self._permission = hook, permission
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._permission.grant():
-            return self._hook(*args, **kwargs)

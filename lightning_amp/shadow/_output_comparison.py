@@ -1,129 +1,90 @@
-"""What each module gives out in mixed precision, beside what it gives out in fp32."""
+"""Compare the outputs of each module in mixed precision with its outputs in fp32."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
 from lightning_amp.casting import MethodOverride, is_metric
-from lightning_amp.numerics import output_sums
+from lightning_amp.findings import ModuleRow
+from lightning_amp.numerics import fidelity, output_sums
+from lightning_amp.shadow._ranks import gather
 
 
 @final
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class OutputCall:
-    """One call of one module, or of one operation.
-
-    Attributes:
-        name: Qualified name of the module.
-        kind: Its class.
-        inputs: Copies of what went in, if asked for.
-        outputs: Copies of what came out.
-        sums: Of each output against fp32, see :func:`~lightning_amp.numerics.output_sums`: [number, 6].
-        input_sums: The same of the inputs.
-        num_values: Of the outputs.
-
-    """
+    """One call of one module."""
 
     name: str
-    kind: str
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    sums: Tensor | None = None
-    input_sums: Tensor | None = None
-    num_values: int = 0
-
-    def take(self, values: Any) -> None:
-        """Keep what goes in."""
-        self.inputs = _copies(values, decisions=True)
-
-    def give(self, output: Any) -> None:
-        """Keep what comes out."""
-        self.outputs = _copies(output)
-
-    def compare(self, reference: OutputCall) -> None:
-        """Compare with the same call in fp32."""
-        self.num_values = sum(tensor.numel() for tensor in self.outputs)
-        self.sums = _compared(reference.outputs, self.outputs)
-        self.input_sums = _compared(reference.inputs, self.inputs)
-
-    def free(self) -> None:
-        """Forget the copies."""
-        self.inputs, self.outputs = [], []
+    kind: str  # class of the module
+    inputs: list[Tensor]  # copies, if the comparison keeps them
+    outputs: list[Tensor]  # copies, until they are compared
+    sums: Tensor | None = None  # each output against fp32, see `numerics.output_sums`: [number, 6]
+    input_sums: Tensor | None = None  # each input against fp32: [number, 6]
+    num_values: int = 0  # in the outputs
 
 
 @final
 class OutputComparison:
-    """Watches the modules inside a module: first in fp32, then in mixed precision.
+    """Watches the modules inside a module, first in fp32, then in mixed precision.
 
-    What `torch.compile` or TorchScript compiled is not looked into, for that would change it; in a shadow nothing is
-    compiled.
+    Parts that `torch.compile` or TorchScript compiled are left alone, because watching would change them. In a shadow
+    only TorchScript is left compiled.
 
     Args:
-        inputs: Also compare what goes into the modules.
-
-    Attributes:
-        calls: Of the mixed-precision side, in the order in which they ended, with the reference's outputs.
-        unseen: Names of what is compiled.
+        inputs: Also compare the inputs of the modules, and keep all copies.
 
     Cost: copies of all outputs of one step in fp32, until the other step ends.
 
     """
 
     def __init__(self, *, inputs: bool = False) -> None:
-        self.calls: list[tuple[OutputCall, OutputCall]] = []
-        self.unseen: list[str] = []
-        self.running: list[str] = []
+        self.calls: list[tuple[OutputCall, OutputCall]] = []  # in mixed precision and fp32, as they ended
+        self.reference: list[OutputCall] = []  # in fp32, as they ended
+        self.unseen: list[str] = []  # names of compiled modules
+        self.running: list[str] = []  # names of the modules that are running now, outermost first
         self._inputs = inputs
-        self._reference: dict[str, list[OutputCall]] = {}
-        self._seen: dict[str, int] = {}
-        self._in_order: list[OutputCall] = []
+        self._by_name: dict[str, list[OutputCall]] = {}
+        self._num_compared: Counter[str] = Counter()
 
-    @contextmanager
-    def recording(self, root: nn.Module) -> Generator[None]:
-        """Keep what comes out, in fp32."""
-        with self._watching(root, reference=True):
-            yield
+    def recording(self, root: nn.Module) -> AbstractContextManager[None]:
+        """Keep the outputs, in fp32."""
+        return self._watching(root, "record")
 
-    @contextmanager
-    def comparing(self, root: nn.Module) -> Generator[None]:
-        """Compare what comes out with what was kept."""
-        with self._watching(root, reference=False):
-            yield
+    def comparing(self, root: nn.Module) -> AbstractContextManager[None]:
+        """Compare the outputs with the kept ones."""
+        return self._watching(root, "compare")
 
-    @contextmanager
-    def naming(self, root: nn.Module) -> Generator[None]:
-        """Only know in `running` which modules are running, outermost first."""
-        with self._watching(root, reference=None):
-            yield
+    def naming(self, root: nn.Module) -> AbstractContextManager[None]:
+        """Only keep `running` up to date."""
+        return self._watching(root, "name")
 
     def again(self) -> None:
         """Begin to compare another run with the same reference."""
-        self._seen.clear()
+        self._num_compared.clear()
         self.calls = []
 
     def forget(self) -> None:
-        """Free what was kept, before the next batch."""
+        """Free all copies, before the next batch."""
         self.again()
-        self._reference.clear()
-        self._in_order.clear()
-
-    @property
-    def reference(self) -> list[OutputCall]:
-        """Return the calls in fp32, in the order in which they ended."""
-        return list(self._in_order)
+        self._by_name.clear()
+        self.reference = []
 
     @contextmanager
-    def _watching(self, root: nn.Module, *, reference: bool | None) -> Generator[None]:
-        watched = [_Watched(module, name, self, reference) for name, module in self._modules(root)]
+    def _watching(self, root: nn.Module, mode: Mode) -> Generator[None]:
+        watched = [_Watched(module, name, self, mode) for name, module in self._modules(root)]
         for one in watched:
             one.install()
         try:
@@ -148,32 +109,35 @@ class OutputComparison:
                 yield name, module
 
     @torch.no_grad()
-    def took(self, call: OutputCall, values: Any) -> None:
-        """Keep what goes into a module."""
-        if self._inputs:
-            call.take(values)
+    def inputs_of(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """Return copies of the inputs of a call, if they are compared."""
+        return _copies([args, kwargs], decisions=True) if self._inputs else []
 
     @torch.no_grad()
-    def gave(self, call: OutputCall, output: Any, *, reference: bool) -> None:
-        """Keep, or compare, what came out of a module."""
-        call.give(output)
-        if reference:
-            self._reference.setdefault(call.name, []).append(call)
-            self._in_order.append(call)
+    def add(self, name: str, kind: str, inputs: list[Tensor], output: Any, *, compare: bool) -> None:
+        """Keep a call, or compare it with the same call in fp32."""
+        outputs = _copies(output)
+        if not compare:
+            call = OutputCall(name, kind, inputs, outputs)
+            self._by_name.setdefault(name, []).append(call)
+            self.reference.append(call)
             return
-        number = self._seen.get(call.name, 0)
-        self._seen[call.name] = number + 1
-        known = self._reference.get(call.name, [])
-        if number < len(known):
-            call.compare(known[number])
-            if not self._inputs:
-                call.free()
-                known[number].free()
-            self.calls.append((call, known[number]))
+        number = self._num_compared[name]
+        self._num_compared[name] += 1
+        recorded = self._by_name.get(name, [])
+        if number >= len(recorded):
+            return
+        fp32_call = recorded[number]
+        sums, input_sums = _compared(fp32_call.outputs, outputs), _compared(fp32_call.inputs, inputs)
+        num_values = sum(tensor.numel() for tensor in outputs)
+        if not self._inputs:
+            outputs = []
+            fp32_call.outputs.clear()
+        self.calls.append((OutputCall(name, kind, inputs, outputs, sums, input_sums, num_values), fp32_call))
 
 
 def _copies(values: Any, *, decisions: bool = False) -> list[Tensor]:
-    """Return copies of the floating-point tensors; with `decisions` those of indices and masks, too."""
+    """Return copies of the floating-point tensors; with `decisions` also of indices and masks."""
     with _modules.outside_transforms():
         found = [_modules.behind_transforms(t) for _, t in tensors_in(values)]
         dense = [t.detach().clone() for t in found if t.layout is torch.strided and not t.is_complex()]
@@ -188,31 +152,76 @@ def _compared(reference: list[Tensor], values: list[Tensor]) -> Tensor | None:
         return torch.stack([output_sums(r, v) for r, v in zip(reference, values, strict=True)])
 
 
+Mode = Literal["record", "compare", "name"]
+
+
 @final
 class _Watched(MethodOverride):
-    """The `forward` of a module that says what went in and came out.
+    """The `forward` of a module, which reports its inputs and outputs.
 
-    In the place of `forward` and not in a hook: torch's own transformer layers take another path where there are
-    hooks, and the run would not be the same.
+    It replaces `forward` instead of being a hook: torch's own transformer layers compute in another way if they have
+    hooks, and the results would differ.
     """
 
-    def __init__(self, owner: nn.Module, name: str, comparison: OutputComparison, reference: bool | None) -> None:
+    def __init__(self, owner: nn.Module, module_name: str, comparison: OutputComparison, mode: Mode) -> None:
         super().__init__(owner, "forward")
-        self._name_of_module, self._comparison, self._reference = name, comparison, reference
+        self._module_name, self._comparison, self._mode = module_name, comparison, mode
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
-        call = OutputCall(self._name_of_module, type(self.owner).__name__)
-        if self._reference is not None:
-            self._comparison.took(call, [args, kwargs])
-        self._comparison.running.append(call.name)
+        comparison, running = self._comparison, self._comparison.running
+        inputs = comparison.inputs_of(args, kwargs)
+        running.append(self._module_name)
         try:
             output = self.inner(*args, **kwargs)
         finally:
-            if self._comparison.running:
-                self._comparison.running.pop()
-        if self._reference is not None:
-            self._comparison.gave(call, output, reference=self._reference)
+            if running:
+                running.pop()
+        if self._mode != "name":
+            kind = type(self.owner).__name__
+            comparison.add(self._module_name, kind, inputs, output, compare=self._mode == "compare")
         return output
+
+
+@final
+class OutputTotals:
+    """Adds up the comparisons of each module over the batches of an evaluation, on the device."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, _Total] = {}
+
+    def add(self, outputs: OutputComparison) -> None:
+        """Add the calls of one batch."""
+        for call, _ in outputs.calls:
+            if call.sums is not None:
+                _add(self._totals, call.name, (call.kind, 1, call.num_values, call.sums.sum(0)))
+
+    def rows(self, trainer: Trainer) -> list[ModuleRow]:
+        """Return a row for each module, over all ranks. All must call. Waits for the device."""
+        sums = torch.stack([total[3] for total in self._totals.values()]).cpu() if self._totals else torch.zeros(0, 6)
+        own = [(name, *total[:3], row) for (name, total), row in zip(self._totals.items(), sums, strict=True)]
+        totals: dict[str, _Total] = {}
+        for name, kind, calls, values, row in (one for rank in gather(trainer, own) for one in rank):
+            _add(totals, name, (kind, calls, values, row))
+        return [_row(trainer, name, *total) for name, total in totals.items()]
+
+
+_Total = tuple[str, int, int, Tensor]
+"""Class of a module, number of calls, number of values, sums."""
+
+
+def _add(totals: dict[str, _Total], name: str, more: _Total) -> None:
+    kind, calls, values, sums = more
+    if name in totals:
+        kind, calls, values = totals[name][0], calls + totals[name][1], values + totals[name][2]
+        sums = totals[name][3] + sums
+    totals[name] = kind, calls, values, sums
+
+
+def _row(trainer: Trainer, name: str, kind: str, calls: int, values: int, sums: Tensor) -> ModuleRow:
+    sqnr_db, cosine = (float(value) for value in fidelity(sums[:3]))
+    varying = float(fidelity(sums[3:])[0])
+    rms = math.sqrt(float(sums[0]) / max(values, 1))
+    return ModuleRow(trainer.current_epoch, trainer.global_step, name, kind, calls, sqnr_db, varying, cosine, rms)

@@ -1,4 +1,4 @@
-"""One compared validation or test: which batches the two sides see, and what happens when one side fails."""
+"""Evaluate a copy of the module in fp32 beside a real validation or test, on the same batches."""
 
 from __future__ import annotations
 
@@ -18,56 +18,40 @@ from lightning_amp.findings import ModuleRow
 from lightning_amp.shadow._evaluation_pass import EvaluationPass, Stage, follow_ddp_buffers
 from lightning_amp.shadow._failures import Failure
 from lightning_amp.shadow._first_batches import FirstBatches
-from lightning_amp.shadow._output_comparison import OutputComparison
-from lightning_amp.shadow._output_totals import OutputTotals
+from lightning_amp.shadow._output_comparison import OutputComparison, OutputTotals
 from lightning_amp.tracing import RandomState
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ComparedEvaluation:
-    """What one compared validation or test gave.
-
-    Attributes:
-        stage: Which of them.
-        amp: Metrics by name.
-        fp32: Likewise.
-        module_rows: What was compared of the outputs of modules, over all ranks.
-        unseen: Names of modules that could not be watched, since they are compiled.
-        batches: The first ones, for a second look.
-        weights: What the parameters were in it, if they are others at its end.
-
-    """
+    """The results of one compared validation or test."""
 
     stage: Stage
-    amp: dict[str, float]
+    amp: dict[str, float]  # metrics by name
     fp32: dict[str, float]
-    module_rows: list[ModuleRow]
-    unseen: list[str]
-    batches: FirstBatches
-    weights: list[Tensor] | None
+    module_rows: list[ModuleRow]  # the compared outputs of modules, over all ranks
+    unseen: list[str]  # names of modules that could not be watched because they are compiled
+    batches: FirstBatches  # for a search of the cause
+    weights: list[Tensor] | None  # the parameters during the evaluation, if they are different at its end
 
 
 @final
 class PairedEvaluation:
-    """Runs the fp32 side of one validation or test, and finds the AMP side of it.
+    """Runs the fp32 side of one validation or test. The real module is the AMP side.
 
-    The AMP side is the real module. Where batches are left out, it is the real module up to there and then a copy of
-    it, which must run the batches of later loaders itself.
+    With `limit_batches` the real module is the AMP side up to the limit. Then a copy of it takes over, and runs the
+    batches of later loaders.
 
-    What goes wrong in the observer does not reach what it observes: an exception ends this comparison.
+    An exception in a copy ends this comparison; it does not reach the real evaluation.
 
     Args:
         trainer: The trainer, at the start of its evaluation loop.
         module: The real module.
-        stage: Whose step and hooks run.
+        stage: The stage whose step and hooks run.
         limit_batches: See `MetricComparison`.
-        on_failure: Called, on the rank where it happened, with what ended the comparison.
+        on_failure: Called on the rank where the comparison failed.
         by_module: Also compare the outputs of modules.
-
-    Attributes:
-        running: Whether the comparison goes on, on all ranks.
-        failed_for_good: Whether it ended, on any rank, in a way that the next one will, too.
 
     """
 
@@ -81,28 +65,28 @@ class PairedEvaluation:
         *,
         by_module: bool = False,
     ) -> None:
-        self.running = True
-        self.failed_for_good = False
+        self.running = True  # on all ranks
+        self.failed_for_good = False  # on any rank, in a way that the next comparison would fail, too
         self._trainer, self._module, self._on_failure = trainer, module, on_failure
         self._stage: Stage = stage
         self._limit_batches = limit_batches
+        self._available = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
         self._fp32: EvaluationPass | None = None
-        self._amp: EvaluationPass | None = None  # `None`: the real module is the AMP side
+        self._amp: EvaluationPass | None = None  # while it is `None`, the real module is the AMP side
         self._failed = self._fatal = self._started = False
         self._loader_idx: int | None = None
         self._random_state: RandomState | None = None
-        self._amp_metrics: dict[str, Tensor] = {}  # of the loaders before the current one
+        self._amp_metrics: dict[str, Tensor] = {}  # of the loaders before the present one
         self._versions: list[int] = []
-        num_loaders = len(trainer.num_test_batches if stage == "test" else trainer.num_val_batches)
-        self._batches = FirstBatches(trainer.strategy.root_device.type, num_loaders)
+        self._batches = FirstBatches(trainer.strategy.root_device.type, len(self._available))
         self._totals = OutputTotals() if by_module else None
         self._outputs = OutputComparison()
         self._unseen: list[str] = []
-        self._watching = ExitStack()  # from the start of a batch of the real module to its end
+        self._watching = ExitStack()  # open during a batch of the real module
         self._is_noted = True
 
     def run_batch(self, batch: Any, batch_idx: int) -> None:
-        """Run one batch, before the real run does."""
+        """Run one batch, before the real module does."""
         self.end_batch()
         self._note_sums()
         loader_idx = _lightning.evaluation_loader_idx(self._trainer)
@@ -112,8 +96,8 @@ class PairedEvaluation:
         if not self._started:
             self._start()
         elif loader_idx != self._loader_idx:
-            self._agree()  # a change of loader reduces metrics over the ranks
-            # Logged with `add_dataloader_idx=False`, a value is reset by the first `self.log` of the next loader.
+            self._agree()  # the end of a loader reduces metrics over the ranks
+            # The first `self.log` of the next loader resets a value that was logged with `add_dataloader_idx=False`.
             self._amp_metrics.update(_lightning.evaluation_metrics(self._trainer))
         self._loader_idx = loader_idx
         with self._observing():
@@ -133,7 +117,7 @@ class PairedEvaluation:
             self._watching.enter_context(outputs.comparing(self._module))
 
     def end_batch(self) -> None:
-        """Stop watching the real module: its step on the batch is through."""
+        """Stop watching the real module after its step."""
         self._watching.close()
         if self._totals is not None:
             self._totals.add(self._outputs)
@@ -146,13 +130,13 @@ class PairedEvaluation:
         self._is_noted = True
 
     def remember_random_state(self) -> None:
-        """Remember the random generators as the real epoch-end hook finds them."""
+        """Remember the random generators before the epoch-end hook of the real module."""
         self._random_state = RandomState.capture(self._trainer.strategy.root_device.type)
 
     def finish(self) -> ComparedEvaluation | None:
-        """Return what was compared; `None` if the comparison failed on any rank. All ranks must call.
+        """Return the results, after all hooks of the real evaluation; `None` if a rank failed.
 
-        Called when the real run is through with all its hooks. Waits for the device.
+        All ranks must call. Waits for the device.
         """
         self.end_batch()
         self._note_sums()
@@ -161,7 +145,7 @@ class PairedEvaluation:
         weights: list[Tensor] | None = None
         if self._fp32 is not None:
             with self._observing():
-                if self._versions != [_modules.version(parameter) for parameter in self._module.parameters()]:
+                if self._versions != self._parameter_versions():
                     weights = [parameter.detach().clone() for parameter in self._fp32.module.parameters()]
                 fp32 = self._fp32.finish(self._random_state)
                 if self._amp is None:
@@ -185,17 +169,20 @@ class PairedEvaluation:
         self._fp32 = self._amp = None
 
     def _start(self) -> None:
-        # Not before the first batch: only now have all callbacks and the module had their epoch-start hooks, in
-        # which averaged weights are swapped in and per-epoch attributes made.
+        # At the first batch and not before: the epoch-start hooks of all callbacks and the module have run. They swap
+        # averaged weights in, and set attributes for the epoch.
         self._started = True
-        self._versions = [_modules.version(parameter) for parameter in self._module.parameters()]
+        self._versions = self._parameter_versions()
         with self._observing():
             self._fp32 = EvaluationPass.in_fp32(self._trainer, self._module, self._stage)
         if isinstance(self._trainer.strategy, DDPStrategy) and self._agree():
             follow_ddp_buffers(self._trainer, self._fp32.module)
 
+    def _parameter_versions(self) -> list[int]:
+        return [_modules.version(parameter) for parameter in self._module.parameters()]
+
     def _leave_rest_out(self) -> None:
-        """Go on with a copy of the real module as the AMP side: from here on, that sees more than it should."""
+        """Go on with a copy of the module as the AMP side: the real module runs the batches beyond the limit."""
         if self._amp is not None or self._failed:
             return
         with self._observing():
@@ -205,8 +192,7 @@ class PairedEvaluation:
         limit = self._limit_batches
         if limit is None or isinstance(limit, int):
             return math.inf if limit is None else limit
-        available = self._trainer.num_test_batches if self._stage == "test" else self._trainer.num_val_batches
-        num_batches = max(available) if loader_idx is None else available[loader_idx]
+        num_batches = max(self._available) if loader_idx is None else self._available[loader_idx]
         if math.isinf(num_batches) and limit < 1.0:
             raise ValueError(
                 f"`limit_batches` as a share of the batches needs loaders with a length, got {limit!r} and a loader"
@@ -233,7 +219,7 @@ class PairedEvaluation:
             self._on_failure(failure._replace(text=failure.text + then))
 
     def _agree(self) -> bool:
-        """Go on only if all ranks can. They must stop together: what follows reduces values over the ranks."""
+        """Return whether all ranks can go on. They stop together, because what follows reduces over the ranks."""
         decide = self._trainer.strategy.reduce_boolean_decision
         if self.running and not decide(self._fp32 is not None, all=True):
             self.running = False

@@ -1,4 +1,4 @@
-"""A whole fit in the caller's own process that leaves no trace: on a copy, by a Trainer of its own, without a word."""
+"""Run a whole fit in the caller's own process without a trace: on a copy, by a private Trainer, without output."""
 
 from __future__ import annotations
 
@@ -53,27 +53,28 @@ _LEFT_OUT = (
     "strategy",
     "sync_batchnorm",
 )
-"""Arguments of the user's Trainer that say how long, how many, or what is written."""
+"""Arguments of the user's Trainer about the length of the fit, the number of devices, and output."""
 
 _LEFT_OUT_CALLBACKS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelSummary, ProgressBar, Timer)
-"""What writes, to files or to the terminal, stops, or runs fits of its own."""
+"""Callbacks that write files or to the terminal, stop the fit, or run fits of their own."""
 
 _FOLDER = "lightning-amp-private-"
 _MANY_EPOCHS, _MANY_STEPS = 1000, 1_000_000
-"""Of a fit that a callback ends; schedules that ask how many steps there are get a number, endless data or not."""
+"""Length of a fit that a callback ends. Schedules may ask for the number of steps, even with endless data."""
 
 
 def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
-    """Make a module that may be trained and thrown away, also where the factory returns one that others hold.
+    """Make a module that may be trained and thrown away, even if the factory returns one that other code holds.
 
-    The factory is called twice, from the same random state: what has nothing in common with the first is our own.
+    It calls the factory twice, from the same random state. If the second module shares nothing with the first, no other
+    code holds it; otherwise the first is copied.
 
     Raises:
-        TypeError: If the factory returns something else.
-        ValueError: If it returns the same object each time, and that one cannot be copied.
+        TypeError: If the factory returns anything else.
+        ValueError: If it returns the same object each time, and the object cannot be copied.
 
     """
-    start = RandomState.capture("cpu")  # where modules are initialised
+    start = RandomState.capture("cpu")  # modules are initialised on the CPU
     made = _made(make_module, "make_module", LightningModule)
     start.restore("cpu")
     again = _made(make_module, "make_module", LightningModule)
@@ -84,7 +85,7 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
         copied = copy.deepcopy(made, memo)
         rebind_closures(list(copied.modules()), memo)
         if not all(parameter.is_leaf for parameter in copied.parameters()):
-            raise RuntimeError("the parameters of its copy cannot be trained, as those of TorchScript modules")
+            raise RuntimeError("the parameters of its copy cannot be trained, as in TorchScript modules")
         return copied
     except Exception as error:
         if again is made:
@@ -96,7 +97,7 @@ def own_module(make_module: Callable[[], LightningModule]) -> LightningModule:
 
 
 def _are_apart(one: LightningModule, other: LightningModule) -> bool:
-    """Return whether two modules have nothing in common: what trains one leaves the other alone."""
+    """Return whether two modules share no module and no tensor, so that training one leaves the other alone."""
     if one is other:
         return False
     modules = {id(module) for module in one.modules()}
@@ -107,10 +108,10 @@ def _are_apart(one: LightningModule, other: LightningModule) -> bool:
 
 @contextmanager
 def own_data(make_data: Callable[[], LightningDataModule]) -> Generator[LightningDataModule]:
-    """Make a data module; what a fit sets on it is put back, in case others hold it.
+    """Make a data module, and restore its attributes at the end, because other code may hold it.
 
     Raises:
-        TypeError: If the factory returns something else.
+        TypeError: If the factory returns anything else.
 
     """
     made = _made(make_data, "make_data", LightningDataModule)
@@ -138,18 +139,17 @@ def private_trainer(
     *,
     limit_val_batches: int = 1,
 ) -> Trainer:
-    """Make a Trainer of one device that writes nothing and goes on until a callback says `trainer.should_stop = True`.
+    """Make a Trainer for one device that writes nothing, and trains until a callback sets `trainer.should_stop`.
 
-    Callbacks of the user run as copies; those that write or stop are left out, and so are loggers: what the module
-    writes to them by itself goes nowhere, and files that it writes where the Trainer says go into a folder that
-    :func:`run_private_fit` removes.
+    The user's callbacks run as copies, but callbacks that write or stop are left out. Values that the module logs go
+    nowhere. Files that it writes to the Trainer's folders go to a folder that :func:`run_private_fit` removes.
 
     Args:
-        device: Where.
-        plugin: The precision plugin, new.
-        callbacks: What watches; after the user's own.
-        trainer_kwargs: The user's arguments; those that say how long, how many and what is written are left out.
-        limit_val_batches: Of each validation; schedules may wait for a metric of one.
+        device: The device.
+        plugin: A new precision plugin.
+        callbacks: Our own callbacks, to run after the user's.
+        trainer_kwargs: The user's arguments; those about length, devices and output are left out.
+        limit_val_batches: Batches of each validation; a schedule may wait for a metric of one.
 
     """
     kwargs = {name: value for name, value in trainer_kwargs.items() if name not in _LEFT_OUT}
@@ -183,12 +183,6 @@ def private_trainer(
 
 
 def _own_callback(callback: Callback) -> Callback:
-    """Return a copy of a callback.
-
-    Raises:
-        ValueError: If it cannot be copied.
-
-    """
     try:
         return copy.deepcopy(callback)
     except Exception as error:
@@ -202,13 +196,13 @@ def run_private_fit(trainer: Trainer, module: LightningModule, data: Any = None,
     """Run the fit of a private trainer.
 
     Args:
-        trainer: What :func:`private_trainer` returned.
-        module: The module, own.
-        data: The data module; `None` if the module, or `loaders`, have what to train on.
-        loaders: As of `Trainer.fit`.
+        trainer: The Trainer of :func:`private_trainer`.
+        module: A module that nobody else holds.
+        data: The data module; `None` if the module or `loaders` have the data.
+        loaders: Loaders for `Trainer.fit`.
 
     Raises:
-        KeyboardInterrupt: At Ctrl-C, of which Lightning would make an exit of the whole process.
+        KeyboardInterrupt: At Ctrl-C, which Lightning would turn into an exit of the whole process.
 
     """
     handler = signal.getsignal(signal.SIGINT)
@@ -226,14 +220,14 @@ def run_private_fit(trainer: Trainer, module: LightningModule, data: Any = None,
 
 
 def remove_callbacks(trainer: Trainer, kinds: tuple[type, ...]) -> None:
-    """Take callbacks of some classes away from a Trainer, those included that its module configures."""
+    """Remove callbacks of some classes from a Trainer, also the ones that its module configures."""
     callbacks: list[Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
     callbacks[:] = [c for c in callbacks if isinstance(c, _KeepsNothing) or not isinstance(c, kinds)]
 
 
 @final
 class _LeaveOut(Callback):
-    """Takes away those that write or stop among the callbacks that the module itself configures."""
+    """Removes the callbacks that write or stop after the module has configured its own."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -242,7 +236,7 @@ class _LeaveOut(Callback):
 
 @final
 class _KeepsNothing(ModelCheckpoint):
-    """What `trainer.checkpoint_callback` is, for modules that ask where checkpoints go; it writes none."""
+    """Writes no checkpoints; for modules that ask `trainer.checkpoint_callback` for its folder."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(dirpath=folder, save_top_k=0)
@@ -250,7 +244,7 @@ class _KeepsNothing(ModelCheckpoint):
 
 @final
 class _Nowhere(DummyLogger):
-    """A logger that writes nothing, and knows a folder, as others do."""
+    """A logger that writes nothing but has a folder, as real loggers do."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -273,4 +267,4 @@ class _Nowhere(DummyLogger):
 
 
 PRIVATE_CALLBACKS = (_LeaveOut.__name__, _KeepsNothing.__name__)
-"""Names of callbacks that a private trainer adds."""
+"""Names of the callbacks that a private trainer adds."""

@@ -1,4 +1,4 @@
-"""The ranks of a run: what they tell each other, and how they run the same number of passes."""
+"""Exchange values between the ranks of a run, and let them run the same number of passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def gather(trainer: Trainer, value: T) -> list[T]:
-    """Return `value` of every rank, in order; all must call. It is pickled: for small things and rare events."""
+    """Return `value` of every rank, in order; all must call. It is pickled: for small values and rare events."""
     if trainer.world_size == 1:
         return [value]
     values: list[Any] = [None] * trainer.world_size
@@ -23,7 +23,7 @@ def gather(trainer: Trainer, value: T) -> list[T]:
 
 
 def gather_on_zero(trainer: Trainer, value: T) -> list[T]:
-    """Return the same on rank 0, an empty list elsewhere."""
+    """Return `value` of every rank on rank 0, an empty list on the others; all must call."""
     if trainer.world_size == 1:
         return [value]
     values: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
@@ -33,32 +33,33 @@ def gather_on_zero(trainer: Trainer, value: T) -> list[T]:
 
 @final
 class OtherRankFailedError(RuntimeError):
-    """Another rank could not go on, so that this one must not either; that one has the reason."""
+    """Another rank could not go on, so this rank must stop, too; the other rank has the reason."""
 
 
 @final
 class Lockstep:
-    """Lets all ranks run as many passes, whatever each of them finds.
+    """Lets all ranks run the same number of passes, whatever each of them finds.
 
-    A step may talk to the other ranks (`self.all_gather`, SyncBatchNorm): a rank that ran one more would wait forever.
+    A step may exchange values with the other ranks (`self.all_gather`, SyncBatchNorm). A rank that ran one step more
+    than the others would wait forever.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def any(self, flag: bool) -> bool:
-        """Return whether it is true on one rank at least."""
+        """Return whether `flag` is true on any rank."""
         return any(gather(self._trainer, flag))
 
     def all(self, flag: bool) -> bool:
-        """Return whether it is true on all ranks."""
+        """Return whether `flag` is true on all ranks."""
         return all(gather(self._trainer, flag))
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run `work` on all ranks and return its result. Where it fails it raises, on the others as well.
+        """Run `work` on all ranks and return its result; if it fails on one rank, raise on all.
 
         Raises:
-            OtherRankFailedError: If it failed elsewhere, and not here.
+            OtherRankFailedError: If it failed on another rank, and not on this one.
 
         """
         try:
@@ -74,16 +75,16 @@ class Lockstep:
         """Announce one more pass within :meth:`until_all_are_done`.
 
         Raises:
-            OtherRankFailedError: If a rank has failed in it.
+            OtherRankFailedError: If another rank has failed.
 
         """
         self._states("on")
 
     @contextmanager
     def until_all_are_done(self, idle: Callable[[], object]) -> Generator[None]:
-        """Let each rank run passes as it needs them, each after :meth:`go_on`; one that is done runs `idle` meanwhile.
+        """Let each rank run as many passes inside as it needs, each after :meth:`go_on`; then it runs `idle` instead.
 
-        A rank that fails inside ends it for all.
+        An exception inside ends this on all ranks.
 
         Raises:
             OtherRankFailedError: If another rank has failed.

@@ -1,4 +1,4 @@
-"""Functions that a copied module keeps, hooks above all: they close over the original, and use what was not copied."""
+"""Rebind functions that a copied module keeps, above all its hooks: they close over the original."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from typing import Any
 from torch import nn
 from typing_extensions import final
 
-from lightning_amp.shadow._not_copied import Permission, PermittedHook
-
 MAPPINGS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
 _FUNCTIONS: tuple[type, ...] = (types.FunctionType, functools.partial)
 _EMPTY = object()
 
 
 def rebind_closures(modules: Iterable[nn.Module], memo: dict[int, Any]) -> None:
-    """Point functions that copied modules keep and that close over the original at the copy.
+    """Make the functions that copied modules keep close over the copies.
 
     `copy.deepcopy` returns functions as they are, so a hook `lambda *_: self.seen.append(1)` would write to the
     original.
 
     Args:
         modules: The copies.
-        memo: Of the copy: what stands in it for which object, by `id`.
+        memo: The memo of `copy.deepcopy`: by `id`, the object that replaces another in the copy.
     """
     rebinding = _Rebinding(memo)
     for module in modules:
@@ -40,16 +38,6 @@ def rebind_closures(modules: Iterable[nn.Module], memo: dict[int, Any]) -> None:
                         item[key] = rebinding.counterpart(function)
 
 
-def permit_hooks(modules: Iterable[nn.Module], permission: Permission) -> None:
-    """Let the hooks of copied modules use what could not be copied."""
-    for module in modules:
-        for name, hooks in vars(module).items():
-            if name.endswith("_hooks") and type(hooks) in MAPPINGS:
-                for key, hook in hooks.items():
-                    if callable(hook):
-                        hooks[key] = PermittedHook(hook, permission)
-
-
 @final
 class _Rebinding:
     def __init__(self, memo: dict[int, Any]) -> None:
@@ -57,7 +45,7 @@ class _Rebinding:
         self._under_way: set[int] = set()
 
     def counterpart(self, item: Any) -> Any:
-        """Return what the copy uses in the place of something that a function closes over."""
+        """Return the object that replaces one that a function closes over; the same object if nothing does."""
         if id(item) in self._memo:
             return self._memo[id(item)]
         if isinstance(item, types.MethodType):  # `torch.compile(self.encode)` closes over one
@@ -95,5 +83,5 @@ class _Rebinding:
 def _cell_contents(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # a name that is assigned later, or never
+    except ValueError:  # the name is assigned later, or never
         return _EMPTY

@@ -1,7 +1,7 @@
-"""A shadow of a LightningModule: the same parameters, everything else its own, and a trainer that it cannot change.
+"""Make a shadow of a LightningModule: a copy with a view of the trainer that cannot change the trainer.
 
-Steps and hooks of the shadow run user code a second time. What that code logs, counts, appends, draws at random or
-sets on the trainer stays in the shadow. What it does outside of both (prints, files, globals) happens twice.
+Steps and hooks of the shadow run user code a second time. Its logs, counters, lists, random numbers and settings of the
+trainer stay in the shadow. Its other effects (prints, files, globals) happen twice.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from lightning_amp.shadow._views import NOTHING, SilentProgressBar, View, replay
 
 @final
 class Shadow:
-    """A module that runs beside the real one.
+    """A copy of a module that runs beside the real one.
 
-    Building it copies buffers, metric states and other attributes (host time in the order of 0.1 ms per submodule,
-    device memory for the buffers); it does not stop the device.
+    It has its own parameters, because a step may edit them, even in validation: the momentum encoder of MoCo.
 
     Args:
-        trainer: The real trainer, inside a loop. What it has collected in this loop so far is copied too.
+        trainer: The real trainer, inside a loop. The values that it has collected in this loop are copied too.
         module: The real module. Neither is changed.
-        trainer_attributes: Further attributes of the trainer that the shadow is to see.
+        trainer_attributes: Further attributes of the trainer's view.
         strategy_attributes: The same for `trainer.strategy`.
-        own_parameters: Copy the parameters too, so that a step can neither change them nor their gradients.
-        upcast: Parameters and buffers in half precision are float32 in the shadow. For one that runs in fp32.
+        upcast: Half-precision parameters and buffers become float32. For a run in fp32.
+
+    Cost: building it copies parameters, buffers, metric states and other attributes: some 0.1 ms of host time per
+    submodule. It does not stop the device.
     """
 
     def __init__(
@@ -43,7 +44,6 @@ class Shadow:
         *,
         trainer_attributes: Mapping[str, Any] | None = None,
         strategy_attributes: Mapping[str, Any] | None = None,
-        own_parameters: bool = False,
         upcast: bool = False,
     ) -> None:
         self.reduce = Reduce(trainer.strategy)
@@ -63,7 +63,7 @@ class Shadow:
         memo: dict[int, Any] = {id(trainer): view, id(trainer.strategy): strategy}
         memo.update({id(logger): silent for logger, silent in zip(trainer.loggers, loggers, strict=True)})
         self.view: Any = view
-        self.module = copy_module(module, memo, own_parameters=own_parameters, upcast=upcast)
+        self.module = copy_module(module, memo, upcast=upcast)
         _lightning.own_results(view, trainer, memo)
         for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
             view.compute(name, lambda name=name: _lightning.connector_metrics(view, name))
@@ -73,14 +73,14 @@ class Shadow:
     def call(self, hook: str, *args: Any) -> Any:
         """Run a hook or step of the shadow; `self.log` works in it. Compiled code runs eagerly.
 
-        Compiling once more for another precision would take minutes and could use up the recompile limit of the
-        function, after which the real run would fall back to eager mode, too.
+        Compiling again for another precision would take minutes. It could also use up the function's recompile limit,
+        and then the real run would fall back to eager mode.
         """
         with torch.compiler.set_stance("force_eager"):
             return _lightning.call_module_hook(self.module, hook, *args)
 
     def close(self) -> None:
-        """Cut the ties between module and trainer view, so that the memory is free at once and not at the next `gc`."""
+        """Cut the ties between module and view, so that memory is free now and not at the next garbage collection."""
         self.module.trainer = None
         vars(self.view.strategy).clear()
         vars(self.view).clear()
@@ -88,9 +88,9 @@ class Shadow:
 
 @final
 class Reduce:
-    """`Strategy.reduce` for what the shadow logs.
+    """Stands in for `Strategy.reduce` when the shadow logs.
 
-    Knows nothing of the shadow: the results keep it, and torchmetrics' reference cycles keep the results.
+    It has no reference to the shadow: the results hold it, and reference cycles of torchmetrics keep the results alive.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -102,7 +102,7 @@ class Reduce:
 
     @contextmanager
     def suspended(self) -> Generator[None]:
-        """Give each value back as it is: the other ranks may not be reducing."""
+        """Return values unreduced inside, because other ranks may not take part."""
         self.enabled = False
         try:
             yield

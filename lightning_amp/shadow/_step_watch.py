@@ -1,6 +1,6 @@
-"""What a training step does with gradients by itself: it clips them while they are scaled, or differentiates in fp16.
+"""Watch whether the code of a training step clips scaled gradients, or takes derivatives that fp16 cannot hold.
 
-Seen in a step that runs a second time, where looking costs the real one nothing.
+It watches a copy of the step, so the real step is not slowed down.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from lightning_amp._compat import _modules
 from lightning_amp._user_line import Place, calling_line, is_users
 from lightning_amp.findings import InaccurateDerivative
 from lightning_amp.numerics import fidelity, fidelity_sums
-from lightning_amp.shadow._training_pass import TrainingPass
-from lightning_amp.shadow._views import View
 
 _CLIPPING = clip_grad.__file__
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
-_ZERO_SHARE, _FAITHFUL_DB = 1e-3, 40.0  # of derivatives in fp16 that are in range: 0 and some 60
+_ZERO_SHARE, _FAITHFUL_DB = 1e-3, 40.0  # derivatives that fit into fp16 have 0 and some 60
 
 
 @final
 class Derivative:
-    """One call of `torch.autograd.grad(..., create_graph=True)`: where, and what came back."""
+    """The line and the result of one call of `torch.autograd.grad(..., create_graph=True)`."""
 
     def __init__(self, line: Place | None, gradients: Iterable[Tensor | None]) -> None:
         self.line = line
@@ -39,18 +37,13 @@ class Derivative:
 
 @final
 class StepWatch(TorchFunctionMode):
-    """Context in which a copy of a training step runs; also its `unscale_`.
+    """Context in which a copy of a training step runs. It also unscales in the place of the plugin.
 
     Args:
-        module: The copy, whose parameters are its own.
-        scale: What its loss is multiplied with.
-        differentiate: Stands in for `torch.autograd.grad` where it creates a graph, to see what that changes.
-        unscale_before_clipping: Divide gradients by the scale before the step clips them, for the same.
-
-    Attributes:
-        derivatives: Those that create a graph, in their order, but for those of `scaled_grad`.
-        clippings: Each function that clipped scaled gradients, with the line that called it.
-
+        module: The copy, with its own parameters.
+        scale: The loss scale of the run.
+        differentiate: A replacement for `torch.autograd.grad` where it creates a graph, to see whether that helps.
+        unscale_before_clipping: Divide gradients by the scale before the step clips them, to see whether that helps.
     """
 
     def __init__(
@@ -62,32 +55,32 @@ class StepWatch(TorchFunctionMode):
         unscale_before_clipping: bool = False,
     ) -> None:
         super().__init__()
-        self.derivatives: list[Derivative] = []
-        self.clippings: dict[Place, str] = {}
+        self.derivatives: list[Derivative] = []  # calls that create a graph, without calls of `scaled_grad`
+        self.clippings: dict[Place, str] = {}  # functions that clipped scaled gradients, by the line that called them
         self._parameters = list(module.parameters())
         self._factor = scale
         self._differentiate, self._unscales = differentiate, unscale_before_clipping
-        self._true: dict[int, Tensor] = {}  # gradients that are no longer scaled, by where their values are
+        self._true: dict[int, Tensor] = {}  # gradients that are no longer scaled, by the address of their values
 
     def is_true(self, gradient: Tensor) -> bool:
-        """Return whether a gradient that the step left is no longer multiplied with the scale."""
-        return _place(gradient) in self._true
+        """Return whether the step has divided this gradient by the scale."""
+        return _address(gradient) in self._true
 
     @torch.no_grad()
     def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients of an optimizer, or of its stand-in, by the scale, once."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None and not self.is_true(parameter.grad):
-                parameter.grad = self._note(parameter.grad / self._factor)  # not in place: who else has it is not asked
+                parameter.grad = self._note(parameter.grad / self._factor)  # not in place: others may hold it
 
     def _note(self, gradient: Tensor) -> Tensor:
         gradient = gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient
-        self._true[_place(gradient)] = gradient
+        self._true[_address(gradient)] = gradient
         return gradient
 
     @torch.no_grad()
     def _scale_again(self) -> None:
-        """Carry true gradients back to the scale, as the plugin does before a backward that adds to them."""
+        """Multiply true gradients by the scale again, as the plugin does before a backward that adds to them."""
         for parameter in self._parameters:
             if parameter.grad is not None and self.is_true(parameter.grad):
                 parameter.grad = parameter.grad * self._factor
@@ -97,16 +90,14 @@ class StepWatch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
         if func is Tensor.backward and self._true:
             self._scale_again()
         elif func is torch.autograd.grad and kwargs.get("create_graph"):
-            frame = inspect.currentframe()
-            return self._grad(frame and frame.f_back, func, args, kwargs)
-        else:
-            frame = inspect.currentframe()
-            caller = None if frame is None else frame.f_back
-            if caller is not None and caller.f_code.co_filename == _CLIPPING:
-                self._clip(caller, args)
+            return self._grad(caller, func, args, kwargs)
+        elif caller is not None and caller.f_code.co_filename == _CLIPPING:
+            self._clip(caller, args)
         return func(*args, **kwargs)
 
     def _grad(
@@ -116,9 +107,8 @@ class StepWatch(TorchFunctionMode):
         if line is None:
             return func(*args, **kwargs)
         gradients = (self._differentiate or func)(*args, **kwargs)
-        if _modules.is_transformed_or_traced():  # what comes back is not a tensor that can be kept
-            return gradients
-        self.derivatives.append(Derivative(line, gradients))
+        if not _modules.is_transformed_or_traced():  # inside a transform the results cannot be kept
+            self.derivatives.append(Derivative(line, gradients))
         return gradients
 
     def _clip(self, frame: FrameType | None, args: tuple[Any, ...]) -> None:
@@ -138,30 +128,20 @@ class StepWatch(TorchFunctionMode):
                     self._note(gradient.div_(self._factor))
 
 
-def _place(gradient: Tensor) -> int:
-    """Identify a gradient by where its values are: of a sparse one others are handed out than are kept."""
+def _address(gradient: Tensor) -> int:
+    """Return where the values of a gradient are: each access to a sparse gradient returns another tensor."""
     return (gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient).data_ptr()
 
 
-def use(watch: StepWatch, step: TrainingPass) -> None:
-    """Have the copy's trainer unscale through `watch`, and leave the scaler of the real one alone."""
-    plugin: Any = step.module.trainer.precision_plugin
-    vars(plugin).update(unscale_=watch.unscale_)
-    if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
-        vars(plugin).update(scaler=View(plugin.scaler, unscale_=watch.unscale_))
-
-
-def true_gradients(watch: StepWatch, step: TrainingPass, scale: float) -> dict[str, Tensor]:
-    """Return the gradients that a watched step left, divided by the scale where it did not do so itself."""
-    return {name: g if watch.is_true(g) else g / scale for name, g in step.gradients().items()}
-
-
 def inaccurate_derivatives(fp32_run: StepWatch, amp_run: StepWatch) -> list[InaccurateDerivative]:
-    """Compare the derivatives of two runs of a step, and return those that lost something. Waits for the device."""
+    """Compare the derivatives of two runs of a step, and return the inaccurate ones. Waits for the device."""
     found: dict[str, InaccurateDerivative] = {}
     for exact, half in zip(fp32_run.derivatives, amp_run.derivatives, strict=False):
-        pairs = [(a, b) for a, b in zip(exact.gradients, half.gradients, strict=False) if a is not None]
-        pairs = [(a, b) for a, b in pairs if b is not None and a.shape == b.shape and a.layout is torch.strided]
+        pairs = [
+            (a, b)
+            for a, b in zip(exact.gradients, half.gradients, strict=False)
+            if a is not None and b is not None and a.shape == b.shape and a.layout is torch.strided
+        ]
         if not pairs or not all(bool(torch.isfinite(a).all()) for a, _ in pairs):
             continue
         zero = sum(int(((b == 0) & (a != 0)).sum()) for a, b in pairs)

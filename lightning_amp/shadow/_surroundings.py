@@ -1,4 +1,4 @@
-"""Leaves the process as it was before a private fit, and finds the device that Lightning would train on."""
+"""Leave the process as it was before a private fit, and find the device that Lightning would train on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,46 +20,53 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_amp")
 
 @contextmanager
 def unnoticed(device: torch.device) -> Generator[None]:
-    """Leave the caller's process as it was found: random generators, seed of Lightning, settings of torch, loggers.
+    """Restore the caller's process at the end: random generators, environment, settings of torch, loggers.
 
-    Inside, Lightning and this package say nothing, warnings are not shown, and `device` is the current one.
+    Inside, Lightning and this package log nothing, warnings are not shown, and `device` is the current device.
     """
-    environment = dict(os.environ)
-    precisions = [(switch, switch.fp32_precision) for switch in fp32_switches()]
-    matmul = _matmul_precision()
-    anomaly, cudnn = torch.is_anomaly_enabled(), torch.backends.cudnn.deterministic
-    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
-    threads, dtype, benchmark = torch.get_num_threads(), torch.get_default_dtype(), torch.backends.cudnn.benchmark
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        for name in _LOGGERS:
-            logging.getLogger(name).setLevel(logging.ERROR)
+    cudnn: Any = torch.backends.cudnn
+    with ExitStack() as restored:
+        for switch in fp32_switches():
+            restored.callback(_restore_switch, switch, switch.fp32_precision)
+        restored.callback(_restore_matmul_precision, _matmul_precision())
+        restored.callback(_restore_environment, dict(os.environ))
+        restored.callback(torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled())
+        restored.callback(torch.set_num_threads, torch.get_num_threads())
+        restored.callback(torch.set_default_dtype, torch.get_default_dtype())
+        restored.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
+        restored.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+        restored.callback(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        for logger in map(logging.getLogger, _LOGGERS):
+            restored.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings(), paired_random(device.type), torch.inference_mode(False), torch.enable_grad():
             warnings.simplefilter("ignore")
             with torch.accelerator.device_index(None if device.type == "cpu" else device.index):
                 yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
-        if matmul is not None and _matmul_precision() != matmul:
-            torch.set_float32_matmul_precision(matmul)
-        for switch, precision in precisions:
-            if switch.fp32_precision != precision:
-                switch.fp32_precision = precision
-        torch.autograd.set_detect_anomaly(anomaly)
-        torch.backends.cudnn.deterministic = cudnn
-        torch.set_num_threads(threads)
-        torch.set_default_dtype(dtype)
-        torch.backends.cudnn.benchmark = benchmark
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def _restore_switch(switch: Any, precision: str) -> None:
+    if switch.fp32_precision != precision:  # writing it would end an inheritance
+        switch.fp32_precision = precision
+
+
+def _restore_matmul_precision(precision: str | None) -> None:
+    if precision is not None and _matmul_precision() != precision:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _restore_environment(environment: dict[str, str]) -> None:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 def _matmul_precision() -> str | None:
-    """Return what `set_float32_matmul_precision` set; torch does not tell where a newer switch was used as well."""
+    """Return the value of `set_float32_matmul_precision`; `None` if a newer switch was used, when torch raises."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -67,13 +74,10 @@ def _matmul_precision() -> str | None:
 
 
 def device_of_trainer(trainer_kwargs: Mapping[str, Any]) -> torch.device:
-    """Return the first device that Lightning would train on.
-
-    Args:
-        trainer_kwargs: Arguments of its Trainer, of which `accelerator` and `devices` count.
+    """Return the first device that a Trainer with these arguments would train on.
 
     Raises:
-        ValueError: If there is no such device here.
+        ValueError: If this machine has no such device.
 
     """
     devices = trainer_kwargs.get("devices", "auto")
@@ -86,7 +90,12 @@ def device_of_trainer(trainer_kwargs: Mapping[str, Any]) -> torch.device:
 
 
 def accelerator_for(device: torch.device, trainer_kwargs: Mapping[str, Any]) -> str | Accelerator:
-    """Return the `accelerator` of a Trainer on this device, or refuse a device that Lightning does not know."""
+    """Return the `accelerator` argument of a Trainer on this device.
+
+    Raises:
+        ValueError: If Lightning does not know the device, and the accelerator in `trainer_kwargs` is for another one.
+
+    """
     if device.type in AcceleratorRegistry:
         return device.type
     theirs = _accelerator_of_trainer(trainer_kwargs)

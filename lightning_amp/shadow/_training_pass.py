@@ -1,4 +1,4 @@
-"""A training step, forward and backward, that leaves no trace: not on the module, its gradients, or its optimizers."""
+"""Run a training step, forward and backward, without a trace on the module, its gradients or its optimizers."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from lightning_amp._compat import _lightning, _modules
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow._module_copy import copy_batch
 from lightning_amp.shadow._shadow import Shadow
+from lightning_amp.shadow._step_watch import StepWatch
 from lightning_amp.shadow._views import View, replaying
 from lightning_amp.tracing import Fp32Draws, OperationWatch, RandomState, Trace, fp32_throughout, paired_random
 
 BOUNDARY = __file__
-"""What calls the step: no line above it is the step's."""
+"""File that calls the step: an `OperationWatch` looks for the user's line inside of it."""
 
 
 @final
 class TrainingPass:
-    """Runs `training_step` on a shadow that has parameters of its own.
+    """Runs `training_step` on a shadow that has its own parameters.
 
     In manual optimization the shadow's optimizers step nothing: `zero_grad` and `toggle_optimizer` work on the shadow's
-    parameters, `step` calls its closure and keeps the gradients, clipping, unscaling and schedules do nothing. So do
-    those that `training_step` calls on the plugin's scaler; its `scale` multiplies by that of the pass.
+    parameters; `step` calls its closure and keeps the gradients; clipping, unscaling and schedules do nothing. The
+    scaler that `training_step` finds in the plugin does nothing either, but `scale` multiplies by the scale of the run.
 
     Args:
         trainer: The trainer, inside a training epoch.
         module: The real module. Neither is changed.
-        upcast: Parameters and buffers in half precision become float32. For a pass in fp32.
-        precision: Of the step, by our name: a plugin that fell back goes on in another. Empty: as of now.
+        upcast: Half-precision parameters and buffers become float32. For a run in fp32.
+        precision: Our name of the step's precision, because a plugin that fell back goes on in another. Empty: the
+            present one.
 
     Cost: building it copies the parameters, buffers and attributes. Running it is one forward and one backward.
     """
@@ -50,32 +52,31 @@ class TrainingPass:
         self._device_type = trainer.strategy.root_device.type
         self._automatic = module.automatic_optimization
         self._factor: float | Tensor = 1.0
+        self._losses: list[Tensor] = []
         self._stepped: dict[int, Tensor] = {}
         self._trace: Trace | None = None
         self._watch: OperationWatch | None = None
-        plugin = replaying(trainer.precision_plugin, clip_gradients=_do_nothing, unscale_=_do_nothing)
+        self._step_watch: StepWatch | None = None
+        plugin = replaying(trainer.precision_plugin, clip_gradients=_do_nothing, unscale_=self._unscale)
         if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
             vars(plugin).update(scaler=self._scaler(plugin.scaler))
-        schedulers = [_idle_schedule(config) for config in trainer.lr_scheduler_configs]
-        strategy = {"backward": self._backward, "precision_plugin": plugin, "lr_scheduler_configs": schedulers}
         stand_ins = _lightning.optimizer_attributes(trainer, self._stand_in)
+        replaced = {
+            "precision_plugin": plugin,
+            "lr_scheduler_configs": [_idle_schedule(config) for config in trainer.lr_scheduler_configs],
+        }
         self._shadow = Shadow(
             trainer,
             module,
-            trainer_attributes={
-                "precision_plugin": plugin,
-                "lr_scheduler_configs": schedulers,
-                "optimizers": stand_ins["optimizers"],
-            },
-            strategy_attributes={**strategy, **stand_ins},
-            own_parameters=True,
+            trainer_attributes={**replaced, "optimizers": stand_ins["optimizers"]},
+            strategy_attributes={**replaced, **stand_ins, "backward": self._backward},
             upcast=upcast,
         )
+        self.module = self._shadow.module
         optimized = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
         self._real = list({id(parameter): parameter for parameter in (*module.parameters(), *optimized)}.values())
         # By position: a parameter that two modules share is one in the copy, too.
-        pairs = zip(module.parameters(), self._shadow.module.parameters(), strict=True)
-        twins = {id(real): own for real, own in pairs}
+        twins = {id(real): own for real, own in zip(module.parameters(), self.module.parameters(), strict=True)}
         for stand_in in (*stand_ins["_lightning_optimizers"], *stand_ins["optimizers"]):
             groups = [
                 {**group, "params": [twins[id(p)] for p in group["params"] if id(p) in twins]}
@@ -83,29 +84,18 @@ class TrainingPass:
             ]
             vars(stand_in).update(param_groups=groups)
 
-        # A watched operation leaves some small objects behind. Collections would walk all objects of the process for
-        # them, again and again; what is frozen they leave out.
+        # A watched operation leaves some small objects behind. For them the garbage collector would walk all objects of
+        # the process, again and again; it leaves out frozen objects.
         self._froze = gc.get_freeze_count() == 0
         if self._froze:
             gc.freeze()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return what the step ran in."""
+        """Return the context of the real step."""
         plugin = self._trainer.precision_plugin
         if isinstance(plugin, AmpPrecision):
             return plugin.forward_context_of(self._precision)
         return plugin.forward_context()
-
-    def _in_fp8(self) -> AbstractContextManager[None]:
-        plugin = self._trainer.precision_plugin
-        if not isinstance(plugin, AmpPrecision):
-            return nullcontext()
-        return plugin.fp8_on(self._shadow.module, self._precision)
-
-    @property
-    def module(self) -> LightningModule:
-        """Return the shadow's module."""
-        return self._shadow.module
 
     def run(
         self,
@@ -117,48 +107,62 @@ class TrainingPass:
         scale: float | Tensor = 1.0,
         trace: Trace | None = None,
         watch: OperationWatch | None = None,
+        step_watch: StepWatch | None = None,
         fp32_draws: bool = False,
     ) -> Tensor | None:
-        """Run one step and its backward; the random generators stay as they are.
+        """Run one step and its backward, and restore the random generators.
 
         Args:
-            batch: Copied before it is used.
+            batch: The batch; the step gets a copy.
             batch_idx: Its index in the epoch.
-            context: Entered around the step. `None`: step and backward are in fp32, whatever the code casts to half.
-            random_state: Where the random generators begin; default: as found.
-            scale: What the loss is multiplied with before its backward.
-            trace: Watches, if given; already entered.
-            watch: Likewise.
-            fp32_draws: Draw random numbers like a pass in fp32 does, for a comparison with one.
+            context: Entered around the step. `None`: step and backward are in fp32, also where the code casts to half.
+            random_state: The random generators at the start; default: the present state.
+            scale: The loss scale.
+            trace: Entered for the run.
+            watch: Entered for the run.
+            step_watch: Entered for the run. It also unscales gradients where the step asks the plugin to.
+            fp32_draws: Draw random numbers like a pass in fp32, for a comparison with one.
 
         Returns:
-            The loss of automatic optimization, or the sum of those that had a backward; before scaling.
+            The unscaled loss; in manual optimization the sum of the losses that had a backward.
         """
-        self._factor, self._trace, self._watch, self._losses = scale, trace, watch, list[Tensor]()
+        self._factor, self._trace, self._watch, self._step_watch = scale, trace, watch, step_watch
+        self._losses.clear()
         self._stepped.clear()
         shadow = self._shadow
-        whole = self._in_fp8() if context is not None else fp32_throughout(self._device_type)
-        draws = Fp32Draws() if fp32_draws else nullcontext()
-        with paired_random(self._device_type, random_state), torch.enable_grad(), _frozen(self._real), whole, draws:
+        with (
+            paired_random(self._device_type, random_state),
+            torch.enable_grad(),
+            _frozen(self._real),
+            fp32_throughout(self._device_type) if context is None else self._in_fp8(),
+            Fp32Draws() if fp32_draws else nullcontext(),
+            shadow.reduce.suspended(),
+            trace or nullcontext(),
+            watch or nullcontext(),
+            step_watch or nullcontext(),  # last: it looks at the frame that called it
+        ):
             batch = copy_batch(batch, upcast=context is None)
-            with shadow.reduce.suspended():
-                if is_overridden("on_train_batch_start", shadow.module):
-                    shadow.call("on_train_batch_start", batch, batch_idx)
-                takes_index = is_param_in_hook_signature(shadow.module.training_step, "batch_idx", min_args=2)
-                with context or nullcontext():
-                    output = shadow.call("training_step", *((batch, batch_idx) if takes_index else (batch,)))
-                loss = output.get("loss") if isinstance(output, Mapping) else output
-                if self._automatic and isinstance(loss, Tensor):
-                    if watch is not None:
-                        watch.note_loss(loss)
-                    self._backward(loss / self._trainer.accumulate_grad_batches)
-                    return loss.detach()
+            if is_overridden("on_train_batch_start", shadow.module):
+                shadow.call("on_train_batch_start", batch, batch_idx)
+            takes_index = is_param_in_hook_signature(shadow.module.training_step, "batch_idx", min_args=2)
+            with context or nullcontext():
+                output = shadow.call("training_step", *((batch, batch_idx) if takes_index else (batch,)))
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if self._automatic and isinstance(loss, Tensor):
+                if watch is not None:
+                    watch.note_loss(loss)
+                self._backward(loss / self._trainer.accumulate_grad_batches)
+                return loss.detach()
         return torch.stack([loss.reshape(()) for loss in self._losses]).sum() if self._losses else None
+
+    def _in_fp8(self) -> AbstractContextManager[None]:
+        plugin = self._trainer.precision_plugin
+        return plugin.fp8_on(self.module, self._precision) if isinstance(plugin, AmpPrecision) else nullcontext()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the last run by parameter name, as their optimizer would have stepped with them.
 
-        Multiplied with the scale.
+        They are multiplied by the scale.
         """
         found: dict[str, Tensor] = {}
         for name, parameter in _modules.plain_parameters(self.module).items():
@@ -167,8 +171,16 @@ class TrainingPass:
                 found[name] = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
         return found
 
+    def true_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients divided by the scale, unless the `step_watch` of the run has done so."""
+        done = self._step_watch
+        return {
+            name: gradient if done is not None and done.is_true(gradient) else gradient / self._factor
+            for name, gradient in self.gradients().items()
+        }
+
     def forget_gradients(self) -> None:
-        """Free them, before another run."""
+        """Free the gradients, before another run."""
         self._stepped.clear()
         for parameter in self.module.parameters():
             parameter.grad = None
@@ -181,34 +193,37 @@ class TrainingPass:
             gc.unfreeze()
             self._froze = False
 
-    # --- what stands in for optimizers and strategy ---
+    # --- stand-ins for optimizers and strategy ---
 
     def _backward(self, loss: Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         self._losses.append(loss.detach().float())
         if self._watch is not None:
             self._watch.note_loss(loss)
-        with torch.autocast(self._device_type, enabled=False):
+        with torch.autocast(self._device_type, enabled=False), ExitStack() as watching:
             scaled = self._scaled(loss)
             run = scaled.backward if self._watch is None else partial(_modules.watched_backward, scaled)
-            with ExitStack() as looking:
-                for one in (self._trace, self._watch):
-                    if one is not None:
-                        looking.enter_context(one.in_backward())
-                run(*args, **kwargs)
+            for one in (self._trace, self._watch):
+                if one is not None:
+                    watching.enter_context(one.in_backward())
+            run(*args, **kwargs)
 
     def _scaled(self, outputs: Any) -> Any:
         if isinstance(outputs, Tensor):
-            # as a scaler does it: times a tensor, so that a loss in half precision becomes float32
+            # A scaler multiplies by a tensor, too: a loss in half precision becomes float32.
             return outputs * torch.as_tensor(self._factor, dtype=torch.float32, device=outputs.device)
         return [self._scaled(output) for output in outputs]
+
+    def _unscale(self, optimizer: Any) -> None:
+        if self._step_watch is not None:
+            self._step_watch.unscale_(optimizer)
 
     def _scaler(self, scaler: torch.amp.GradScaler) -> Any:
         return View(
             scaler,
             scale=self._scaled,
             get_scale=lambda: float(self._factor),
-            unscale_=_do_nothing,
-            step=_step_by_hand,
+            unscale_=self._unscale,
+            step=lambda stand_in, *args, **kwargs: stand_in.step(*args, **kwargs),
             update=_do_nothing,
         )
 
@@ -219,7 +234,7 @@ class TrainingPass:
             zero_grad=partial(_zero_grad, stand_in),
             toggle_model=partial(self._toggle_model, stand_in),
         )
-        if isinstance(optimizer, LightningOptimizer):  # who steps the one inside steps this one
+        if isinstance(optimizer, LightningOptimizer):  # user code may step the optimizer inside it
             vars(stand_in).update(optimizer=stand_in)
         return stand_in
 
@@ -239,7 +254,7 @@ class TrainingPass:
 
 @contextmanager
 def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
-    """Let no gradient reach these, whatever the step gets hold of: a global, an object that cannot be copied."""
+    """Keep gradients away from the real parameters: the step may reach them through a global or a shared object."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -252,10 +267,6 @@ def _frozen(parameters: list[nn.Parameter]) -> Generator[None]:
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-def _step_by_hand(stand_in: Any, *args: Any, **kwargs: Any) -> Any:
-    return stand_in.step(*args, **kwargs)
 
 
 def _parameters(stand_in: Any) -> list[nn.Parameter]:

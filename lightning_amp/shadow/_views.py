@@ -1,4 +1,4 @@
-"""What a shadow sees in the place of the trainer, its strategy, plugin and loggers."""
+"""Views that stand in for the trainer, its strategy, plugin and loggers in a shadow."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from lightning_amp.precision import AmpPrecision
 
 @final
 class View:
-    """Reads attributes of another object; what is set on the view stays on the view.
+    """Reads attributes of another object; attributes that are set on the view stay on the view.
 
     Args:
         target: The other object.
-        view_read: Is given the name and the value of each attribute that is read from it, and returns what is seen.
+        view_read: Called with the name and the value of each attribute that is read from the target; returns the value
+            that the view shows.
         attributes: Set on the view.
 
     """
@@ -46,12 +47,12 @@ class View:
 
 
 def silent_logger(logger: Any) -> View:
-    """Return what looks like a user's logger and writes nothing."""
+    """Return a view of a user's logger that writes nothing."""
     return View(logger, view_read=_silent)
 
 
 def _silent(name: str, value: Any) -> Any:
-    # The first two are what loggers call the handle of the service that they write to.
+    # Loggers call the handle of the service that they write to `experiment` or `run`.
     return NOTHING if name in ("experiment", "run") or callable(value) else value
 
 
@@ -86,7 +87,7 @@ NOTHING = _Nothing()
 
 @final
 class SilentProgressBar:
-    """`LightningModule.print` prints through it."""
+    """A progress bar for `LightningModule.print`, which prints nothing."""
 
     is_enabled = True
 
@@ -95,6 +96,6 @@ class SilentProgressBar:
 
 
 def replaying(plugin: Any, **attributes: Any) -> Any:
-    """Return a view of the precision plugin in which `scaled_grad` does not let its scale move."""
+    """Return a view of the precision plugin whose `scaled_grad` leaves its scale unchanged."""
     own = {"scaled_grad": partial(plugin.scaled_grad, learn=False)} if isinstance(plugin, AmpPrecision) else {}
     return View(plugin, **own, **attributes)

@@ -1,13 +1,19 @@
-"""Where a step went wrong: the first non-finite value of a forward and backward, and its replay. Plain torch.
+"""Find the first non-finite value of a forward and backward, and replay the step that had it. Plain torch.
 
 Read `_diagnosis.py` first.
 """
 
+from lightning_amp.findings import Diagnosis, Operation
 from lightning_amp.tracing._bundles import make_bundle
 from lightning_amp.tracing._conditions import RandomState, fp32_switches, full_precision, paired_random, reduces_fp32
-from lightning_amp.tracing._diagnosis import Diagnosis, diagnose, nonfinite_entries
+from lightning_amp.tracing._diagnosis import (
+    blamed_in_fp32,
+    blamed_in_half,
+    diagnose,
+    nonfinite_entries,
+    operation,
+)
 from lightning_amp.tracing._fp32_throughout import Fp32Draws, fp32_throughout
-from lightning_amp.tracing._operation import InFp32, Operation, blamed_in_fp32, blamed_in_half, operation
 from lightning_amp.tracing._operation_calls import BackwardCall, Key, OperationCall
 from lightning_amp.tracing._operation_watch import Edit, OperationWatch
 from lightning_amp.tracing._operations import (
@@ -35,7 +41,6 @@ __all__ = [
     "Edit",
     "Fp32Draws",
     "GradientPlace",
-    "InFp32",
     "Key",
     "Operation",
     "OperationCall",

@@ -1,4 +1,4 @@
-"""A step that overflowed, in a file: what `OverflowLocator` saves and :func:`replay` takes."""
+"""Bundles: files with one step that overflowed, which `OverflowLocator` saves and :func:`replay` runs again."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _ENTRIES: Mapping[str, tuple[type, ...]] = {
     "module_state": (Mapping,), "batch": (object,), "batch_idx": (int,), "random_state": (Mapping,),
     "scale": (int, float), "loss_divisor": (int, float),
 }  # fmt: skip
-"""What a replay needs."""
+"""The entries that a replay needs, and their types."""
 
 
 def make_bundle(
     *, module_state: Mapping[str, Any], batch: Any, batch_idx: int, random_state: RandomState, scale: float,
     loss_divisor: float, report: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Make what :func:`replay` takes, on the CPU: a plain dictionary that `torch.save` writes.
+    """Make a bundle on the CPU: a plain dictionary for `torch.save`.
 
     Args:
-        module_state: `state_dict` before the step.
-        batch: As the step got it.
-        batch_idx: Its second argument.
-        random_state: Of the random generators before the step.
-        scale: Loss scale of the step.
-        loss_divisor: What the loss is divided by before: micro-batches per step.
+        module_state: The `state_dict` before the step.
+        batch: The batch as the step got it.
+        batch_idx: Its index.
+        random_state: The random generators before the step.
+        scale: The loss scale of the step.
+        loss_divisor: Divisor of the loss: the number of micro-batches per step.
         report: Anything in plain types.
 
     """
@@ -52,32 +52,25 @@ def make_bundle(
 
 
 def load_bundle(bundle: str | os.PathLike[str] | Mapping[str, Any], weights_only: bool) -> Mapping[str, Any]:
-    """Return the dictionary of a bundle, on the CPU, from its file or as it is.
+    """Return a bundle, loaded from its file to the CPU; a dictionary is returned as it is.
 
     Raises:
-        ValueError: If it is not one, or its batch needs classes that may not, or cannot, be loaded here.
+        ValueError: If it is no bundle, if an entry is missing or of another type, or if its batch has classes that
+            cannot, or may not, be loaded.
 
     """
     loaded: Any = bundle if isinstance(bundle, Mapping) else _load(bundle, weights_only)
     if not isinstance(loaded, Mapping):
         raise ValueError(f"{_NOT_A_BUNDLE}: it is a `{type(loaded).__name__}`.")
-    if cast(Mapping[str, Any], loaded).get("format") != 1:
+    loaded = cast(Mapping[str, Any], loaded)
+    if loaded.get("format") != 1:
         raise ValueError(f"{_NOT_A_BUNDLE}: it has {list(loaded)}.")
-    return cast(Mapping[str, Any], loaded)
-
-
-def require_entries(bundle: Mapping[str, Any]) -> None:
-    """Refuse a bundle that lacks an entry which a replay needs, or has a damaged one.
-
-    Raises:
-        ValueError: Naming the entry.
-
-    """
     for name, kinds in _ENTRIES.items():
-        if name not in bundle:
+        if name not in loaded:
             raise ValueError(f"The bundle is damaged: it has no entry `{name}`.")
-        if not isinstance(bundle[name], kinds):
-            raise ValueError(f"The bundle is damaged: its entry `{name}` is a `{type(bundle[name]).__name__}`.")
+        if not isinstance(loaded[name], kinds):
+            raise ValueError(f"The bundle is damaged: its entry `{name}` is a `{type(loaded[name]).__name__}`.")
+    return loaded
 
 
 def _load(path: str | os.PathLike[str], weights_only: bool) -> Any:
@@ -93,13 +86,13 @@ def _why_not_loaded(path: str | os.PathLike[str], error: Exception, weights_only
     if classes:
         names = ", ".join(f"`{name}`" for name in classes[:4]) + (", ..." if len(classes) > 4 else "")
         return ValueError(
-            f"`{path}` holds more than tensors and plain containers ({names}), which `weights_only=True` refuses, for"
-            " such a file can run code. If you trust it, pass `weights_only=False` to `replay`."
+            f"`{path}` holds more than tensors and plain containers ({names}), which `weights_only=True` refuses,"
+            " because such a file can run code. If you trust it, pass `weights_only=False` to `replay`."
         )
     if isinstance(error, (AttributeError, ImportError)):
         return ValueError(
             f"`{path}` holds objects of a class that cannot be found here ({error}). Call `replay` where the class can"
-            " be imported under the name that it had in the run: one of the script that was run is in `__main__`."
+            " be imported under its name in the run; a class of the training script itself is in `__main__`."
         )
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return ValueError(f"{_NOT_A_BUNDLE}, or it is damaged: `{path}` cannot be loaded ({text}).")
@@ -114,7 +107,7 @@ def _classes(path: str | os.PathLike[str]) -> list[str]:
 
 
 def copy_to(value: Any, device: torch.device) -> Any:
-    """Copy the tensors in nested containers and dataclasses to `device`; what has `.to` decides itself."""
+    """Copy the tensors in nested containers and dataclasses to `device`; objects with a `.to` move themselves."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What a second run of a step has to share with the first, or must not: random numbers, and how fp32 is computed."""
+"""Give a second run of a step the random numbers of the first, and compute fp32 without reduced precision."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class RandomState(NamedTuple):
 
     @classmethod
     def capture(cls, device_type: str) -> RandomState:
-        """Read them (some 30 us; does not stop the device)."""
-        numpy: Any = sys.modules.get("numpy")  # nobody draws from what nobody has imported
+        """Read the states (some 30 us; does not stop the device)."""
+        numpy: Any = sys.modules.get("numpy")  # if it is not imported, no code draws from it
         return cls(
             python=random.getstate(),
             numpy=None if numpy is None else numpy.random.get_state(),
@@ -36,7 +36,7 @@ class RandomState(NamedTuple):
         )
 
     def restore(self, device_type: str) -> None:
-        """Write them back."""
+        """Write the states back."""
         random.setstate(self.python)
         numpy: Any = sys.modules.get("numpy")
         if self.numpy is not None and numpy is not None:
@@ -53,7 +53,7 @@ class RandomState(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any], device_type: str) -> RandomState:
-        """Read what :meth:`pack` returned, for the devices of this machine, of which there may be more or fewer."""
+        """Read what :meth:`pack` returned, even if this machine has more or fewer devices."""
         version, numbers, gauss = packed["python"]
         numpy: Any = None
         if packed["numpy"] is not None:
@@ -71,13 +71,13 @@ def _accelerator_random(device_type: str, name: str, *args: Any) -> Any:
     if device_type == "cpu":
         return None
     backend = torch.get_device_module(device_type)
-    # All devices of the process where the backend can: user code may draw on another than its own.
+    # All devices of the process where the backend supports it: user code may draw on any of them.
     return getattr(backend, f"{name}_all", getattr(backend, name, lambda *_: None))(*args)
 
 
 @contextmanager
 def paired_random(device_type: str, start: RandomState | None = None) -> Generator[None]:
-    """Leave the random generators as they were found; inside, begin at `start` (default: as found)."""
+    """Begin at the random state `start` (default: the current one), and restore the current one at the end."""
     found = RandomState.capture(device_type)
     if start is not None:
         start.restore(device_type)
@@ -88,7 +88,7 @@ def paired_random(device_type: str, start: RandomState | None = None) -> Generat
 
 
 def fp32_switches() -> tuple[Any, ...]:
-    """Return what has an `fp32_precision`: matrix products, convolutions and recurrent layers, by library."""
+    """Return the objects with an `fp32_precision`: matrix products, convolutions and recurrent layers, by library."""
     backends: Any = torch.backends
     return _torch.older_fp32_switches() or (
         backends.cuda.matmul,
@@ -101,7 +101,7 @@ def fp32_switches() -> tuple[Any, ...]:
 
 
 def reduces_fp32(device_type: str) -> bool:
-    """Return whether fp32 matrix products on this type of device may be computed in TF32 or bf16 now."""
+    """Return whether torch may compute fp32 matrix products on this type of device in TF32 or bf16 now."""
     switches = _torch.older_fp32_switches()
     backends: Any = torch.backends
     switch = switches[0] if switches else (backends.mkldnn if device_type == "cpu" else backends.cuda).matmul
@@ -110,10 +110,7 @@ def reduces_fp32(device_type: str) -> bool:
 
 @contextmanager
 def full_precision(device_type: str) -> Generator[None]:
-    """Compute in true fp32: no autocast, TF32, or bf16 inside fp32 matmuls (`set_float32_matmul_precision("medium")`).
-
-    Everything is put back at the end.
-    """
+    """Compute in true fp32: without autocast, and without TF32 or bf16 inside fp32 products."""
     found: list[tuple[Any, str]] = []
     try:
         for switch in fp32_switches():
@@ -125,8 +122,7 @@ def full_precision(device_type: str) -> Generator[None]:
             yield
     finally:
         for switch, precision in found:
-            # Reading resolves inheritance: what came from the parent goes back to inheriting.
-            inherited = "none"
-            switch.fp32_precision = inherited
+            # Reading resolves inheritance, so a switch that inherited its value inherits it again.
+            switch.fp32_precision = "none"
             if switch.fp32_precision != precision:
                 switch.fp32_precision = precision

@@ -1,80 +1,33 @@
-"""Why a step overflowed, from the trace of its forward and backward."""
+"""Name the module and the operation where a step overflowed, from one or two watched runs of the step."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import final
 
 from lightning_amp._compat import _modules
+from lightning_amp.findings import Diagnosis, Operation
 from lightning_amp.numerics import all_finite, count_nonfinite, largest_finite
-from lightning_amp.tracing._operation import InFp32, Operation, blamed_in_fp32, operation
-from lightning_amp.tracing._operation_calls import BackwardCall, OperationCall
+from lightning_amp.tracing._operation_calls import FUNCTION, BackwardCall, OperationCall
 from lightning_amp.tracing._operation_watch import OperationWatch
-from lightning_amp.tracing._trace import Call, Trace, Where, floating_in, magnitudes
+from lightning_amp.tracing._operations import SUMMING
+from lightning_amp.tracing._trace import Call, Trace, floating_in, magnitudes
 
-Cause = Literal["batch", "weights", "forward", "loss", "backward", "none"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """Where the first non-finite value of a step arose. Immutable.
-
-    Attributes:
-        cause: `"batch"`: the batch has non-finite values. `"weights"`: a parameter or buffer of the module has.
-            `"forward"`: the output of the module overflowed, from finite inputs and weights. `"loss"`: all modules were
-            fine, the loss was computed to something non-finite. `"backward"`: the loss was finite, only its scaled
-            gradient overflowed. `"none"`: everything was finite.
-        module: Qualified name of the module, the empty string for the outermost; `None` if there is none to name.
-        module_class: Its class.
-        where: In a forward: `"output"`, or `"input"` if what arrived at the module was not finite although every
-            module before it was: an operation outside of any module overflowed. In a backward: `"parameter"`, the
-            gradient of its parameter; `"input"`, what its backward computed for its input; `"output"`, what arrived
-            from the loss or from operations outside of any module.
-        parameter: In a backward its qualified name; with cause `"weights"` the parameter or buffer that is not finite.
-        dtype: Of the first non-finite output or gradient, such as `"float16"`.
-        shape: Of the same.
-        largest_input: Largest finite magnitude of what went into the module.
-        largest_weight: Largest finite magnitude of its own parameters.
-        largest_gradient: Largest magnitude, scaled, of the gradients that are finite.
-        entries: Cause `"batch"`: which parts of the batch have how many non-finite values.
-        in_fp32: Whether the same step is finite in fp32; empty if it was not looked at. Two diagnoses that differ
-            here, or in what follows, are equal.
-        operation: Which operation, on which line; `None` if it was not looked at or not found.
-
-    """
-
-    cause: Cause
-    module: str | None = None
-    module_class: str | None = None
-    where: Where | None = None
-    parameter: str | None = None
-    dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-    largest_input: float | None = None
-    largest_weight: float | None = None
-    largest_gradient: float | None = None
-    entries: tuple[tuple[str, int], ...] = ()
-    in_fp32: InFp32 = field(default="", compare=False)
-    operation: Operation | None = field(default=None, compare=False)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain types, for JSON."""
-        return asdict(self)
+# -- the module --------------------------------------------------------------------------------------------------------
 
 
 def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
-    """Read a trace. Waits for the device.
+    """Find the module where the first non-finite value appeared. Waits for the device.
 
     Args:
-        trace: Of one forward, and of the backward of its scaled loss.
-        loss: Before scaling, any shape; `None` if there was none.
-        batch: What went in.
+        trace: The trace of one forward, and of the backward of its scaled loss.
+        loss: The unscaled loss, any shape; `None` if the step had none.
+        batch: The batch of the step.
 
     """
     loss_is_bad = loss is not None and not all_finite([loss])
@@ -82,56 +35,37 @@ def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
     if loss_is_bad or arrival is not None:
         call = trace.first_bad_call(overflowed=not loss_is_bad)
         if call is not None:
-            return _forward(call, batch)
+            return _in_forward(call, batch)
     if loss_is_bad:
-        entries = nonfinite_entries(batch)
         assert loss is not None
-        return Diagnosis(
-            "batch" if entries else "loss", dtype=_name(loss.dtype), shape=tuple(loss.shape), entries=entries
-        )
+        entries = nonfinite_entries(batch)
+        cause, dtype = "batch" if entries else "loss", _name(loss.dtype)
+        return Diagnosis(cause, dtype=dtype, shape=tuple(loss.shape), entries=entries)
     if arrival is None:
         return Diagnosis("none")
-    name, owner = trace.owners[arrival.parameter] if arrival.call is None else (arrival.call.name, arrival.call.module)
+    place, call = arrival.place, arrival.call
+    name, owner = trace.owners[place.parameter] if call is None else (call.name, call.module)
     return Diagnosis(
         "backward",
         module=name,
         module_class=type(owner).__name__,
-        where=arrival.where,
-        parameter=arrival.parameter or None,
+        where=place.where,
+        parameter=place.parameter or None,
         dtype=_name(arrival.dtype),
         shape=arrival.shape,
-        largest_input=None if arrival.call is None else arrival.call.largest_input,
+        largest_input=None if call is None else call.largest_input,
         largest_weight=_largest_weight(owner),
         largest_gradient=max(filter(math.isfinite, magnitudes(trace.arrivals)), default=None),
     )
 
 
-def with_operation(module: nn.Module, found: Diagnosis, watch: OperationWatch) -> Diagnosis:
-    """Add the operation to a diagnosis, as one run alone shows it."""
-    culprit: OperationCall | BackwardCall | None = None
-    if found.cause == "backward":
-        culprit = watch.first_backward
-    elif found.cause in ("forward", "loss"):
-        culprit = blamed_in_fp32(watch.made_loss, watch.bad)
-    return found if culprit is None else replace(found, operation=operation(module, culprit, None))
-
-
-def nonfinite_entries(values: Any) -> tuple[tuple[str, int], ...]:
-    """List path and count of what is not finite in nested containers: `(("['x']", 3),)`. Waits for the device."""
-    counts = ((path, int(count_nonfinite(tensor))) for path, tensor in floating_in(values))
-    return tuple((path, count) for path, count in counts if count)
-
-
-def _forward(call: Call, batch: Any) -> Diagnosis:
-    entries: tuple[tuple[str, int], ...] = ()
-    cause: Cause = "forward"
-    takes_nonfinite = call.takes_nonfinite
+def _in_forward(call: Call, batch: Any) -> Diagnosis:
+    cause, entries, takes_nonfinite = "forward", (), call.takes_nonfinite
     parameter = next((n for n, p in _modules.plain_parameters(call.module).items() if count_nonfinite(p)), None)
     if parameter is not None:
         cause, parameter = "weights", f"{call.name}.{parameter}" if call.name else parameter
-    elif takes_nonfinite:
-        entries = nonfinite_entries(batch)
-        cause = "batch" if entries else "forward"
+    elif takes_nonfinite and (entries := nonfinite_entries(batch)):
+        cause = "batch"
     dtype, shape = next(iter(call.outputs), (None, None))
     return Diagnosis(
         cause,
@@ -147,10 +81,119 @@ def _forward(call: Call, batch: Any) -> Diagnosis:
     )
 
 
+def nonfinite_entries(values: Any) -> tuple[tuple[str, int], ...]:
+    """List path and number of non-finite values in nested containers: `(("['x']", 3),)`. Waits for the device."""
+    counts = ((path, int(count_nonfinite(tensor))) for path, tensor in floating_in(values))
+    return tuple((path, count) for path, count in counts if count)
+
+
 def _largest_weight(module: nn.Module) -> float | None:
-    own = [largest_finite(p) for p in module.parameters(recurse=False)]
-    return max((float(value) for value in own), default=None)
+    return max((float(largest_finite(p)) for p in module.parameters(recurse=False)), default=None)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# -- the operation -----------------------------------------------------------------------------------------------------
+
+
+def with_operation(module: nn.Module, found: Diagnosis, watch: OperationWatch) -> Diagnosis:
+    """Add the operation to a diagnosis of a step that ran once only."""
+    culprit: OperationCall | BackwardCall | None = None
+    if found.cause == "backward":
+        culprit = watch.first_backward
+    elif found.cause in ("forward", "loss"):
+        culprit = blamed_in_fp32(watch.made_loss, watch.bad)
+    return found if culprit is None else replace(found, operation=operation(module, culprit))
+
+
+def blamed_in_half(half: OperationWatch, fp32: OperationWatch, made_loss: OperationCall | None) -> OperationCall | None:
+    """Find the first operation that lost values which fp32 keeps finite.
+
+    A result that is not finite in fp32 either, although the fp32 loss is finite, is a mask and is not blamed.
+
+    Args:
+        half: Watched the step as it was.
+        fp32: Watched the same step in fp32, and measured the operations that were not finite in `half`.
+        made_loss: The operation that made the non-finite loss; `None` blames the first non-finite operation.
+
+    """
+    for call in half.bad if made_loss is None else made_loss.chain:
+        if call.facts.kind == "literal" and not call.makes_nan:
+            continue
+        in_fp32 = fp32.measured.get(call.key)
+        if in_fp32 is None or in_fp32.num_nonfinite < call.num_nonfinite:
+            return call
+    return None
+
+
+def blamed_in_fp32(made_loss: OperationCall | None, bad: Iterable[OperationCall]) -> OperationCall | None:
+    """Find the operation that made a loss not finite, where precision does not matter.
+
+    If the code wrote an infinity somewhere on purpose, blame the operation that turned it into NaN.
+
+    Args:
+        made_loss: The operation that made the non-finite loss, if it is known.
+        bad: All operations with non-finite results, to choose from if it is not.
+
+    """
+    if made_loss is None:
+        return next((call for call in bad if not call.takes_nonfinite and call.facts.kind != "literal"), None)
+    masked = next((call for call in made_loss.chain if call.facts.kind == "masked"), None)
+    if masked is not None:
+        return masked
+    root = made_loss.roots[0]
+    if root.facts.kind != "literal" or root.makes_nan:
+        return root
+    return next((call for call in made_loss.chain if call.makes_nan and call.number > root.number), root)
+
+
+def operation(
+    module: nn.Module,
+    found: OperationCall | BackwardCall,
+    in_fp32: OperationCall | None = None,
+    bad: Iterable[OperationCall] = (),
+) -> Operation:
+    """Describe an operation, or its backward.
+
+    Args:
+        module: The outermost module; it names the classes of its submodules.
+        found: The operation, from the step as it was; from the fp32 run if it is not finite there either.
+        in_fp32: The same operation in fp32, if it was measured.
+        bad: All operations of the same run with non-finite results.
+
+    """
+    in_backward = isinstance(found, BackwardCall)
+    call = found.call if in_backward else found
+    classes = {_modules.plain_name(name): type(m).__name__ for name, m in module.named_modules()}
+    kind, kind_in_fp32 = str(call.facts.kind), "" if in_fp32 is None else str(in_fp32.facts.kind)
+    if in_backward:
+        kind = "function" if call.known_as == FUNCTION else "zero" if _is_zero(call.smallest) else ""
+        if in_fp32 is not None and _is_zero(in_fp32.smallest):
+            kind_in_fp32 = "zero"
+    takers = [other.name for other in bad if any(source is call for source in other.sources)]
+    place = call.key.place
+    return Operation(
+        call.name,
+        file="" if place is None else place.file,
+        line=0 if place is None else place.line,
+        code="" if place is None else place.code,
+        module=call.module,
+        module_class=None if call.module is None else classes.get(call.module),
+        in_backward=in_backward,
+        is_sum=in_backward and found.is_sum,
+        dtype=None if found.dtype is None else _name(found.dtype),
+        shape=found.shape,
+        largest_input=found.largest if in_backward else found.largest_input,
+        largest_in_fp32=None if in_fp32 is None or in_fp32.num_nonfinite else in_fp32.largest_output,
+        kind=kind,
+        kind_in_fp32=kind_in_fp32,
+        index=call.facts.index,
+        count=call.facts.count,
+        followed_by=next((name for name in takers if name in SUMMING), next(iter(takers), "")),
+    )
+
+
+def _is_zero(smallest: Tensor | None) -> bool:
+    return smallest is not None and float(smallest) == 0

@@ -1,11 +1,11 @@
-"""True fp32 for code that casts to half precision by hand; and the same random numbers for both precisions."""
+"""Compute in true fp32 even code that casts to half precision by hand, and draw the same numbers in both precisions."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from lightning_amp.tracing._conditions import full_precision
 def fp32_throughout(device_type: str) -> Generator[None]:
     """Compute in :func:`full_precision`, and in float32 where the code asks for half precision.
 
-    Casts to half precision (`x.half()`, `x.to(weight.dtype)`, an autocast region of the user's own) leave their values
-    as they are. New tensors in half precision are float32. A half-precision tensor from elsewhere enters each operation
-    as float32.
+    A cast to half precision (`x.half()`, `x.to(weight.dtype)`, the user's own autocast region) leaves the values as
+    they are. New half-precision tensors are made in float32. A half-precision tensor from elsewhere enters each
+    operation as float32.
     """
     with full_precision(device_type), _WithoutHalves():
         yield
@@ -31,10 +31,10 @@ def fp32_throughout(device_type: str) -> Generator[None]:
 
 @final
 class _WithoutHalves(_modules.DispatchMode):
-    """Puts float32 in the place of half precision, in each operation, backwards included.
+    """Replaces half precision by float32 in each operation, also in backwards.
 
-    Below autograd, so that it also holds for what activation checkpointing runs again, inside of TorchScript, and for
-    autocast. An argument that an operation views or writes keeps its dtype: a copy would lose what is written.
+    It works below autograd, and therefore also for repeated forwards of activation checkpointing, TorchScript and
+    autocast. An argument that an operation views or writes keeps its dtype: a write to a float32 copy would be lost.
     """
 
     supports_higher_order_operators = True
@@ -42,54 +42,38 @@ class _WithoutHalves(_modules.DispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        plan = _plan(func)
-        if plan.passes:
+        kept = _kept(func)
+        if kept is None:
             return func(*args, **kwargs)
-        fp32_args = [a if i in plan.kept else _in_fp32(a) for i, a in enumerate(args)]
-        fp32_kwargs = {name: a if name in plan.kept else _in_fp32(a) for name, a in kwargs.items()}
-        # Below, no mode of ours sees operations again that it has seen above. Those of others may run Python code.
-        with _modules.outside_function_modes() if plan.is_torchs else nullcontext():
+        fp32_args = [a if i in kept else _in_fp32(a) for i, a in enumerate(args)]
+        fp32_kwargs = {name: a if name in kept else _in_fp32(a) for name, a in kwargs.items()}
+        # Our function modes have seen torch's own operations already. Operations of others may run Python code.
+        with _modules.outside_function_modes() if getattr(func, "namespace", "") == "aten" else nullcontext():
             result = func(*fp32_args, **fp32_kwargs)
-        if plan.is_cast and result is args[0]:
-            # Inference mode has casts in one piece. One that is left out is a copy all the same, which may be edited.
+        if getattr(func, "overloadpacket", None) is torch.ops.aten.to and result is args[0]:
+            # In inference mode a cast is one operation. The cast that was left out must be a copy: code may edit it.
             return result.clone()
         return result
 
 
-@final
-class _Plan(NamedTuple):
-    """What is done with an operation.
-
-    Attributes:
-        passes: Nothing.
-        kept: Arguments that keep their dtype.
-        is_cast: Whether it is a cast in one piece.
-        is_torchs: Whether it runs no Python code.
-
-    """
-
-    passes: bool
-    kept: frozenset[int | str]
-    is_cast: bool
-    is_torchs: bool
-
-
 @functools.cache
-def _plan(func: Any) -> _Plan:
-    namespace = getattr(func, "namespace", "")
-    # A view as another dtype reads bits; what communicates writes what its schema does not tell; and random numbers
-    # are others in another dtype.
-    passes = _is_drawn(func) or func is torch.ops.aten.view.dtype or namespace == "c10d"
-    is_cast = getattr(func, "overloadpacket", None) is torch.ops.aten.to
-    return _Plan(passes, _aten.viewed_or_written(func), is_cast, namespace == "aten")
+def _kept(func: Any) -> frozenset[int | str] | None:
+    """Return the arguments of an operation that keep their dtype; `None` if it runs as it is.
+
+    A view as another dtype reads bits. Operations between ranks write arguments that their schema does not mark. Random
+    numbers differ between dtypes.
+    """
+    if _is_drawn(func) or func is torch.ops.aten.view.dtype or getattr(func, "namespace", "") == "c10d":
+        return None
+    return _aten.viewed_or_written(func)
 
 
 @final
 class Fp32Draws(_modules.DispatchMode):
-    """Context in which random numbers like a half-precision tensor are those like a float32 one, rounded.
+    """Context that draws random numbers for a half-precision tensor in float32, and rounds them.
 
-    On the CPU `torch.randn_like(x)` draws other numbers for another dtype of `x`. A step in mixed precision and the
-    same step in fp32 would differ by that noise.
+    On the CPU `torch.randn_like(x)` draws other numbers for another dtype of `x`. Without this context a step in mixed
+    precision and the same step in fp32 would differ by that noise.
     """
 
     supports_higher_order_operators = True

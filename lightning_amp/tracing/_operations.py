@@ -1,4 +1,4 @@
-"""The one table of operations: how they are called, where they end, and which of them mask, add up or explode."""
+"""The one table of operations: their names, their poles, and which of them mask, add up or overflow."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _PLAIN_NAMES = {
 }  # fmt: skip
 _REVERSED = {"__rdiv__", "__rtruediv__"}
 """Divisions of a number by a tensor."""
-_NOT_LOOKED_AT = {
+_COMPUTES_NOTHING = {
     "get", "set", "size", "dim", "numel", "backward", "grad", "detach", "requires_grad", "is_floating_point",
     "is_complex", "stride", "data_ptr", "register_hook", "retain_grad", "item", "tolist", "isfinite", "isnan", "isinf",
     "len", "repr", "format", "bool", "set_grad_enabled", "is_inference", "element_size", "storage", "untyped_storage",
 }  # fmt: skip
 
-# -- kinds; by plain name, without the underscore of what works in place -----------------------------------------------
+# -- kinds, by plain name: without the underscore of operations in place ----------------------------------------------
 
 ROOTS = {"sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "reciprocal", "div", "norm", "vector_norm", "std",
          "normalize", "cosine_similarity", "cdist", "pairwise_distance", "float_power", "acos", "asin", "atanh",
          "atan2", "xlogy", "logit"}  # fmt: skip
-"""Operations that are not finite, or have no finite derivative, where an argument is 0 or at an end."""
+"""Operations that are not finite, or have no finite derivative, where an argument is 0 or at another pole."""
 ENDS_AT_ONE = {"acos", "asin", "atanh"}
 """Operations whose derivative is infinite at 1 and -1."""
 ONE_SIDED = {"sqrt", "rsqrt", "log", "log2", "log10", "log1p", "pow", "logit", *ENDS_AT_ONE}
-"""Operations that are NaN on one side of their end."""
+"""Operations that are NaN on one side of their pole."""
 POLES = {"log", "log2", "log10", "logit", "xlogy", "div", "reciprocal"}
-"""Operations whose negative infinity is no mask."""
+"""Operations whose minus infinity is no mask."""
 NORMS = {"norm", "vector_norm"}
 EXPONENTIALS = {"exp", "expm1", "exp2", "cosh", "sinh"}
 REDUCTIONS = {"mean", "std", "var", "max", "min", "amax", "amin", "nanmean", "median", "mse_loss", "l1_loss",
@@ -54,21 +54,20 @@ PRODUCTS_AND_SUMS = {"mul", "matmul", "bmm", "sub", "add"}
 """Operations of two tensors: 0 times infinity, and infinity minus infinity, are NaN."""
 LITERALS = {"masked_fill", "where", "full", "new_full", "full_like", "tensor", "as_tensor", "new_tensor", "fill",
             "assignment", "index_fill", "scatter", "pad"}  # fmt: skip
-"""Operations that put a value somewhere: an infinity that comes from one was written there on purpose."""
+"""Operations that write a given value: if it is infinite, the code wrote it on purpose."""
 COMPARISONS_WITH_TARGETS = {"sub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "pairwise_distance",
                             "cosine_similarity"}  # fmt: skip
-"""A good prediction minus its target is small, and its error is a large part of it: nothing is wrong with that."""
+"""Operations whose large relative error is no fault: a good prediction minus its target is small."""
 
 
 @final
 class Known(NamedTuple):
-    """What is known of a function of torch.
+    """One function of torch in this table.
 
     Attributes:
-        name: As users know it: `"div"`, in place `"div_"`.
-        known_as: The name by which its arguments are understood: `1 / x` is a division, and has those of `reciprocal`.
-        written: As torch has it: `"__truediv__"`.
-        is_in_place: Whether it writes into its first argument.
+        name: The name that users know: `"div"`, in place `"div_"`.
+        known_as: The operation that has its arguments: `1 / x` is a `"div"` with the arguments of `"reciprocal"`.
+        written: Torch's own name: `"__truediv__"`.
 
     """
 
@@ -80,31 +79,31 @@ class Known(NamedTuple):
 
 @functools.cache
 def known_operation(func: Any) -> Known | None:
-    """Look up a function of torch; `None` of what computes nothing."""
+    """Look up a function of torch; `None` if it computes nothing."""
     written = str(getattr(func, "__name__", func))
     in_place = written.endswith("_") and not written.endswith("__")
     name = written.strip("_")
     name = _PLAIN_NAMES.get(name, name)
-    if name in _NOT_LOOKED_AT or name.startswith(("empty", "new_empty")):
+    if name in _COMPUTES_NOTHING or name.startswith(("empty", "new_empty")):
         return None
     name = f"{name}_" if in_place else name
     return Known(name, "reciprocal" if written in _REVERSED else name, written, in_place or name == "assignment")
 
 
 def plain(name: str) -> str:
-    """Return the name of an operation without the underscore of what works in place."""
+    """Return the name of an operation without the underscore of operations in place."""
     return name.removesuffix("_")
 
 
 @final
 class Domain(NamedTuple):
-    """Where an operation ends, in words.
+    """The domain of an operation, in words.
 
     Attributes:
-        end: Where it, or its derivative, is not finite.
-        outside: Where it is NaN.
-        inside: Where it is neither.
-        clamp: Arguments of `.clamp` that keep it there.
+        end: Arguments where it, or its derivative, is not finite.
+        outside: Arguments where it is NaN.
+        inside: Arguments where it and its derivative are finite.
+        clamp: Arguments of `.clamp` that keep its argument inside.
 
     """
 
@@ -115,7 +114,7 @@ class Domain(NamedTuple):
 
 
 def domain(name: str) -> Domain:
-    """Return the words for an operation."""
+    """Return the words for the domain of an operation."""
     if plain(name) in ENDS_AT_ONE:
         return Domain("1 or -1", "beyond 1 or -1", "between -1 and 1", "-1 + eps, 1 - eps")
     if plain(name) == "logit":
@@ -129,7 +128,7 @@ def domain(name: str) -> Domain:
 
 
 def argument_of(name: str, args: Any, kwargs: Any) -> Any:
-    """Return what must not be 0 in an operation: a divisor, what is under a root."""
+    """Return the argument that must not be 0: a divisor, the argument of a root or logarithm."""
     if plain(name) == "div":
         if len(args) > 1 and isinstance(args[0], Tensor):
             return args[1] if "other" not in kwargs else kwargs["other"]
@@ -140,7 +139,7 @@ def argument_of(name: str, args: Any, kwargs: Any) -> Any:
 
 
 def pole_of(name: str, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the tensor that must not be 0, or at another end; `None` for other operations."""
+    """Return the tensor that must not be 0, or at another pole; `None` for other operations."""
     if plain(name) not in ROOTS or not has_roots(name, args, kwargs):
         return None
     value = argument_of(name, args, kwargs)
@@ -148,7 +147,7 @@ def pole_of(name: str, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def has_roots(name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether 0 matters: to a power it does below 1."""
+    """Return whether an argument of 0 matters: for a power only if the exponent is below 1 or fractional."""
     if plain(name) not in ("pow", "float_power"):
         return True
     exponent = kwargs.get("exponent", args[1] if len(args) > 1 else 2)
@@ -156,7 +155,7 @@ def has_roots(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def distance_from_end(name: str, value: Tensor) -> Tensor:
-    """Return how far each value is inside of the end."""
+    """Return how far each value is from the pole; negative outside of the domain."""
     if plain(name) in ENDS_AT_ONE:
         return 1 - value.abs()
     if plain(name) == "logit":

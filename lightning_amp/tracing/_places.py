@@ -1,9 +1,10 @@
-"""Which line of the user's code is being run, and which module's own code it is."""
+"""Find the running line of the user's code, and the module that it belongs to."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 
@@ -14,36 +15,30 @@ from lightning_amp._user_line import Place, is_users, owner_of
 
 _ROOMS = str(Path(__file__).parent.parent)
 _WATCHERS = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "advice"))
-_OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)
-_MODES = {"__torch_function__", "__torch_dispatch__"}
 _MEASURING = tuple(f"{_ROOMS}/{room}/" for room in ("tracing", "numerics"))
 _ASKING = {f"{_ROOMS}/tracing/_operation_watch.py", __file__}
+_OPTIMIZERS = str(Path(str(torch.optim.__file__)).parent)
+_MODES = {"__torch_function__", "__torch_dispatch__"}
 _CALLING = nn.Module.__call__.__code__.co_filename
-"""Where the wrappers around each forward are: no code of the module."""
+"""File of the wrappers around each forward, which is no code of the module."""
 
 
 def user_place(boundary: str) -> Place | None:
-    """Return the innermost line that is neither of torch, of Lightning nor of this package.
+    """Return the innermost line outside of torch, Lightning and this package; `None` without one.
 
     Args:
-        boundary: The file at which to stop: what called it is not what runs.
-
-    Returns:
-        The line; where only libraries are between here and the boundary, `None`.
+        boundary: File where the search ends; its callers do not count.
 
     """
-    for frame in _frames(boundary):
-        file = frame.f_code.co_filename
-        if is_users(file):
-            return Place(file, frame.f_lineno)
-    return None
+    frames = (frame for frame in _frames(boundary) if is_users(frame.f_code.co_filename))
+    return next((Place(frame.f_code.co_filename, frame.f_lineno) for frame in frames), None)
 
 
 def running_place(boundary: str) -> tuple[Place | None, bool]:
-    """Return the innermost line that is not torch's, and whether it is the user's: of no library that we know.
+    """Return the innermost line outside of torch, and whether it is the user's.
 
     Args:
-        boundary: As of :func:`user_place`.
+        boundary: File where the search ends; its callers do not count.
 
     """
     for frame in _frames(boundary):
@@ -54,27 +49,23 @@ def running_place(boundary: str) -> tuple[Place | None, bool]:
 
 
 def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None, str | None] | None:
-    """Return the innermost line of no library, and the innermost module one of whose own methods is running.
+    """Return the innermost line of the user's code, and the innermost module with a running method.
 
     Args:
-        names: Qualified names of the modules that count, by their `id`; none: no module is looked for.
-        boundary: As of :func:`user_place`.
+        names: Qualified names of modules, by their `id`; if empty, no module is looked for.
+        boundary: File where the search ends; its callers do not count.
 
     Returns:
-        Both, each `None` where there is none; `None` alone where nobody's code is running, or what measures it.
+        Line and module, each `None` if there is none; `None` alone if no user code runs, or if this package measures.
 
     """
     place: Place | None = None
     module: str | None = None
     is_inside, seeks_module = True, bool(names)
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in _frames(boundary):
         code = frame.f_code
         file = code.co_filename
-        if file == boundary:
-            break
-        owner = owner_of(file)
-        if is_inside and owner not in ("torch", "Python") and file not in _ASKING:
+        if is_inside and owner_of(file) not in ("torch", "Python") and file not in _ASKING:
             is_inside = False
             if file.startswith(_MEASURING):
                 return None
@@ -86,23 +77,16 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
                 seeks_module = False
         if place is not None and not seeks_module:
             break
-        frame = frame.f_back
     return None if place is None and module is None else (place, module)
 
 
 def called_by_optimizer() -> bool:
-    """Return whether an optimizer of torch is reading: its counts of steps are on the host."""
-    frame = inspect.currentframe()
-    for _ in range(12):
-        if frame is None:
-            return False
-        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
-            return True
-        frame = frame.f_back
-    return False
+    """Return whether an optimizer of torch is running: it reads its step counts, which are on the host."""
+    return any(frame.f_code.co_filename.startswith(_OPTIMIZERS) for frame in islice(_frames(""), 14))
 
 
 def _frames(boundary: str) -> Iterator[FrameType]:
+    """Iterate over the frames from here outwards, up to the file `boundary`."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename != boundary:
         yield frame

@@ -1,6 +1,6 @@
-"""One forward and backward pass of a module, watched: where the first non-finite value arose.
+"""Watch the modules of one forward and backward pass, to find where the first non-finite value appeared.
 
-Everything is measured on the device; the host reads the answers once, at the end.
+All measurements stay on the device; the host reads them once, at the end.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,8 @@ from typing_extensions import final, override
 
 from lightning_amp._compat import _modules
 from lightning_amp._containers import tensors_in
+from lightning_amp.findings import Where
 from lightning_amp.numerics import HALF_DTYPES, dense, extremes, largest_finite, stack_scalars
-
-Where = Literal["output", "input", "parameter"]
-GradientPlace = tuple[Where, int, int, str]
 
 
 def floating_in(values: Any) -> Iterator[tuple[str, Tensor]]:
@@ -32,7 +29,7 @@ def floating_in(values: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def floating(*values: Any) -> list[Tensor]:
-    """Return the same without paths, and what is behind `torch.func` transforms."""
+    """Return the floating-point and complex tensors in `values`; inside `torch.func`, the tensors behind them."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -51,83 +48,56 @@ _SCALARS = (float, int, str, type(None), torch.dtype, torch.device)
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape; of a nested tensor that of its values, for it has none."""
+    """Return the shape; a nested tensor has none, so return the shape of its values."""
     return tuple(dense(tensor).shape if tensor.is_nested else tensor.shape)
 
 
 @final
 @dataclass(slots=True)
 class Call:
-    """One forward of one module. What it measures stays on the device.
-
-    Attributes:
-        name: Qualified; empty for the module that is traced itself.
-        module: Which.
-        number: How many forwards began before it.
-        outputs: Dtype and shape of each floating-point output.
-        input_ends: Smallest and largest value of each input.
-        output_ends: The same of the outputs.
-        input_sizes: Largest finite magnitude of each input.
-
-    """
+    """One forward of one module. Its measurements stay on the device."""
 
     name: str
     module: nn.Module
-    number: int = 0
-    outputs: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)
-    input_ends: list[Tensor] = field(default_factory=list)
-    output_ends: list[Tensor] = field(default_factory=list)
-    input_sizes: list[Tensor] = field(default_factory=list)
-
-    def measure_inputs(self, inputs: list[Tensor]) -> None:
-        """Look at what went in."""
-        for tensor in inputs:
-            self.input_ends += extremes(tensor)
-            self.input_sizes.append(largest_finite(tensor))
-
-    def measure_outputs(self, outputs: list[Tensor]) -> None:
-        """Look at what came out."""
-        for tensor in outputs:
-            self.output_ends += extremes(tensor)
+    number: int  # of forwards that began before it
+    outputs: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)  # dtype and shape
+    input_ends: list[Tensor] = field(default_factory=list)  # smallest and largest value of each input
+    output_ends: list[Tensor] = field(default_factory=list)  # smallest and largest value of each output
+    input_sizes: list[Tensor] = field(default_factory=list)  # largest finite magnitude of each input
 
     @property
     def takes_nonfinite(self) -> bool:
         """Return whether an input was not finite. Waits for the device."""
-        return not all(math.isfinite(end) for end in read(self.input_ends))
+        return not all(map(math.isfinite, _read(self.input_ends)))
 
     @property
     def largest_input(self) -> float | None:
         """Return the largest finite magnitude of the inputs; `None` without any. Waits for the device."""
-        return max(read(self.input_sizes), default=None)
+        return max(_read(self.input_sizes), default=None)
+
+
+@final
+class GradientPlace(NamedTuple):
+    """Identifies a gradient of a step: equal in two traces of the same step, whatever their precisions."""
+
+    where: Where
+    call: int = 0  # number of the forward
+    position: int = 0  # index among its outputs or inputs
+    parameter: str = ""
 
 
 @final
 @dataclass(slots=True)
 class Arrival:
-    """A gradient that was computed.
+    """A gradient that a backward computed."""
 
-    Attributes:
-        where: Whether it is the gradient of an output or an input of `call`, or of a parameter.
-        call: The forward that it belongs to; `None` for a parameter.
-        parameter: Its qualified name.
-        ends: Its smallest and largest value.
-        dtype: Of the gradient.
-        shape: Of the gradient.
-        key: The same for arrivals of one and the same gradient.
-        place: The same for arrivals of another trace of the same step, in another precision.
-        is_inner: Whether `torch.autograd.grad` computed it, for a part of the loss: no backward of a loss scales it.
-
-    """
-
-    where: Where
-    call: Call | None
-    parameter: str
-    ends: tuple[Tensor, ...]
+    place: GradientPlace
+    call: Call | None  # the forward whose output or input it belongs to; `None` for a parameter
+    ends: tuple[Tensor, ...]  # its smallest and largest value
     dtype: torch.dtype
     shape: tuple[int, ...]
-    key: tuple[int, int]
-    place: GradientPlace
-    is_inner: bool
+    key: tuple[int, int]  # equal for two arrivals of the same gradient
+    is_inner: bool  # computed by `torch.autograd.grad` for a term of the loss: the scale does not multiply it
 
     @property
     def largest(self) -> Tensor:
@@ -136,48 +106,40 @@ class Arrival:
 
     @property
     def in_half(self) -> bool:
-        """Return whether it was computed in half precision: that of an input is if the module's output is."""
-        dtypes = [self.dtype]
-        if self.where == "input" and self.call is not None:
-            dtypes += [dtype for dtype, _ in self.call.outputs]
-        return any(dtype in HALF_DTYPES for dtype in dtypes)
+        """Return whether it, or for an input also an output of the module, is in half precision."""
+        outputs = self.call.outputs if self.place.where == "input" and self.call is not None else []
+        return any(dtype in HALF_DTYPES for dtype in (self.dtype, *(dtype for dtype, _ in outputs)))
 
 
 @final
-class Trace:
-    """Context in which forwards and backwards of `module` are watched. All its hooks come off at the end.
+class Trace(TorchFunctionMode):
+    """Context that watches the forwards and backwards of `module`. It removes all its hooks at the end.
 
     Args:
-        module: What is watched, with all its submodules. It must not be compiled. Names are without what
-            `torch.compile` and activation checkpointing put in between.
-        values: Also measure the inputs and outputs of each forward. Without it only gradients are.
-
-    Attributes:
-        calls: Forwards, in the order in which they ended.
-        arrivals: Gradients, in the order in which they were computed.
-        owners: Of each watched parameter the module that has it, with its name.
-        unseen: Names of modules whose forwards cannot be watched, nor those of their submodules, since they are
-            compiled by TorchScript. Gradients of their parameters are.
+        module: Watched with all its submodules; it must not be compiled.
+        values: Also measure the inputs and outputs of each forward. `False` measures gradients only.
 
     Cost: one pass over every input, output and gradient. For looking into a failure, not for every step.
 
     """
 
     def __init__(self, module: nn.Module, *, values: bool = True) -> None:
+        super().__init__()
         self.module = module
-        self.values = values
-        self.calls: list[Call] = []
-        self.arrivals: list[Arrival] = []
+        self.calls: list[Call] = []  # in the order in which they ended
+        self.arrivals: list[Arrival] = []  # in the order in which they were computed
+        self.owners: dict[str, tuple[str, nn.Module]] = {}  # for each parameter its module, with name
+        # Outermost modules that TorchScript compiled: only gradients of their parameters are watched.
+        self.unseen: list[str] = []
+        self._values = values
         self._handles: list[Any] = []
-        self._watched: set[int] = set()
         self._num_calls = 0
         self._open: list[Call] = []
-        self._in_backward = False
-        self._derivatives = _Derivatives()
-        self.owners: dict[str, tuple[str, nn.Module]] = {}
-        self.unseen: list[str] = []
+        self._in_backward = self._in_derivative = False
 
+    @override
     def __enter__(self) -> Trace:
+        watched: set[nn.Parameter] = set()
         for full_name, module in self.module.named_modules():
             name = _modules.plain_name(full_name)
             if isinstance(module, torch.jit.ScriptModule):  # they take no hooks
@@ -186,27 +148,32 @@ class Trace:
             else:
                 self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
                 self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
-            for parameter_name, parameter in module.named_parameters(recurse=False):
-                self._watch_parameter(f"{name}.{parameter_name}" if name else parameter_name, parameter, name, module)
-        self._derivatives.__enter__()
-        return self
+            for own_name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad and parameter not in watched:  # two modules may share it
+                    watched.add(parameter)
+                    parameter_name = f"{name}.{own_name}" if name else own_name
+                    self.owners[parameter_name] = name, module
+                    place = GradientPlace("parameter", parameter=parameter_name)
+                    self._handles.append(parameter.register_hook(partial(self._arrived, place, None)))
+        return super().__enter__()
 
-    def _watch_parameter(self, parameter_name: str, parameter: nn.Parameter, name: str, module: nn.Module) -> None:
-        # One that two modules share has one gradient.
-        if parameter.requires_grad and id(parameter) not in self._watched:
-            self._watched.add(id(parameter))
-            self.owners[parameter_name] = name, module
-            place: GradientPlace = ("parameter", 0, 0, parameter_name)
-            self._handles.append(parameter.register_hook(partial(self._arrived, place, None)))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._derivatives.__exit__(kind, error, traceback)
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._open.clear()
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.autograd.grad:
+            return func(*args, **(kwargs or {}))
+        self._in_derivative = True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._in_derivative = False
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_backward:  # activation checkpointing runs forwards again
@@ -215,11 +182,11 @@ class Trace:
         self._num_calls += 1
         self._open.append(call)
         with _modules.outside_function_modes(), _modules.outside_transforms():
-            inputs = floating(args, kwargs)
-            if self.values:
-                call.measure_inputs(inputs)
-            for i, tensor in enumerate(inputs):
-                self._watch("input", call, i, tensor)
+            for position, tensor in enumerate(floating(args, kwargs)):
+                if self._values:
+                    call.input_ends.extend(extremes(tensor))
+                    call.input_sizes.append(largest_finite(tensor))
+                self._watch(GradientPlace("input", call.number, position), call, tensor)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._in_backward or not self._open:
@@ -232,38 +199,26 @@ class Trace:
         call = self._open.pop()
         self.calls.append(call)
         with _modules.outside_function_modes(), _modules.outside_transforms():
-            outputs = floating(output)
-            call.outputs.extend((t.dtype, shape_of(t)) for t in outputs)
-            if self.values:
-                call.measure_outputs(outputs)
-            for i, tensor in enumerate(outputs):
-                self._watch("output", call, i, tensor)
+            for position, tensor in enumerate(floating(output)):
+                call.outputs.append((tensor.dtype, shape_of(tensor)))
+                if self._values:
+                    call.output_ends.extend(extremes(tensor))
+                self._watch(GradientPlace("output", call.number, position), call, tensor)
 
-    def _watch(self, where: Where, call: Call, position: int, tensor: Tensor) -> None:
+    def _watch(self, place: GradientPlace, call: Call, tensor: Tensor) -> None:
         if tensor.requires_grad:
-            self._handles.append(tensor.register_hook(partial(self._arrived, (where, call.number, position, ""), call)))
+            self._handles.append(tensor.register_hook(partial(self._arrived, place, call)))
 
     def _arrived(self, place: GradientPlace, call: Call | None, gradient: Tensor) -> None:
         with _modules.outside_function_modes(), _modules.outside_transforms():
             gradient = _modules.behind_transforms(gradient)
             key = (gradient.data_ptr() if gradient.layout is torch.strided else id(gradient), gradient.numel())
-            self.arrivals.append(
-                Arrival(
-                    place[0],
-                    call,
-                    place[3],
-                    extremes(gradient),
-                    gradient.dtype,
-                    shape_of(gradient),
-                    key,
-                    place,
-                    self._derivatives.under_way,
-                )
-            )
+            ends, shape = extremes(gradient), shape_of(gradient)
+            self.arrivals.append(Arrival(place, call, ends, gradient.dtype, shape, key, self._in_derivative))
 
     @contextmanager
     def in_backward(self) -> Generator[None]:
-        """Take what runs inside for a backward: forwards that it runs again (checkpointing) are not counted."""
+        """Leave out the forwards that run inside: activation checkpointing repeats them in a backward."""
         self._in_backward = True
         try:
             yield
@@ -276,58 +231,45 @@ class Trace:
         return {arrival.place for arrival in self.arrivals if arrival.in_half and not arrival.is_inner}
 
     def gradients_in_half(self, half_places: set[GradientPlace]) -> list[Arrival]:
-        """Return the gradients that fp16 would have to hold: of parameters, and those that another trace found in half.
+        """Return the gradients that fp16 would have to hold: of parameters, and at `half_places`.
 
-        The gradient of a loss is fp32, and as large as the scale: it says nothing. Where that trace found none in half
-        (it ran in fp32), these are all but those of scalars. The loss scale does not multiply inner ones: they do not
-        count.
+        Without `half_places`, from a run in fp32, all gradients count but gradients of scalars: the gradient of a loss
+        is fp32, and as large as the scale. Inner gradients do not count, because the scale does not multiply them.
         """
         return [
             arrival
             for arrival in self.arrivals
             if not arrival.is_inner
-            and (arrival.where == "parameter" or (arrival.place in half_places if half_places else arrival.shape))
+            and (arrival.place.where == "parameter" or (arrival.place in half_places if half_places else arrival.shape))
         ]
 
     def first_bad_call(self, *, overflowed: bool = False) -> Call | None:
-        """Find the first forward with an output that is not finite, or that `overflowed`. Waits for the device."""
-        wrong = _is_wrong if overflowed else _is_nonfinite
-        return self.calls[index] if (index := _first([call.output_ends for call in self.calls], wrong)) >= 0 else None
+        """Find the first forward with a non-finite output. Waits for the device.
+
+        With `overflowed` minus infinity does not count: masks have it on purpose.
+        """
+        is_good = _is_no_overflow if overflowed else math.isfinite
+        index = _first([call.output_ends for call in self.calls], is_good)
+        return None if index is None else self.calls[index]
 
     def first_bad_arrival(self) -> Arrival | None:
-        """Find the first gradient that is not finite, seen from the module whose backward computed it.
+        """Find the first gradient that is not finite, and the module whose backward computed it.
 
-        A tensor that one module puts out and the next takes has one gradient. It is the next module's backward that
-        computed it, so that one is named; of a module and its submodules the innermost. Waits for the device.
+        An output of one module that is the input of the next has one gradient and two arrivals. The backward of the
+        next module computed it, so its arrival is returned; the innermost module's, if several contain it. Waits for
+        the device.
         """
-        index = _first([arrival.ends for arrival in self.arrivals], _is_nonfinite)
-        if index < 0:
+        index = _first([arrival.ends for arrival in self.arrivals], math.isfinite)
+        if index is None:
             return None
         first = self.arrivals[index]
         same = [first]
         for arrival in self.arrivals[index + 1 :]:
-            if arrival.key != first.key or arrival.where == "parameter":
+            if arrival.key != first.key or arrival.place.where == "parameter":
                 break
             same.append(arrival)
-        consumers = [arrival for arrival in same if arrival.where == "input"]
+        consumers = [arrival for arrival in same if arrival.place.where == "input"]
         return consumers[-1] if consumers else same[0]
-
-
-@final
-class _Derivatives(TorchFunctionMode):
-    """Knows while `torch.autograd.grad` runs."""
-
-    under_way = False
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.autograd.grad:
-            return func(*args, **(kwargs or {}))
-        self.under_way = True
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.under_way = False
 
 
 def magnitudes(arrivals: Sequence[Arrival]) -> list[float]:
@@ -336,21 +278,16 @@ def magnitudes(arrivals: Sequence[Arrival]) -> list[float]:
     return stack_scalars(ends).view(-1, 2).abs().amax(1).tolist() if ends else []
 
 
-def read(scalars: Sequence[Tensor]) -> list[float]:
+def _read(scalars: Sequence[Tensor]) -> list[float]:
     return stack_scalars(scalars).tolist() if scalars else []
 
 
-def _first(ends: Sequence[Sequence[Tensor]], wrong: Callable[[float], bool]) -> int:
-    """Return the index of the first with an end that is wrong, -1 without one. Waits for the device once."""
-    owners = [i for i, of_one in enumerate(ends) for _ in of_one]
-    values = read([end for of_one in ends for end in of_one])
-    return next((i for i, value in zip(owners, values, strict=True) if wrong(value)), -1)
+def _first(ends: Sequence[Sequence[Tensor]], is_good: Callable[[float], bool]) -> int | None:
+    """Return the index of the first item with a bad end. Waits for the device once."""
+    owners = [i for i, own in enumerate(ends) for _ in own]
+    values = _read([end for own in ends for end in own])
+    return next((i for i, value in zip(owners, values, strict=True) if not is_good(value)), None)
 
 
-def _is_nonfinite(value: float) -> bool:
-    return not math.isfinite(value)
-
-
-def _is_wrong(value: float) -> bool:
-    """Return whether it is NaN or plus infinity; masks have negative infinities on purpose."""
-    return not value < math.inf
+def _is_no_overflow(value: float) -> bool:
+    return value < math.inf

@@ -72,7 +72,7 @@ def figures(case: Case, recipe: str | None) -> tuple[float, float, float]:
     exact = run(autocast=False)
     if recipe is not None:
         config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-        Float8Linears(layer, {""}, config, "cpu", Training()).enter()
+        Float8Linears(layer, {""}, config, "cpu", Training()).install()
     first, second, third = (_of_a_row(a, b) for a, b in zip(exact, run(autocast=True), strict=True))
     return first, second, third
 

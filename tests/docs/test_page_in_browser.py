@@ -79,7 +79,7 @@ def test_what_is_written_is_seen(looked: tuple[dict[View, dict[str, Any]], str])
     for text in (
         "Use fp16",
         "not worse",
-        "how far two runs of the reference are apart",
+        "the run-to-run noise of the reference",
         "2**15",
         "NVIDIA H200",
         "max_epochs=20",

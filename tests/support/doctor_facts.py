@@ -1,4 +1,4 @@
-"""Facts of a machine and a step without any fault. Each test changes the facts that it is about."""
+"""The measurements of a healthy machine and a healthy step, which each test changes as it needs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_amp.advice._record import (
     Variant,
     Wait,
 )
-from lightning_amp.advice.findings import OF_A_STEP, Finding
-from lightning_amp.advice.findings._finding import Seen
+from lightning_amp.advice.findings import ABOUT_A_STEP, Finding
+from lightning_amp.advice.findings._finding import Evidence
 from lightning_amp.measure import BACKWARD, FORWARD, REST, SpeedComparison
 
 MIB = 2**20
@@ -29,7 +29,7 @@ LINE = Place("nowhere.py", 7)
 
 
 def speed(ratio: float, *, noise: float = 0.01, rounds: int = 9) -> SpeedComparison:
-    """Return a comparison whose rounds lie around a ratio. Little noise makes it decided, much noise undecided."""
+    """Return a comparison whose rounds lie around a ratio. With much noise it is undecided."""
     seconds = [(1 + noise * (-1) ** number) / ratio for number in range(rounds)]
     found = compare(seconds, [1.0] * rounds)
     assert found is not None
@@ -37,7 +37,7 @@ def speed(ratio: float, *, noise: float = 0.01, rounds: int = 9) -> SpeedCompari
 
 
 def machine_with(**ratios: float | SpeedComparison | None) -> Machine:
-    """Return a machine with instructions for these formats, and the speed of their products relative to fp32."""
+    """Return a machine with instructions for these formats, whose products have these speeds relative to fp32."""
     speeds = {name: speed(r) if isinstance(r, (float, int)) else r for name, r in ratios.items()}
     mixed = [Format(name, "native", f"avx512_{name}", s.ratio if s else 0.0, 256) for name, s in speeds.items()]
     products = [Product(name, 256, s.ratio, s) for name, s in speeds.items() if s is not None]
@@ -101,7 +101,7 @@ def convolution(flops: int, *, channels_last: bool = False) -> Operation:
 def recorded(
     *extra: Operation, recorded_s: float = 0.1, product_s: float = 0.05, waits: tuple[Wait, ...] = (), **more: Any
 ) -> Recording:
-    """Return a step of 10^9 FLOPs, 3 10^8 of them in the forward. Further operations replace some of these."""
+    """Return a step of 10^9 FLOPs, 3 10^8 of them in the forward; `extra` operations replace some of these."""
     forward = FORWARD_FLOPS - sum(o.flops for o in extra if o.part == FORWARD)
     products = (
         product(flops=max(1, forward), seconds=0.3 * product_s),
@@ -112,7 +112,7 @@ def recorded(
 
 
 def step(*extra: Operation, **changes: Any) -> Step:
-    """Return a healthy step with further operations. `changes` are arguments of :func:`recorded` or fields."""
+    """Return a healthy step with extra operations; `changes` are arguments of :func:`recorded` or fields of `Step`."""
     own = {name: changes.pop(name) for name in ("recorded_s", "product_s", "waits", "losses") if name in changes}
     found = Step(
         precision="bf16",
@@ -150,8 +150,8 @@ def noisy(label: Any, seconds: float, *, rounds: int = 9, noise: float = 0.6) ->
 def said(facts: Step, on: Machine | None = None) -> list[Finding]:
     """Return the findings about a step, in their order."""
     on = on or machine()
-    seen = Seen(facts, on, decide(on, facts.precision, facts))
-    return [finding for rule in OF_A_STEP for finding in rule.find(seen)]
+    evidence = Evidence(facts, on, decide(on, facts.precision, facts))
+    return [finding for find in ABOUT_A_STEP for finding in find(evidence)]
 
 
 def only(facts: Step, on: Machine | None = None) -> Finding:

@@ -1,4 +1,4 @@
-"""Replace the doctor's race and its clock by planned times, so that reports do not depend on the machine's load."""
+"""A race with planned times, and a planned clock, so that no test depends on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from lightning_amp.advice._record import AS_IT_IS, Variant
 
 ROUNDS = (1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0)
-"""The factor of each round."""
+"""Each round takes this many times the planned time."""
 
 
 class PlannedClock:
-    """A substitute for the module `time`. Sleeping advances it, and reading it advances it a little."""
+    """Stand in for the module `time`: sleeping advances the clock, and reading it advances it by 0.1 ms."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -26,9 +26,9 @@ class PlannedClock:
 
 
 def planned_race(step_ms: Callable[[Any], Mapping[str, float]]) -> Callable[..., tuple[Variant, ...]]:
-    """Return a substitute for `lightning_amp.advice._examine_step.race`, which runs every step once.
+    """Return a replacement for `lightning_amp.advice._examine_step.race` that runs every variant once.
 
-    `step_ms` gets the data module and returns milliseconds by label. Labels that it leaves out have no result.
+    `step_ms` returns milliseconds by label, given the data module. Other labels are left out of the result.
     """
 
     def race(contestants: Sequence[Any], track: Any, **_: Any) -> tuple[Variant, ...]:

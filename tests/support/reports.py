@@ -61,8 +61,8 @@ def make_report(
     """
     named = dict(list(ARMS.items())[:arms]) if isinstance(arms, int) else dict(arms)
     plan = Plan(
-        make_module="project.models.make_classifier",
-        make_data="project.data.make_images",
+        make_module="make_classifier",
+        make_data="make_images",
         arms=named,
         trainer_kwargs={"max_epochs": "20", "accelerator": "'gpu'", "gradient_clip_val": "1.0"},
         num_seeds=num_seeds,

@@ -29,8 +29,8 @@ def failed(label: str, seed: int, error: str = "OutOfMemoryError: CUDA out of me
 def make_plan(labels: Sequence[str], num_seeds: int, margins: Mapping[str, Any] | None = None, **fields: Any) -> Plan:
     """Return a plan. Each margin is a number or a `Margin`."""
     return Plan(
-        make_module="project.Net",
-        make_data="project.Data",
+        make_module="Net",
+        make_data="Data",
         arms={label: f"AmpPrecision({label!r})" for label in labels},
         num_seeds=num_seeds,
         margins={name: m if isinstance(m, Margin) else Margin(m) for name, m in (margins or {}).items()},

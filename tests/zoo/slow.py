@@ -1,4 +1,4 @@
-"""Projects that are slow, or large, for one known reason each, with the cure; and healthy ones. For `doctor`."""
+"""Projects for `doctor`: each is slow or large for one known reason and has a cure; others are healthy."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from zoo.registry import Entry, add, entries
 Make = Callable[[], L.LightningModule]
 
 SIZES = {"divisor": 1}
-"""By what large sizes are divided: the tests of the suite look at what is said and not at times."""
+"""Tests divide large sizes by this number, because they check findings and not times."""
 
 
 def sized(number: int) -> int:
-    """Return a size; small ones stay."""
+    """Divide a size unless it is small."""
     return number if number < 512 else number // SIZES["divisor"]
 
 
 class Project(L.LightningModule):
-    """A classifier of whatever its `net` takes."""
+    """A classifier with any `net`."""
 
     def __init__(self, net: nn.Module, optimizer: str = "AdamW", **settings: Any) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Project(L.LightningModule):
 
 
 class Rows(L.LightningDataModule):
-    """Batches that are there already: so that loading takes no time."""
+    """A data module whose batches exist already, so that loading takes no time."""
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], number: int = 8) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Rows(L.LightningDataModule):
 
 
 class There:
-    """Batches in a row; a list of them would be several loaders."""
+    """A loader of given batches. Lightning would take a list for several loaders."""
 
     def __init__(self, batches: list[tuple[Tensor, ...]]) -> None:
         self.batches = batches
@@ -74,7 +74,7 @@ class There:
 
 
 class Loaded(L.LightningDataModule):
-    """A loader of a data set."""
+    """A data module with a `DataLoader`."""
 
     def __init__(self, dataset: Dataset[Any], **settings: Any) -> None:
         super().__init__()
@@ -89,12 +89,9 @@ class SlowProject(Entry):
     """A project.
 
     Attributes:
-        code: What is wrong; empty for a healthy one.
-        make: The module.
-        data: Its data.
-        cured: The module, or the data, or the precision, or the settings of the Trainer, with the cure.
-        precision: As for `doctor`.
-        kwargs: Of the Trainer.
+        code: The expected finding; empty for a healthy project.
+        cured: The arguments of `doctor` that the cure changes.
+        kwargs: Arguments of the Trainer.
 
     """
 
@@ -151,7 +148,7 @@ def slow(
     cured: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> None:
-    """Declare one, with the module that is cured, or whatever else `doctor` takes."""
+    """Declare a slow project, with the cured module or other changed arguments of `doctor`."""
     cured = cured or ({} if cure is None else {"make_module": cure})
     tags = frozenset({"slow" if code else "healthy"})
     add(SlowProject(name=name, tags=tags, code=code, make=make, data=data, cured=cured, **settings))
@@ -174,7 +171,7 @@ class SlowItems(Dataset[Any]):
 
 
 class ManyItems(Dataset[Any]):
-    """Each item is nothing; that there are so many is what takes time."""
+    """So many small items that collecting them takes most of the time."""
 
     x, y = torch.randn(200_000, 16), torch.zeros(200_000, dtype=torch.long)
 
@@ -191,7 +188,7 @@ class ManyItemsAtOnce(ManyItems):
 
 
 class Casting(nn.Module):
-    """Goes to float32 and back around everything."""
+    """Casts to float32 and back around every layer."""
 
     def __init__(self, casts: bool) -> None:
         super().__init__()
@@ -296,7 +293,7 @@ class Recurrent(nn.Module):
 
 
 class Language(Project):
-    """A small language model; its loss over the vocabulary at once, or in chunks of rows."""
+    """A small language model that computes its loss on all rows at once, or in chunks of rows."""
 
     def __init__(self, vocabulary: int, width: int = 64, chunks: int = 1) -> None:
         vocabulary = sized(vocabulary)

@@ -1,38 +1,30 @@
-"""What follows from a record: findings, each with its number and the next thing to do. Read `_finding.py` first.
+"""Findings: each has a measured number and the next thing to do. Read `_finding.py` first.
 
-To add a finding about a step: write one file here, with the fact that it derives from the record
-(:class:`~lightning_amp.advice._record.Step`), its rule and its words, and name it in `OF_A_STEP`. A finding about the
-machine alone is a function that `of_the_machine` calls. Nothing else has to know it.
+A finding about a step is one function. It derives a fact from the record (:class:`~lightning_amp.advice._record.Step`),
+decides by a rule, and writes the words. To add one, name the function in `ABOUT_A_STEP`. A finding about the machine
+alone is a function that `about_the_machine` calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lightning_amp.advice._decision import Decision
 from lightning_amp.advice._machine import Machine
 from lightning_amp.advice._record import Step
-from lightning_amp.advice.findings._channels_last import CHANNELS_LAST
-from lightning_amp.advice.findings._data_bound import DATA_BOUND
-from lightning_amp.advice.findings._emulated_precision import emulated_precision
-from lightning_amp.advice.findings._finding import Finding, Seen, Severity, StepRule, worst_first
-from lightning_amp.advice.findings._fp32_products import FP32_PRODUCTS
-from lightning_amp.advice.findings._host_waits import HOST_WAITS
-from lightning_amp.advice.findings._large_logits import LARGE_LOGITS
-from lightning_amp.advice.findings._many_casts import MANY_CASTS
-from lightning_amp.advice.findings._memory_not_lower import MEMORY_NOT_LOWER
-from lightning_amp.advice.findings._no_faster_products import no_faster_products
-from lightning_amp.advice.findings._not_faster import NOT_FASTER
+from lightning_amp.advice.findings._data_bound import data_bound
+from lightning_amp.advice.findings._finding import Evidence, Finding, Severity, worst_first
+from lightning_amp.advice.findings._fp32_products import fp32_products, products_in_fp32
+from lightning_amp.advice.findings._host import host_waits, slow_callback, slow_settings
+from lightning_amp.advice.findings._machine_support import emulated_precision, precision, tf32_off
+from lightning_amp.advice.findings._many_casts import cast_sites, many_casts
+from lightning_amp.advice.findings._memory_use import large_logits, largest_loss, memory_not_lower, state_dominates
+from lightning_amp.advice.findings._not_faster import no_faster_products, not_faster, slower_products
 from lightning_amp.advice.findings._nothing_to_do import nothing_to_do, summary
-from lightning_amp.advice.findings._optimizer_not_fused import OPTIMIZER_NOT_FUSED
-from lightning_amp.advice.findings._precision import precision
-from lightning_amp.advice.findings._sizes_not_aligned import SIZES_NOT_ALIGNED, unaligned
-from lightning_amp.advice.findings._slow_callback import SLOW_CALLBACK
-from lightning_amp.advice.findings._slow_settings import SLOW_SETTINGS
-from lightning_amp.advice.findings._state_dominates import STATE_DOMINATES
-from lightning_amp.advice.findings._tf32_off import tf32_off
+from lightning_amp.advice.findings._sizes_not_aligned import sizes_not_aligned, unaligned
+from lightning_amp.advice.findings._tried_changes import channels_last, optimizer_not_fused
 from lightning_amp.advice.findings._version_trap import known_traps, version_trap
-from lightning_amp.advice.findings._words import duration, in_fp32
+from lightning_amp.advice.findings._words import duration
 
 __all__ = [
     "Finding",
@@ -40,32 +32,31 @@ __all__ = [
     "all_findings",
     "duration",
     "facts_of",
-    "in_fp32",
     "known_traps",
     "summary",
     "unaligned",
 ]
 
-OF_A_STEP: tuple[StepRule, ...] = (
-    FP32_PRODUCTS,
-    MANY_CASTS,
-    DATA_BOUND,
-    SIZES_NOT_ALIGNED,
-    OPTIMIZER_NOT_FUSED,
-    CHANNELS_LAST,
-    HOST_WAITS,
-    SLOW_CALLBACK,
-    SLOW_SETTINGS,
-    NOT_FASTER,
-    LARGE_LOGITS,
-    STATE_DOMINATES,
-    MEMORY_NOT_LOWER,
+ABOUT_A_STEP: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+    products_in_fp32,
+    many_casts,
+    data_bound,
+    sizes_not_aligned,
+    optimizer_not_fused,
+    channels_last,
+    host_waits,
+    slow_callback,
+    slow_settings,
+    not_faster,
+    large_logits,
+    state_dominates,
+    memory_not_lower,
 )
-"""In the order in which findings of equal weight are told."""
+"""Findings of equal severity and share are printed in this order."""
 
 
-def of_the_machine(machine: Machine, decision: Decision, step: Step | None) -> Iterator[Finding]:
-    """Yield what there is to say of the machine; beside a step only what concerns it."""
+def about_the_machine(machine: Machine, decision: Decision, step: Step | None) -> Iterator[Finding]:
+    """Yield the findings about the machine; with a step, leave out what does not concern it."""
     yield from emulated_precision(machine, decision, step)
     if step is None:
         yield from no_faster_products(machine, decision)
@@ -76,15 +67,21 @@ def of_the_machine(machine: Machine, decision: Decision, step: Step | None) -> I
 
 
 def all_findings(machine: Machine, decision: Decision, step: Step | None) -> tuple[Finding, ...]:
-    """Return what was found, worst first; never empty."""
-    found = [*of_the_machine(machine, decision, step)]
+    """Return all findings, worst first; there is always one."""
+    found = [*about_the_machine(machine, decision, step)]
     if step is not None:
-        seen = Seen(step, machine, decision)
-        found += [finding for rule in OF_A_STEP for finding in rule.find(seen)]
-        found += nothing_to_do(seen, found)
+        evidence = Evidence(step, machine, decision)
+        found += [finding for find in ABOUT_A_STEP for finding in find(evidence)]
+        found += nothing_to_do(evidence, found)
     return worst_first(found)
 
 
 def facts_of(step: Step) -> dict[str, object]:
-    """Return the facts that findings derive from a record, by name."""
-    return {name: derive(step) for rule in OF_A_STEP for name, derive in rule.facts.items()}
+    """Return the facts that findings derive from a record, under their names in the JSON file."""
+    return {
+        "reasons": fp32_products(step),
+        "casts": cast_sites(step),
+        "waits": step.recorded.waits,
+        "slower": slower_products(step),
+        "logits": largest_loss(step),
+    }

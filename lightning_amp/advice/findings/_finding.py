@@ -1,9 +1,9 @@
-"""`Finding`: one thing that was found, with its measured number and the next thing to do. And a rule that finds one."""
+"""`Finding`: one thing that the doctor found, with its measured number and the next thing to do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from typing_extensions import final
@@ -13,21 +13,20 @@ from lightning_amp.advice._machine import Machine
 from lightning_amp.advice._record import Step
 
 Severity = Literal["error", "warning", "note", "ok"]
-SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 
 @final
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """One thing that the doctor found.
 
     Attributes:
-        severity: `"error"`: mixed precision cannot help like this. `"warning"`: there is something to gain, and it was
-            measured. `"note"`: worth knowing. `"ok"`: nothing was found.
-        code: Stable, in kebab case, for scripts.
+        severity: `"error"`: mixed precision cannot help like this. `"warning"`: a change gains something, and the gain
+            was measured. `"note"`: worth knowing. `"ok"`: nothing is wrong.
+        code: A stable name in kebab case, for scripts.
         message: One or two sentences with the measured number.
         action: The next thing to do; empty if there is none.
-        share: What it is about, as a share of the time of a step or of its memory, 0 to 1. The larger the worse.
+        share: The affected share of the time or memory of a step, from 0 to 1. Larger is worse.
 
     """
 
@@ -45,34 +44,19 @@ class Finding:
 
 @final
 @dataclass(frozen=True)
-class Seen:
-    """All that a finding about a step may read: the record, the machine, and the precision that is recommended."""
+class Evidence:
+    """Everything that a finding about a step may read."""
 
     step: Step
     machine: Machine
     decision: Decision
 
 
-@final
-@dataclass(frozen=True)
-class StepRule:
-    """One finding about a step.
-
-    Attributes:
-        find: Yields it, if it is there.
-        facts: What it derives from the record, by the key under which JSON holds it.
-
-    """
-
-    find: Callable[[Seen], Iterator[Finding]]
-    facts: Mapping[str, Callable[[Step], object]] = field(default_factory=dict)
-
-
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return them in their order: by severity, then by what they are worth."""
-    return tuple(sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), -f.share)))
+    """Sort findings by severity, then by their share."""
+    return tuple(sorted(findings, key=lambda f: (get_args(Severity).index(f.severity), -f.share)))
 
 
 def graded(share: float, warning: float) -> Severity:
-    """Return how severe a finding about a share of a step is: a warning from `warning` on."""
+    """Return `"warning"` if a share of a step reaches the bound, else `"note"`."""
     return "warning" if share >= warning else "note"

@@ -1,6 +1,6 @@
-"""Matrix products of the forward that stay in fp32, by the reason why.
+"""Matrix products of the forward that stay in fp32, with one code per reason.
 
-`autocast-off`, `float64`, `not-on-autocast-list`, `attention-in-fp32`, and `fp32-modules-dominate`.
+The codes are `autocast-off`, `float64`, `not-on-autocast-list`, `attention-in-fp32` and `fp32-modules-dominate`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,19 @@ from lightning_amp._text import counted, percent
 from lightning_amp.advice._decision import FP32
 from lightning_amp.advice._gains import gain, is_worth_it
 from lightning_amp.advice._record import WITHOUT_RULES, Operation, Step
-from lightning_amp.advice.findings._finding import Finding, Seen, StepRule, graded
+from lightning_amp.advice.findings._finding import Evidence, Finding, graded
 from lightning_amp.measure import FORWARD
 
 Why = Literal["fp32_modules", "float64", "autocast off", "attention in fp32", "not on autocast's list"]
 
 _MOST = 8
-"""How many places are kept."""
+"""Places to keep."""
 
 
 @final
 @dataclass(frozen=True)
 class Fp32Products:
-    """Products of one place that ran in fp32, or in float64.
-
-    Attributes:
-        where: A module, or a line of code.
-        flops: How many, in the forward.
-
-    """
+    """Products at one place (a module or a line of code) that ran in fp32 or float64."""
 
     why: Why
     where: str
@@ -77,8 +71,8 @@ _WORDS: dict[Why, _Words] = {
     "autocast off": _Words(
         "autocast-off",
         "run where autocast is turned off",
-        "Take that region out, or keep only the operation in it that needs fp32; what needs it in a module of its"
-        " own can be named in `fp32_modules`.",
+        "Take that region out, or keep only the operation in it that needs fp32. If that operation is a module of its"
+        " own, name it in `fp32_modules` instead.",
     ),
     "float64": _Words(
         "float64",
@@ -88,19 +82,20 @@ _WORDS: dict[Why, _Words] = {
     "not on autocast's list": _Words(
         "not-on-autocast-list",
         "run in operations that autocast does not compute in half precision",
-        "Write them as `matmul`, `linear` or a convolution, which it does.",
+        "Write them as `matmul`, `linear` or a convolution: autocast runs these in half precision.",
     ),
     "attention in fp32": _Words(
         "attention-in-fp32",
         "are attention that torch computes step by step in fp32, since no fused kernel takes these arguments",
-        "Call it with what a fused kernel takes: without dropout on a CPU, and without returning its weights.",
+        "Call it with arguments that a fused kernel takes: no dropout on a CPU, and no returned attention weights.",
     ),
 }
 
 
-def _find(seen: Seen) -> Iterator[Finding]:
-    found = fp32_products(seen.step)
-    total = max(seen.step.recorded.forward_flops, 1)
+def products_in_fp32(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding for each reason that keeps 2 % of the FLOPs in fp32, or 10 % by `fp32_modules`."""
+    found = fp32_products(evidence.step)
+    total = max(evidence.step.recorded.forward_flops, 1)
     for why, words in _WORDS.items():
         own = [products for products in found if products.why == why]
         share = sum(products.flops for products in own) / total
@@ -110,7 +105,7 @@ def _find(seen: Seen) -> Iterator[Finding]:
     own = [products for products in found if products.why == "fp32_modules"]
     share = sum(products.flops for products in own) / total
     if share >= 0.1:
-        yield _modules_dominate(seen.step, own[0].where, share)
+        yield _modules_dominate(evidence.step, own[0].where, share)
 
 
 def _places(found: Sequence[Fp32Products]) -> str:
@@ -127,6 +122,3 @@ def _modules_dominate(step: Step, largest: str, share: float) -> Finding:
         clear = is_worth_it(without)
     action = "Name fewer modules: `find_fp32_modules` searches for the smallest set that keeps the gradients."
     return Finding("warning" if clear else "note", "fp32-modules-dominate", f"{text}.", action, share)
-
-
-FP32_PRODUCTS = StepRule(_find, {"reasons": fp32_products})

@@ -1,4 +1,4 @@
-"""`many-casts`: casts between floating formats, beyond autocast's own one per weight."""
+"""`many-casts`: casts between floating-point formats beyond autocast's own cast of each weight."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing_extensions import final
 
 from lightning_amp._text import memory, percent
 from lightning_amp.advice._record import Operation, Step
-from lightning_amp.advice.findings._finding import Finding, Seen, StepRule, graded
+from lightning_amp.advice.findings._finding import Evidence, Finding, graded
 from lightning_amp.measure import FORWARD
 
 Kind = Literal["explicit", "weight again", "weight", "activation"]
 
 _MOST = 8
-"""How many places of a kind are kept."""
+"""Places of each kind to keep."""
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-"""Which cast for each time step by themselves."""
+"""Functions of torch that cast their weights for each time step by themselves."""
 _CASTING = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
 
 
@@ -28,12 +28,10 @@ class CastSite:
     """Casts between floating-point formats that one line, or one weight, causes.
 
     Attributes:
-        kind: `"explicit"` (`.float()`, `.to(...)`, ...), `"weight again"` (one that was cast in this step before),
-            `"weight"` (autocast's own one) or `"activation"` (autocast's own).
+        kind: `"explicit"` (`.float()`, `.to(...)`, ...), `"weight again"` (a weight that was cast in this step before),
+            `"weight"` (autocast's own cast) or `"activation"` (autocast's own cast).
         where: A line of code with its file, or a module.
-        count: How many in a step.
-        num_bytes: That they write.
-        seconds: That they take.
+        num_bytes: Bytes that all of them write in a step.
 
     """
 
@@ -45,47 +43,47 @@ class CastSite:
 
 
 def cast_sites(step: Step) -> tuple[CastSite, ...]:
-    """Return the casts by place, those that take longest first."""
-    seen: set[int] = set()
+    """Return the casts by place, the slowest place first."""
+    cast_before: set[int] = set()
     sites: dict[tuple[Kind, str], list[Operation]] = {}
     for operation in step.recorded.of_the_module:
         if operation.cast_bytes:
-            sites.setdefault(_site(operation, seen), []).append(operation)
-            seen.add(operation.cast_of)
+            sites.setdefault(_site(operation, cast_before), []).append(operation)
+            cast_before.add(operation.cast_of)
     found = [
         CastSite(kind, where, len(own), sum(o.cast_bytes for o in own), sum(o.seconds for o in own))
         for (kind, where), own in sites.items()
     ]
     found.sort(key=lambda site: (-site.seconds, site.kind, site.where))
-    # Sums must stay true: of each kind the first ones by place, and the others as one.
     kept, kinds = list[CastSite](), list[Kind](site.kind for site in found)
     for kind in dict.fromkeys(kinds):
         own = [site for site in found if site.kind == kind]
         kept.extend(own[:_MOST])
-        if rest := own[_MOST:]:
+        if rest := own[_MOST:]:  # one entry for all others, so that sums over the entries stay right
             sums = (sum(s.count for s in rest), sum(s.num_bytes for s in rest), sum(s.seconds for s in rest))
             kept.append(CastSite(kind, f"{len(rest)} other places", *sums))
     return tuple(kept)
 
 
-def _site(cast: Operation, seen: set[int]) -> tuple[Kind, str]:
-    """Return the kind and the place of a cast, after the weights that were cast before."""
+def _site(cast: Operation, cast_before: set[int]) -> tuple[Kind, str]:
+    """Return the kind and the place of a cast, given the weights that were cast before it."""
     asked, is_forward = cast.asked.rpartition(".")[2], cast.part == FORWARD
-    first = cast.cast_of and cast.cast_of not in seen  # autocast would cast it, too
+    first = cast.cast_of and cast.cast_of not in cast_before  # autocast would have to cast this weight as well
     if not first and is_forward and asked in _CASTING and cast.place:
         return "explicit", str(cast.place)
     if cast.cast_of and is_forward:
-        again = cast.cast_of in seen and asked not in _RECURRENT
+        again = cast.cast_of in cast_before and asked not in _RECURRENT
         return "weight again" if again else "weight", cast.module
     return "activation", cast.module if is_forward else cast.part
 
 
-def _find(seen: Seen) -> Iterator[Finding]:
-    beyond = [site for site in cast_sites(seen.step) if site.kind in ("explicit", "weight again")]
+def many_casts(evidence: Evidence) -> Iterator[Finding]:
+    """Yield it if casts beyond autocast's own take 1 % of the time in operations, or if there are six or more."""
+    beyond = [site for site in cast_sites(evidence.step) if site.kind in ("explicit", "weight again")]
     count = sum(site.count for site in beyond)
     if not count:
         return
-    share = sum(site.seconds for site in beyond) / max(seen.step.recorded.seconds, 1e-12)
+    share = sum(site.seconds for site in beyond) / max(evidence.step.recorded.seconds, 1e-12)
     if share < 0.01 and count < 6:
         return
     size = sum(site.num_bytes for site in beyond)
@@ -96,11 +94,8 @@ def _find(seen: Seen) -> Iterator[Finding]:
         f" the time in operations; most at {worst.where or 'the module itself'}."
     )
     action = (
-        "Take the casts out: autocast casts where an operation needs it, and keeps what it is given elsewhere."
+        "Take the casts out: autocast casts where an operation needs it, and leaves the format alone elsewhere."
         if worst.kind == "explicit"
         else "Call the module once on all rows instead of once per row, so that its weight is cast once."
     )
     yield Finding(graded(share, 0.1), "many-casts", text, action, share)
-
-
-MANY_CASTS = StepRule(_find, {"casts": cast_sites})

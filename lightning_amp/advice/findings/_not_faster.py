@@ -1,7 +1,4 @@
-"""`not-faster` and `model-too-small`: a step gains no speed, although nothing else explains it.
-
-Where the matrix products themselves gain nothing, that is `no-faster-products`.
-"""
+"""`not-faster`, `model-too-small` and `no-faster-products`: a step or matrix products gain no speed."""
 
 from __future__ import annotations
 
@@ -13,33 +10,26 @@ from typing import Literal, NamedTuple
 from typing_extensions import final
 
 from lightning_amp._text import percent, rounded
-from lightning_amp.advice._decision import FP32
+from lightning_amp.advice._decision import FP32, Decision
 from lightning_amp.advice._gains import best_speed_up, is_worth_it, more_rows, speed_up
+from lightning_amp.advice._machine import Machine, Product
 from lightning_amp.advice._record import TIMES_LARGER, Step
-from lightning_amp.advice.findings._finding import Finding, Seen, Severity, StepRule
-from lightning_amp.advice.findings._fp32_products import FP32_PRODUCTS
-from lightning_amp.advice.findings._many_casts import MANY_CASTS, cast_sites
-from lightning_amp.advice.findings._words import in_fp32, in_ms
+from lightning_amp.advice.findings._finding import Evidence, Finding, Severity
+from lightning_amp.advice.findings._fp32_products import products_in_fp32
+from lightning_amp.advice.findings._many_casts import cast_sites, many_casts
+from lightning_amp.advice.findings._words import in_fp32, in_ms, recommendation
 from lightning_amp.measure import BACKWARD, FORWARD, SpeedComparison, times_as_fast
 
 _SMALL, _LARGE = 1.35, 1.5
-"""A step whose products allow less than the first is too small; from the second on, more was to be expected."""
+"""Speed-ups that products allow: below the first a module is too small; from the second on a gain can be expected."""
 _MOST = 8
-"""How many slow products are kept."""
+"""Slow products to keep."""
 
 
 @final
 @dataclass(frozen=True)
 class SlowProduct:
-    """Matrix products of one place that take longer than in fp32.
-
-    Attributes:
-        where: A module, or `"backward"`.
-        operation: As in `aten`.
-        seconds: Of a step.
-        fp32_s: Of a step in fp32.
-
-    """
+    """Matrix products at one place (a module, or `"backward"`) that take longer in a step than in fp32."""
 
     where: str
     operation: str
@@ -48,7 +38,7 @@ class SlowProduct:
 
 
 def slower_products(step: Step) -> tuple[SlowProduct, ...]:
-    """Return products that take longer than in fp32, those that lose most first."""
+    """Return the products that take longer than in fp32, the largest loss first."""
     if step.fp32_recorded is None:
         return ()
     seconds: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -63,12 +53,9 @@ def slower_products(step: Step) -> tuple[SlowProduct, ...]:
 
 @final
 class SlowReason(NamedTuple):
-    """The part of a recorded step that takes longest for what it does.
+    """The part of a recorded step that makes it slow, and a text with its times.
 
-    Attributes:
-        cause: `"kernel"`: an operation that takes longer than in fp32.
-        text: With its times.
-
+    The cause `"kernel"` is a matrix product that takes longer than in fp32.
     """
 
     cause: Literal["kernel", "casts", "other operations"]
@@ -76,7 +63,7 @@ class SlowReason(NamedTuple):
 
 
 def reason_of(step: Step) -> SlowReason | None:
-    """Return what one recorded step shows; `None` if it shows nothing."""
+    """Return why one recorded step is slow; `None` if it does not show."""
     slower, product_s, all_s = slower_products(step), step.recorded.product_s, step.recorded.seconds
     lost = sum(product.seconds - product.fp32_s for product in slower)
     if slower and lost > 0.3 * product_s and lost > 0.1 * all_s:
@@ -97,55 +84,58 @@ def reason_of(step: Step) -> SlowReason | None:
     return SlowReason("other operations", text)
 
 
-def _find(seen: Seen) -> Iterator[Finding]:
-    step, decision = seen.step, seen.decision
-    speed, support = speed_up(step), seen.machine.format(step.precision)
+def not_faster(evidence: Evidence) -> Iterator[Finding]:
+    """Yield at most one finding: a warning if fp32 is recommended, else only if no other finding explains the step."""
+    step, decision = evidence.step, evidence.decision
+    speed, support = speed_up(step), evidence.machine.format(step.precision)
     if speed is None or step.precision == FP32 or (support is not None and support.support == "emulated"):
-        return  # emulation is a finding of its own, with the same reason
-    reason, products = reason_of(step), seen.machine.speed(step.precision)
+        return  # `emulated-precision` says it with the same reason
+    reason, product = reason_of(step), evidence.machine.compared_product(step.precision)
+    products = None if product is None else product.speed
     if decision.use == FP32:
         if reason is not None and reason.cause != "kernel" and _is_small(step, products):
-            yield _too_small(seen, products, speed, "warning")
+            yield _too_small(evidence, products, speed, "warning")
         else:
             text = f"A step is {in_fp32(speed)}: {_why(reason, products, step)}."
             action = f'Use `AmpPrecision("{FP32}")`. {_larger(step)}'.strip()
             yield Finding("warning", "not-faster", text, action, step.fp32_product_share)
         return
-    if _is_explained(seen) or speed.claim not in ("same", "undecided"):
+    if _is_explained(evidence) or speed.claim not in ("same", "undecided"):
         return
     severity: Severity = "warning" if speed.claim == "same" else "note"
-    if products is not None and products.claim in ("slower", "same"):
-        text = f"Matrix products in {step.precision} are {in_fp32(products)}: no step gains speed from them here."
-        yield Finding("note", "no-faster-products", text, "", 0.5)
+    if product is not None and products is not None and products.claim in ("slower", "same"):
+        yield Finding("note", "no-faster-products", _gain_nothing(product, products), "", 0.5)
     elif _is_small(step, products):
-        yield _too_small(seen, products, speed, severity)
+        yield _too_small(evidence, products, speed, severity)
     elif products is not None and products.claim == "faster" and best_speed_up(step, products.ratio) >= _LARGE:
         text = (
-            f"A step is no faster than in fp32 beyond what the rounds show ({speed}), although"
-            f" {percent(step.fp32_product_share)} of one in fp32 are products that half precision could make faster:"
-            f" {_why(reason, products, step)}."
+            f"The race does not show that a step is faster than in fp32 ({speed}). Products that half precision could"
+            f" make faster are {percent(step.fp32_product_share)} of a step in fp32,"
+            f" but {_why(reason, products, step)}."
         )
         action = _larger(step) or "Try `torch.compile`, which merges the operations around the products."
         yield Finding("note", "not-faster", text, action, step.fp32_product_share)
 
 
-def _is_explained(seen: Seen) -> bool:
-    """Return whether another finding says already why products run in fp32, or are cast."""
-    return any(finding.is_problem for rule in (FP32_PRODUCTS, MANY_CASTS) for finding in rule.find(seen))
+def _is_explained(evidence: Evidence) -> bool:
+    """Return whether another finding already blames products in fp32, or casts."""
+    return any(finding.is_problem for finding in (*products_in_fp32(evidence), *many_casts(evidence)))
 
 
 def _is_small(step: Step, products: SpeedComparison | None) -> bool:
     return products is not None and products.claim == "faster" and best_speed_up(step, products.ratio) < _SMALL
 
 
-def _too_small(seen: Seen, products: SpeedComparison | None, speed: SpeedComparison, severity: Severity) -> Finding:
-    step = seen.step
+def _too_small(
+    evidence: Evidence, products: SpeedComparison | None, speed: SpeedComparison, severity: Severity
+) -> Finding:
+    step = evidence.step
     best = 1.0 if products is None else best_speed_up(step, products.ratio)
     text = (
         f"Matrix products that half precision could make faster are {percent(step.fp32_product_share)} of a step in"
-        f" fp32, so that they alone make it {times_as_fast(best)} at best; measured: {speed}."
+        f" fp32. They alone make a step {times_as_fast(best)} at best; measured: {speed}."
     )
-    stay = f'Use `AmpPrecision("{FP32}")`.' if seen.decision.use == FP32 else ""
+    stay = f'Use `AmpPrecision("{FP32}")`.' if evidence.decision.use == FP32 else ""
     other = "" if stay else "Try `torch.compile`, which merges the small operations."
     action = f"{stay} {_larger(step) or other}".strip()
     return Finding(severity, "model-too-small", text, action, 1 - step.fp32_product_share)
@@ -156,19 +146,34 @@ def _why(reason: SlowReason | None, products: SpeedComparison | None, step: Step
         return f"large matrix products in {step.precision} are {in_fp32(products)} on this device"
     if reason is not None:
         return reason.text
-    product_ms = rounded(step.recorded.product_s * 1e3)
-    return f"products take {product_ms} of {in_ms(step.recorded.seconds)} of a recorded step"
+    return f"products take {in_ms(step.recorded.product_s)} of the {in_ms(step.recorded.seconds)} of a recorded step"
 
 
 def _larger(step: Step) -> str:
-    """Advise a larger batch, if one was tried and trains more rows per second."""
+    """Advise a larger batch if one was tried and trains 30 % more rows per second; else return an empty text."""
     more = more_rows(step)
     if not is_worth_it(more) or more is None or more.ratio < 1.3:
         return ""
     return (
-        f"A batch {TIMES_LARGER} times as large, tried here in {step.precision}, trains its rows {more} (the learning"
-        " rate goes with the batch size)."
+        f"A batch {TIMES_LARGER} times as large, tried here in {step.precision}, trains its rows {more} (scale the"
+        " learning rate with the batch size)."
     )
 
 
-NOT_FASTER = StepRule(_find, {"slower": slower_products})
+def no_faster_products(machine: Machine, decision: Decision) -> Iterator[Finding]:
+    """Yield it for the examined format, where no step was examined."""
+    chosen, product = machine.format(decision.looked_at), machine.compared_product(decision.looked_at)
+    if chosen is None or product is None or product.speed is None or decision.looked_at == FP32:
+        return
+    if chosen.support not in ("native", "partial") or product.speed.claim not in ("slower", "same"):
+        return
+    action = recommendation(decision) if decision.advises_against else ""
+    yield Finding("warning", "no-faster-products", _gain_nothing(product, product.speed), action, 0.9)
+
+
+def _gain_nothing(product: Product, speed: SpeedComparison) -> str:
+    """Say that matrix products are no faster than in fp32."""
+    return (
+        f"Matrix products in {product.format} of {product.size} rows and columns reach"
+        f" {rounded(product.tflops)} TFLOP/s ({in_fp32(speed)}): they gain no speed here."
+    )

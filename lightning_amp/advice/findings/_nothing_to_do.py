@@ -1,4 +1,4 @@
-"""`nothing-to-do`, and `not-timed`: no finding asks for a change, or the step was not timed beside others."""
+"""`nothing-to-do` and `not-timed`: no finding asks for a change, or the race could not time the step."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from lightning_amp._text import memory
 from lightning_amp.advice._decision import FP32
 from lightning_amp.advice._gains import speed_up
 from lightning_amp.advice._record import AS_IT_IS, IN_FP32, Step
-from lightning_amp.advice.findings._finding import Finding, Seen
+from lightning_amp.advice.findings._finding import Evidence, Finding
 from lightning_amp.advice.findings._words import duration
 
 
-def nothing_to_do(seen: Seen, others: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield it if none of the other findings is a problem."""
-    if seen.step.variant(AS_IT_IS) is None:
-        errors = [variant.error for variant in seen.step.variants if variant.label == AS_IT_IS]
+def nothing_to_do(evidence: Evidence, others: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield `not-timed` if the step was not timed, else `nothing-to-do` if none of the other findings is a problem."""
+    if evidence.step.variant(AS_IT_IS) is None:
+        errors = [variant.error for variant in evidence.step.variants if variant.label == AS_IT_IS]
         text = f"The step could not be timed beside others, so nothing was tried: {' '.join(errors)}."
         yield Finding("note", "not-timed", text, "Look at the table of parts, which was measured.")
     elif not any(finding.is_problem for finding in others):
-        speed = seen.decision.speed
-        is_open = speed is not None and seen.decision.use is None and speed.decided_ratio is None
+        speed = evidence.decision.speed
+        is_open = speed is not None and evidence.decision.use is None and speed.decided_ratio is None
         text = "Nothing was found to change." if is_open else "Nothing to do."
-        yield Finding("ok", "nothing-to-do", f"{text} {summary(seen.step)}")
+        yield Finding("ok", "nothing-to-do", f"{text} {summary(evidence.step)}")
 
 
 def summary(step: Step) -> str:
-    """Return the speed and the memory of a step beside fp32, in a sentence."""
+    """Write the speed and the memory of a step, compared with fp32, in one sentence."""
     timed, full, speed = step.variant(AS_IT_IS), step.variant(IN_FP32), speed_up(step)
     if timed is None:
         text = f"A step in {step.precision} takes {duration(step.seconds)}"

@@ -1,4 +1,4 @@
-"""`sizes-not-aligned`: products in half precision whose sizes are no multiples of what the device likes."""
+"""`sizes-not-aligned`: matrix products in half precision whose sizes are not multiples of 8 (16 for fp8)."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from statistics import median
 from lightning_amp._text import percent
 from lightning_amp.advice._gains import compare, is_worth_it
 from lightning_amp.advice._record import AS_IT_IS, Operation, Recording, Unaligned
-from lightning_amp.advice.findings._finding import Finding, Seen, StepRule, graded
+from lightning_amp.advice.findings._finding import Evidence, Finding, graded
 from lightning_amp.measure import FORWARD
 
 Sizes = tuple[int, int, int]
-Timed = Callable[[str, Sizes, Sizes, float], tuple[Sequence[float], Sequence[float]]]
-"""Times a product in a format with two triples of sizes, for at most so many seconds each; seconds by round."""
 
 _HALF = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 _MOST = 8
-"""How many products are kept."""
-_NOT_MULTIPLIED = 32
-"""A dimension this small (the classes of a head, a single output) is not worth a pad."""
+"""Products to keep."""
+_NOT_PADDED = 32
+"""A dimension below this (the classes of a head, a single output) is not worth padding."""
 
 
-def unaligned(recorded: Recording, multiple: int, timed: Timed, budget_s: float = 3.0) -> tuple[Unaligned, ...]:
-    """Return the products whose sizes are no multiples; those with the most FLOPs are timed with padding.
+def unaligned(
+    recorded: Recording,
+    multiple: int,
+    timed: Callable[[str, Sizes, Sizes, float], tuple[Sequence[float], Sequence[float]]],
+    budget_s: float = 3.0,
+) -> tuple[Unaligned, ...]:
+    """Return the products whose sizes are not multiples, the most FLOPs first, and time padding for the first ones.
 
     Args:
         recorded: A step.
-        multiple: What sizes should be multiples of.
-        timed: Times a product as it is and padded.
-        budget_s: How long measuring may take.
+        multiple: The number that sizes should be multiples of.
+        timed: Times a product as it is and padded, given its format, both sizes, and the seconds that each may take.
+            It returns the seconds by round.
+        budget_s: Seconds for all measurements.
 
     """
     groups: defaultdict[tuple[Sizes, str], list[Operation]] = defaultdict(list)
@@ -57,12 +61,13 @@ def unaligned(recorded: Recording, multiple: int, timed: Timed, budget_s: float 
 
 
 def _padded(sizes: Sizes, multiple: int) -> Sizes:
-    a, b, c = (size if size < _NOT_MULTIPLIED else -(-size // multiple) * multiple for size in sizes)
+    a, b, c = (size if size < _NOT_PADDED else -(-size // multiple) * multiple for size in sizes)
     return a, b, c
 
 
-def _find(seen: Seen) -> Iterator[Finding]:
-    step = seen.step
+def sizes_not_aligned(evidence: Evidence) -> Iterator[Finding]:
+    """Yield it if such products are 5 % of the FLOPs; it is a warning if padding saves 5 % of a step."""
+    step = evidence.step
     share = sum(found.flops for found in step.unaligned) / max(sum(step.recorded.flops.values()), 1)
     if share < 0.05:
         return
@@ -74,7 +79,7 @@ def _find(seen: Seen) -> Iterator[Finding]:
     worst = step.unaligned[0]
     before, after = (" x ".join(map(str, sizes)) for sizes in (worst.sizes, worst.padded))
     text = (
-        f"{percent(share)} of the FLOPs are products with sizes that are no multiples of {step.alignment}, most in"
+        f"{percent(share)} of the FLOPs are products with sizes that are not multiples of {step.alignment}, most in"
         f" `{worst.module}` ({before})"
     )
     if gained:
@@ -86,6 +91,3 @@ def _find(seen: Seen) -> Iterator[Finding]:
     if worst.padded_speed is not None and worst.padded_speed.claim in ("same", "slower") and not gained:
         action = "Leave them as they are: padding gains nothing here."
     yield Finding(graded(gained, 0.05), "sizes-not-aligned", f"{text}.", action, max(gained, 0.01))
-
-
-SIZES_NOT_ALIGNED = StepRule(_find)

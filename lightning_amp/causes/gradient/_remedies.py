@@ -30,8 +30,6 @@ from lightning_amp.shadow import (
     gather,
     inaccurate_derivatives,
     rows_of_parameters,
-    true_gradients,
-    use,
 )
 
 _MOST_MODULES = 4
@@ -182,10 +180,9 @@ class GradientRemedies:
     ) -> Gradients:
         try:
             watch = watch or StepWatch(step.module, scale)
-            use(watch, step)
-            with watch, contextlib.nullcontext() if look is None else look(step.module):
-                step.run(self._batch, self._batch_idx, context=context, scale=scale, fp32_draws=True)
-            return true_gradients(watch, step, scale)
+            with contextlib.nullcontext() if look is None else look(step.module):
+                step.run(self._batch, self._batch_idx, context=context, scale=scale, step_watch=watch, fp32_draws=True)
+            return step.true_gradients()
         finally:
             step.close()
 

@@ -16,7 +16,7 @@ from lightning_amp.shadow import (
     EVALUATION_FILE,
     ComparedEvaluation,
     EvaluationPass,
-    FirstBatch,
+    KeptBatch,
     OutputComparison,
     Stage,
 )
@@ -62,13 +62,13 @@ class EvaluationReplay:
         """Return the real trainer."""
         return self._trainer
 
-    def in_fp32(self, steps: Sequence[FirstBatch], watch: Watch | None = None, *, upcast: bool = True) -> Replayed:
+    def in_fp32(self, steps: Sequence[KeptBatch], watch: Watch | None = None, *, upcast: bool = True) -> Replayed:
         """Run them in fp32; without `upcast` as `eval_precision="fp32"` would."""
         return self._run(EvaluationPass.in_fp32(self._trainer, self.module, self.stage, upcast=upcast), steps, watch)
 
     def in_amp(
         self,
-        steps: Sequence[FirstBatch],
+        steps: Sequence[KeptBatch],
         watch: Watch | None = None,
         rules: Sequence[str] = (),
         *,
@@ -83,7 +83,7 @@ class EvaluationReplay:
         one = EvaluationPass.in_amp(self._trainer, self.module, self.stage, upcast=upcast)
         return self._run(one, steps, watch, rules)
 
-    def operations(self, steps: Sequence[FirstBatch]) -> tuple[OperationWatch, OperationWatch]:
+    def operations(self, steps: Sequence[KeptBatch]) -> tuple[OperationWatch, OperationWatch]:
         """Run them in fp32 and in AMP, and return the operations of both. Waits for the device."""
         names = OutputComparison()
         fp32 = OperationWatch(None, EVALUATION_FILE, running=names.running)
@@ -93,7 +93,7 @@ class EvaluationReplay:
         return fp32, amp
 
     def _run(
-        self, one: EvaluationPass, steps: Sequence[FirstBatch], watch: Watch | None, rules: Sequence[str] = ()
+        self, one: EvaluationPass, steps: Sequence[KeptBatch], watch: Watch | None, rules: Sequence[str] = ()
     ) -> Replayed:
         try:
             if self._weights is not None:

@@ -25,8 +25,8 @@ from lightning_amp.reports import ComparisonTable
 from lightning_amp.shadow import (
     ComparedEvaluation,
     Failure,
-    FirstBatch,
     FirstBatches,
+    KeptBatch,
     Lockstep,
     OtherRankFailedError,
     OutputComparison,
@@ -137,7 +137,7 @@ class _Sight:
 
     """
 
-    steps: Sequence[FirstBatch]
+    steps: Sequence[KeptBatch]
     amp: float
     fp32: float
     shows: bool
@@ -179,7 +179,7 @@ def _failure(replay: EvaluationReplay, error: Exception) -> str:
     return Failure.of(error, f"the {replay.stage} step", "the second look").text
 
 
-def _candidates(batches: FirstBatches, report: EvaluationReport) -> tuple[list[FirstBatch], EvaluationReport]:
+def _candidates(batches: FirstBatches, report: EvaluationReport) -> tuple[list[KeptBatch], EvaluationReport]:
     """Return the batches that may show it; and of a metric that is not finite the first one that did, or why not."""
     loader = report.metric.partition(LOADER_SUFFIX)[2]
     intact = [one for one in batches.kept if one.is_intact and (not loader or str(one.loader_idx) == loader)]
@@ -216,7 +216,7 @@ def _first_bad_batch(
     ranks: Lockstep,
     replay: EvaluationReplay,
     batches: FirstBatches,
-    candidates: Sequence[FirstBatch],
+    candidates: Sequence[KeptBatch],
     report: EvaluationReport,
 ) -> _Sight | None:
     """Run one batch after the other until it shows on a rank; `None` if it does on none."""
@@ -230,7 +230,7 @@ def _first_bad_batch(
     return None
 
 
-def _run_both(replay: EvaluationReplay, steps: Sequence[FirstBatch], report: EvaluationReport) -> _Sight:
+def _run_both(replay: EvaluationReplay, steps: Sequence[KeptBatch], report: EvaluationReport) -> _Sight:
     outputs = OutputComparison(inputs=True)
     fp32 = replay.in_fp32(steps, outputs.recording)
     amp = replay.in_amp(steps, outputs.comparing)

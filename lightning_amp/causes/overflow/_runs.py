@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,16 +41,16 @@ class StepAsItWas(NamedTuple):
 
 def run_as_it_was(replay: TrainingPass, step: KeptBatch, scale: float) -> StepAsItWas:
     """Run a step with the same weights, batch, random numbers and scale."""
-    with Trace(replay.module) as trace, OperationWatch(replay.module, BOUNDARY) as watch:
-        loss = replay.run(
-            step.batch,
-            step.batch_idx,
-            context=replay.forward_context(),
-            random_state=step.random_state,
-            scale=scale,
-            trace=trace,
-            watch=watch,
-        )
+    trace, watch = Trace(replay.module), OperationWatch(replay.module, BOUNDARY)
+    loss = replay.run(
+        step.batch,
+        step.batch_idx,
+        context=replay.forward_context(),
+        random_state=step.random_state,
+        scale=scale,
+        trace=trace,
+        watch=watch,
+    )
     found = diagnose(trace, loss, step.batch)
     parameters: tuple[str, ...] = ()
     if found.cause != "none":
@@ -104,17 +103,11 @@ def _run_in_fp32(
     wanted = [call.key for call in half.bad]
     if half.first_backward is not None:
         wanted.append(half.first_backward.call.key)
-    watch = OperationWatch(exact.module, BOUNDARY, wanted)
+    trace, watch = Trace(exact.module), OperationWatch(exact.module, BOUNDARY, wanted)
     try:
-        with Trace(exact.module) as trace, watch:
-            loss = exact.run(
-                step.batch,
-                step.batch_idx,
-                context=None,
-                random_state=step.random_state,
-                trace=trace,
-                watch=watch,
-            )
+        loss = exact.run(
+            step.batch, step.batch_idx, context=None, random_state=step.random_state, trace=trace, watch=watch
+        )
         found = diagnose(trace, loss, step.batch)
         if found.cause == "none" and nonfinite_gradients(_modules.plain_parameters(exact.module)):
             found = Diagnosis("backward", where="parameter")
@@ -177,15 +170,14 @@ class Rerun:
             looks = edits or self.hidden_in is not None
             only_edits = self.hidden_in is None
             watch = OperationWatch(replay.module, BOUNDARY, edits=edits or {}, only_edits=only_edits) if looks else None
-            with watch or nullcontext():
-                loss = replay.run(
-                    self.step.batch,
-                    self.step.batch_idx,
-                    context=context,
-                    random_state=self.step.random_state,
-                    scale=self.scale if scale is None else scale,
-                    watch=watch,
-                )
+            loss = replay.run(
+                self.step.batch,
+                self.step.batch_idx,
+                context=context,
+                random_state=self.step.random_state,
+                scale=self.scale if scale is None else scale,
+                watch=watch,
+            )
             if watch is not None and self.hidden_in is not None:
                 there = {call.key for call in self.hidden_in.bad}
                 if any(call.makes_nan and call.key not in there for call in watch.bad):

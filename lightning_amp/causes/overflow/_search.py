@@ -164,7 +164,7 @@ def _with_remedies(found: Explained, tried: Sequence[Remedy]) -> Explained:
 
 
 def _edited(step: KeptBatch) -> str:
-    if not step.edited:
+    if step.is_intact:
         return ""
     return (
         "the step edited its batch in place, so that the replay saw an edited one; from the next batch on it is copied"

@@ -1,4 +1,4 @@
-"""Which charts a report has: which arms are in them, on which axes, with which words beside them."""
+"""Choose the charts of a report: their arms, their axes, and the words beside them."""
 
 from __future__ import annotations
 
@@ -25,25 +25,20 @@ from lightning_amp.compare.views._svg import (
 from lightning_amp.compare.views._words import NONE, metric_names, signed
 from lightning_amp.findings import StepRecord, before_fallback
 
-_NUM_STYLES = 7  # of arms other than the reference, in the style sheet; further ones begin again
+_NUM_STYLES = 7
+"""Number of styles in the style sheet for arms other than the reference; more arms share them."""
+
 _NOT_FINITE = "not finite"
-_MOST_POINTS = 55_000  # of all charts together: each takes about 11 bytes
+
+_MOST_POINTS = 55_000
+"""Most points in all charts together; each takes about 11 bytes of the page."""
 
 
 class Chart(NamedTuple):
-    """What is drawn of one metric or one arm.
-
-    Attributes:
-        heading: The metric, or the arm.
-        note: Some words below it.
-        arms: The labels of those that are in it.
-        pictures: SVG.
-
-    """
+    """The pictures of one metric or one arm, as SVG, under a heading with a note."""
 
     heading: str
     note: str
-    arms: tuple[str, ...]
     pictures: tuple[str, ...]
 
 
@@ -61,12 +56,12 @@ def metrics_of(report: Judgement, name: str) -> dict[str, ArmMetric]:
 
 
 def describe(report: Judgement, name: str) -> str:
-    """Say which way a metric is better, and what it may cost."""
-    metrics = metrics_of(report, name).values()
-    direction = next((metric.direction for metric in metrics if metric.direction), None)
-    margin = next((metric.margin for metric in metrics if metric.margin is not None), None)
-    words = {"min": "lower is better", "max": "higher is better"}.get(direction or "", "no known better direction")
-    return words if margin is None else f"{words}, margin {margin:g}"
+    """Write the better direction of a metric, and its margin."""
+    metric = next(iter(metrics_of(report, name).values()))
+    words = {"min": "lower is better", "max": "higher is better"}.get(
+        metric.direction or "", "better direction unknown"
+    )
+    return words if metric.margin is None else f"{words}, margin {metric.margin:g}"
 
 
 # -- differences -------------------------------------------------------------------------------------------------------
@@ -74,45 +69,33 @@ def describe(report: Judgement, name: str) -> str:
 
 def difference_charts(report: Judgement) -> list[Chart]:
     """Draw the differences of each metric in which an arm can be compared with the reference."""
-    of, charts = styles(report), list[Chart]()
+    style, charts = styles(report), list[Chart]()
     for name in metric_names(report):
+        rows: list[Interval] = []
         metrics = metrics_of(report, name)
-        found = [_interval(label, of[label], metric) for label, metric in metrics.items()]
-        rows = [row for row in found if row is not None]
+        for label, metric in metrics.items():
+            difference = metric.difference
+            if difference is not None and difference.mean is not None:
+                mean, bounds, words = difference.mean, difference.bounds(), difference_in_words(metric)
+                number = signed(mean) if math.isfinite(mean) else _NOT_FINITE
+                rows.append(Interval(label, style[label], number, words, mean, bounds, difference.values))
         if rows:
             one = next(iter(metrics.values()))
             title = f"{name}, difference to {report.plan.reference}: {'; '.join(f'{r.label} {r.text}' for r in rows)}"
             picture = forest(rows, title=title, margin=one.margin, direction=one.direction)
-            charts.append(Chart(name, describe(report, name), tuple(row.label for row in rows), (picture,)))
+            charts.append(Chart(name, describe(report, name), (picture,)))
     return charts
-
-
-def _interval(label: str, style: str, metric: ArmMetric) -> Interval | None:
-    difference = metric.difference
-    if difference is None or not difference.values or difference.mean is None:
-        return None
-    number = signed(difference.mean) if math.isfinite(difference.mean) else _NOT_FINITE
-    return Interval(
-        label,
-        style,
-        number,
-        difference_in_words(metric),
-        difference.mean,
-        difference.low,
-        difference.high,
-        difference.values,
-    )
 
 
 def difference_in_words(metric: ArmMetric) -> str:
     """Write a mean difference and its interval: `+0.0012 (-0.001 to +0.0034)`."""
     difference = metric.difference
-    if difference is None or not difference.values or difference.mean is None:
+    if difference is None or difference.mean is None:
         return NONE
-    mean, low, high = difference.mean, difference.low, difference.high
-    if not math.isfinite(mean):
+    if not math.isfinite(difference.mean):
         return _NOT_FINITE
-    return signed(mean) if low is None or high is None else f"{signed(mean)} ({signed(low)} to {signed(high)})"
+    bounds = difference.bounds()
+    return signed(difference.mean) + ("" if bounds is None else f" ({signed(bounds[0])} to {signed(bounds[1])})")
 
 
 # -- curves ------------------------------------------------------------------------------------------------------------
@@ -122,7 +105,7 @@ Curves = Mapping[str, Sequence[Sequence[Point]]]
 
 
 def curve_charts(report: Judgement) -> list[Chart]:
-    """Draw each metric, and the training loss, over steps and over training time. All share their x axes."""
+    """Draw each metric, and the training loss, over steps and over training time. All charts share their x axes."""
     drawn = [
         (name, describe(report, name), _curves(report, lambda run, name=name: run.curves.get(name, ())))
         for name in metric_names(report)
@@ -133,7 +116,7 @@ def curve_charts(report: Judgement) -> list[Chart]:
     num_lines = 2 * (len(seeds) + sum(len(curves) for _, _, curves in drawn))
     points = [point for seed in seeds for point in seed]
     return [
-        Chart(name, note, tuple(curves), _over_both(report, name, curves, points, _MOST_POINTS // num_lines))
+        Chart(name, note, _over_both(report, name, curves, points, min(240, max(16, _MOST_POINTS // num_lines))))
         for name, note, curves in drawn
     ]
 
@@ -145,45 +128,31 @@ def _curves(report: Judgement, of: Callable[[ArmRun], Sequence[Point]]) -> Curve
 
 def _over_both(report: Judgement, name: str, curves: Curves, points: Sequence[Point], most: int) -> tuple[str, str]:
     """Draw curves over steps and over time, on x axes that hold `points`."""
-    of = styles(report)
-    below = {CONTROL_STYLE: 0, of[report.plan.reference]: 1}
-    order = sorted(curves, key=lambda label: below.get(of[label], 2))
+    style = styles(report)
+    below = {CONTROL_STYLE: 0, style[report.plan.reference]: 1}
+    order = sorted(curves, key=lambda label: below.get(style[label], 2))
     time = unit_of_time(max(point.train_s for point in points))
-    steps = axis_from_zero((point.step for point in points), whole=True)
-    seconds = axis_from_zero(point.train_s / time.seconds for point in points)
     y = axis_of((p.value for seeds in curves.values() for seed in seeds for p in seed), may_be_log=True)
-    most = min(240, max(16, most))
-    arms = ", ".join(curves)
-    return (
-        line_chart(
-            [line_of(label, of[label], curves[label], most=most) for label in order],
-            steps,
-            y,
-            title=f"{name} over training steps: {arms}",
-            x_label="training steps",
-        ),
-        line_chart(
-            [line_of(label, of[label], curves[label], time=time, most=most) for label in order],
-            seconds,
-            y,
-            title=f"{name} over training time: {arms}",
-            x_label=f"training time, {time.name}",
-        ),
-    )
+
+    def over(what: str, unit: Time | None, unit_name: str) -> str:
+        x = axis_from_zero((x_of(point, unit) for point in points), whole=unit is None)
+        lines = [line_of(label, style[label], curves[label], time=unit, most=most) for label in order]
+        return line_chart(lines, x, y, title=f"{name} over {what}: {', '.join(curves)}", x_label=f"{what}{unit_name}")
+
+    return over("training steps", None, ""), over("training time", time, f", {time.name}")
 
 
 # -- loss scale --------------------------------------------------------------------------------------------------------
 
 
 def scale_charts(report: Judgement) -> list[Chart]:
-    """Draw the loss scale of each arm that has one; all share their axes."""
-    of = styles(report)
-    histories = {
-        label: [before_fallback(run.scale) for run in arm.finished if run.scale]
+    """Draw the loss scale of each arm that has one; all charts share their axes."""
+    style = styles(report)
+    lines = {
+        label: scale_line(label, style[label], [before_fallback(run.scale) for run in arm.finished if run.scale])
         for label, arm in report.arms.items()
         if arm.final_scales
     }
-    lines = {label: scale_line(label, of[label], found) for label, found in histories.items()}
     corners = [xy for line in lines.values() for points in (*line.seeds, line.mean, line.marks) for xy in points]
     x, y = axis_from_zero((xy.x for xy in corners), whole=True), axis_of_exponents(xy.y for xy in corners)
     charts: list[Chart] = []
@@ -194,7 +163,7 @@ def scale_charts(report: Judgement) -> list[Chart]:
             note += f", {counted(len(arm.finished), 'seed')} together"
         title = f"Loss scale of {label} over optimizer steps: {note}"
         picture = line_chart([line], x, y, title=title, x_label="optimizer steps attempted", height=170)
-        charts.append(Chart(label, note, (label,), (picture,)))
+        charts.append(Chart(label, note, (picture,)))
     return charts
 
 
@@ -202,35 +171,32 @@ def scale_charts(report: Judgement) -> list[Chart]:
 
 
 class Time(NamedTuple):
-    """A unit of time, and how many seconds it has."""
+    """A unit of time, and its length in seconds."""
 
     name: str
     seconds: float
 
 
 def unit_of_time(seconds: float) -> Time:
-    """Return the unit in which so many seconds are easy to read."""
+    """Return the unit in which a number of seconds is easy to read."""
     return Time("s", 1.0) if seconds < 300 else Time("min", 60.0) if seconds < 3 * 3600 else Time("h", 3600.0)
+
+
+def x_of(point: Point, time: Time | None) -> float:
+    """Return the time of a point in a unit, or its step without one."""
+    return point.step if time is None else point.train_s / time.seconds
 
 
 def line_of(
     label: str, style: str, curves: Sequence[Sequence[Point]], *, time: Time | None = None, most: int = 200
 ) -> Line:
-    """Return one arm's line over steps, or over training time: of several seeds their mean, of a single one itself.
+    """Return one arm's line over training time, or over steps without a unit of time, with `most` points per curve.
 
-    The mean is over the seeds at each step that all of them have a point for; over time it lies at the mean of their
-    times. A cross marks the last value before a curve ceases to be finite.
-
-    Args:
-        label: Of the arm.
-        style: Of the arm.
-        curves: One per seed.
-        time: The unit of the x axis; steps without one.
-        most: Points per line; more are thinned out.
-
+    The thick line is the mean over the seeds at each step that all of them have a point for. Over time, it lies at the
+    mean of their times. A single seed is its own mean. A cross marks the last finite value of a curve that diverges.
     """
-    seeds = [[XY(p.step if time is None else p.train_s / time.seconds, p.value) for p in curve] for curve in curves]
-    mean = [XY(p.step if time is None else p.train_s / time.seconds, p.value) for p in _mean(curves)]
+    seeds = [[XY(x_of(point, time), point.value) for point in curve] for curve in curves]
+    mean = [XY(x_of(point, time), point.value) for point in _mean(curves)]
     return Line(
         label,
         style,
@@ -241,8 +207,6 @@ def line_of(
 
 
 def _mean(curves: Sequence[Sequence[Point]]) -> list[Point]:
-    if len(curves) < 2:
-        return list(curves[0]) if curves else []
     by_step = [{point.step: point for point in curve} for curve in curves]
     steps = sorted(set(by_step[0]).intersection(*by_step[1:]))
     return [
@@ -256,15 +220,15 @@ def _fmean(values: Iterable[float]) -> float:
 
 
 def _ends(points: Sequence[XY]) -> list[XY]:
-    """Return the last point that can be drawn, if others follow it that cannot."""
+    """Return the last point that can be drawn, if there are later points that cannot."""
     good = [i for i, point in enumerate(points) if can_be_drawn(point.y)]
     return [points[good[-1]]] if good and good[-1] < len(points) - 1 else []
 
 
 def thinned(points: Sequence[XY], most: int) -> list[XY]:
-    """Return at most about so many points, peaks and gaps included.
+    """Return about `most` points or fewer, with the peaks and gaps.
 
-    Of each bucket of neighbours the lowest and the highest value are kept, and a gap if there is one.
+    Each bucket of neighbours keeps its lowest and its highest value, and a gap if there is one.
     """
     if len(points) <= most:
         return list(points)
@@ -274,29 +238,23 @@ def thinned(points: Sequence[XY], most: int) -> list[XY]:
     for i in range(buckets):
         bucket = inner[len(inner) * i // buckets : len(inner) * (i + 1) // buckets]
         good = [j for j, point in enumerate(bucket) if can_be_drawn(point.y)]
-        gap = [j for j in range(len(bucket)) if j not in set(good)][:1]
+        gap = [j for j, point in enumerate(bucket) if not can_be_drawn(point.y)][:1]
         extremes = [min(good, key=lambda j: bucket[j].y), max(good, key=lambda j: bucket[j].y)] if good else []
         kept += [bucket[j] for j in sorted({*extremes, *gap})]
     return [*kept, points[-1]]
 
 
 def scale_line(label: str, style: str, histories: Sequence[Sequence[StepRecord]], *, most: int = 400) -> Line:
-    """Return log2 of the loss scale over optimizer steps, as steps, with a cross at each skip.
+    """Return the binary logarithm of the loss scale over optimizer steps, with a cross at each skip.
 
-    Between two stored records the scale was that of the later one. A scale of 0 is a gap.
-
-    Args:
-        label: Of the arm.
-        style: Of the arm.
-        histories: The records of each seed.
-        most: Points per line; more are thinned out.
-
+    Each history holds the records of one seed. Between two stored records the scale was the scale of the later one. A
+    scale of 0 is a gap.
     """
     seeds: list[list[XY]] = []
     marks: list[XY] = []
     for records in histories:
         corners: list[XY] = []
-        start = records[0].index if records else 0
+        start = records[0].index
         for record in records:
             corners += [XY(start, _log2(record.scale)), XY(record.index + 1, _log2(record.scale))]
             start = record.index + 1

@@ -1,6 +1,6 @@
-"""A report as one HTML page that loads nothing from elsewhere: what is said, and in which order.
+"""Write a report as one HTML page that loads nothing from elsewhere.
 
-Jinja2 escapes what users name; `report.html.j2` is the page, `report.css` its style sheet.
+`report.html.j2` is the page, and `report.css` its style sheet. Jinja2 escapes the names that users chose.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Sequence
 from importlib import resources
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning_amp._text import counted, rounded
 from lightning_amp.compare._arm import Arm, ArmMetric, mean
@@ -30,18 +29,20 @@ _MARKS = {
     "undecided": ("?", "open"),
     "failed": ("!", "bad"),
 }
-"""What stands before a verdict, and its class in the style sheet; not by colour alone."""
+"""The mark before a verdict, so that colour is not the only sign, and its class in the style sheet."""
 
 _READING = (
-    "An arm is `not worse` in a metric if its mean cost, paired by seed, is shown to be below the margin (a one-sided"
-    " t-test at 5 %, corrected after Holm for all arms and metrics together), and `worse` if it is shown to be above."
-    " Everything else is `undecided`: too few seeds, or seeds that differ too much; fewer than three never decide."
+    "The cost of an arm in a metric is its mean difference to the reference, paired by seed; a positive cost is worse."
+    " The arm is `not worse` if its cost is shown to be below the margin, and `worse` if its cost is shown to be above."
+    " The test is a one-sided t-test at 5 %, corrected after Holm for all arms and metrics together. Every other arm is"
+    " `undecided`: there are too few seeds, or the seeds differ too much. Fewer than three seeds never decide."
 )
 _READING_OF_CONTROL = (
     " A cost no larger than the control's is run-to-run noise: only the last bit of the initial weights differs there."
 )
 
-_LONGEST_REASON = 150  # characters of an error that are shown beside a verdict; the table has all
+_LONGEST_REASON = 150
+"""Characters of an error that are shown beside a verdict; the table shows all of them."""
 
 _NUMBER, _WHOLE = re.compile(r"[-+]?\d[\d.]*e[-+]\d+"), r'<span class="whole">\g<0></span>'
 
@@ -67,7 +68,7 @@ def page(report: Judgement) -> str:
     text = environment.from_string(_resource("report.html.j2")).render(
         css=Markup(_resource("report.css")), swatch=swatch, **_content(report)
     )
-    # What an error may hold: a terminal's colours, which no browser shows, and lone surrogates, which no file takes.
+    # An error may hold a terminal's colours, which no browser shows, and lone surrogates, which cannot be written.
     return _COLOURS.sub("", text).translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
 
 
@@ -76,7 +77,7 @@ def _resource(name: str) -> str:
 
 
 def _code(text: str) -> Markup:
-    """Escape a text, turn what stands between backticks into code, and keep numbers on one line."""
+    """Escape a text, turn the parts between backticks into code, and keep numbers on one line."""
     from markupsafe import Markup, escape
 
     parts = re.split(r"`([^`]+)`", text)
@@ -87,25 +88,31 @@ def _code(text: str) -> Markup:
 
 
 def _content(report: Judgement) -> dict[str, Any]:
-    """Return what the template takes."""
+    """Return the variables of the template."""
     lead, *rest = report.recommendation.sentences
     names = metric_names(report)
+    styles = _charts.styles(report)
+    legend: dict[str, list[str]] = {}  # two arms have the same style only if there are very many
+    for label, arm in report.arms.items():
+        if any(run.loss or run.curves for run in arm.finished):
+            legend.setdefault(styles[label], []).append(label)
     return {
         "report": report,
         "arms": list(report.arms.values()),
-        "styles": _charts.styles(report),
-        "legend": _legend(report),
+        "notes_of": {name: _charts.describe(report, name) for name in names},
+        "styles": styles,
+        "legend": legend,
         "lead": lead,
         "rest": " ".join(rest),
-        "cards": [_card(report, name) for name in names],
+        "cards": {name: _card(report, name) for name in names},
         "quality_columns": _QUALITY_COLUMNS,
-        "quality": [_quality(report, name) for name in names],
+        "quality": {name: _quality(report, name) for name in names},
         "cost_columns": _words.ARM_COLUMNS[1:],
         "cost": {arm.label: _words.arm_row(arm)[1:] for arm in report.arms.values()},
         "failures": {arm.label: _failures(arm) for arm in report.arms.values()},
         "differences": _charts.difference_charts(report),
         "curves": _charts.curve_charts(report),
-        "rounding": [table for name in names if (table := _rounding(report, name)).rows],
+        "rounding": {name: rows for name in names if (rows := _rounding(report, name))},
         "scales": _charts.scale_charts(report),
         "facts": _facts(report),
         "notes": _words.notes(report),
@@ -113,65 +120,35 @@ def _content(report: Judgement) -> dict[str, Any]:
     }
 
 
-def _legend(report: Judgement) -> dict[str, list[str]]:
-    """Return the arms that have curves, by style; two have the same one only where there are very many."""
-    found: dict[str, list[str]] = {}
-    for label, style in _charts.styles(report).items():
-        if any(run.loss or run.curves for run in report.arms[label].finished):
-            found.setdefault(style, []).append(label)
-    return found
-
-
 # -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
-class Line(NamedTuple):
-    """A verdict: what it begins with, which decides its mark, and why."""
-
-    label: str
-    mark: str
-    kind: str
-    head: str
-    why: str
-
-
-class Card(NamedTuple):
-    """The verdicts on one metric, and how far two runs of the reference are apart."""
-
-    name: str
-    note: str
-    lines: list[Line]
-    control: str
+def _card(report: Judgement, name: str) -> dict[str, Any]:
+    """Return the verdicts on one metric, and the difference between two runs of the reference."""
+    control = next((arm.metrics[name] for arm in report.arms.values() if arm.is_control and name in arm.metrics), None)
+    words = NONE if control is None else _charts.difference_in_words(control)
+    compared = [arm for arm in report.arms.values() if not (arm.is_reference or arm.is_control)]
+    return {
+        "lines": [_verdict(arm, arm.metrics.get(name)) for arm in compared],
+        "control": "" if words == NONE else words,
+    }
 
 
-def _card(report: Judgement, name: str) -> Card:
-    lines: list[Line] = []
-    control = ""
-    for arm in report.arms.values():
-        metric = arm.metrics.get(name)
-        if arm.is_control:
-            words = NONE if metric is None else _charts.difference_in_words(metric)
-            control = "" if words == NONE else words
-        elif not arm.is_reference:
-            lines.append(_verdict(arm, metric))
-    return Card(name, _charts.describe(report, name), lines, control)
-
-
-def _verdict(arm: Arm, metric: ArmMetric | None) -> Line:
+def _verdict(arm: Arm, metric: ArmMetric | None) -> dict[str, str]:
+    details = ""
     if not arm.finished:
-        why = " ".join(next(iter(arm.errors.values()), "it did not run").split())
-        head, why = "failed", textwrap.shorten(why, _LONGEST_REASON, placeholder=" ...")
+        error = " ".join(next(iter(arm.errors.values()), "it did not run").split())
+        head, why = "failed", textwrap.shorten(error, _LONGEST_REASON, placeholder=" ...")
     elif metric is None:
         head, why = "no margin", "this arm did not log it"
     else:
-        head = metric.verdict.claim
+        head, details = metric.verdict.claim, metric.verdict.details
         why = metric.verdict.reason or f"difference {_charts.difference_in_words(metric)}"
     mark, kind = _MARKS.get(head, ("\N{EN DASH}", "none"))
-    return Line(arm.label, mark, kind, head, why)
+    return {"label": arm.label, "mark": mark, "kind": kind, "head": head, "why": why, "details": details}
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
-
+# -- tables: rows of cells, by the label of an arm ---------------------------------------------------------------------
 
 _QUALITY_COLUMNS = [
     "final",
@@ -181,25 +158,17 @@ _QUALITY_COLUMNS = [
 ]
 
 
-class Table(NamedTuple):
-    """Rows of one metric: the label of an arm, and its cells."""
-
-    name: str
-    note: str
-    rows: dict[str, list[str]]
-
-
-def _quality(report: Judgement, name: str) -> Table:
+def _quality(report: Judgement, name: str) -> dict[str, list[str]]:
     rows: dict[str, list[str]] = {}
     for label, metric in _charts.metrics_of(report, name).items():
         difference = "reference" if report.arms[label].is_reference else _charts.difference_in_words(metric)
         best = figure(metric.best) if metric.bests else NONE
         rows[label] = [figure(metric.final), best, difference, _time_to_quality(metric)]
-    return Table(name, _charts.describe(report, name), rows)
+    return rows
 
 
 def _time_to_quality(metric: ArmMetric) -> str:
-    """Write the median time over seeds, and how many of them got there."""
+    """Write the median time over the seeds that got there, and how many did."""
     times = list(metric.time_to_quality_s.values())
     reached = [time for time in times if math.isfinite(time)]
     if not reached:
@@ -208,8 +177,8 @@ def _time_to_quality(metric: ArmMetric) -> str:
     return text if len(reached) == len(times) else f"{text}, {len(reached)} of {counted(len(times), 'seed')}"
 
 
-def _rounding(report: Judgement, name: str) -> Table:
-    """Divide the difference to the reference into what rounding in the evaluation does, and what training did."""
+def _rounding(report: Judgement, name: str) -> dict[str, list[str]]:
+    """Divide the difference to the reference into the effect of rounding in evaluation and the effect of training."""
     metrics = _charts.metrics_of(report, name)
     reference = metrics.get(report.plan.reference)
     rows: dict[str, list[str]] = {}
@@ -222,11 +191,11 @@ def _rounding(report: Judgement, name: str) -> Table:
         if label != report.plan.reference:
             trained = NONE if reference is None else _trained(report.arms[label], metric, reference)
         rows[label] = [f"{signed(mean(found))}{spread}", trained]
-    return Table(name, _charts.describe(report, name), rows)
+    return rows
 
 
 def _trained(arm: Arm, metric: ArmMetric, reference: ArmMetric) -> str:
-    """Write the mean difference of the last weights, both evaluated in fp32; nothing if those were not compared."""
+    """Write the mean difference of the final weights, both evaluated in fp32, if those were compared with fp32."""
     left: list[float] = []
     for run in arm.finished:
         seed = run.seed
@@ -239,53 +208,34 @@ def _trained(arm: Arm, metric: ArmMetric, reference: ArmMetric) -> str:
     return signed(mean(left)) if left else NONE
 
 
-class Failure(NamedTuple):
-    """An error, the seeds that it ended, and what the first of them printed."""
-
-    seeds: str
-    error: str
-    log: str
-
-
-def _failures(arm: Arm) -> list[Failure]:
-    """Return the failed runs of an arm, those with the same error together."""
+def _failures(arm: Arm) -> list[tuple[str, str, str]]:
+    """Return the seeds, the error and the first log of each error of an arm."""
     by_error: dict[str, list[ArmRun]] = {}
     for run in arm.runs:
         if run.error is not None:
             by_error.setdefault(run.error, []).append(run)
     return [
-        Failure(f"seed{'s' * (len(runs) > 1)} {', '.join(str(run.seed) for run in runs)}", error, runs[0].log)
+        (f"seed{'s' * (len(runs) > 1)} {', '.join(str(run.seed) for run in runs)}", error, runs[0].log)
         for error, runs in by_error.items()
     ]
 
 
-# -- what ran where ----------------------------------------------------------------------------------------------------
-
-
-class Fact(NamedTuple):
-    """A word and what there is to say about it, a line each."""
-
-    name: str
-    lines: Sequence[str]
-
-
-def _facts(report: Judgement) -> list[Fact]:
-    plan, arms = report.plan, list(report.arms.values())
-    runs = [run for arm in arms for run in arm.runs]
-    found = [
-        Fact("Arms", [f"`{arm.label}`: {_description(arm)}" for arm in arms]),
-        Fact("Trainer", [", ".join(f"`{name}={value}`" for name, value in plan.trainer_kwargs.items()) or "defaults"]),
-    ]
+def _facts(report: Judgement) -> dict[str, list[str]]:
+    """Return lines about the arms, the Trainer and the runs."""
+    plan, runs = report.plan, [run for arm in report.arms.values() for run in arm.runs]
+    trainer = ", ".join(f"`{name}={value}`" for name, value in plan.trainer_kwargs.items())
+    found = {
+        "Arms": [
+            f"`{arm.label}`: {arm.description}{f', ran as {arm.ran_as}' if arm.ran_as else ''}"
+            for arm in report.arms.values()
+        ],
+        "Trainer": [trainer or "defaults"],
+    }
     if runs:
         training, total = sum(run.train_s for run in runs), sum(run.total_s for run in runs)
         text = f"{len(runs):,}, each in a fresh process: {_duration(training)} of training, {_duration(total)} in all"
-        found.append(Fact("Runs", [text]))
+        found["Runs"] = [text]
     return found
-
-
-def _description(arm: Arm) -> str:
-    ran_as = "; ".join(dict.fromkeys(run.precision for run in arm.finished))
-    return f"{arm.description}, ran as {ran_as}" if ran_as else arm.description
 
 
 def _duration(seconds: float) -> str:

@@ -1,6 +1,6 @@
-"""Charts as inline SVG: axes, curves and differences, from numbers to text.
+"""Draw charts as inline SVG: axes, curves and differences.
 
-Colours, dashes and fonts are in the style sheet of the page, by class. What users name is escaped here.
+Colours, dashes and fonts are in the style sheet of the page, by class. Names that users chose are escaped here.
 """
 
 from __future__ import annotations
@@ -11,25 +11,37 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from lightning_amp._text import exact
 from lightning_amp.compare._statistics import Direction
 
 WIDTH = 420
-"""Of every chart, in units of the SVG; the page scales it."""
+"""Width of every chart, in units of the SVG; the page scales it."""
 
 CONTROL_STYLE = "arm-control"
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 38
-_ROW = 44  # of a forest plot: a line of text, and the strip below it
-_LETTER, _BOLD = 7.6, 8.8  # widths in a wide font, for texts that must not run into each other
-_FAR = 40  # so many times the margin, or the distance of the control, is outside of the picture
-_CROWDED = 12  # from so many thin lines on, they are paler
-_LEFTWARDS, _RIGHTWARDS = "\N{LEFTWARDS ARROW}", "\N{RIGHTWARDS ARROW}"
+_ROW = 44
+"""Height of a row of a forest plot: a line of text, and the strip below it."""
 
-_LARGEST = 1e250  # beyond it, differences and powers of two ends may overflow
-_LOG_FROM = 30  # ratio of the largest to the smallest value from which on the axis is logarithmic
-_CUT_FROM = 50  # ratio of the range of all values to that of nine tenths of them
-_LEAST_SPAN = 1e-3  # relative: a shorter axis would show rounding, with labels that nobody can read
+_LETTER, _BOLD = 7.6, 8.8
+"""Widths of a letter in a wide font, by which texts are kept apart."""
+
+_FAR = 40
+"""A difference leaves the picture if it is so many times the margin, or the control's difference."""
+
+_CROWDED = 12
+"""With more thin lines than this, they are paler."""
+
+_LARGEST = 1e250
+"""Differences and powers of two larger values may overflow."""
+
+_LOG_FROM = 30
+"""From this ratio of the largest to the smallest value on, the axis is logarithmic."""
+
+_CUT_FROM = 50
+"""From this ratio of the range of all values to the range of nine tenths of them on, the axis is cut."""
+
+_LEAST_SPAN = 1e-3
+"""Least relative span of an axis: a shorter axis would show rounding, with labels that are hard to read."""
 
 
 class XY(NamedTuple):
@@ -40,15 +52,9 @@ class XY(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What one arm is in a chart.
+    """One arm in a chart: a thin line for each seed, a thick line for their mean, and crosses.
 
-    Attributes:
-        label: Of the arm.
-        style: Its class in the style sheet: `"arm-1"`.
-        seeds: A thin line for each.
-        mean: The thick line; empty for none.
-        marks: Where a cross is.
-
+    `style` is the class of the arm in the style sheet: `"arm-1"`.
     """
 
     label: str
@@ -62,16 +68,9 @@ class Line(NamedTuple):
 
 
 def line_chart(lines: Sequence[Line], x: Axis, y: Axis, *, title: str, x_label: str, height: int = 215) -> str:
-    """Draw curves: seeds thin, means thick, a cross at each mark. A value that is not finite is a gap.
+    """Draw curves, the last one on top. A value that is not finite is a gap; a value between two gaps is a dot.
 
-    Args:
-        lines: The last one lies on top.
-        x: The axis that points to the right.
-        y: The axis that points up.
-        title: What a screen reader says.
-        x_label: Below the axis.
-        height: In units of which the width has 420.
-
+    A screen reader reads the title.
     """
     right, bottom = WIDTH - _RIGHT, height - _BOTTOM
 
@@ -82,15 +81,15 @@ def line_chart(lines: Sequence[Line], x: Axis, y: Axis, *, title: str, x_label: 
     for tick in y.ticks:
         level = bottom - y.place(tick.value) * (bottom - _TOP)
         parts.append(_line("grid-line", _LEFT, level, right, level))
-        parts.append(_text("tick", _LEFT - 6, level + 4, tick.label, anchor="end"))
+        parts.append(_text("tick", _LEFT - 6, level + 4, tick.label, "end"))
     parts += _x_axis(x, _LEFT, right, bottom)
-    parts.append(_text("tick", right, bottom + 33, x_label, anchor="end"))
+    parts.append(_text("tick", right, bottom + 33, x_label, "end"))
     if y.is_cut:
         parts.append(_text("tick", _LEFT + 4, bottom + 33, "some values lie beyond the axis"))
     groups = [_group(line, line.seeds, "seed", (), at) for line in lines]  # below all means
     groups += [_group(line, [line.mean], "mean", line.marks, at) for line in lines]
     if not any(groups):
-        parts.append(_text("tick", (_LEFT + right) / 2, (_TOP + bottom) / 2, "no finite values", anchor="middle"))
+        parts.append(_text("tick", (_LEFT + right) / 2, (_TOP + bottom) / 2, "no finite values", "middle"))
     crowded = " crowded" if sum(len(line.seeds) for line in lines) > _CROWDED else ""
     return _svg(height, title, [*parts, *groups], kind=f"chart{crowded}")
 
@@ -98,15 +97,27 @@ def line_chart(lines: Sequence[Line], x: Axis, y: Axis, *, title: str, x_label: 
 def _group(
     line: Line, curves: Sequence[Sequence[XY]], kind: str, marks: Sequence[XY], at: Callable[[XY], tuple[float, float]]
 ) -> str:
-    """Draw some lines of one arm, and its crosses; nothing if none of the values can be drawn."""
-    parts = [_path(kind, [at(p) if can_be_drawn(p.y) else None for p in points]) for points in curves]
-    parts.append(_crosses(at(mark) for mark in marks if can_be_drawn(mark.y)))
-    inner = "".join(parts)
+    """Draw lines and crosses of one arm; nothing if none of the values can be drawn."""
+    pieces: list[list[str]] = []
+    for points in curves:
+        pieces.append([])
+        for point in points:
+            if can_be_drawn(point.y):
+                pieces[-1].append(" ".join(map(_n, at(point))))
+            else:
+                pieces.append([])
+    places = dict.fromkeys(tuple(map(round, at(mark))) for mark in marks if can_be_drawn(mark.y))
+    paths = {
+        kind: [f"M{' '.join(piece)}" for piece in pieces if len(piece) > 1],
+        f"{kind} dots": [f"M{piece[0]}h0" for piece in pieces if len(piece) == 1],
+        "cross": [f"M{x - 3} {y - 3}l6 6m0-6l-6 6" for x, y in places],
+    }
+    inner = "".join(f'<path class="{name}" d="{"".join(parts)}"/>' for name, parts in paths.items() if parts)
     return f'<g class="{line.style}"><title>{escape(line.label)}</title>{inner}</g>' if inner else ""
 
 
 def swatch(style: str) -> str:
-    """Draw the line of an arm as its legend shows it: decoration, which a screen reader passes over."""
+    """Draw the line of an arm for the legend; a screen reader passes over it."""
     path = '<path class="mean" d="M1 5H31"/>'
     return f'<svg class="swatch {style}" viewBox="0 0 32 10" width="32" height="10" aria-hidden="true">{path}</svg>'
 
@@ -115,9 +126,9 @@ def swatch(style: str) -> str:
 
 
 class Interval(NamedTuple):
-    """A row of a forest plot: one arm's mean difference, the interval of it, and the difference of each seed.
+    """A row of a forest plot: one arm's mean difference, its interval, and the difference of each seed.
 
-    `number` is the mean in writing, and stands beside the label; `text` is all of it, for a screen reader.
+    `number` is the mean as text, which stands beside the label. `text` is for a screen reader.
     """
 
     label: str
@@ -125,28 +136,20 @@ class Interval(NamedTuple):
     number: str
     text: str
     mean: float
-    low: float | None
-    high: float | None
+    bounds: tuple[float, float] | None
     seeds: Sequence[float]
 
     @property
     def ends(self) -> list[float]:
-        """Return what the picture should hold: mean and interval, as far as they can be drawn."""
-        return [v for v in (self.mean, self.low, self.high) if v is not None and can_be_drawn(v)]
+        """Return the mean and the bounds, as far as they can be drawn."""
+        return [value for value in (self.mean, *(self.bounds or ())) if can_be_drawn(value)]
 
 
 def forest(rows: Sequence[Interval], *, title: str, margin: float | None, direction: Direction | None) -> str:
     """Draw differences to the reference: a dot and its interval for each arm, faint dots for the seeds.
 
-    What costs more than the margin is shaded. What is very much farther away than margin and control leaves the picture
-    with an arrow, so that the rest can be told apart.
-
-    Args:
-        rows: From top to bottom.
-        title: What a screen reader says.
-        margin: What an arm may cost; `None` without one.
-        direction: `"min"` or `"max"`, which is better; `None` if unknown.
-
+    Costs beyond the margin are shaded. A difference much larger than the margin and the control leaves the picture with
+    an arrow, so that the others can be told apart. A screen reader reads the title.
     """
     left, right, top = 4, WIDTH - 4, 16 if margin is not None else 2
     bottom = top + _ROW * len(rows)
@@ -161,29 +164,29 @@ def forest(rows: Sequence[Interval], *, title: str, margin: float | None, direct
     parts = _x_axis(axis, left, right, bottom)
     if costly is not None:
         anchor = "end" if place(costly) > WIDTH / 2 else "start"
-        parts.append(_text("tick", place(costly), top - 4, f"margin {margin:g}", anchor=anchor))
+        parts.append(_text("tick", place(costly), top - 4, f"margin {margin:g}", anchor))
     if direction is not None:
         words = ("better", "worse") if direction == "min" else ("worse", "better")
-        parts.append(_text("tick", left, bottom + 33, f"{_LEFTWARDS} {words[0]}"))
-        parts.append(_text("tick", right, bottom + 33, f"{words[1]} {_RIGHTWARDS}", anchor="end"))
+        parts.append(_text("tick", left, bottom + 33, f"\N{LEFTWARDS ARROW} {words[0]}"))
+        parts.append(_text("tick", right, bottom + 33, f"{words[1]} \N{RIGHTWARDS ARROW}", "end"))
     for i, row in enumerate(rows):
-        y, level = top + _ROW * i, top + _ROW * i + 31
-        label = _fitted(row.label, right - left - _LETTER * (len(row.number) + 2))
+        y = top + _ROW * i
+        label = _fit(row.label, right - left - _LETTER * (len(row.number) + 2))
         parts.append(_text("label", left, y + 15, label))
-        parts.append(_text("number", right, y + 15, row.number, anchor="end"))
-        parts.append(_rectangle("strip", left, y + 21, right - left, 20))
+        parts.append(_text("number", right, y + 15, row.number, "end"))
+        parts.append(_rectangle("strip", left, y + 21, right - left))
         if costly is not None:
             x = place(costly)
             start, end = (x, right) if direction == "min" else (left, x)
-            parts.append(_rectangle("too-much", start, y + 21, end - start, 20))
+            parts.append(_rectangle("too-much", start, y + 21, end - start))
             parts.append(_line("margin", x, y + 21, x, y + 41))
         parts.append(_line("zero", place(0.0), y + 21, place(0.0), y + 41))
-        parts.append(_row(row, axis, place, level))
+        parts.append(_row(row, axis, place, y + 31))
     return _svg(bottom + _BOTTOM, title, parts)
 
 
 def _limit(rows: Sequence[Interval], margin: float | None) -> float:
-    """Return how far from zero the picture goes; as far as it takes, if nothing says what is far."""
+    """Return the largest difference in the picture; infinite if neither margin nor control says what is large."""
     extents = [(row.style == CONTROL_STYLE, max(map(abs, row.ends), default=0.0)) for row in rows]
     usual = max([margin or 0.0, *(extent for is_control, extent in extents if is_control)])
     nearest = min((extent for is_control, extent in extents if not is_control), default=0.0)
@@ -191,19 +194,20 @@ def _limit(rows: Sequence[Interval], margin: float | None) -> float:
 
 
 def _row(row: Interval, axis: Axis, place: Callable[[float], float], level: float) -> str:
-    """Draw an interval, an arrow in the place of what is beyond the axis."""
-    parts: list[str] = []
-    parts += [_circle("seed-dot", place(value), level, 3) for value in row.seeds if axis.low <= value <= axis.high]
-    if row.low is not None and row.high is not None and can_be_drawn(row.low) and can_be_drawn(row.high):
-        low, high = place(row.low), place(row.high)
+    """Draw the seeds, the interval and the mean of an arm; an arrow stands for a value beyond the axis."""
+
+    def point(value: float, tip: float, inside: str) -> str:
+        arrow = f'<path class="arrow" d="M{_n(place(value) + tip)} {_n(level)}l{_n(-2 * tip)} -5v10z"/>'
+        return inside if axis.low <= value <= axis.high else arrow
+
+    parts = [_circle("seed-dot", place(value), level, 3) for value in row.seeds if axis.low <= value <= axis.high]
+    if row.bounds is not None and all(map(can_be_drawn, row.bounds)):
+        low, high = map(place, row.bounds)
         parts.append(_line("interval", low, level, high, level))
-        for end, value, tip in ((low, row.low, -4), (high, row.high, 4)):
-            inside = axis.low <= value <= axis.high
-            parts.append(_line("interval", end, level - 4, end, level + 4) if inside else _arrow(end, level, tip))
+        parts.append(point(row.bounds[0], -4, _line("interval", low, level - 4, low, level + 4)))
+        parts.append(point(row.bounds[1], 4, _line("interval", high, level - 4, high, level + 4)))
     if can_be_drawn(row.mean):
-        inside = axis.low <= row.mean <= axis.high
-        tip = 4 if row.mean > 0 else -4
-        parts.append(_circle("dot", place(row.mean), level, 4.5) if inside else _arrow(place(row.mean), level, tip))
+        parts.append(point(row.mean, 4 if row.mean > 0 else -4, _circle("dot", place(row.mean), level, 4.5)))
     return f'<g class="{row.style}"><title>{escape(f"{row.label}: {row.text}")}</title>{"".join(parts)}</g>'
 
 
@@ -217,58 +221,35 @@ def _svg(height: float, title: str, parts: Iterable[str], *, kind: str = "chart"
 
 
 def _x_axis(axis: Axis, left: float, right: float, y: float) -> list[str]:
-    """Draw a line, ticks and their labels, of which the outer ones stay inside."""
+    """Draw a line and ticks with their labels, which stay inside of the picture."""
     parts = [_line("axis", left, y, right, y)]
     for tick in axis.ticks:
         x = left + axis.place(tick.value) * (right - left)
         half = _LETTER * len(tick.label) / 2
         at, anchor = (0, "start") if x < half else (WIDTH, "end") if x > WIDTH - half else (x, "middle")
         parts.append(_line("axis", x, y, x, y + 4))
-        parts.append(_text("tick", at, y + 17, tick.label, anchor=anchor))
+        parts.append(_text("tick", at, y + 17, tick.label, anchor))
     return parts
-
-
-def _path(kind: str, points: Iterable[tuple[float, float] | None]) -> str:
-    """Draw a line with gaps. A point between two gaps is a dot."""
-    pieces: list[list[str]] = [[]]
-    for point in points:
-        if point is None:
-            pieces.append([])
-        else:
-            pieces[-1].append(f"{_n(point[0])} {_n(point[1])}")
-    drawn = [f"M{' '.join(piece)}{'h0' if len(piece) == 1 else ''}" for piece in pieces if piece]
-    dots = any(len(piece) == 1 for piece in pieces)
-    return f'<path class="{kind}{" dots" if dots else ""}" d="{"".join(drawn)}"/>' if drawn else ""
-
-
-def _crosses(points: Iterable[tuple[float, float]]) -> str:
-    """Draw a small cross at each point; those that would lie on each other once."""
-    places = dict.fromkeys((round(x), round(y)) for x, y in points)
-    return f'<path class="cross" d="{"".join(f"M{x - 3} {y - 3}l6 6m0-6l-6 6" for x, y in places)}"/>' if places else ""
 
 
 def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<path class="{kind}" d="M{_n(x1)} {_n(y1)}L{_n(x2)} {_n(y2)}"/>'
 
 
-def _arrow(x: float, y: float, tip: float) -> str:
-    return f'<path class="arrow" d="M{_n(x + tip)} {_n(y)}l{_n(-2 * tip)} -5v10z"/>'
-
-
 def _circle(kind: str, x: float, y: float, radius: float) -> str:
     return f'<circle class="{kind}" cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}"/>'
 
 
-def _rectangle(kind: str, x: float, y: float, width: float, height: float) -> str:
-    return f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"/>'
+def _rectangle(kind: str, x: float, y: float, width: float) -> str:
+    return f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="20"/>'
 
 
-def _text(kind: str, x: float, y: float, text: str, *, anchor: str = "start") -> str:
+def _text(kind: str, x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _fitted(text: str, width: float) -> str:
-    """Cut a text that would be wider, as far as one can know without the font."""
+def _fit(text: str, width: float) -> str:
+    """Cut a text that is probably wider than there is room."""
     room = width
     for i, character in enumerate(text):
         room -= _BOLD * (2 if unicodedata.east_asian_width(character) in "WF" else 1)
@@ -278,7 +259,7 @@ def _fitted(text: str, width: float) -> str:
 
 
 def _n(value: float) -> str:
-    """Write a coordinate, to a tenth."""
+    """Write a coordinate with one decimal."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -286,7 +267,7 @@ def _n(value: float) -> str:
 
 
 class Tick(NamedTuple):
-    """A number on an axis, and how it is written."""
+    """A number on an axis, and its label."""
 
     value: float
     label: str
@@ -302,7 +283,7 @@ class Axis(NamedTuple):
     is_cut: bool = False
 
     def place(self, value: float) -> float:
-        """Return where a value lies: 0 at `low`, 1 at `high`; what lies beyond an end is at that end."""
+        """Return the place of a value, from 0 at `low` to 1 at `high`; values beyond an end are at that end."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, self.low))
@@ -310,16 +291,15 @@ class Axis(NamedTuple):
 
 
 def can_be_drawn(value: float) -> bool:
-    """Return whether a value has a place on an axis: finite, and not so large that an axis overflows."""
+    """Return whether a value has a place on an axis: it is finite, and not so large that an axis overflows."""
     return abs(value) < _LARGEST
 
 
-def axis_of(values: Iterable[float], *, may_be_log: bool = False, count: int = 6) -> Axis:
+def axis_of(values: Iterable[float], *, may_be_log: bool = False) -> Axis:
     """Return an axis on which all values have a place, with a little room at both ends.
 
     It is logarithmic if all values are positive and differ by a factor of 30 or more. Otherwise a few values that are
-    very far from nine tenths of them are beyond its ends. Values that cannot be drawn are left out; without any the
-    axis goes from 0 to 1.
+    very far from nine tenths of them are beyond its ends. Without values the axis goes from 0 to 1.
     """
     found = sorted(_drawn(values)) or [0.0, 1.0]
     low, high = found[0], found[-1]
@@ -335,54 +315,42 @@ def axis_of(values: Iterable[float], *, may_be_log: bool = False, count: int = 6
         low, high = max(low, usual_low - usual), min(high, usual_high + usual)
     missing = max(0.0, max(abs(low), abs(high)) * _LEAST_SPAN - (high - low)) / 2
     room = 0.04 * (high - low) + missing
-    return _linear_axis(low - room, high + room, count)._replace(is_cut=is_cut)
+    return _linear_axis(low - room, high + room)._replace(is_cut=is_cut)
 
 
-def axis_from_zero(values: Iterable[float], *, whole: bool = False, count: int = 6) -> Axis:
-    """Return an axis from 0 to the largest value: of steps (`whole`: no fractions), of seconds."""
+def axis_from_zero(values: Iterable[float], *, whole: bool = False) -> Axis:
+    """Return an axis from 0 to the largest value; `whole` for steps, which have no fractions."""
     high = max(_drawn(values), default=0.0)
-    return _linear_axis(0.0, high if high > 0 else 1.0, count, least_step=1.0 if whole else 0.0)
+    return _linear_axis(0.0, high if high > 0 else 1.0, least_step=1.0 if whole else 0.0)
 
 
-def axis_around_zero(values: Iterable[float], *, count: int = 6) -> Axis:
+def axis_around_zero(values: Iterable[float]) -> Axis:
     """Return an axis for differences: all values, and 0, with room at both ends."""
     found = [0.0, *_drawn(values)]
     low, high = min(found), max(found)
-    if low == high:
-        return _linear_axis(-1.0, 1.0, count)
     room = 0.06 * (high - low)
-    return _linear_axis(low - room, high + room, count)
+    return _linear_axis(-1.0, 1.0) if low == high else _linear_axis(low - room, high + room)
 
 
-def axis_of_exponents(exponents: Iterable[float], *, count: int = 6) -> Axis:
-    """Return an axis for log2 of something, whose labels are the powers: `2¹⁶`."""
+def axis_of_exponents(exponents: Iterable[float]) -> Axis:
+    """Return an axis for binary logarithms, whose labels are the powers: `2**16`."""
     found = _drawn(exponents) or [0.0]
     low, high = math.floor(min(found)) - 1, math.ceil(max(found)) + 1
-    step = max(1, math.ceil((high - low) / count))
-    ticks = tuple(Tick(value, power_of_two(2.0**value)) for value in range(low + 1, high, step))
-    return Axis(low, high, ticks)
-
-
-def power_of_two(value: float) -> str:
-    """Write a loss scale: `2¹⁶`, `512`, `3,000`."""
-    text = exact(value)
-    if not text.startswith("2**"):
-        return text
-    return "2" + text[3:].translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    step = max(1, math.ceil((high - low) / 6))
+    return Axis(low, high, tuple(Tick(value, f"2**{value}") for value in range(low + 1, high, step)))
 
 
 def _drawn(values: Iterable[float]) -> list[float]:
-    """Return the values that can be drawn; what is too small for a power of ten is 0."""
+    """Return the values that can be drawn; values too small for a power of ten become 0."""
     return [value if abs(value) > 1 / _LARGEST else 0.0 for value in values if can_be_drawn(value)]
 
 
-def _linear_axis(low: float, high: float, count: int, *, least_step: float = 0.0) -> Axis:
-    raw = max((high - low) / count, least_step)
+def _linear_axis(low: float, high: float, *, least_step: float = 0.0) -> Axis:
+    raw = max((high - low) / 6, least_step)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    largest = max(abs(low), abs(high))
-    return Axis(low, high, tuple(Tick(i * step, _label(i * step, step, largest)) for i in range(first, last + 1)))
+    return Axis(low, high, tuple(Tick(i * step, _label(i * step)) for i in range(first, last + 1)))
 
 
 def _log_axis(low: float, high: float) -> Axis:
@@ -392,26 +360,11 @@ def _log_axis(low: float, high: float) -> Axis:
     else:
         powers = range(math.ceil(low), math.floor(high) + 1)
         values = [10.0**power for power in powers[:: math.ceil(len(powers) / 6)]]
-    ticks = [Tick(value, _short(value)) for value in values if low <= math.log10(value) <= high]
+    ticks = [Tick(value, _label(value)) for value in values if low <= math.log10(value) <= high]
     return Axis(10.0**low, 10.0**high, tuple(ticks), is_log=True)
 
 
-def _label(value: float, step: float, largest: float) -> str:
-    """Write a tick with as many digits as tell it from its neighbours."""
-    exponent = math.floor(math.log10(step) + 1e-9)
-    if value == 0:
-        return "0"
-    if 1e-3 <= largest < 1e6:
-        return f"{value:,.{max(0, -exponent)}f}"
-    digits = max(0, math.floor(math.log10(abs(value)) + 1e-9) - exponent)
-    return _without_zeros(f"{value:.{digits}e}")
-
-
-def _short(value: float) -> str:
-    return f"{value:,.10g}" if 1e-3 < value < 1e6 else _without_zeros(f"{value:.0e}")
-
-
-def _without_zeros(text: str) -> str:
-    """Write `2e-5` for `2e-05`, and `1e6` for `1e+06`."""
-    digits, _, exponent = text.partition("e")
-    return f"{digits}e{int(exponent)}"
+def _label(value: float) -> str:
+    """Write a tick: `0.312`, `10,000`, `2e-5`, `1e6`."""
+    digits, _, exponent = f"{value:,.6g}".partition("e")
+    return f"{digits}e{int(exponent)}" if exponent else digits

@@ -1,4 +1,4 @@
-"""One decision from which the whole report is written: no page recommends two things."""
+"""The decision behind a report: no page recommends two precisions or contradicts itself."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_step_is_judged_by_its_own_race_and_not_by_products(ratio: float, roun
     assert decide(machine(), "fp32", step(variants=variants)).use is None
 
 
-def test_the_page_of_a_slow_cpu_with_bf16_instructions_says_one_thing() -> None:
+def test_the_page_of_a_slow_cpu_with_bf16_instructions_recommends_fp32_alone() -> None:
     page = str(DoctorReport(machine_with(bf16=0.56)))
     assert set(advised(page)) == {"fp32"}
 

@@ -1,4 +1,4 @@
-"""`doctor`: its arguments, what it leaves alone, what it says of what cannot be run."""
+"""`doctor` checks its arguments, leaves the user's objects alone, and reports what cannot run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_module_and_random_state_are_as_before() -> None:
     assert set(vars(data)) == set(vars(Data()))
 
 
-def test_it_says_nothing_by_itself(capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
+def test_it_prints_and_warns_nothing(capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
     examined()
     assert capsys.readouterr() == ("", "")
     assert len(recwarn) == 0
@@ -86,21 +86,6 @@ def test_anything_that_is_an_arm(precision: Any, name: str) -> None:
     assert step.recorded.flops.keys() == {dtype}
 
 
-def test_steps_that_are_skipped_while_the_scale_settles_are_not_looked_at() -> None:
-    scaler = DynamicLossScaler(init_scale=2.0**24, max_scale=2.0**24)
-    step = examined(lambda: Toy(net=torch.nn.Linear(8, 1)), precision={"precision": "fp16", "scaler": scaler}).step
-    assert step.skipped > 0
-    assert step.parts["optimizer"] > 0
-
-
-def test_a_loader_of_the_modules_own() -> None:
-    class WithLoader(Toy):
-        def train_dataloader(self) -> Any:
-            return batches()
-
-    assert examined(WithLoader, None).step.batch_size == 4
-
-
 def test_schedules_that_ask_how_many_steps_there_are() -> None:
     class Scheduled(Toy):
         def configure_optimizers(self) -> Any:
@@ -128,7 +113,7 @@ def test_a_short_epoch_and_a_schedule_that_waits_for_validation() -> None:
     assert examined(Plateau, lambda: Both(2)).step.num_timed >= 3
 
 
-def test_what_the_users_code_raises_comes_out() -> None:
+def test_exceptions_of_the_users_code_are_raised() -> None:
     class Raises(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise KeyError("mine")
@@ -142,7 +127,7 @@ def test_a_loader_without_batches() -> None:
         examined(Toy, lambda: Data(0))
 
 
-def test_a_variant_that_fails_is_said_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_variant_is_reported_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(module: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -174,7 +159,7 @@ def test_a_device_that_is_not_there() -> None:
         doctor(device="cuda")
 
 
-def test_the_last_device_is_looked_at_and_the_current_one_stays(device: torch.device) -> None:
+def test_the_last_device_is_examined_and_the_current_one_stays(device: torch.device) -> None:
     where, before = device, 0
     if device.type != "cpu":
         where, before = torch.device(device.type, 1), torch.accelerator.current_device_index()

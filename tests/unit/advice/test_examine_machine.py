@@ -1,8 +1,6 @@
-"""What a machine can do."""
+"""The measurements of a machine, and the support that follows from them."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ FEATURES = {"bf16": ["avx512_bf16"], "fp16": ["avx512_fp16"]}
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Seconds of a call by the format and the kind of a probe, `"bf16 backward"`; the rest takes 1 ms."""
+    """Plan the seconds of a call by the name of its probe, such as `"bf16 backward"`; all others take 1 ms."""
     seconds: dict[str, float] = {}
     calls = 0
 
@@ -32,7 +30,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return seconds
 
 
-def support(planned: Mapping[str, float]) -> dict[str, tuple[str, str]]:
+def support() -> dict[str, tuple[str, str]]:
     return {found.name: (found.support, found.reason) for found in examine(CPU, short=True).formats}
 
 
@@ -56,16 +54,18 @@ def test_this_machine() -> None:
     assert found.speed("int4") is None
 
 
-def test_native_is_said_where_nothing_is_slower(planned: dict[str, float]) -> None:
+def test_a_format_is_native_if_nothing_is_slower(planned: dict[str, float]) -> None:
     planned.update({"bf16 product": 2.5e-4, "fp16 product": 1e-3})
-    assert support(planned)["bf16"] == ("native", "avx512_bf16")
-    assert support(planned)["fp16"] == ("native", "avx512_fp16")
+    found = support()
+    assert found["bf16"] == ("native", "avx512_bf16")
+    assert found["fp16"] == ("native", "avx512_fp16")
 
 
-def test_native_is_not_said_from_products_alone(planned: dict[str, float]) -> None:
+def test_a_format_is_partial_if_products_or_convolutions_are_slower(planned: dict[str, float]) -> None:
     planned.update({"bf16 product": 2.5e-4, "bf16 backward": 15e-3, "fp16 product": 2e-3, "fp16 backward": 0.1})
-    assert support(planned)["bf16"] == ("partial", "avx512_bf16, but some 3x3 convolutions are slower than in fp32")
-    assert support(planned)["fp16"] == (
+    found = support()
+    assert found["bf16"] == ("partial", "avx512_bf16, but some 3x3 convolutions are slower than in fp32")
+    assert found["fp16"] == (
         "partial", "avx512_fp16, but matrix products and some 3x3 convolutions are slower than in fp32"
     )  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_support_on_a_gpu(
     assert support_of(name, torch.device("cuda", 0))[0] == support
 
 
-def test_a_busy_machine_is_said(planned: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_reported(planned: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_examine_machine.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(_examine_machine.os, "getloadavg", lambda: (3.14, 0.0, 0.0))
     (note,) = examine(CPU, short=True).notes

@@ -1,6 +1,6 @@
-"""Planted projects: each reason is named, the cure takes it away, and healthy ones are left in peace.
+"""Projects with a planted fault: `doctor` names each fault, its cure removes it, and healthy projects have none.
 
-`python -m tests.benchmarks.doctor_projects` runs the same with the times that `doctor` takes by itself.
+`python -m tests.benchmarks.doctor_projects` runs the same projects with the real sizes and times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_amp.measure import BACKWARD, FORWARD, OPTIMIZER, _device_clock, _
 pytestmark = pytest.mark.usefixtures("quick")
 
 SEVERE = {"data-bound", "autocast-off", "float64", "large-logits", "emulated-precision"}
-"""Codes whose cases are a warning, whatever the clock says."""
+"""Codes that are a warning or an error on a machine of any speed."""
 
 
 def codes(report: Any) -> dict[str, str]:
@@ -34,7 +34,7 @@ def codes(report: Any) -> dict[str, str]:
 
 
 def cases(names: Iterable[str]) -> list[Any]:
-    """The names, and the mark of those that take ten times as long as the others."""
+    """Mark the projects that take ten times as long as the others."""
     large = {
         "attention with dropout", "a large vocabulary", "odd widths", "depthwise convolutions, channels first",
         "a transformer", "convolutions, channels last", "a language model with a small vocabulary",
@@ -43,14 +43,14 @@ def cases(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", cases(SLOW))
-def test_a_planted_reason_is_named_and_its_cure_takes_it_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_named_and_its_cure_removes_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, clock = SLOW[name], PlannedClock()
-    if case.code == "model-too-small":  # which is about times
+    if case.code == "model-too-small":  # this code depends on times
         monkeypatch.setattr(_not_faster, "slower_products", lambda step: ())
         monkeypatch.setattr(_examine_step, "race", planned_race(lambda data: {AS_IT_IS: 1.0, IN_FP32: 0.9}))
-    elif name == "fp16 on a CPU":  # a note as long as it is not decided that it is slower
+    elif name == "fp16 on a CPU":  # only a note unless the race shows that it is slower
         monkeypatch.setattr(_examine_step, "race", planned_race(lambda data: {AS_IT_IS: 3.0, IN_FP32: 1.0}))
-    elif name == "a data set that sleeps":  # in the cure its workers do, which have clocks of their own
+    elif name == "a data set that sleeps":  # in the cured project it sleeps in workers, which have real clocks
         for module in (slow, _part_timer, _device_clock):
             monkeypatch.setattr(module, "time", clock)
     if case.memory_gib:
@@ -62,7 +62,7 @@ def test_a_planted_reason_is_named_and_its_cure_takes_it_away(name: str, monkeyp
     if case.code in SEVERE:
         assert found[case.code] in ("warning", "error")
     cured = doctor(**case.arguments(cured=True))
-    if case.code == "data-bound":  # of what remains the machine has a part
+    if case.code == "data-bound":  # loading still takes some time on a slow machine
         assert cured.step.parts["data"] < 0.7 * report.step.parts["data"]
     elif case.code == "large-logits":
         assert cured.step.memory.logits < report.step.memory.logits / 3
@@ -71,7 +71,7 @@ def test_a_planted_reason_is_named_and_its_cure_takes_it_away(name: str, monkeyp
 
 
 @pytest.mark.parametrize("name", cases(HEALTHY))
-def test_a_healthy_project_is_left_in_peace(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_healthy_project_has_no_problem(name: str, request: pytest.FixtureRequest) -> None:
     if name == "an LSTM":
         request.getfixturevalue("own_lstm")
     report = doctor(**HEALTHY[name].arguments())
@@ -80,7 +80,7 @@ def test_a_healthy_project_is_left_in_peace(name: str, request: pytest.FixtureRe
 
 
 class Orthogonal(torch.optim.SGD):
-    """Multiplies matrices, as Muon and Shampoo do, whatever the precision."""
+    """Multiply matrices in each step, as Muon and Shampoo do, in any precision."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -96,7 +96,7 @@ class WithRows(Toy):
         return batches(4)
 
 
-def test_products_of_the_optimizer_are_not_those_of_the_module() -> None:
+def test_products_of_an_optimizer_do_not_count_as_products_of_the_module() -> None:
     found = []
     for make in (Orthogonal, torch.optim.SGD):
         step = doctor(
@@ -132,10 +132,17 @@ def test_the_race_does_not_accumulate_and_a_factory_draws_the_same_each_time(mon
     assert len(set(drawn)) == 1
 
 
-def test_a_step_of_a_minute_is_run_three_times_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> PlannedClock:
     clock = PlannedClock()
     for module in (_part_timer, _device_clock, _race, _watch):
         monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_a_step_of_a_minute_is_run_three_times_and_reported(
+    clock: PlannedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_doctor, "examine", lambda device, short: machine_with(bf16=0.02))
     num_slow = 0
 
@@ -171,11 +178,7 @@ def test_states_that_grow_with_each_step_are_compared_at_equal_history(monkeypat
     assert any("optimizer states of the fp32 run" in note for note in step.notes)
 
 
-def test_a_first_step_that_is_slow_is_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = PlannedClock()
-    for module in (_part_timer, _device_clock, _race, _watch):
-        monkeypatch.setattr(module, "time", clock)
-
+def test_a_slow_first_step_is_not_timed(clock: PlannedClock) -> None:
     class Compiles(WithRows):
         num_steps = 0
 

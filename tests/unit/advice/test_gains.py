@@ -1,4 +1,4 @@
-"""How much faster a variant is, and what of it may be claimed."""
+"""The speed of a variant, the limits of its gain, and how often a claim is wrong."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ from typing import Any
 import pytest
 import torch
 from support.doctor_facts import machine, step, timed
+from support.planned_race import PlannedClock
 
 from lightning_amp.advice import DoctorReport, _race
-from lightning_amp.advice._gains import (
-    best_speed_up,
-    gain,
-    is_worth_it,
-    measured,
-    more_rows,
-    most_gain,
-    speed_up,
-)
+from lightning_amp.advice._gains import best_speed_up, gain, is_worth_it, measured, more_rows, most_gain, speed_up
 from lightning_amp.advice._record import CHANNELS_LAST, FUSED, LARGER_BATCH, OptimizerFacts, Step, Variant
-from lightning_amp.advice.findings import in_fp32
+from lightning_amp.advice.findings._words import in_fp32
 from lightning_amp.measure import SpeedComparison
 
 PLAIN = (OptimizerFacts("AdamW", True, 1000),)
@@ -53,13 +46,13 @@ def test_a_gain_is_paired_by_round() -> None:
         ((0.5,), "one run", False),
     ],
 )
-def test_only_what_is_more_than_noise_is_claimed(seconds: tuple[float, ...], claim: str, worth_it: bool) -> None:
+def test_only_a_gain_beyond_noise_is_claimed(seconds: tuple[float, ...], claim: str, worth_it: bool) -> None:
     found = gain(raced(*seconds), "x")
     assert found is not None
     assert (found.claim, is_worth_it(found)) == (claim, worth_it)
 
 
-def test_what_was_not_timed_has_no_gain() -> None:
+def test_a_variant_that_was_not_timed_has_no_gain() -> None:
     assert gain(step(), "x") is None
     assert gain(raced(), "x") is None
     assert not is_worth_it(None)
@@ -82,9 +75,9 @@ def test_amdahl(share: float, products: float, best: float) -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (SpeedComparison(4.0, 3.5, 4.6, 9), "4.0x as fast (3.5 to 4.6) as in fp32"),
-        (SpeedComparison(0.25, 0.2, 0.3, 9), "4.0x as slow (3.3 to 5.0) as in fp32"),
-        (SpeedComparison(1.0, 0.99, 1.01, 9), "as fast as in fp32, within 5 %"),
+        (SpeedComparison(4.0, 3.5, 4.6, 9), "4.0x as fast as in fp32 (3.5 to 4.6)"),
+        (SpeedComparison(0.25, 0.2, 0.3, 9), "4.0x as slow as in fp32 (3.3 to 5.0)"),
+        (SpeedComparison(1.0, 0.99, 1.01, 9), "as fast as in fp32 within 5 %"),
         (SpeedComparison(0.8, 0.6, 1.1, 9), "speed undecided: 0.60x to 1.10x of fp32's"),
         (SpeedComparison(0.8, 1e-7, 1e6, 3), "speed undecided"),
         (SpeedComparison(0.01, None, None, 1), "100x as slow as in fp32, one run of each"),
@@ -94,7 +87,7 @@ def test_a_comparison_with_fp32_in_words(found: Any, words: str) -> None:
     assert in_fp32(found) == words
 
 
-# -- not more than is possible -----------------------------------------------------------------------------------------
+# -- the limit of a gain -----------------------------------------------------------------------------------------------
 
 
 def with_adamw(share: float, seconds: tuple[float, ...], label: str = FUSED) -> Step:
@@ -113,7 +106,7 @@ def test_adamw_at_three_per_cent_of_a_step_cannot_give_1_18x() -> None:
     assert not DoctorReport(machine(), sure).has_problems
 
 
-def test_of_a_gain_that_reaches_beyond_the_possible_the_possible_part_is_told() -> None:
+def test_a_gain_whose_interval_exceeds_the_limit_is_cut_off() -> None:
     found = gain(with_adamw(0.2, tuple(1 / ratio for ratio in (1.1, 1.5, 1.2, 1.4, 1.3, 1.3, 1.2, 1.4, 1.4))), FUSED)
     assert found is not None
     assert found.ratio == found.high == pytest.approx(1.25)
@@ -121,7 +114,7 @@ def test_of_a_gain_that_reaches_beyond_the_possible_the_possible_part_is_told() 
     assert found.low < 1.25
 
 
-def test_a_larger_batch_takes_no_less_time() -> None:
+def test_a_larger_batch_is_not_credited_with_less_time() -> None:
     facts = with_adamw(0.2, (0.9, 1.1) * 4 + (0.9,), LARGER_BATCH)
     found = more_rows(facts)
     assert found is not None
@@ -129,7 +122,7 @@ def test_a_larger_batch_takes_no_less_time() -> None:
     assert more_rows(step()) is None
 
 
-def test_parts_that_were_not_timed_bound_nothing() -> None:
+def test_parts_that_were_not_timed_set_no_limit() -> None:
     assert most_gain(step(parts={}), FUSED) == math.inf
     assert most_gain(step(parts={"forward": 1.0}), CHANNELS_LAST) == math.inf
 
@@ -138,15 +131,15 @@ def test_parts_that_were_not_timed_bound_nothing() -> None:
 
 
 class Noisy:
-    """A contestant whose steps take a planned time with 20 % of noise; a round is the median of its laps."""
+    """A contestant whose steps take a planned time with 20 % of noise."""
 
-    def __init__(self, label: str, mean_s: float, rng: random.Random, clock: Clock) -> None:
+    def __init__(self, label: str, mean_s: float, rng: random.Random, clock: PlannedClock) -> None:
         self.label, self.mean_s, self.rng, self.clock = label, mean_s, rng, clock
         self.step_s: list[float] = []
 
     def round(self, track: Any, laps: int) -> None:
         times = [self.mean_s * math.exp(self.rng.gauss(0.0, 0.2)) for _ in range(laps)]
-        self.clock.now_s += sum(times)
+        self.clock.sleep(sum(times))
         self.step_s.append(median(times))
 
     def result(self) -> Variant:
@@ -156,22 +149,15 @@ class Noisy:
 TRACK = _race.Track(torch.device("cpu"), {})
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-
 def claims(true_ratio: float, number: int, budget_s: float, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Race two contestants many times; count the claims about `fused=True`, and the severity of its finding."""
-    rng, clock = random.Random(0), Clock()
+    """Race two contestants many times. Count the claims about `fused=True`, its warnings, and the rounds."""
+    rng, clock = random.Random(0), PlannedClock()
     monkeypatch.setattr(_race, "time", clock)
+    monkeypatch.setattr(_race, "_BUDGET_S", budget_s)
     found = Counter[str]()
     for _ in range(number):
         pair: Any = [Noisy("as it is", 1.0, rng, clock), Noisy(FUSED, 1 / true_ratio, rng, clock)]
-        variants = _race.race(pair, TRACK, budget_s=budget_s)
+        variants = _race.race(pair, TRACK)
         facts = step(parts={"forward": 0.5, "optimizer": 0.5}, optimizers=PLAIN, variants=variants)
         result = gain(facts, FUSED)
         assert result is not None

@@ -1,4 +1,4 @@
-"""The loader alone, with other numbers of workers."""
+"""Trials of a loader with other numbers of workers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ROWS = 64
 
 
 class Whole(IterableDataset[Any]):
-    """Serves every row in each worker."""
+    """Serve every row in each worker."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(torch.arange(float(ROWS)))
 
 
 class Shared(IterableDataset[Any]):
-    """Gives each worker its own rows."""
+    """Give each worker its own rows."""
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -71,7 +71,7 @@ def test_a_dataset_with_indices_is_tried_in_any_case(monkeypatch: pytest.MonkeyP
     assert loading_of([1, 2], 0.1, 0.0, [], is_slow=True) is None
 
 
-def test_too_few_batches_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_batches_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_loading.os, "cpu_count", lambda: 2)
     notes: list[str] = []
     found = loading_of(DataLoader(TensorDataset(torch.ones(4, 2))), 0.1, 0.0, notes, is_slow=True)
@@ -81,7 +81,7 @@ def test_too_few_batches_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Loader:
-    """Takes a second for a batch, and a minute to end its workers."""
+    """Take a second for each batch, and a minute to end the workers."""
 
     def __init__(self, clock: list[float]) -> None:
         self.clock, self.left = clock, 100

@@ -1,4 +1,4 @@
-"""Where memory is."""
+"""The memory of a recorded step by kind, and its peak."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from support import Toy
 
-from lightning_amp.advice._memory import memory, optimizer_facts
-from lightning_amp.advice._record import Allocation, Loss, Operation, OptimizerFacts, Recording
+from lightning_amp.advice._memory import memory
+from lightning_amp.advice._record import Allocation, Loss, Operation, Recording
 from lightning_amp.measure import BACKWARD, FORWARD, OPTIMIZER
 
 
@@ -60,13 +60,3 @@ def test_a_step_without_allocations() -> None:
     module, optimizers = trained()
     found = memory(recorded(), module, optimizers)
     assert found.peak == found.weights + found.states
-
-
-def test_optimizers() -> None:
-    module, optimizers = trained()
-    fused = torch.optim.SGD(module.parameters(), fused=True)
-    number = sum(p.numel() for p in module.parameters())
-    assert optimizer_facts([*optimizers, fused]) == (
-        OptimizerFacts("Adam", True, number),
-        OptimizerFacts("SGD", False, number),
-    )

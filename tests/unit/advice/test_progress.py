@@ -1,4 +1,4 @@
-"""One line on a terminal."""
+"""The line of progress on a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lightning_amp.advice._progress import Progress
+from lightning_amp.advice._doctor import progress
 
 
 class Terminal(io.StringIO):
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_shows_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    with Progress() as say:
+    with progress() as say:
         say("a long text about the machine")
         say("short")
         shown = stream.getvalue().split("\r")
@@ -33,6 +33,6 @@ def test_a_terminal_shows_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("stream", [io.StringIO(), None])
 def test_elsewhere_it_is_silent(stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    with Progress() as say:
+    with progress() as say:
         say("anything")
     assert stream is None or stream.getvalue() == ""

@@ -1,4 +1,4 @@
-"""The same step with one thing changed."""
+"""The race of variants of a step, and the changes that are tried."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ import torch
 from support import Toy, batches
 from torch import nn
 
-from lightning_amp import AmpPrecision
+from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.advice import _race
-from lightning_amp.advice._changes import can_fuse, fuse_optimizers, has_convolutions, joined, to_channels_last
-from lightning_amp.advice._race import (
-    Batches,
-    Contestant,
-    Track,
-    giving,
-    race,
-)
+from lightning_amp.advice._changes import can_fuse, fuse_optimizers, has_convolutions, joined
+from lightning_amp.advice._race import Batches, Contestant, Laps, Track, giving, race
+from lightning_amp.shadow import private_trainer, run_private_fit, unnoticed
 
 CPU = torch.device("cpu")
 TRACK = Track(CPU, {"accelerator": "cpu"})
@@ -29,7 +24,7 @@ def contestant(label: str, module: Any = None, **settings: Any) -> Contestant:
     return Contestant(label, lambda: (module or Toy(), AmpPrecision("fp32")), Batches(list(batches(2))), **settings)
 
 
-def test_all_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contestants_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str] = []
     real = Contestant.round
 
@@ -64,7 +59,10 @@ def test_one_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch
 
 def test_the_budget_ends_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_race, "_ROUNDS", (1, 9, 18))
-    assert len(race([contestant("a")], TRACK, budget_s=0.0)[0].step_s) == 1
+    monkeypatch.setattr(_race, "_BUDGET_S", 0.0)
+    told: list[str] = []
+    assert len(race([contestant("a")], TRACK, say=told.append)[0].step_s) == 1
+    assert told == ["round 1 of 9 at most, 1 variant"]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_the_budget_ends_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (0.01, "abcde edcba " * 4 + "abcde"),
         (1.0, "abcde edcba abcde"),  # nine rounds would take too long
-        (10.0, "abcde cba abc"),  # three of all of them, too
+        (10.0, "abcde cba abc"),  # three rounds of all contestants would take too long as well
     ],
 )
 def test_where_steps_are_long_there_are_three_rounds_of_fewer(
@@ -121,12 +119,6 @@ def test_a_step_that_takes_the_budget_is_not_run_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(_race, "_ROUNDS", (3, 3, 3))
     race([contestant(label) for label in "abcde"], TRACK, known_s=1.0)
     assert "".join(ran) == "abc" + "cba" + "abc"  # of shorter steps, the first three
-
-
-def test_progress_is_told() -> None:
-    told: list[str] = []
-    race([contestant("a")], TRACK, budget_s=0.0, say=told.append)
-    assert told[0] == "round 1 of 9 at most, 1 variant"
 
 
 def test_batches_are_copies_without_end() -> None:
@@ -211,11 +203,9 @@ def test_batches_are_joined() -> None:
     assert joined([torch.ones(2, 3), torch.ones(2, 4)], 2) is None
 
 
-def test_images_with_the_channels_last() -> None:
-    module = Toy(net=nn.Sequential(nn.Conv2d(2, 4, 3)))
-    assert has_convolutions(module)
+def test_modules_with_convolutions_over_images() -> None:
+    assert has_convolutions(nn.Sequential(nn.Conv2d(2, 4, 3)))
     assert not has_convolutions(Toy())
-    assert to_channels_last(module).net[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
 
 
 def test_optimizers_can_be_fused_wherever_torch_has_a_kernel(device: torch.device) -> None:
@@ -223,3 +213,26 @@ def test_optimizers_can_be_fused_wherever_torch_has_a_kernel(device: torch.devic
     assert can_fuse(torch.optim.AdamW(parameters))
     assert not can_fuse(torch.optim.AdamW(parameters, fused=True))
     assert can_fuse(torch.optim.Adagrad(parameters)) == (device.type == "cpu")
+
+
+# -- the steps that are timed ------------------------------------------------------------------------------------------
+
+
+def test_laps_leave_out_what_is_not_settled() -> None:
+    laps = Laps(CPU, 3, num_before=2)
+    with unnoticed(CPU):
+        trainer = private_trainer(CPU, AmpPrecision("bf16"), [laps], {})
+        run_private_fit(trainer, Toy(), train_dataloaders=batches(4))
+    assert len(laps.step_s) == 3
+    assert trainer.global_step == 5
+
+
+def test_steps_that_are_skipped_are_not_timed() -> None:
+    laps = Laps(CPU, 2, num_before=1)
+    plugin = AmpPrecision("fp16", scaler=DynamicLossScaler(init_scale=2.0**24))
+    with unnoticed(CPU):
+        trainer = private_trainer(CPU, plugin, [laps], {})
+        run_private_fit(trainer, Toy(), train_dataloaders=batches(4))
+    assert plugin.num_skipped > 0
+    assert plugin.num_steps == 3  # one that settles, and two
+    assert len(laps.step_s) == 2

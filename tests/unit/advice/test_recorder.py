@@ -1,4 +1,4 @@
-"""Every operation of a step, where it was called, and what it allocated."""
+"""The record of each operation of a step: its caller, its FLOPs and casts, and the memory that it allocated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Step:
-    """A step by hand, that says which part is running."""
+    """A training step that tells the recorder which part is running."""
 
     def __init__(self, net: nn.Module, fp32: tuple[nn.Module, ...] = (), held: Sequence[Tensor] = ()) -> None:
         self.part = FORWARD
@@ -76,7 +76,7 @@ def test_modules_in_fp32_are_told_apart() -> None:
     assert [o.in_fp32_module for o in named(recorded, "addmm")] == [False, True]
 
 
-def test_casts_and_who_asked_for_them() -> None:
+def test_casts_have_the_function_that_asked_for_them() -> None:
     model = net()
 
     def loss() -> Tensor:
@@ -92,7 +92,7 @@ def test_casts_and_who_asked_for_them() -> None:
 
 
 def test_casts_of_this_package_are_not_the_users() -> None:
-    """It casts what goes into a module that is kept in fp32: the line that calls the module asked for nothing."""
+    """We cast the inputs of a module that is kept in fp32, and the user's line that calls it asked for no cast."""
     model = net()
     Fp32Modules(model, ["2"], "cpu", active=True)
 
@@ -108,7 +108,7 @@ def test_casts_of_this_package_are_not_the_users() -> None:
     assert ".double().sum()" in str(explicit.place)
 
 
-def test_waits_of_the_user_and_not_those_of_optimizers() -> None:
+def test_waits_of_optimizers_do_not_count() -> None:
     model = net()
 
     def loss() -> Tensor:
@@ -144,7 +144,7 @@ def test_memory_is_followed_until_it_is_freed() -> None:
     assert {a.num_bytes for a in gradients} >= {4 * 8 * 16, 4 * 16}
 
 
-def test_what_is_freed_after_the_step_lasts_to_its_end() -> None:
+def test_memory_freed_after_the_step_lasts_to_its_end() -> None:
     model, kept = net(), list[Tensor]()
 
     def loss() -> Tensor:
@@ -157,8 +157,8 @@ def test_what_is_freed_after_the_step_lasts_to_its_end() -> None:
     assert made.end is None
 
 
-def test_what_was_there_before_the_step_is_no_new_memory() -> None:
-    """Operations in place give it out again: on weights, buffers, the states of optimizers and the batch."""
+def test_tensors_from_before_the_step_are_no_new_memory() -> None:
+    """In-place operations return weights, buffers, optimizer states and the batch again."""
     model, batch = nn.Sequential(*net(), nn.BatchNorm1d(4)), torch.ones(300, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     model(batch).sum().backward()
@@ -176,7 +176,7 @@ def test_what_was_there_before_the_step_is_no_new_memory() -> None:
     }  # fmt: skip
 
 
-def test_gradients_that_are_left_from_before_are_memory_of_the_step() -> None:
+def test_gradients_left_from_the_step_before_are_memory_of_the_step() -> None:
     model = net()
     model(torch.ones(3, 8)).sum().backward()
     recorded = Step(model).run(lambda: model(torch.ones(3, 8)).sum())
@@ -199,7 +199,7 @@ def test_the_layout_of_convolutions() -> None:
         assert convolution.channels_last == (layout == torch.channels_last)
 
 
-def test_everything_comes_off() -> None:
+def test_all_hooks_and_modes_are_removed() -> None:
     model = net()
     Step(model).run(lambda: model(torch.ones(3, 8)).sum())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -215,7 +215,7 @@ def test_everything_comes_off() -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_the_step_computes_what_it_would_without() -> None:
+def test_recording_does_not_change_the_results() -> None:
     def weights(record: bool) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(net(), nn.Dropout(0.5))

@@ -1,4 +1,4 @@
-"""The callback that watches a fit, and the profiler that tells it what Lightning is doing."""
+"""The callback that watches a fit, and its profiler, which knows the part of the step that runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from support import Toy, batches
 
 from lightning_amp import AmpPrecision, DynamicLossScaler
 from lightning_amp.advice import _watch
-from lightning_amp.advice._watch import PartsProfiler, Watch, Watched
+from lightning_amp.advice._record import OptimizerFacts, Step
+from lightning_amp.advice._watch import PartsProfiler, Watch
 from lightning_amp.measure import BACKWARD, CALLBACKS, DATA, FORWARD, OPTIMIZER, SCALING, PartTimer
 from lightning_amp.shadow import private_trainer, run_private_fit, unnoticed
 
@@ -25,26 +26,28 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_watch, "_TIMED_S", (0.0, 60.0))
 
 
-def watched(module: LightningModule, plugin: Any = None, loader: Any = None, **kwargs: Any) -> tuple[Watched, Trainer]:
+def watched(module: LightningModule, plugin: Any = None, **fit: Any) -> tuple[Watch, Step, Trainer]:
+    """Watch a fit on `data` or on a `loader`; all other arguments go to the Trainer."""
     watch = Watch(CPU, __file__)
+    data = {"data": fit.pop("data")} if "data" in fit else {"train_dataloaders": fit.pop("loader", batches(4))}
     with unnoticed(CPU):
-        trainer = private_trainer(CPU, plugin or AmpPrecision("bf16"), [watch], kwargs)
-        trainer.profiler = watch.profiler()  # type: ignore[attr-defined]
-        run_private_fit(trainer, module, train_dataloaders=loader or batches(4))
-    assert watch.watched is not None
-    return watch.watched, trainer
+        trainer = private_trainer(CPU, plugin or AmpPrecision("bf16"), [watch], fit)
+        run_private_fit(trainer, module, **data)
+    assert watch.step is not None
+    return watch, watch.step, trainer
 
 
 def test_some_steps_settle_some_are_timed_one_is_recorded() -> None:
-    seen, trainer = watched(Toy())
+    watch, seen, trainer = watched(Toy())
     assert trainer.global_step == 3 + 4 + 1
     assert seen.num_timed == 4
     assert seen.batch_size == 4
-    assert len(seen.batches) == 4
+    assert len(watch.batches) == 4
+    assert seen.optimizers == (OptimizerFacts("SGD", True, seen.num_parameters),)
     assert {o.part for o in seen.recorded.operations} >= {FORWARD, BACKWARD, OPTIMIZER}
 
 
-def test_the_parts_are_those_that_took_the_time() -> None:
+def test_each_part_has_its_own_time() -> None:
     class Sleeps(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             time.sleep(0.02)
@@ -66,7 +69,7 @@ def test_the_parts_are_those_that_took_the_time() -> None:
         def __len__(self) -> int:
             return 4
 
-    seen, _ = watched(Sleeps(), loader=SlowLoader(), callbacks=[Rests()])
+    _, seen, _ = watched(Sleeps(), loader=SlowLoader(), callbacks=[Rests()])
     expected = {FORWARD: 0.02, SCALING: 0.03, CALLBACKS: 0.04, DATA: 0.05}
     for part, seconds in expected.items():
         assert seen.parts[part] >= seconds
@@ -83,14 +86,14 @@ def test_validation_is_no_part_of_a_step() -> None:
         def val_dataloader(self) -> Any:
             return batches(1)
 
-    seen, _ = watched(Validates(), loader=batches(5))
+    _, seen, _ = watched(Validates(), loader=batches(5))
     assert 4 * sum(seen.parts.values()) < 0.5
 
 
-def test_a_scale_that_settles_is_waited_for() -> None:
+def test_steps_are_timed_after_the_loss_scale_has_settled() -> None:
     scaler = DynamicLossScaler(init_scale=2.0**24)
-    seen, trainer = watched(Toy(), AmpPrecision("fp16", scaler=scaler))
-    assert seen.num_skipped > 0
+    _, seen, trainer = watched(Toy(), AmpPrecision("fp16", scaler=scaler))
+    assert seen.skipped > 0
     assert trainer.global_step > 8
     assert seen.parts[OPTIMIZER] > 0
 
@@ -107,14 +110,14 @@ def test_manual_optimization_and_accumulation() -> None:
             self.manual_backward(self.loss(batch))
             optimizer.step()
 
-    for seen, _ in (watched(Manual()), watched(Toy(), accumulate_grad_batches=2)):
+    for _, seen, _ in (watched(Manual()), watched(Toy(), accumulate_grad_batches=2)):
         parts = [o.part for o in seen.recorded.operations]
         assert {FORWARD, BACKWARD, OPTIMIZER} <= set(parts)
 
 
 def test_nothing_stays_on_the_module_or_the_optimizer() -> None:
     module = Toy()
-    _, trainer = watched(module)
+    *_, trainer = watched(module)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
     assert all(not o._optimizer_step_pre_hooks for o in trainer.optimizers)
 
@@ -144,7 +147,7 @@ HOOK = "on_before_batch_transfer"
 
 
 class Doubling(Toy):
-    """Its hook changes batches in place, and its step empties them."""
+    """A module whose hook changes batches in place, and whose step sets them to zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +164,7 @@ class Doubling(Toy):
 
 
 class Numbers:
-    """Batches that are new each time."""
+    """A loader whose batches are new in each epoch."""
 
     def __init__(self, *numbers: float) -> None:
         self.numbers = numbers
@@ -177,10 +180,10 @@ FOUR = Numbers(1.0, 2.0, 3.0, 4.0)
 
 
 def test_batches_are_kept_as_the_loader_gave_them() -> None:
-    """As copies, from before the hook of the user, which goes on working."""
+    """Copies are made before the user's hook runs, and the hook still runs."""
     module = Doubling()
-    seen, _ = watched(module, loader=FOUR)
-    assert [float(batch.sum()) for batch in seen.batches] == [32.0, 64.0, 96.0, 128.0]
+    watch, *_ = watched(module, loader=FOUR)
+    assert [float(batch.sum()) for batch in watch.batches] == [32.0, 64.0, 96.0, 128.0]
     assert module.sums == [64.0, 128.0, 192.0, 256.0] * 2
 
 
@@ -191,9 +194,9 @@ def test_batches_of_validation_are_not_kept() -> None:
         def val_dataloader(self) -> Any:
             return Numbers(0.0)
 
-    seen, _ = watched(Validates(), loader=Numbers(1.0, 2.0), val_check_interval=1)
-    assert len(seen.batches) == 4
-    assert all(bool(batch.all()) for batch in seen.batches)
+    watch, *_ = watched(Validates(), loader=Numbers(1.0, 2.0), val_check_interval=1)
+    assert len(watch.batches) == 4
+    assert all(bool(batch.all()) for batch in watch.batches)
 
 
 class Fails(Toy):
@@ -204,8 +207,8 @@ class Fails(Toy):
 @pytest.mark.parametrize("kind", [Doubling, Toy])
 def test_the_hook_of_the_class_is_back_after_a_fit(kind: type[LightningModule]) -> None:
     module = kind()
-    seen, _ = watched(module, loader=FOUR)
-    assert seen.batches
+    watch, *_ = watched(module, loader=FOUR)
+    assert watch.batches
     assert HOOK not in vars(module)
 
 
@@ -218,8 +221,8 @@ def test_the_hook_of_an_instance_is_back_after_a_fit() -> None:
 
     module = Toy()
     vars(module)[HOOK] = own
-    seen, _ = watched(module, loader=FOUR)
-    assert seen.batches
+    watch, *_ = watched(module, loader=FOUR)
+    assert watch.batches
     assert len(called) >= 8
     assert vars(module)[HOOK] is own
 
@@ -239,10 +242,8 @@ def test_the_hook_of_a_data_module_is_the_one_that_runs() -> None:
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return batch * 3
 
-    module, data, watch = Doubling(), Data(), Watch(CPU, __file__)
-    with unnoticed(CPU):
-        trainer = private_trainer(CPU, AmpPrecision("bf16"), [watch], {})
-        run_private_fit(trainer, module, data)
+    module, data = Doubling(), Data()
+    watch, *_ = watched(module, data=data)
     assert [float(batch.sum()) for batch in watch.batches] == [32.0, 64.0, 96.0, 128.0]
     assert module.sums[:4] == [96.0, 192.0, 288.0, 384.0]
     assert HOOK not in vars(data)

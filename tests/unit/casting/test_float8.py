@@ -1,4 +1,4 @@
-"""Layers that multiply in fp8: when they do, and that they are the user's own layers all the time."""
+"""Layers multiply in fp8 in training only, and stay the user's own layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def batch(rows: int = 24) -> Tensor:
 
 
 def step(module: Callable[..., Any], x: Tensor, autocast: bool = True, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Output and gradients of the parameters, in one row."""
+    """Return output and gradients of the parameters, in one row."""
     parameters = [*module.parameters()]  # pyright: ignore[reportFunctionMemberAccess]
     with torch.autocast("cpu", dtype, enabled=autocast, cache_enabled=False):
         output = module(x).float()
@@ -52,7 +52,7 @@ def stage() -> Stage:
 @pytest.fixture(params=RECIPES)
 def converted(request: pytest.FixtureRequest, stage: Stage) -> Iterator[nn.Sequential]:
     module = net()
-    with Float8Linears(module, LAYERS, emulated(request.param), "cpu", stage).inside():
+    with Float8Linears(module, LAYERS, emulated(request.param), "cpu", stage):
         yield module
     assert not any("forward" in vars(m) for m in module.modules())
 
@@ -189,12 +189,12 @@ def test_a_frozen_or_pruned_layer_runs_as_it_did(converted: nn.Sequential) -> No
 def test_compiles_into_one_graph(stage: Stage) -> None:
     module = net()
     layers = Float8Linears(module, LAYERS, emulated(), "cpu", stage)
-    layers.enter()
+    layers.install()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.equal(step(compiled, batch()), step(module, batch()))
     stage.in_fp8 = False
     assert torch.equal(step(compiled, batch()), step(net(), batch()))
-    layers.leave()
+    layers.restore()
 
 
 def test_layers_are_in_fp8_inside_alone(stage: Stage) -> None:
@@ -202,8 +202,8 @@ def test_layers_are_in_fp8_inside_alone(stage: Stage) -> None:
     layers = Float8Linears(module, {"2"}, emulated(), "cpu", stage)
     has = lambda: ["forward" in vars(m) for m in module]  # noqa: E731
     assert not any(has())
-    with layers.inside():
-        with layers.inside():
+    with layers:
+        with layers:
             assert has() == [False, False, True, False, False]
         assert has() == [False, False, True, False, False]
     assert not any(has())
@@ -211,7 +211,7 @@ def test_layers_are_in_fp8_inside_alone(stage: Stage) -> None:
 
 def test_a_bias_or_none_the_result_can_be_edited(stage: Stage) -> None:
     module = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(inplace=True), nn.Linear(32, 32, bias=False))
-    with Float8Linears(module, {"0", "2"}, emulated(), "cpu", stage).inside():
+    with Float8Linears(module, {"0", "2"}, emulated(), "cpu", stage):
         step(module, torch.randn(4, 3, 32))
         step(torch.compile(module, fullgraph=True, backend="aot_eager"), torch.randn(4, 3, 32))
 
@@ -239,7 +239,7 @@ def test_blocks_that_are_alike_are_compiled_once(stage: Stage) -> None:
     for block in module:
         block.compile(backend=counter)
     layers = Float8Linears(module, {f"{i}.layer" for i in range(10)}, emulated(), "cpu", stage)
-    with layers.inside(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+    with layers, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         for block in module:  # one after the other: torch itself warns of the `.grad` of what comes from another
             block(torch.randn(4, 32))
     assert counter.frame_count == 1

@@ -1,4 +1,4 @@
-"""Which layers run in fp8, and the reason for each that does not."""
+"""The choice of fp8 layers, and the reason for each other layer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from support.fp8 import emulated, float8, needs_torchao
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_amp.casting import _float8_choice
-from lightning_amp.casting._float8_choice import choose_fp8_layers, nothing_qualifies, num_converted, share_of_flops
+from lightning_amp.casting._float8 import (
+    choose_fp8_layers,
+    linear_layers,
+    nothing_qualifies,
+    num_converted,
+    share_of_flops,
+)
 
 pytestmark = needs_torchao
 
@@ -24,7 +29,7 @@ class Loud(nn.Linear):
 
 
 class Quiet(nn.Linear):
-    """Adds nothing to `forward`, as the class that FSDP2 gives a sharded layer."""
+    """Inherits `forward`, as the class that FSDP2 makes for a sharded layer."""
 
 
 class Distance(Metric):
@@ -68,7 +73,7 @@ def test_each_layer_has_its_reason() -> None:
         "loud": "its `forward` is not that of `nn.Linear`",
         "sharded": None,
         "own": "its `forward` is not that of `nn.Linear`",
-        "frozen": "frozen; in fp8 from when it is not",
+        "frozen": "frozen; it runs in fp8 once it is unfrozen",
         "wide": "its weight is float64",
         "normed": "its weight is computed from something else (a parametrization, pruning)",
         "attention.out_proj": "`nn.MultiheadAttention` uses its weight and never calls it",
@@ -157,7 +162,7 @@ def test_transformer_engine_is_known_by_its_package(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Linear, "__module__", "transformer_engine.pytorch.module.linear")
     assert num_converted(nn.Sequential(Linear(), nn.Linear(2, 2))) == 1
-    assert _float8_choice.linear_layers(nn.Sequential(Linear())) == {}
+    assert linear_layers(nn.Sequential(Linear())) == {}
 
 
 def test_the_order_is_that_of_registration() -> None:

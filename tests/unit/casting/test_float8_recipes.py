@@ -1,4 +1,4 @@
-"""Recipes: what is taken, what is refused and how, and what hardware they need."""
+"""The legal recipes of fp8, the errors for other values, and the hardware that recipes need."""
 
 from __future__ import annotations
 
@@ -94,34 +94,25 @@ def test_hardware(
     assert not recipes.has_fp8(torch.device("cpu"))
 
 
-def version(found: str | None) -> Any:
-    def of(name: str) -> str:
-        if found is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return found
-
-    return of
-
-
 def test_torchao_is_named_where_it_is_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", version(None))
-    with pytest.raises(
-        ModuleNotFoundError, match=r"needs torchao, which is not installed. Run `pip install 'torchao>="
-    ):
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(ModuleNotFoundError, match="needs torchao, which is not installed. Run `pip install 'torchao>="):
         recipes.config_of("rowwise")
-    monkeypatch.setattr(importlib.metadata, "version", version("0.17.1"))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.1")
     with pytest.raises(ImportError, match=r"needs torchao 0.18 or later; torchao 0.17.1 is installed"):
         recipes.config_of("rowwise")
 
 
 @pytest.mark.parametrize("found", ["0.18.0", "0.19.0.dev20261101+cpu", "1.0"])
 def test_a_torchao_that_cannot_be_imported_says_why(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", version(found))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(
-        ImportError, match=rf"torchao {found.replace('+', '.')} cannot be imported with torch .*Install"
-    ):
+    name = found.replace("+", ".")
+    with pytest.raises(ImportError, match=rf"torchao {name} cannot be imported with torch .*Install"):
         recipes.config_of("rowwise")
 
 

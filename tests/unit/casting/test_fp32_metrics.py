@@ -1,4 +1,4 @@
-"""Metrics inside autocast compute as outside of it; and nothing stays on them."""
+"""Metrics inside autocast compute as outside of it, and nothing stays on them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Holder(nn.Module):
 
 
 def use(metric: Metric, batches: list[tuple[Tensor, Tensor]]) -> list[Any]:
-    """What a step gets out of a metric: a value for each batch, and those of all batches by `compute`."""
+    """Return the values that a step gets from a metric: one for each batch, and `compute` of all."""
     values = [metric(*batch) for batch in batches[:2]]
     metric.update(*batches[2])
     return [*values, metric.compute()]
@@ -83,7 +83,7 @@ def test_equal_to_fp32(case: str, dtype: torch.dtype) -> None:
 
 
 def test_ssim_is_what_it_is() -> None:
-    """The number of the report: in half precision the same images score less than a half."""
+    """As in the bug report, the same images score less than one half in half precision."""
     pair, metric = images(torch.float32)[0], StructuralSimilarityIndexMeasure(data_range=1.0)
     with torch.autocast("cpu", torch.bfloat16):
         assert not 0.9 < metric(*pair) < 1.0

@@ -1,4 +1,4 @@
-"""Modules that compute in fp32 under autocast, equal to the same written by hand."""
+"""Modules that compute in fp32 under autocast equal the same code written by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """`by_hand` is what `fp32_modules=["decoder"]` should do."""
+    """With `by_hand` it does what `fp32_modules=["decoder"]` should do."""
 
     def __init__(self, by_hand: bool = False, direct: bool = False) -> None:
         super().__init__()
@@ -341,12 +341,12 @@ def test_blocks_that_are_alike_are_compiled_once() -> None:
     counter = torch._dynamo.testing.CompileCounter()
     for block in module:
         block.compile(backend=counter)
-    islands = Fp32Modules(module, ["*.norm"], "cpu", active=True)
+    modules = Fp32Modules(module, ["*.norm"], "cpu", active=True)
     with autocast():
         for block in module:  # one after the other: torch itself warns of the `.grad` of what comes from another
             block(torch.randn(4, 8))
     assert counter.frame_count == 1
-    islands.remove()
+    modules.remove()
 
 
 def test_blocks_that_share_a_graph_have_all_run() -> None:
@@ -354,11 +354,11 @@ def test_blocks_that_share_a_graph_have_all_run() -> None:
     module = nn.Sequential(*(Block() for _ in range(3)))
     for block in module:
         block.compile(backend="eager")
-    islands = Fp32Modules(module, ["0.norm", "1.norm", "2.norm", "2.layer"], "cpu", active=True)
+    modules = Fp32Modules(module, ["0.norm", "1.norm", "2.norm", "2.layer"], "cpu", active=True)
     with autocast():
         for block in list(module)[:2]:
             block(torch.randn(4, 8))
-    rules, others = islands.idle()
+    rules, others = modules.idle()
     assert set(rules) <= {"2.layer"}
     assert not others
-    islands.remove()
+    modules.remove()

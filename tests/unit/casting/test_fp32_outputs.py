@@ -1,4 +1,4 @@
-"""What comes out of evaluation, and epoch-end hooks that run in its context."""
+"""Outputs of evaluation steps, and epoch-end hooks in their context."""
 
 from __future__ import annotations
 

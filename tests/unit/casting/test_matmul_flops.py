@@ -1,4 +1,4 @@
-"""FLOPs by dtype, against what a hand counts: 2 m n k for a product of (m, k) and (k, n)."""
+"""FLOPs by dtype, compared with counts by hand: 2 m n k for a product of (m, k) and (k, n)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def flops(step: Callable[[], Any]) -> dict[str, int]:
 def test_a_linear_layer() -> None:
     layer, x = nn.Linear(3, 5), torch.randn(4, 3)
     assert flops(lambda: layer(x)) == {"float32": 2 * 4 * 3 * 5}
-    # Backward: the gradient of the weight, and that of the input where that is asked for.
+    # Backward: the gradient of the weight, and of the input if it requires one.
     assert flops(lambda: layer(x).sum().backward()) == {"float32": 2 * (2 * 4 * 3 * 5)}
     assert flops(lambda: layer(x.requires_grad_()).sum().backward()) == {"float32": 3 * (2 * 4 * 3 * 5)}
     assert flops(lambda: layer.double()(x.double())) == {"float64": 2 * 4 * 3 * 5}
@@ -37,7 +37,7 @@ def test_without_a_bias_and_with_more_dimensions() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype: torch.dtype) -> None:
-    """What counts is the dtype that is multiplied, not that of the weight or of the loss."""
+    """The dtype of the product counts, not the dtype of the weight or the loss."""
     first, last, x = nn.Linear(3, 5), nn.Linear(5, 2), torch.randn(4, 3)
 
     def step() -> None:
@@ -71,7 +71,7 @@ def test_batches_of_matrices() -> None:
 
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 def test_attention(backend: SDPBackend) -> None:
-    """Two products forward; four backward, and one more where the scores are not kept."""
+    """Two products forward; four backward, and one more if the scores are not kept."""
     query, key = torch.randn(2, 3, 8, 16, requires_grad=True), torch.randn(2, 3, 6, 16, requires_grad=True)
     product = 2 * (2 * 3) * 8 * 6 * 16
     back = 5 if backend == SDPBackend.FLASH_ATTENTION else 4
@@ -95,7 +95,7 @@ def test_attention_is_counted_however_torch_computes_it() -> None:
 
 @pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
 def test_recurrent_layers(kind: Any, gates: int) -> None:
-    """Whether they are one operation or a loop of products: each row of each step meets each weight."""
+    """Each row of each step is multiplied by each weight, in one operation or in a loop."""
     layer, x = kind(3, 5), torch.randn(7, 4, 3)
     forward = 2 * (7 * 4) * (gates * 5) * (3 + 5)
     assert flops(lambda: layer(x)) == {"float32": forward}
@@ -146,7 +146,7 @@ def test_it_counts_on_and_changes_nothing() -> None:
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 def test_the_backward_of_a_convolution_is_twice_its_forward(kind: type[nn.Module], groups: int) -> None:
-    """In groups too, where torch's formula takes the weight for a dense one."""
+    """This holds for groups too, where torch's formula counts a dense weight."""
     convolution = kind(4, 8, 3, groups=groups, stride=2)
     x = torch.randn(2, 4, 9, 9)
     with MatmulFlops() as forward:

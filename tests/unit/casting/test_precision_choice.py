@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,38 +14,24 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("spelling", "name", "canonical", "dtype"),
+    ("choice", "spellings"),
     [
-        ("bf16", "bf16", "bf16-mixed", torch.bfloat16),
-        ("bf16-mixed", "bf16", "bf16-mixed", torch.bfloat16),
-        (torch.bfloat16, "bf16", "bf16-mixed", torch.bfloat16),
-        ("fp16", "fp16", "16-mixed", torch.float16),
-        ("16-mixed", "fp16", "16-mixed", torch.float16),
-        (16, "fp16", "16-mixed", torch.float16),
-        (torch.float16, "fp16", "16-mixed", torch.float16),
-        ("fp32", "fp32", "32-true", torch.float32),
-        ("32-true", "fp32", "32-true", torch.float32),
-        (32, "fp32", "32-true", torch.float32),
-        (torch.float32, "fp32", "32-true", torch.float32),
-        *((text, "bf16", "bf16-mixed", torch.bfloat16) for text in ("bfloat16", "torch.bfloat16")),
-        *((text, "fp16", "16-mixed", torch.float16) for text in ("16", "float16", "torch.float16")),
-        *((text, "fp32", "32-true", torch.float32) for text in ("32", "float32", "torch.float32")),
+        (("bf16", "bf16-mixed", torch.bfloat16), ["bf16", "bfloat16", "torch.bfloat16"]),
+        (("fp16", "16-mixed", torch.float16), ["fp16", 16, "16", "float16", "torch.float16"]),
+        (("fp32", "32-true", torch.float32), ["fp32", 32, "32", "float32", "torch.float32"]),
     ],
 )
-def test_spellings(spelling: Any, name: str, canonical: str, dtype: torch.dtype) -> None:
-    assert Choice.of(_precision_choice.parse_precision(spelling)) == (name, canonical, dtype)
+def test_spellings(choice: tuple[str, str, torch.dtype], spellings: list[Any]) -> None:
+    for spelling in (*spellings, *choice):
+        assert Choice.of(_precision_choice.parse_precision(spelling)) == choice
 
 
 @pytest.mark.parametrize("bad", ["16-true", "half", 64, True, None, [], torch.float64, 16.5])
 def test_anything_else_lists_the_legal_values(bad: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"`precision` must be one of 'auto', 'bf16', 'fp16', 'fp8', 'fp32'.*got"
-    ) as caught:
+    names = "'auto', 'bf16', 'fp16', 'fp8', 'fp32' "
+    also = r"bf16 is also 'bf16-mixed', .*torch.bfloat16; fp16: '16-mixed', .*16.*; fp32: '32-true', .*torch.float32\)"
+    with pytest.raises(ValueError, match=rf"`precision` must be one of {names}.*{also}.*got"):
         _precision_choice.parse_precision(bad)
-    groups = (
-        r"bf16 is also 'bf16-mixed', .*torch.bfloat16; fp16: '16-mixed', .*16.*; fp32: '32-true', .*torch.float32\)"
-    )
-    assert re.search(groups, str(caught.value))
 
 
 def test_fp8_is_bf16_but_for_products_in_training() -> None:
@@ -102,15 +87,9 @@ def test_auto_on_a_cpu(machine: str) -> None:
     expected = {"bf16-fast": "bf16", "bf16-slow": "fp32", "fp16-native": "bf16", "none": "fp32"}[machine]
     assert [choice.name for choice in names] == [expected] * 2
     products, both = {
-        "bf16-fast": (
-            "instructions; bf16 products run 10.0x as fast",
-            "; bf16 convolutions run 3.00x as fast",
-        ),
+        "bf16-fast": ("instructions; bf16 products run 10.0x as fast", "; bf16 convolutions run 3.00x as fast"),
         "bf16-slow": ("bf16 products run 1.79x as slow", "; bf16 convolutions run 5.0x as slow"),
-        "fp16-native": (
-            "instructions; bf16 products run 8.0x as f",
-            "; bf16 convolutions run 2.50x as fast",
-        ),
+        "fp16-native": ("instructions; bf16 products run 8.0x as f", "; bf16 convolutions run 2.50x as fast"),
         "none": ("this CPU has no bfloat16 instructions", ""),
     }[machine]
     assert all(products in why for why in reasons)

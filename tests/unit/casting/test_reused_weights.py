@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_amp.casting import _reused_weights
-from lightning_amp.casting._reused_weights import ReusedWeights
+from lightning_amp.casting._reused_weights import ReusedWeights, SharedCopies
 
 WIDTH = 8
 shared = pytest.mark.skipif(
@@ -40,23 +40,28 @@ class Root(LightningModule):
 
 @contextlib.contextmanager
 def cast_per_use(dtype: torch.dtype = torch.bfloat16) -> Generator[None, None, None]:
-    """What Lightning's own plugin does."""
+    """Enter autocast as Lightning's own plugin does."""
     with torch.autocast(DEVICE, dtype=dtype, cache_enabled=False):
         yield
 
 
 class Sharing:
-    """The plugin's part of this, without a Trainer."""
+    """Shares weights as the plugin does, without a Trainer."""
 
     def __init__(self, root: LightningModule, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.weights = ReusedWeights()
-        self.weights.attach(root, DEVICE, lambda: root.trainer.current_epoch)
+        self.weights = ReusedWeights(root, DEVICE, lambda: root.trainer.current_epoch)
+        self.weights.activate()
         self.dtype = dtype
 
     @contextlib.contextmanager
     def __call__(self, stage: str = "training_step") -> Generator[None, None, None]:
-        with self.weights.inside(stage), cast_per_use(self.dtype):
+        with SharedCopies(self.weights, stage), cast_per_use(self.dtype):
             yield
+
+
+def linear() -> tuple[Root, Tensor, Sharing]:
+    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+    return root, torch.randn(3, WIDTH, device=DEVICE), Sharing(root)
 
 
 class Casts(TorchDispatchMode):
@@ -133,13 +138,33 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Te
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), again),
     "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), again),
     "old spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), again),
+    "somebody else's forward": (lambda: Own(WIDTH, WIDTH), again),
+    "tied weights": (lambda: tied(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), again),
+    "bias in half precision": (lambda: half_bias(nn.Linear(WIDTH, WIDTH)), again),
 }  # fmt: skip
 FP16 = [k for k in KINDS if "conv" not in k]  # fp16 convolutions take seconds on a CPU
+
+
+class Own(nn.Linear):
+    """Applies an operation to its weight that autocast computes in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, torch.softmax(self.weight * 3, 1), self.bias)
 
 
 def frozen_bias(module: nn.Linear) -> nn.Linear:
     module.bias.requires_grad_(False)
     return module
+
+
+def half_bias(module: nn.Linear) -> nn.Linear:
+    module.bias = nn.Parameter(module.bias.detach().to(torch.bfloat16))
+    return module
+
+
+def tied(first: nn.Linear, second: nn.Linear) -> nn.Module:
+    second.weight = first.weight
+    return nn.Sequential(first, second)
 
 
 def gradients(root: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor], context: Any) -> dict[str, Any]:
@@ -196,9 +221,7 @@ def test_one_copy_per_step(kind: str) -> None:
 
 @shared
 def test_one_copy_is_held_for_the_backward() -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
+    root, x, sharing = linear()
 
     def held(context: Any) -> int:
         addresses: set[int] = set()
@@ -221,50 +244,37 @@ def test_one_copy_is_held_for_the_backward() -> None:
 # -- never stale -------------------------------------------------------------------------------------------------------
 
 
-def edits() -> dict[str, Callable[[nn.Parameter], Any]]:
-    def in_place(weight: nn.Parameter) -> None:
-        with torch.no_grad():
-            weight.mul_(2)
-
-    def through_data(weight: nn.Parameter) -> None:
-        weight.data.mul_(2)
-
-    def other_storage(weight: nn.Parameter) -> None:
-        weight.data = weight.data * 2
-
-    return {"in place": in_place, "through .data": through_data, "other .data": other_storage}
+@torch.no_grad()
+def edit_one_element(net: nn.Linear) -> None:
+    net.weight[0, 1] += 1  # not one of the compared elements
 
 
-@pytest.mark.parametrize("how", edits())
+EDITS: dict[str, Callable[[nn.Linear], Any]] = {
+    "in place": lambda net: torch.no_grad()(net.weight.mul_)(2),
+    "one element": edit_one_element,
+    "through .data": lambda net: net.weight.data.mul_(2),
+    "other .data": lambda net: setattr(net.weight, "data", net.weight.data * 2),
+    "replaced": lambda net: setattr(net, "weight", nn.Parameter(net.weight.detach() + 1)),
+}
+
+
+@pytest.mark.parametrize("how", EDITS)
 def test_an_edit_between_two_forwards_is_seen(how: str) -> None:
     if how == "through .data" and DEVICE != "cpu":
         pytest.skip("would have to wait for the device; documented")
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
+    root = Root(net=nn.Linear(64, 64)).to(DEVICE)
+    x = torch.randn(3, 64, device=DEVICE)
     sharing = Sharing(root)
     for _ in range(3):
         with sharing():
             before = [root.net(x) for _ in range(3)]
-            edits()[how](root.net.weight)
+            EDITS[how](root.net)
             after = [root.net(x) for _ in range(3)]
         with cast_per_use():
             expected = root.net(x)
         assert_same(after, [expected] * 3)
         assert not torch.equal(before[0], expected)
         sum((out.float().sum() for out in (*before, *after)), torch.zeros(())).backward()  # old copies are still right
-
-
-def test_an_edit_of_one_element_is_seen() -> None:
-    root = Root(net=nn.Linear(64, 64)).to(DEVICE)
-    sharing = Sharing(root)
-    for _ in range(3):
-        with sharing():
-            again(root.net, torch.ones(1, 64, device=DEVICE))
-            with torch.no_grad():
-                root.net.weight[0, 1] += 1  # not among those that are compared
-            out = root.net(torch.ones(1, 64, device=DEVICE))
-        with cast_per_use():
-            assert_same(out, root.net(torch.ones(1, 64, device=DEVICE)))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU an edit through `.data` is not looked for")
@@ -290,28 +300,13 @@ def test_an_expanded_weight_is_left_alone() -> None:
         assert_same(again(root.net, x), expected)
 
 
-def test_a_replaced_parameter_is_seen() -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
-    for _ in range(2):
-        with sharing():
-            again(root.net, x)
-            root.net.weight = nn.Parameter(root.net.weight.detach() + 1)
-            out = root.net(x)
-        with cast_per_use():
-            assert_same(out, root.net(x))
-
-
 # -- grad modes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_forward_without_gradients_comes_first(mode: Any) -> None:
-    """A teacher, a target network: its copy must not be one that the real forward cannot be trained with."""
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
+    """A teacher may run first. Its copies must be usable by a forward that is trained."""
+    root, x, sharing = linear()
     for _ in range(3):
         root.zero_grad()
         with sharing():
@@ -324,10 +319,9 @@ def test_a_forward_without_gradients_comes_first(mode: Any) -> None:
 
 
 def test_frozen_in_between() -> None:
-    """As `toggle_optimizer` does."""
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE, requires_grad=True)
-    sharing = Sharing(root)
+    """`toggle_optimizer` does so."""
+    root, x, sharing = linear()
+    x.requires_grad_()
     for _ in range(3):
         with sharing():
             again(root.net, x)
@@ -360,9 +354,7 @@ def test_double_backward() -> None:
 
 
 def test_two_backwards_through_one_copy() -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
+    root, x, sharing = linear()
     for _ in range(3):
         root.zero_grad()
         with sharing():
@@ -374,61 +366,55 @@ def test_two_backwards_through_one_copy() -> None:
     assert_same(root.net.weight.grad, expected[0])
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(reentrant: bool) -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    other = copy.deepcopy(root)
-    x = torch.randn(3, WIDTH, device=DEVICE, requires_grad=True)
-    sharing = Sharing(root)
+def selective(policy: CheckpointPolicy) -> dict[str, Any]:
+    contexts = functools.partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: policy)
+    return {"use_reentrant": False, "context_fn": contexts}
 
-    def run(net: nn.Module, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = checkpoint(again, net, x, 3, use_reentrant=reentrant)  # type: ignore[assignment]
-        return x
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_reentrant": True},
+        {"use_reentrant": False},
+        selective(CheckpointPolicy.MUST_SAVE),
+        selective(CheckpointPolicy.PREFER_RECOMPUTE),
+    ],
+    ids=["reentrant", "not reentrant", "saved", "recomputed"],
+)
+def test_activation_checkpointing(options: dict[str, Any]) -> None:
+    root, x, sharing = linear()
+    x.requires_grad_()
+    other = copy.deepcopy(root)
+
+    def run(root: nn.Module, forward: Any, backward: Any) -> Any:
+        root.zero_grad()
+        out = x
+        with forward:
+            for _ in range(4):
+                out: Any = checkpoint(again, root.net, out, 3, **options)
+        with backward:
+            out.float().sum().backward()
+        return root.net.weight.grad
 
     for _ in range(3):
-        other.zero_grad()
-        root.zero_grad()
-        with sharing():
-            out = run(root.net, x)
-        with sharing.weights.inside():  # as the plugin's backward
-            out.float().sum().backward()
-        with cast_per_use():
-            out = run(other.net, x)
-        out.float().sum().backward()
-        assert_same(root.net.weight.grad, other.net.weight.grad)
+        ours = run(root, sharing(), SharedCopies(sharing.weights))  # as the plugin's backward
+        assert_same(ours, run(other, cast_per_use(), contextlib.nullcontext()))
 
 
 @shared
 def test_a_checkpointed_module_that_is_called_once_is_not_taken_for_reused() -> None:
     """In manual optimization the backward, which calls it again, is inside of the training step."""
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE, requires_grad=True)
-    sharing = Sharing(root)
+    root, x, sharing = linear()
+    x.requires_grad_()
     for step in range(4):
         with sharing():
             assert ("forward" in vars(root.net)) == (step < 2)
             out: Any = checkpoint(root.net, x, use_reentrant=False)
-            with sharing.weights.inside():
+            with SharedCopies(sharing.weights):
                 out.float().sum().backward()
 
 
 # -- left alone --------------------------------------------------------------------------------------------------------
-
-
-class Own(nn.Linear):
-    """Does with its weight what autocast computes in fp32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, torch.softmax(self.weight * 3, 1), self.bias)
-
-
-def test_somebody_elses_forward_is_left_alone() -> None:
-    root = Root(net=Own(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
-    for _ in range(3):
-        assert_same(gradients(root, x, again, sharing()), gradients(copy.deepcopy(root), x, again, cast_per_use()))
 
 
 class Layer(nn.Module):
@@ -440,32 +426,6 @@ class Layer(nn.Module):
         return self.layer(x) + self.layer(x + 1)
 
 
-@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
-def test_selective_activation_checkpointing(policy: CheckpointPolicy) -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE, requires_grad=True)
-    contexts = functools.partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: policy)
-
-    def twice(module: nn.Module, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = checkpoint(again, module, x, 2, use_reentrant=False, context_fn=contexts)
-        return x
-
-    other = copy.deepcopy(root)
-    sharing = Sharing(root)
-    for _ in range(3):
-        root.zero_grad()
-        other.zero_grad()
-        with sharing():
-            out = twice(root.net, x)
-        with sharing.weights.inside():  # as the plugin's backward
-            out.float().sum().backward()
-        with cast_per_use():
-            out = twice(other.net, x)
-        out.float().sum().backward()
-        assert_same(root.net.weight.grad, other.net.weight.grad)
-
-
 class Doubled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -473,9 +433,7 @@ class Doubled(nn.Linear):
 
 @pytest.mark.parametrize("how", ["instance", "class", "in a step"])
 def test_a_forward_that_is_replaced_later_stays(how: str) -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
+    root, x, sharing = linear()
     with sharing():
         again(root.net, x)
     expected = 2 * root.net(x)
@@ -495,9 +453,7 @@ def test_a_forward_that_is_replaced_later_stays(how: str) -> None:
 
 
 def test_a_removed_module_is_let_go() -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
+    root, x, sharing = linear()
     with sharing():
         again(root.net, x)
     removed = weakref.ref(root.net)
@@ -559,9 +515,7 @@ def test_modules_that_are_also_known_by_their_compiled_wrapper_are_left_alone() 
 
 
 def test_torch_func() -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
+    root, x, sharing = linear()
 
     def each(x: Tensor) -> Tensor:
         return again(root.net, x).float().sum()
@@ -569,19 +523,16 @@ def test_torch_func() -> None:
     def of_weights(weights: dict[str, Tensor]) -> Tensor:
         return sum((torch.func.functional_call(root.net, weights, x) for _ in range(3)), torch.zeros(())).float().sum()
 
+    def gradients() -> tuple[Any, Any]:
+        again(root.net, x)
+        weights = dict(root.net.named_parameters())
+        return torch.func.vmap(torch.func.grad(each))(x), torch.func.grad(of_weights)(weights)
+
     for _ in range(3):
         with sharing():
-            again(root.net, x)
-            ours = (
-                torch.func.vmap(torch.func.grad(each))(x),
-                torch.func.grad(of_weights)(dict(root.net.named_parameters())),
-            )
+            ours = gradients()
         with cast_per_use():
-            theirs = (
-                torch.func.vmap(torch.func.grad(each))(x),
-                torch.func.grad(of_weights)(dict(root.net.named_parameters())),
-            )
-        assert_same(ours, theirs)
+            assert_same(ours, gradients())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -596,19 +547,8 @@ def test_tracing_and_scripts() -> None:
             assert_same(traced(x), root.net(x))
 
 
-def test_other_parameters_are_left_alone() -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    root.net.bias = nn.Parameter(root.net.bias.detach().to(torch.bfloat16))
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
-    for _ in range(3):
-        assert_same(gradients(root, x, again, sharing()), gradients(copy.deepcopy(root), x, again, cast_per_use()))
-
-
 def test_outside_of_autocast_nothing_is_cast() -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
+    root, x, sharing = linear()
     for _ in range(3):
         with sharing():
             again(root.net, x)
@@ -621,9 +561,7 @@ def test_outside_of_autocast_nothing_is_cast() -> None:
 
 
 def test_copies_and_pickles_in_the_middle_of_a_step() -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
+    root, x, sharing = linear()
     copies: list[Any] = []
     for _ in range(3):
         with sharing():
@@ -640,15 +578,13 @@ def test_copies_and_pickles_in_the_middle_of_a_step() -> None:
     with torch.no_grad():
         root.net.weight.zero_()
     for module in copies:
-        assert_same(module(x), expected)  # its own weights, not those of the original
+        assert_same(module(x), expected)  # it has its own weights
     assert "forward" not in vars(root.net)
 
 
 def test_after_an_exception_the_module_is_as_it_was() -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
+    root, x, sharing = linear()
     before = {name: id(value) for name, value in vars(root.net).items()}
-    sharing = Sharing(root)
     for wrong in (torch.randn(3, WIDTH + 1), "no tensor"):
         with pytest.raises((RuntimeError, TypeError)), sharing():
             again(root.net, x)
@@ -673,9 +609,7 @@ def test_a_module_that_is_called_once_is_not_touched() -> None:
 
 @shared
 def test_each_stage_is_watched() -> None:
-    root = Root(net=nn.Linear(WIDTH, WIDTH)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
+    root, x, sharing = linear()
     for _ in range(4):
         with sharing():
             root.net(x)
@@ -685,14 +619,3 @@ def test_each_stage_is_watched() -> None:
         with sharing("validation_step"), torch.inference_mode(), casts:
             again(root.net, x)
     assert casts.shapes.count((WIDTH, WIDTH)) == 1
-
-
-def test_tied_weights() -> None:
-    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    second.weight = first.weight
-    root = Root(net=nn.Sequential(first, second)).to(DEVICE)
-    x = torch.randn(3, WIDTH, device=DEVICE)
-    sharing = Sharing(root)
-    for _ in range(3):
-        other = copy.deepcopy(root)
-        assert_same(gradients(root, x, again, sharing()), gradients(other, x, again, cast_per_use()))

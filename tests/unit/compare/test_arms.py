@@ -1,4 +1,4 @@
-"""Arms as users write them."""
+"""Parsing arms as users write them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_mapping() -> None:
     assert arms["stock"].plugin() is stock
     own = arms["head in fp32"].plugin()
     assert own.fp32_modules == ("head", nn.LayerNorm)
-    assert arms["head in fp32"].description.startswith("AmpPrecision('fp16', fp32_modules=['head', torch.nn.modules")
+    assert arms["head in fp32"].description.startswith("AmpPrecision('fp16', fp32_modules=['head', LayerNorm]")
     assert arms["reference"].description == "AmpPrecision('fp32')"
     assert " at 0x" not in "".join(arm.description for arm in arms.values())
     assert arms["default"].plugin()._settings.requested == "auto"
@@ -64,7 +64,7 @@ def test_fsdp_has_a_plugin_of_its_own(strategy: Any) -> None:
         (("fp32", "64-true"), r"`precisions\['64-true'\]` must be one of"),
         (("fp32", "fp32"), "different labels, got 'fp32' twice"),
         (("fp32", AmpPrecision("bf16")), "Give a plugin or arguments a label"),
-        ((True,), "names where it is a sequence"),
+        ((True,), "names if it is a sequence"),
         ({"a": "fp32", 1: "bf16"}, "labelled by texts"),
         ({"a": "fp32", "control": "bf16"}, "other names than 'control'"),
         ({"a": AmpPrecision}, "got the class AmpPrecision. Make one of it"),

@@ -1,221 +1,248 @@
-"""Charts: well-formed, named, escaped; gaps, crosses, arrows, and the side on which a margin lies."""
+"""From a report to its charts: one for each metric, one style for each arm, the same axes side by side."""
 
 from __future__ import annotations
 
 import math
+import random
 import re
-from collections.abc import Sequence
-from xml.etree import ElementTree
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from support.reports import SCRIPT
+from support.reports import ARMS, REPORTS, make_report
 
-from lightning_amp.compare.views._svg import (
-    CONTROL_STYLE,
-    WIDTH,
+from lightning_amp.compare._plan import Margin
+from lightning_amp.compare._report import PrecisionReport
+from lightning_amp.compare._run import Point
+from lightning_amp.compare._statistics import Difference
+from lightning_amp.compare.views._charts import (
     XY,
-    Axis,
-    Interval,
-    Line,
-    axis_from_zero,
-    axis_of,
-    forest,
-    line_chart,
-    swatch,
+    Time,
+    curve_charts,
+    describe,
+    difference_charts,
+    difference_in_words,
+    line_of,
+    metric_names,
+    scale_charts,
+    scale_line,
+    styles,
+    thinned,
+    unit_of_time,
 )
+from lightning_amp.compare.views._svg import CONTROL_STYLE
+from lightning_amp.findings import StepRecord
 
-X, Y = axis_from_zero([10.0]), axis_of([0.0, 1.0])
-
-
-def chart(*lines: Line, x: Axis = X, y: Axis = Y, title: str = "a title") -> ElementTree.Element:
-    return ElementTree.fromstring(line_chart(lines, x, y, title=title, x_label="steps"))
+NAN, INF = math.nan, math.inf
 
 
-def points(*ys: float) -> list[XY]:
-    return [XY(float(i), y) for i, y in enumerate(ys)]
+def ticks(picture: str) -> list[str]:
+    return re.findall(r'<text class="tick"[^>]*>([^<]*)<', picture)
 
 
-def of_class(svg: ElementTree.Element, name: str) -> list[ElementTree.Element]:
-    return [element for element in svg.iter() if name in element.get("class", "").split()]
+def test_each_arm_has_a_style_of_its_own_and_very_many_share_them() -> None:
+    found = styles(make_report(6))
+    assert list(found) == [*ARMS, "control"]
+    assert list(found.values()) == [*(f"arm-{i}" for i in range(6)), CONTROL_STYLE]
+    many = list(styles(make_report({str(i): ARMS["bf16"] for i in range(20)}, 1)).values())
+    assert many.count("arm-0") == 1
+    assert many[7:10] == ["arm-7", "arm-1", "arm-2"]
 
 
-def texts(svg: ElementTree.Element) -> list[str]:
-    return [element.text or "" for element in svg.iter("text")]
-
-
-def number(element: ElementTree.Element, name: str) -> float:
-    return float(element.get(name, "nan"))
-
-
-# -- curves ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_chart_has_a_name() -> None:
-    svg = chart(title=f'{SCRIPT} & "quotes"')
-    assert svg.get("role") == "img"
-    assert svg.get("aria-label") == svg[0].text == f'{SCRIPT} & "quotes"'
-    assert svg[0].tag == "title"
-
-
-def test_what_users_name_is_escaped() -> None:
-    text = line_chart([Line(SCRIPT, "arm-1", [], points(0.1, 0.2))], X, Y, title=SCRIPT, x_label=SCRIPT)
-    assert "<script" not in text
-    assert ElementTree.fromstring(text) is not None
-
-
-def test_seeds_lie_below_means() -> None:
-    svg = chart(*(Line(n, f"arm-{n}", [points(0.1, 0.2)] * 3, points(0.1, 0.2)) for n in "12"))
-    kinds = [element.get("class") for element in svg.iter("path") if element.get("class") in ("seed", "mean")]
-    assert kinds == ["seed"] * 6 + ["mean"] * 2
-    assert [group.get("class") for group in svg.iter("g")] == ["arm-1", "arm-2"] * 2
-    assert of_class(svg, "crowded") == []
-
-
-def test_many_thin_lines_are_paler() -> None:
-    assert of_class(chart(Line("", "arm-1", [points(0.1, 0.2)] * 13)), "crowded")
-
-
-def test_a_value_that_is_not_finite_is_a_gap() -> None:
-    (path,) = of_class(chart(Line("", "arm-1", [], points(0.1, 0.2, math.nan, 0.3, 0.4))), "mean")
-    assert path.get("d", "").count("M") == 2
-    assert "dots" not in path.get("class", "")
-    (path,) = of_class(chart(Line("", "arm-1", [], points(0.1, math.inf, 0.3, 0.4))), "mean")
-    assert path.get("d", "").count("M") == 2
-    assert "dots" in path.get("class", "")
-
-
-def test_a_single_point_is_a_dot() -> None:
-    (path,) = of_class(chart(Line("", "arm-1", [], points(0.5))), "mean")
-    assert path.get("class") == "mean dots"
-    assert path.get("d", "").endswith("h0")
-
-
-def test_higher_values_are_higher_up() -> None:
-    (path,) = of_class(chart(Line("", "arm-1", [], points(0.0, 1.0))), "mean")
-    x1, y1, x2, y2 = map(float, re.findall(r"[\d.]+", path.get("d", "")))
-    assert x1 < x2
-    assert y1 > y2
-
-
-def test_an_empty_chart_says_so() -> None:
-    assert "no finite values" in texts(chart(Line("", "arm-1", [points(math.nan)], points(math.nan))))
-    assert "no finite values" in texts(chart())
-    assert "no finite values" not in texts(chart(Line("", "arm-1", [], points(0.1))))
-
-
-def test_crosses_on_each_other_are_one() -> None:
-    marks = [XY(5.0, 0.5), XY(5.001, 0.5), XY(9.0, 0.5), XY(3.0, math.nan)]
-    (crosses,) = of_class(chart(Line("", "arm-1", [], points(0.1, 0.2), marks)), "cross")
-    assert crosses.get("d", "").count("l6 6") == 2
-
-
-def test_values_beyond_the_axis_are_mentioned() -> None:
-    axis = axis_of([*(i / 100 for i in range(100)), -1e9])
-    assert "some values lie beyond the axis" in texts(chart(y=axis))
-    assert "some values lie beyond the axis" not in texts(chart())
-
-
-def test_labels_stay_inside() -> None:
-    svg = chart(x=axis_from_zero([4000.0]))
-    (last,) = [element for element in svg.iter("text") if element.text == "4,000"]
-    assert (number(last, "x"), last.get("text-anchor")) == (WIDTH, "end")
-
-
-def test_a_swatch_is_decoration() -> None:
-    svg = ElementTree.fromstring(swatch("arm-3"))
-    assert svg.get("aria-hidden") == "true"
-    assert "arm-3" in svg.get("class", "").split()
+def test_the_note_on_a_metric() -> None:
+    report = make_report(metrics=("val_loss", "val_acc", "depth"), margins={"val_loss": Margin(0.02)})
+    assert [describe(report, name) for name in metric_names(report)] == [
+        "lower is better, margin 0.02",
+        "higher is better",
+        "better direction unknown",
+    ]
 
 
 # -- differences -------------------------------------------------------------------------------------------------------
 
 
-def row(
-    mean: float,
-    low: float | None = None,
-    high: float | None = None,
-    *,
-    seeds: Sequence[float] = (),
-    style: str = "arm-1",
-) -> Interval:
-    return Interval("fp16", style, f"{mean:+g}", f"{mean:+g} (...)", mean, low, high, seeds)
+def test_the_reference_is_not_compared_with_itself() -> None:
+    charts = difference_charts(make_report())
+    assert [(chart.heading, len(chart.pictures)) for chart in charts] == [("val_loss", 1), ("val_acc", 1)]
+    for chart in charts:
+        assert re.findall(r'<g class="[^"]*"><title>(\w+): ', chart.pictures[0]) == ["bf16", "fp16", "control"]
+    assert difference_charts(REPORTS["reference failed"]()) == []
 
 
-def differences(
-    *rows: Interval, margin: float | None = None, direction: str | None = "min", title: str = ""
-) -> ElementTree.Element:
-    return ElementTree.fromstring(forest(rows, title=title, margin=margin, direction=direction))
+def test_a_picture_says_its_numbers() -> None:
+    report = make_report()
+    (picture,) = difference_charts(report)[0].pictures
+    words = difference_in_words(report.arms["bf16"].metrics["val_loss"])
+    assert re.fullmatch(r"[+-][\de.-]+ \([+-][\de.-]+ to [+-][\de.-]+\)", words)
+    assert f"bf16 {words}" in picture.partition("<title>")[0]
 
 
-def x_of(svg: ElementTree.Element, name: str) -> float:
-    element = of_class(svg, name)[0]
-    return float(element.get("cx") or re.findall(r"[\d.]+", element.get("d", ""))[0])
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ((), "-"),
+        ((0.5,), "+0.5"),
+        ((0.5, 0.5), "+0.5 (+0.5 to +0.5)"),
+        ((NAN,), "not finite"),
+        ((INF, 0.5), "not finite"),
+    ],
+)
+def test_differences_in_words(values: tuple[float, ...], words: str) -> None:
+    metric = make_report().arms["bf16"].metrics["val_loss"]
+    assert difference_in_words(replace(metric, difference=Difference(values))) == words
+    assert difference_in_words(replace(metric, difference=None)) == "-"
 
 
-@pytest.mark.parametrize(("direction", "cost"), [("min", 0.01), ("max", -0.01)])
-def test_the_margin_lies_where_it_costs(direction: str, cost: float) -> None:
-    svg = differences(row(2 * cost), margin=0.01, direction=direction)
-    zero, margin, dot = x_of(svg, "zero"), x_of(svg, "margin"), x_of(svg, "dot")
-    assert zero < margin < dot if direction == "min" else dot < margin < zero
-    (shaded,) = of_class(svg, "too-much")
-    assert number(shaded, "x") <= dot <= number(shaded, "x") + number(shaded, "width")
-    assert not number(shaded, "x") <= zero <= number(shaded, "x") + number(shaded, "width")
-    assert "margin 0.01" in texts(svg)
-    words = [text for text in texts(svg) if "worse" in text]
-    assert words == (["worse →"] if direction == "min" else ["← worse"])
+# -- curves ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_margin_of_zero_shades_one_side() -> None:
-    for direction in ("min", "max"):
-        svg = differences(row(0.5, -1.0, 2.0), margin=0.0, direction=direction)
-        (shaded,) = of_class(svg, "too-much")
-        start, width = number(shaded, "x"), number(shaded, "width")
-        assert x_of(svg, "zero") == pytest.approx(start if direction == "min" else start + width)
+def test_metrics_and_loss_over_steps_and_over_time() -> None:
+    charts = curve_charts(make_report())
+    assert [chart.heading for chart in charts] == ["val_loss", "val_acc", "Training loss"]
+    for chart in charts:
+        steps, time = chart.pictures
+        assert "training steps" in ticks(steps)
+        assert "training time, s" in ticks(time)
+        assert f"{chart.heading} over training steps: fp32, bf16, fp16, control" in steps
 
 
-def test_without_margin_or_direction_nothing_is_shaded() -> None:
-    for margin, direction in ((None, "min"), (0.1, None)):
-        assert of_class(differences(row(0.1), margin=margin, direction=direction), "too-much") == []
-    assert not any("better" in text for text in texts(differences(row(0.1), direction=None)))
+def test_all_charts_have_the_same_x_axes() -> None:
+    report = make_report(num_losses=37)
+    for i, label in enumerate(("training steps", "training time, s")):
+        axes = [ticks(chart.pictures[i]) for chart in curve_charts(report)]
+        below = [axis[axis.index("0", 1 if axis[0] == "0" else 0) :] for axis in axes]
+        assert all(axis[-1] == label for axis in below)
+        assert len({tuple(axis[-4:]) for axis in below}) == 1
 
 
-def test_an_interval_with_its_seeds() -> None:
-    svg = differences(row(0.1, 0.05, 0.15, seeds=[0.07, 0.13]))
-    assert len(of_class(svg, "interval")) == 3
-    assert len(of_class(svg, "seed-dot")) == 2
-    assert len(of_class(svg, "dot")) == 1
-    assert of_class(differences(row(0.1, seeds=[0.1])), "interval") == []
+def test_the_reference_lies_below_the_arms_and_the_control_below_all() -> None:
+    picture = curve_charts(make_report())[0].pictures[0]
+    assert re.findall(r'<g class="([^"]*)"', picture) == [CONTROL_STYLE, "arm-0", "arm-1", "arm-2"] * 2
 
 
-def test_what_is_not_finite_has_no_dot() -> None:
-    svg = differences(row(math.nan, math.nan, math.nan, seeds=[math.nan, 0.1]), row(math.inf), margin=0.1)
-    assert of_class(svg, "dot") == of_class(svg, "interval") == []
-    assert len(of_class(svg, "seed-dot")) == 1
+def test_long_training_is_in_minutes_or_hours() -> None:
+    assert [unit_of_time(seconds).name for seconds in (12.0, 400.0, 20_000.0)] == ["s", "min", "h"]
+    report = make_report(2, 1)
+    (run, *_) = report.arms["fp32"].runs
+    slow = {n: tuple(p._replace(train_s=p.train_s * 60) for p in c) for n, c in run.curves.items()}
+    charts = curve_charts(PrecisionReport(report.plan, [replace(run, curves=slow, loss=())]))
+    assert "training time, min" in ticks(charts[0].pictures[1])
 
 
-def test_a_diverged_arm_leaves_with_an_arrow() -> None:
-    near = row(0.01, 0.005, 0.015)
-    svg = differences(near, row(1e9, 0.9e9, 1.1e9, seeds=[1e9]), row(0.002, style=CONTROL_STYLE), margin=0.02)
-    assert of_class(svg, "arrow")
-    first, last = (number(of_class(svg, "dot")[i], "cx") for i in (0, -1))
-    assert first - last > 10
-    assert of_class(differences(near, row(0.1), margin=0.02), "arrow") == []
-    assert of_class(differences(near, row(1e9), margin=None), "arrow") == []  # nothing says what is far
+def test_failed_arms_have_no_curves() -> None:
+    charts = curve_charts(REPORTS["failing"]())
+    assert len(charts) == 3
+    assert all(": fp32, bf16, fp16, head in fp32, control<" in chart.pictures[0] for chart in charts)
+    assert curve_charts(REPORTS["all failed"]()) == []
 
 
-def test_the_nearest_arm_is_always_in_the_picture() -> None:
-    svg = differences(row(5.0, 4.0, 6.0), margin=0.01)
-    assert of_class(svg, "arrow") == []
-    assert len(of_class(svg, "dot")) == 1
+def test_one_validation_is_drawn_as_dots() -> None:
+    picture = curve_charts(REPORTS["one validation"]())[0].pictures[0]
+    assert picture.count('class="mean dots"') == 4
+    assert 'class="mean"' not in picture
 
 
-def test_long_names_are_cut_and_told_in_full() -> None:
-    long = row(0.1)._replace(label="a very long name " * 9)
-    svg = differences(long)
-    (label,) = of_class(svg, "label")
-    assert (label.text or "").endswith("…")
-    assert len(label.text or "") < 60
-    assert any(long.label in (title.text or "") for title in svg.iter("title"))
-    wide = of_class(differences(row(0.1)._replace(label="半" * 60)), "label")[0].text or ""
-    assert len(wide) < len(label.text or "") * 0.7
-    assert of_class(differences(row(0.1)), "label")[0].text == "fp16"
+def curve(*values: float, step_s: float = 0.5) -> list[Point]:
+    return [Point(10 * (i + 1), 10 * (i + 1) * step_s, value) for i, value in enumerate(values)]
+
+
+def test_one_seed_is_its_own_mean() -> None:
+    line = line_of("fp16", "arm-1", [curve(3.0, 2.0)])
+    assert line.seeds == []
+    assert line.mean == [(10, 3.0), (20, 2.0)]
+
+
+def test_the_mean_over_steps_and_over_time() -> None:
+    curves = [curve(3.0, 2.0), curve(5.0, 3.0, step_s=1.5)]
+    assert line_of("", "", curves).mean == [(10, 4.0), (20, 2.5)]
+    assert line_of("", "", curves, time=Time("min", 60.0)).mean == [(10 / 60, 4.0), (20 / 60, 2.5)]
+    assert line_of("", "", curves, time=Time("s", 1.0)).seeds[1] == [(15.0, 5.0), (30.0, 3.0)]
+    assert line_of("", "", [curve(1.5e308), curve(1.5e308)]).mean[0].y == 1.5e308  # their sum overflows
+
+
+def test_the_mean_is_of_steps_that_all_seeds_have() -> None:
+    assert line_of("", "", [curve(3.0, 2.0, 1.0), curve(5.0, 3.0)]).mean == [(10, 4.0), (20, 2.5)]
+    assert line_of("", "", [curve(3.0), []]).mean == []
+
+
+def test_a_curve_that_stays_not_finite_ends_with_a_cross() -> None:
+    line = line_of("", "", [curve(3.0, NAN, NAN), curve(5.0, 3.0, 1.0)])
+    assert math.isnan(line.mean[1].y)
+    assert line.marks == [(10, 3.0)]
+    assert line_of("", "", [curve(1.0, INF)]).marks == [(10, 1.0)]
+    assert line_of("", "", [curve(3.0, NAN, 2.0)]).marks == line_of("", "", [curve(NAN, NAN)]).marks == []
+
+
+def test_thinning_keeps_peaks_gaps_and_ends() -> None:
+    rng = random.Random(0)
+    points = [XY(x, rng.random()) for x in range(5000)]
+    points[1234] = XY(1234, 99.0)
+    points[2345] = XY(2345, -99.0)
+    points[3456] = XY(3456, NAN)
+    kept = thinned(points, 100)
+    assert 80 <= len(kept) <= 101
+    assert {points[0], points[1234], points[2345], points[-1]} <= set(kept)
+    assert sum(math.isnan(p.y) for p in kept) == 1
+    assert [p.x for p in kept] == sorted(p.x for p in kept)
+    assert thinned(points[:100], 100) == points[:100]
+
+
+# -- loss scale --------------------------------------------------------------------------------------------------------
+
+
+def test_only_scaled_arms_have_a_scale() -> None:
+    (chart,) = scale_charts(make_report())
+    assert chart.heading == "fp16"
+    assert re.fullmatch(r"\d+ of 12,000 steps skipped, 3 seeds together", chart.note)
+    assert "2**15" in ticks(chart.pictures[0])
+    assert 'class="cross"' in chart.pictures[0]
+    assert scale_charts(REPORTS["no scaling"]()) == []
+
+
+def test_the_scales_of_two_arms_have_the_same_axes() -> None:
+    first, second = scale_charts(make_report(4))
+    assert (first.heading, second.heading) == ("fp16", "fp16, head in fp32")
+    assert ticks(first.pictures[0]) == ticks(second.pictures[0])
+
+
+def record(index: int, scale: float, next_scale: float, skipped: bool = False) -> StepRecord:
+    return StepRecord(index, 0, scale, next_scale, skipped, "gradient" if skipped else "none")
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        (
+            [record(0, 8.0, 4.0, True), record(9, 4.0, 8.0), record(19, 8.0, 8.0)],
+            [(0, 3.0), (1, 3.0), (1, 2.0), (10, 2.0), (10, 3.0), (20, 3.0)],
+        ),
+        ([record(0, 8.0, 8.0), record(5, 2.0, 2.0)], [(0, 3.0), (1, 3.0), (1, 1.0), (6, 1.0)]),  # set by the user
+    ],
+)
+def test_the_scale_goes_in_steps(records: list[StepRecord], expected: list[tuple[float, float]]) -> None:
+    line = scale_line("fp16", "arm-1", [records])
+    assert line.mean == expected
+    assert line.marks == [(1, 3.0)] * records[0].skipped
+    two = scale_line("fp16", "arm-1", [records, records])
+    assert (two.seeds, two.mean) == ([expected, expected], [])
+
+
+def test_a_scale_of_zero_is_a_gap() -> None:
+    line = scale_line("", "", [[record(0, 2.0**-149, 0.0, True), record(1, 0.0, 0.0, True)]])
+    assert line.mean[1].y == -149
+    assert math.isnan(line.mean[-1].y)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n == "many" else []) for n in REPORTS])
+def test_any_report_can_be_drawn(name: str) -> None:
+    report = REPORTS[name]()
+    drawn: list[Any] = [*difference_charts(report), *curve_charts(report), *scale_charts(report)]
+    pictures = [picture for chart in drawn for picture in chart.pictures]
+    for picture in pictures:
+        assert picture.startswith("<svg ")
+        assert "nan" not in re.sub(r"<title>.*?</title>|aria-label=\"[^\"]*\"", "", picture)
+    if name == "many":  # points are thinned out
+        assert 300_000 < sum(map(len, pictures)) < 800_000

@@ -1,4 +1,4 @@
-"""What is refused before anything runs."""
+"""Arguments that are refused before anything runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"trainer_kwargs": {"fast_dev_run": True}}, "must not have 'fast_dev_run'"),
         ({"trainer_kwargs": ["max_epochs"]}, "a mapping of the Trainer's arguments"),
         ({"trainer_kwargs": {"callbacks": LambdaCallback(setup=lambda *_: None)}}, "cannot be sent to another process"),
-        ({"trainer_kwargs": {"strategy": "ddp_spawn"}}, "whose ranks keep what an arm finds to themselves"),
+        ({"trainer_kwargs": {"strategy": "ddp_spawn"}}, "whose ranks keep the results of an arm to themselves"),
         ({"trainer_kwargs": {"strategy": "ddp_fork_find_unused_parameters_true"}}, "use 'ddp'"),
         ({"dirpath": ""}, "`dirpath` must be a folder, its URL, or `None`"),
         ({"dirpath": 3}, "`dirpath` must be a folder"),

@@ -1,4 +1,4 @@
-"""Comparisons as a whole; their arms run in this process."""
+"""Whole comparisons, whose arms run in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_amp.compare._worker import Task
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ran, in this process."""
+    """Run arms in this process, and return their names."""
     names: list[str] = []
 
     def run(task: Task, on_progress: Any) -> ArmRun:
@@ -71,17 +71,7 @@ def test_verdicts(ran: list[str]) -> None:
     assert control.verdict.claim == "not worse"
 
 
-@pytest.mark.parametrize("num_seeds", [1, 2])
-def test_few_seeds_never_decide(num_seeds: int, ran: list[str]) -> None:
-    report = compare(
-        {"a": "fp32", "b": "fp32", "worse": NoisyPrecision()}, num_seeds=num_seeds, margins={"val_loss": 1.0}
-    )
-    assert report.verdict("b", "val_loss").claim == "undecided"
-    assert report.verdict("worse", "val_loss").claim == "undecided"
-    assert report.recommended is None
-
-
-def test_what_finished_is_not_run_again(ran: list[str], tmp_path: Path) -> None:
+def test_finished_runs_are_kept(ran: list[str], tmp_path: Path) -> None:
     first = compare(dirpath=tmp_path / "kept")
     assert ran == ["fp32 0", "bf16 0"]
     ran.clear()
@@ -93,7 +83,7 @@ def test_what_finished_is_not_run_again(ran: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"format": 1}', "\0\xff"])
-def test_a_torn_file_is_run_again(damage: str, ran: list[str], tmp_path: Path) -> None:
+def test_a_run_whose_file_is_torn_runs_again(damage: str, ran: list[str], tmp_path: Path) -> None:
     compare(dirpath=tmp_path)
     (tmp_path / "bf16-seed0.json").write_text(damage, encoding="latin-1")
     (tmp_path / "comparison.json").write_text(damage, encoding="latin-1")
@@ -103,7 +93,7 @@ def test_a_torn_file_is_run_again(damage: str, ran: list[str], tmp_path: Path) -
     assert json.loads((tmp_path / "bf16-seed0.json").read_text())["run"]["error"] is None
 
 
-def test_what_failed_is_run_again(ran: list[str], tmp_path: Path) -> None:
+def test_failed_runs_run_again(ran: list[str], tmp_path: Path) -> None:
     compare(("fp32", "fp16"), FailsInFp16, dirpath=tmp_path)
     ran.clear()
     compare(("fp32", "fp16"), FailsInFp16, dirpath=tmp_path)
@@ -130,10 +120,10 @@ def make_with_a_table(table: Any) -> Waves:
     return Waves()
 
 
-def test_settings_without_a_text_are_run_again(ran: list[str], tmp_path: Path) -> None:
+def test_runs_with_settings_without_an_identity_run_again(ran: list[str], tmp_path: Path) -> None:
     make = partial(make_with_a_table, torch.arange(2000.0))
     for _ in range(2):
-        with pytest.warns(UserWarning, match="a second call runs it again: the arguments hold `Tensor`, whose text"):
+        with pytest.warns(UserWarning, match="a second call runs them again: the arguments hold `Tensor`, whose text"):
             compare(("fp32",), make, dirpath=tmp_path)
     assert ran == ["fp32 0", "fp32 0"]
 
@@ -163,7 +153,7 @@ def test_an_interrupt_loses_nothing(ran: list[str], tmp_path: Path, monkeypatch:
     ],
 )
 def test_margins_that_nobody_can_judge(margins: Any, message: str, ran: list[str], tmp_path: Path) -> None:
-    """As soon as the first arm has finished, which is kept."""
+    """They are refused as soon as the first arm has finished, which is kept."""
     with pytest.raises(ValueError, match=message):
         compare(margins=margins, dirpath=tmp_path)
     assert ran == ["fp32 0"]
@@ -219,7 +209,7 @@ def test_one_seed_needs_no_scipy(ran: list[str], monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_order_of_the_arms_is_a_part_of_the_comparison(ran: list[str], tmp_path: Path) -> None:
-    """A control that was kept is one of the first arm."""
+    """A kept control belongs to the first arm."""
     compare(("fp32", "bf16"), control=True, dirpath=tmp_path)
     with pytest.raises(ValueError, match="has another comparison"):
         compare(("bf16", "fp32"), control=True, dirpath=tmp_path)

@@ -1,4 +1,4 @@
-"""The control: as small a change as there is, everywhere, the same in every run with that seed."""
+"""The control moves every weight by its last bit, in the same way in every run with one seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat
 
 
 def moved_by(before: Tensor, after: Tensor) -> Tensor:
-    """How many numbers lie between, with their sign: of numbers that do not change theirs."""
+    """The signed number of steps from one floating-point number to another with the same sign."""
     kind = INTEGERS[before.dtype]
     steps = after.view(kind).long() - before.view(kind).long()
     return torch.where(before < 0, -steps, steps)  # the bits of a negative number grow downwards
@@ -83,8 +83,8 @@ def test_tied_parameters_move_once() -> None:
     assert set(moved_by(before, module[0].weight.detach()).unique().tolist()) == {-1, 1}
 
 
-def test_what_stays() -> None:
-    """What is frozen, what is not there yet, what has no next number, and what is no parameter."""
+def test_values_that_stay() -> None:
+    """Frozen and meta parameters, formats without a next number, and buffers."""
     module: Any = nn.ParameterDict(
         {
             "frozen": nn.Parameter(torch.ones(3), requires_grad=False),
@@ -110,7 +110,7 @@ def test_a_view_that_is_not_contiguous() -> None:
 
 
 def test_at_the_last_moment_before_training() -> None:
-    """After the weights were made, loaded and compiled; the callback asks for nothing else."""
+    """The callback moves weights after they were made, loaded and compiled."""
     module = L.LightningModule()
     module.layer = nn.Linear(4, 4)
     twin = nn.Linear(4, 4)

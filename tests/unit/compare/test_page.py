@@ -1,4 +1,4 @@
-"""The page of a report: what it says, in which order, and that it is whole, escaped and alone."""
+"""The page of a report is whole, escaped, and loads nothing; its sections are in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SELF_CLOSING = {"path", "rect", "circle"}
 
 
 class Reader(HTMLParser):
-    """Elements with their attributes, and the text between them; fails on tags that do not match."""
+    """Reads elements with their attributes, and the text between them; fails on tags that do not match."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -57,9 +57,6 @@ class Reader(HTMLParser):
     def text(self) -> str:
         return " ".join("".join(self.words).split())
 
-    def headings(self) -> list[str]:
-        return [tag for tag, _ in self.elements if re.fullmatch(r"h\d", tag)]
-
 
 def render(report: PrecisionReport) -> str:
     return views.page(judged(report))
@@ -75,50 +72,24 @@ def page_of(name: str) -> str:
     return render(report_of(name))
 
 
-every_report = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "many" else []) for n in REPORTS]
-)
-
-
-# -- every page --------------------------------------------------------------------------------------------------------
-
-
-@every_report
-def test_it_is_whole(name: str) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n == "many" else []) for n in REPORTS])
+def test_a_page_is_whole_and_alone(name: str) -> None:
     page = page_of(name)
     read = Reader(page)
     assert page.startswith('<!DOCTYPE html>\n<html lang="en">')
-    assert read.headings()[:2] == ["h1", "h2"]
+    assert len(page.encode("utf-8")) < 1_000_000
+    assert [tag for tag, _ in read.elements if re.fullmatch(r"h\d", tag)][:2] == ["h1", "h2"]
     ids = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-
-
-@every_report
-def test_nothing_comes_from_elsewhere_and_nothing_runs(name: str) -> None:
-    page = page_of(name)
-    for tag, attributes in Reader(page).elements:
+    for tag, attributes in read.elements:  # nothing is loaded, nothing runs, and every picture has a name
         assert tag not in {"script", "link", "img", "iframe", "object", "embed", "base", "form", "a", "use", "image"}
         assert not any(name in {"src", "href", "style", "srcset"} or name.startswith("on") for name in attributes)
-    assert not re.search(r"url\(|@import|https?:", page)
-    assert "default-src 'none'" in page
-
-
-@every_report
-def test_every_picture_has_a_name(name: str) -> None:
-    for tag, attributes in Reader(page_of(name)).elements:
         if tag == "svg" and attributes.get("aria-hidden") != "true":
             assert attributes["role"] == "img"
             assert attributes["aria-label"]
-
-
-@every_report
-def test_it_is_smaller_than_a_megabyte(name: str) -> None:
-    assert len(page_of(name).encode("utf-8")) < 1_000_000
-
-
-@every_report
-def test_each_sentence_of_the_report_is_in_it(name: str) -> None:
-    text = Reader(page_of(name)).text.replace("`", "")
+    assert not re.search(r"url\(|@import|https?:", page)
+    assert "default-src 'none'" in page
+    text = read.text.replace("`", "")
     for label, arm in report_of(name).arms.items():
         if label not in HOSTILE:
             assert label in text
@@ -131,11 +102,11 @@ def test_the_same_report_is_the_same_page() -> None:
     assert render(make_report()) == page_of("usual")
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- content -----------------------------------------------------------------------------------------------------------
 
 
 def test_verdicts_come_first_and_then_the_figures() -> None:
-    page = render(make_report())
+    page = page_of("usual")
     headings = re.findall(r"<h2>(.*?)</h2>", page)
     assert headings == [
         "Verdicts",
@@ -144,24 +115,18 @@ def test_verdicts_come_first_and_then_the_figures() -> None:
         "Curves",
         "Rounding in evaluation",
         "Loss scale",
-        "What ran where",
+        "Setup",
     ]
     assert page.index('<p class="lead">Use <code>fp16</code>') < page.index("<h2>")
-
-
-def test_the_first_sentence_is_large() -> None:
-    page = render(make_report())
     lead, rest = re.findall(r'<p class="(?:lead|rest)">(.*?)</p>', page)
     assert lead.endswith("within the margins.")
     assert rest.endswith("would change that.")
 
 
 def marks(page: str) -> list[tuple[str, str, str]]:
-    """Class, mark and first words of each verdict."""
-    pattern = (
-        r'<li class="(\w+)"><span class="mark" aria-hidden="true">(.)</span>\n<p><bdi class="arm">.*?<strong>(.*?)<'
-    )
-    return re.findall(pattern, page)
+    """Return class, mark and first words of each verdict."""
+    start = r'<li class="(\w+)"><span class="mark" aria-hidden="true">(.)</span>\n'
+    return re.findall(start + r'<div><p><bdi class="arm">.*?<strong>(.*?)<', page)
 
 
 @pytest.mark.parametrize(
@@ -179,22 +144,25 @@ def test_a_verdict_has_a_mark_that_is_no_colour(name: str, expected: list[tuple[
 
 
 def test_the_control_stands_beside_the_verdicts() -> None:
-    text = Reader(render(make_report())).text
-    assert text.count("how far two runs of the reference are apart") == 2
-    assert "how far two runs of the reference are apart" not in Reader(render(make_report(2, 1))).text
-    assert "how far two runs of the reference are apart" not in Reader(page_of("reference failed")).text
-
-
-def test_the_control_is_explained_where_there_is_one() -> None:
+    for name, count in (("usual", 2), ("one seed", 0), ("reference failed", 0)):
+        assert page_of(name).count("the run-to-run noise of the reference") == count
     assert "is run-to-run noise" in page_of("usual")
     assert "is run-to-run noise" not in page_of("one seed")
+
+
+def test_p_values_are_details() -> None:
+    details = re.findall(r"<details><summary>details</summary>(.*?)</details>", page_of("usual"))
+    assert len(details) == 4
+    assert all(re.fullmatch(r"p = .* alone, .* among 4 comparisons \(Holm.*correction\)", text) for text in details)
+    assert page_of("usual").count("p = ") == 4
+    assert "<summary>details" not in page_of("one seed")
 
 
 def test_without_a_margin_the_difference_stands_in_the_verdict() -> None:
     assert re.search(r"bf16 no margin: difference [+-]\d", Reader(page_of("no margins")).text)
 
 
-def test_what_failed_is_a_row_and_equal_errors_are_one() -> None:
+def test_an_error_is_a_row_and_equal_errors_are_one() -> None:
     page = page_of("failing")
     rows = re.findall(r'<tr class="error">.*?</tr>', page, re.DOTALL)
     assert [re.findall(r"<div>(.*?)\n", row) for row in rows] == [
@@ -212,9 +180,9 @@ def test_a_long_error_is_short_beside_the_verdict() -> None:
     assert "word end" in figures
 
 
-def test_whose_memory_it_is() -> None:
-    assert "Peak memory is the device's own count" in Reader(render(make_report())).text
-    assert "Peak memory is what tensors held" in Reader(page_of("no times")).text
+def test_who_counted_the_memory() -> None:
+    assert "Peak memory is the device's own count" in Reader(page_of("usual")).text
+    assert "Peak memory is the memory of tensors" in Reader(page_of("no times")).text
 
 
 @pytest.mark.parametrize(
@@ -287,17 +255,17 @@ def test_many_arms_share_styles_and_stay_apart_in_words() -> None:
     assert "arm 1 / arm 8 / arm 15" in text
 
 
-# -- what users name ---------------------------------------------------------------------------------------------------
+# -- names that users chose --------------------------------------------------------------------------------------------
 
 
-def test_what_users_name_is_text() -> None:
+def test_names_are_text() -> None:
     page = page_of("hostile")
     assert SCRIPT not in page
     assert SCRIPT in Reader(page).text
     assert "</style>" not in page.partition("<style>")[2].partition("</head>")[0].replace("</style>", "", 1)
 
 
-def test_what_no_file_or_browser_takes_is_left_out() -> None:
+def test_control_characters_are_left_out() -> None:
     page = page_of("hostile")
     page.encode("utf-8")
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]|\[31m", page)

@@ -1,4 +1,4 @@
-"""Arms in processes of their own, and how those end. Few, since each takes seconds to start."""
+"""Arms in processes of their own, and how those end. There are few, because each takes seconds to start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_an_arm_has_the_values_of_a_run_by_hand(tmp_path: Path) -> None:
-    """And torch's settings of this process: one thread."""
+    """The process also has the settings of this one: one thread."""
     assert torch.get_num_threads() == 1
     heard: list[tuple[float | None, str]] = []
     run = run_in_process(task(tmp_path, "fp16"), lambda *progress: heard.append(progress))
@@ -70,7 +70,7 @@ kwargs = dict(accelerator="cpu", max_epochs=1)
 
 
 def start_script(folder: Path, guard: str, factories: str, functions: str = "", *arguments: str) -> warm.Process:
-    """Its errors go to `folder / "err"`."""
+    """Start a script whose errors go to `folder / "err"`."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).format(guard=guard, factories=factories, functions=functions))
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
@@ -80,7 +80,7 @@ def start_script(folder: Path, guard: str, factories: str, functions: str = "", 
 
 @pytest.mark.slow
 def test_functions_of_the_script_itself(tmp_path: Path) -> None:
-    """And its arguments, which it may look at while it is imported."""
+    """They may read the script's arguments while it is imported."""
     functions = "import sys\nWIDTH = int(sys.argv[1])\ndef make():\n    return Waves(WIDTH)\n"
     script = start_script(tmp_path, 'if __name__ == "__main__": ', "make, Sea", functions, "16")
     code, err = script.wait(), (tmp_path / "err").read_text()
@@ -102,7 +102,7 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends at its next batch: `test_observer.py`")
 def test_an_arm_ends_when_the_script_is_gone(tmp_path: Path) -> None:
-    """Wherever it is then: here it hangs before the first batch."""
+    """It ends wherever it is: here it hangs before the first batch."""
     script = start_script(tmp_path, 'if __name__ == "__main__": ', "sleeps, Sea")
     sleeper, deadline = tmp_path / "sleeper", time.monotonic() + 100
     while not (sleeper.exists() and sleeper.read_text()) and time.monotonic() < deadline:

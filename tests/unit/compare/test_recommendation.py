@@ -1,10 +1,11 @@
-"""Which arm, why, and what would change it. The sentences are shown whole: they are what most people read."""
+"""Which arm, why, and what would change it. The sentences are whole here, because most people read only them."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.reports import REPORTS
@@ -26,37 +27,72 @@ def said(report: PrecisionReport) -> tuple[str | None, str]:
     return report.recommended, report.recommendation
 
 
-# -- use it ------------------------------------------------------------------------------------------------------------
+GAIN = "Other data or longer training could change that."
+TABLE = [
+    ({"fp32": SAME, "bf16": BIT_WORSE}, {"step_s": FAST},
+     "Use `bf16`: it is 2.00x as fast as `fp32` (2.00 to 2.00) and is not worse in `val_loss` within the margin. A"
+     " margin below about 0.0369 in `val_loss` would change that."),
+    ({"fp32": SAME, "bf16": SAME}, {"step_s": FAST, "memory": SMALL},
+     "Use `bf16`: it is 2.00x as fast as `fp32` (2.00 to 2.00), needs 40 % less memory and is not worse in"
+     f" `val_loss` within the margin. {GAIN}"),
+    ({"fp32": SAME, "bf16": SAME}, {"step_s": FAST, "memory": {"fp32": 10, "bf16": 13}},
+     "Use `bf16`: it is 2.00x as fast as `fp32` (2.00 to 2.00), needs 30 % more memory and is not worse in"
+     f" `val_loss` within the margin. {GAIN}"),
+    ({"fp32": SAME, "bf16": SAME}, {"memory": SMALL},
+     "Use `bf16`: it needs 40 % less memory than `fp32`, is as fast within 5 % and is not worse in `val_loss` within"
+     f" the margin. {GAIN}"),
+    ({"fp32": WORSE, "bf16": SAME}, {"step_s": FAST},
+     "Use `bf16`: it is 2.00x as fast as `fp32` (2.00 to 2.00) and is not worse in `val_loss` within the margin."
+     f" {GAIN}"),
+    ({"fp32": [1.0], "bf16": [1.0]}, {"step_s": FAST},
+     "No recommendation yet: `bf16` is undecided in `val_loss`. It takes at least three seeds to decide."
+     " Measured speed of `bf16`: 2.0x as fast, one run of each."),
+    ({"fp32": SAME, "bf16": UNCLEAR}, {"margin": 0.0},
+     "No recommendation yet: `bf16` is undecided in `val_loss`. It takes more seeds to decide, or larger margins."
+     " Measured speed of `bf16`: as fast within 5 %."),
+    ({"fp32": [*SAME, 1.0], "bf16": [None, 1.1, None, 1.0]}, {},
+     "No recommendation yet: `bf16` failed with seeds 0 and 2. Failed runs have to run again."
+     " Measured speed of `bf16`: as fast within 5 %."),
+    ({"fp32": SAME, "bf16": [1.0, math.nan, 1.2]}, {},
+     "No recommendation yet: `bf16` is not finite in `val_loss`. `OverflowLocator` shows where."
+     " Measured speed of `bf16`: as fast within 5 %."),
+    ({"fp32": SAME, "bf16": SAME}, {},
+     "Stay with `fp32`: `bf16` is not worse, but neither faster nor smaller. A larger model, or a device that"
+     " computes in half precision, could change that."),
+    ({"fp32": SAME, "bf16": SAME}, {"step_s": SLOW},
+     "Stay with `fp32`: `bf16` is not worse, but 1.50x as slow (1.50 to 1.50). A larger model, or a device that"
+     " computes in half precision, could change that."),
+    ({"fp32": SAME, "bf16": SAME}, {"step_s": SLOW, "memory": SMALL},
+     "Stay with `fp32`: `bf16` is not worse, but 1.50x as slow (1.50 to 1.50), though it needs 40 % less memory."
+     " A larger model, or a device that computes in half precision, could change that."),
+    ({"fp32": SAME, "bf16": WORSE, "fp16": [math.nan] * 3}, {"step_s": FAST},
+     "Stay with `fp32`: `bf16` is worse in `val_loss`; `fp16` is worse in `val_loss`. Larger margins could change"
+     " that, or an arm with `fp32_modules`."),
+    ({"fp32": SAME, "bf16": [None] * 3}, {},
+     "Stay with `fp32`: `bf16` failed (`OutOfMemoryError: CUDA out of memory.`). Failed runs have to run again"
+     " before they can be judged."),
+    ({"fp32": [1.0], "bf16": [1.0]}, {"margin": None, "step_s": FAST},
+     "No recommendation: no margin says what a precision may cost. Pass `margins`, for example"
+     " `margins={'val_loss': 0.01}`, and at least three seeds. Measured speed of `bf16`: 2.0x as fast, one run of"
+     " each."),
+    ({"fp32": SAME, "bf16": SAME}, {"margin": None, "name": "thing"},
+     "No recommendation: no margin says what a precision may cost. Pass `margins`, for example"
+     " `margins={'thing': ('min', 0.01)}`. Measured speed of `bf16`: as fast within 5 %."),
+    ({"fp32": SAME}, {},
+     "No recommendation: `fp32` is the only arm. Add a precision to compare it with."),
+    ({"fp32": SAME, CONTROL: SAME}, {},
+     "No recommendation: `fp32` is the only arm. Add a precision to compare it with."),
+    ({"fp32": [None] * 3, "bf16": SAME}, {"step_s": FAST},
+     "No recommendation: the reference, `fp32`, failed (`OutOfMemoryError: CUDA out of memory.`)."),
+    ({"fp32": [1.0, math.nan, 1.2], "bf16": SAME}, {"step_s": FAST},
+     "No recommendation: `val_loss` of the reference, `fp32`, is not finite."),
+]  # fmt: skip
 
 
-def test_faster_and_not_worse() -> None:
-    assert said(compared({"fp32": SAME, "bf16": BIT_WORSE}, step_s=FAST)) == (
-        "bf16",
-        "Use `bf16`: it is 2.00x as fast as `fp32` (2.00 to 2.00) and is not worse in `val_loss` within the margin. A"
-        " margin below about 0.0369 in `val_loss` would change that.",
-    )
-
-
-def test_faster_and_smaller() -> None:
-    label, sentence = said(compared({"fp32": SAME, "bf16": SAME}, step_s=FAST, memory=SMALL))
-    assert label == "bf16"
-    assert sentence == (
-        "Use `bf16`: it is 2.00x as fast as `fp32` (2.00 to 2.00), needs 40 % less memory and is not worse in"
-        " `val_loss` within the margin. Other data or longer training could change that."
-    )
-
-
-def test_faster_at_the_price_of_memory() -> None:
-    sentence = compared({"fp32": SAME, "bf16": SAME}, step_s=FAST, memory={"fp32": 10, "bf16": 13}).recommendation
-    assert "it is 2.00x as fast as `fp32` (2.00 to 2.00), needs 30 % more memory and is not worse" in sentence
-
-
-def test_smaller_and_as_fast() -> None:
-    label, sentence = said(compared({"fp32": SAME, "bf16": SAME}, memory=SMALL))
-    assert label == "bf16"
-    assert sentence.startswith(
-        "Use `bf16`: it needs 40 % less memory than `fp32`, is as fast within 5 % and is not worse in `val_loss`"
-    )
+@pytest.mark.parametrize(("finals", "settings", "sentence"), TABLE)
+def test_the_whole_recommendation(finals: dict[str, Any], settings: dict[str, Any], sentence: str) -> None:
+    label = {"Use": "bf16", "Stay": "fp32", "No": None}[sentence.split(maxsplit=1)[0]]
+    assert said(compared(finals, **settings)) == (label, sentence)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +103,7 @@ def test_smaller_and_as_fast() -> None:
     ],
 )
 def test_smaller_at_an_unknown_speed_is_no_recommendation(factors: tuple[float, ...] | None, says: str) -> None:
-    """It may be several times as slow: memory alone does not decide."""
+    """The arm may be several times as slow, and memory alone does not decide."""
     report = compared({"fp32": SAME, "bf16": SAME}, memory=SMALL)
     runs = [
         replace(
@@ -128,12 +164,6 @@ def test_several_metrics_have_several_margins() -> None:
     )
 
 
-def test_an_arm_that_is_better_than_the_reference() -> None:
-    label, sentence = said(compared({"fp32": WORSE, "bf16": SAME}, step_s=FAST))
-    assert label == "bf16"
-    assert sentence.endswith("Other data or longer training could change that.")
-
-
 def test_a_faster_arm_that_is_undecided_is_named() -> None:
     step_s = {"fp32": 0.03, "bf16": 0.02, "fp16": 0.01, "fp8": 0.008}
     label, sentence = said(compared({"fp32": SAME, "bf16": SAME, "fp16": UNCLEAR}, step_s=step_s))
@@ -156,17 +186,6 @@ def test_more_seeds_do_not_help_what_breaks(other: list[float | None]) -> None:
     assert "fp16" not in sentence
 
 
-# -- not yet -----------------------------------------------------------------------------------------------------------
-
-
-def test_too_few_seeds() -> None:
-    assert said(compared({"fp32": [1.0], "bf16": [1.0]}, step_s=FAST)) == (
-        None,
-        "No recommendation yet: `bf16` is undecided in `val_loss`. It takes at least three seeds to decide."
-        " Measured beside it, `bf16`: 2.0x as fast, one run of each.",
-    )
-
-
 def test_as_many_seeds_as_the_verdicts_say() -> None:
     report = compared({"fp32": SAME, "bf16": UNCLEAR, "fp16": [0.9, 1.2, 1.4]})
     label, sentence = said(report)
@@ -177,33 +196,12 @@ def test_as_many_seeds_as_the_verdicts_say() -> None:
     assert f". It takes about {numbers[0]} seeds to decide, or larger margins." in sentence
 
 
-def test_a_margin_of_nothing() -> None:
-    sentence = compared({"fp32": SAME, "bf16": UNCLEAR}, margin=0.0).recommendation
-    assert "It takes more seeds to decide, or larger margins." in sentence
-
-
-def test_an_arm_that_failed_sometimes() -> None:
-    label, sentence = said(compared({"fp32": [*SAME, 1.0], "bf16": [None, 1.1, None, 1.0]}))
-    assert label is None
-    assert sentence == "No recommendation yet: `bf16` failed with seeds 0 and 2. What failed has to be run again." + (
-        " Measured beside it, `bf16`: as fast within 5 %."
-    )
-
-
 def test_an_arm_that_failed_where_the_reference_did() -> None:
-    """Its verdict is about the seeds that both finished; still it is not recommended."""
+    """Its verdict is about the seeds that both finished, but it is not recommended."""
     report = compared({"fp32": [None, *SAME], "bf16": [None, *SAME]}, step_s=FAST)
     assert report.verdict("bf16", "val_loss").claim == "not worse"
     assert report.recommended is None
     assert "`bf16` failed with seed 0." in report.recommendation
-
-
-def test_an_arm_that_is_not_finite_sometimes() -> None:
-    label, sentence = said(compared({"fp32": SAME, "bf16": [1.0, math.nan, 1.2]}))
-    assert label is None
-    assert sentence.startswith(
-        "No recommendation yet: `bf16` is not finite in `val_loss`. `OverflowLocator` shows where."
-    )
 
 
 def test_a_metric_that_an_arm_never_logged() -> None:
@@ -213,89 +211,12 @@ def test_a_metric_that_an_arm_never_logged() -> None:
     assert said(PrecisionReport(plan, runs))[0] is None
 
 
-# -- stay --------------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_gained() -> None:
-    assert said(compared({"fp32": SAME, "bf16": SAME})) == (
-        "fp32",
-        "Stay with `fp32`: `bf16` is not worse, but neither faster nor smaller. A larger model, or a device that"
-        " computes in half precision, could change that.",
-    )
-
-
-def test_slower() -> None:
-    label, sentence = said(compared({"fp32": SAME, "bf16": SAME}, step_s=SLOW))
-    assert label == "fp32"
-    assert sentence.startswith(
-        "Stay with `fp32`: `bf16` is not worse, but 1.50x as slow (1.50 to 1.50). A larger model"
-    )
-    label, sentence = said(compared({"fp32": SAME, "bf16": SAME}, step_s=SLOW, memory=SMALL))
-    assert label == "fp32"
-    assert "`bf16` is not worse, but 1.50x as slow (1.50 to 1.50), though it needs 40 % less memory." in sentence
-
-
-def test_worse() -> None:
-    assert said(compared({"fp32": SAME, "bf16": WORSE, "fp16": [math.nan] * 3}, step_s=FAST)) == (
-        "fp32",
-        "Stay with `fp32`: `bf16` is worse in `val_loss`; `fp16` is worse in `val_loss`. Larger margins could change"
-        " that, or an arm with `fp32_modules`.",
-    )
-
-
-def test_failed() -> None:
-    report = compared({"fp32": SAME, "bf16": [None] * 3})
-    assert said(report) == (
-        "fp32",
-        "Stay with `fp32`: `bf16` failed (`OutOfMemoryError: CUDA out of memory.`). What failed has to be run again to"
-        " be judged.",
-    )
-
-
 def test_an_error_of_many_lines_is_cut() -> None:
     error = "RuntimeError: <img src=x>\n  `one`" + " and more" * 100
     runs = [*(make_run("fp32", s, curves={"val_loss": curve(1.0)}) for s in range(3)), failed("bf16", 0, error)]
     sentence = PrecisionReport(make_plan(["fp32", "bf16"], 3, {"val_loss": 0.1}), runs).recommendation
     assert "`bf16` failed (`RuntimeError: <img src=x> 'one' and more and" in sentence
     assert len(sentence) < 300
-
-
-# -- nothing can be said -----------------------------------------------------------------------------------------------
-
-
-def test_no_margins() -> None:
-    assert said(compared({"fp32": [1.0], "bf16": [1.0]}, None, step_s=FAST)) == (
-        None,
-        "No recommendation: no margin says what a precision may cost. Pass `margins`, for example"
-        " `margins={'val_loss': 0.01}`, and at least three seeds. Measured beside it, `bf16`: 2.0x as"
-        " fast, one run of each.",
-    )
-    assert "three seeds" not in compared({"fp32": SAME, "bf16": SAME}, None).recommendation
-
-
-def test_no_margins_and_no_directions() -> None:
-    sentence = compared({"fp32": SAME, "bf16": SAME}, None, name="thing").recommendation
-    assert "for example `margins={'thing': ('min', 0.01)}`." in sentence
-
-
-@pytest.mark.parametrize("control", [False, True])
-def test_nothing_to_compare_with(control: bool) -> None:
-    label, sentence = said(compared({"fp32": SAME, **({CONTROL: SAME} if control else {})}))
-    assert (label, sentence) == (
-        None,
-        "No recommendation: `fp32` is the only arm. Add a precision to compare it with.",
-    )
-
-
-def test_the_reference_failed() -> None:
-    label, sentence = said(compared({"fp32": [None] * 3, "bf16": SAME}, step_s=FAST))
-    assert label is None
-    assert sentence == ("No recommendation: the reference, `fp32`, failed (`OutOfMemoryError: CUDA out of memory.`).")
-
-
-def test_the_reference_is_not_finite() -> None:
-    report = compared({"fp32": [1.0, math.nan, 1.2], "bf16": SAME}, step_s=FAST)
-    assert said(report) == (None, "No recommendation: `val_loss` of the reference, `fp32`, is not finite.")
 
 
 def test_nothing_was_logged() -> None:
@@ -312,11 +233,8 @@ def test_nothing_ran() -> None:
     assert said(report) == (None, "No recommendation: the reference, `fp32`, did not run.")
 
 
-# -- all of them -------------------------------------------------------------------------------------------------------
-
-
 def test_the_control_is_never_recommended() -> None:
-    """Though it was fastest, smallest, and the only one that was not worse."""
+    """Here it is the fastest, the smallest, and the only arm that is not worse."""
     step_s, memory = {"fp32": 0.03, "bf16": 0.03, CONTROL: 0.01}, {"fp32": 10, "bf16": 10, CONTROL: 1}
     report = compared({"fp32": SAME, "bf16": WORSE, CONTROL: SAME}, step_s=step_s, memory=memory)
     assert report.arms[CONTROL].metrics["val_loss"].verdict.claim == "not worse"

@@ -1,4 +1,4 @@
-"""The folder of a comparison; what it is for is in `test_compare.py`."""
+"""The folder of a comparison; `test_compare.py` tests how it is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LABELS = [
     "ü",
     "x" * 300,
     "con:",
-    "<script>",
+    "<b>",
     "?",
     "*",
 ]

@@ -1,4 +1,4 @@
-"""An arm is what one would do by hand, watched."""
+"""An arm has the values of a run by hand."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Interrupted(Waves):
 
 
 def test_an_interrupted_run_has_not_finished(tmp_path: Path) -> None:
-    """Lightning ends such a run with `SystemExit`, as if it was done."""
+    """Lightning ends such a run with `SystemExit`, as if training was done."""
     run = here(task(tmp_path, module=Interrupted))
     assert run.error is not None
     assert not run.finished
@@ -131,7 +131,7 @@ SEEN: list[float] = []
 
 
 class Remembers(Waves):
-    """Keeps what it saw outside of the module, where no copy of the module reaches."""
+    """Keeps the batches that it saw in a global list, which copies of the module share."""
 
     def on_validation_epoch_start(self) -> None:
         SEEN.clear()
@@ -205,7 +205,7 @@ def test_data_without_a_length(tmp_path: Path) -> None:
 
 
 class Loud(Waves):
-    """Its gradients leave float16 at every scale."""
+    """Its gradients overflow in float16 at every scale."""
 
     def training_step(self, *args: Any) -> Any:
         return super().training_step(*args).float() * 1e12

@@ -1,4 +1,4 @@
-"""Marks in time on any device: whether they wait, on which device, and what is between two of them."""
+"""Marks in time on any device: their distance, their device, and whether they wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_amp.measure import DeviceClock, _device_clock
 
 
 def last(device: torch.device) -> torch.device:
-    """The last device of this type, which is not the current one where there are several."""
+    """Return the last device of this type. If there are several, it is not the current one."""
     return device if device.type == "cpu" else torch.device(device.type, torch.accelerator.device_count() - 1)
 
 
@@ -54,8 +54,8 @@ def test_without_timed_events_each_mark_waits(
     assert 0.0 <= clock.seconds(first, second) < 1.0
 
 
-def test_events_of_mps_are_not_waited_for(synchronized: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may hang."""
+def test_events_of_mps_are_not_used(synchronized: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for them may hang."""
     monkeypatch.delattr(torch, "Event")
     mps = torch.device("mps", 0)
     DeviceClock(mps).now()

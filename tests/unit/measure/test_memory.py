@@ -1,4 +1,4 @@
-"""The most memory that training holds."""
+"""The peak memory of training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_amp.measure._memory import DevicePeak, TensorPeak
 MIB = 2**20
 
 
-def test_weights_count_and_what_is_allocated_beside_them() -> None:
+def test_weights_and_all_allocations_count() -> None:
     module = nn.Linear(1024, 1024, bias=False)  # 4 MiB
     watch = PeakMemory.on(torch.device("cpu"), module)
     assert isinstance(watch, TensorPeak)
@@ -39,10 +39,10 @@ def test_shared_weights_count_once() -> None:
     assert watch.close() == pytest.approx(MIB, rel=0.01)
 
 
-def test_what_was_garbage_before_is_not_freed_while_it_watches() -> None:
-    """What the profiler has seen allocated by an earlier run would count against this one, and hide its peak."""
+def test_garbage_from_before_is_collected_before_watching() -> None:
+    """If garbage that the profiler saw allocated earlier were freed now, it would be subtracted from this peak."""
     earlier, watch = TensorPeak(nn.Linear(2, 2)), TensorPeak(nn.Linear(2, 2))
-    gc.disable()  # else it may come by itself, a moment before
+    gc.disable()  # otherwise the collector may run on its own before
     try:
         earlier.resume()
         garbage: list[Any] = [torch.ones(4 * MIB)]
@@ -58,7 +58,7 @@ def test_what_was_garbage_before_is_not_freed_while_it_watches() -> None:
     del kept
 
 
-def test_beside_another_profiler_nothing_is_known() -> None:
+def test_nothing_is_measured_while_another_profiler_runs() -> None:
     watch = TensorPeak(nn.Linear(2, 2))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as other:
         watch.resume()
@@ -67,10 +67,10 @@ def test_beside_another_profiler_nothing_is_known() -> None:
     assert other.events()
 
 
-def test_a_profiler_that_took_over_leaves_nothing_to_know() -> None:
+def test_nothing_is_measured_if_another_profiler_takes_over() -> None:
     watch = TensorPeak(nn.Linear(2, 2))
     watch.resume()
-    watch._profile.__exit__(None, None, None)  # what a second profiler does, when it ends
+    watch._profile.__exit__(None, None, None)  # as a second profiler does when it ends
     assert watch.close() is None
 
 
@@ -85,7 +85,7 @@ def test_a_watch_that_never_began() -> None:
 
 
 class Backend:
-    """Stands in for `torch.cuda`."""
+    """Stand in for `torch.cuda`."""
 
     peak = 0
 
@@ -113,7 +113,7 @@ def test_a_device_counts_itself_and_validation_does_not_count(monkeypatch: pytes
 
 
 def test_a_device_that_does_not_count_is_not_measured() -> None:
-    """The CPU's count would leave out what is on the device."""
+    """Tensors of the CPU would leave out the memory of the device."""
     watch = PeakMemory.on(torch.device("mps"), nn.Linear(2, 2))
     watch.resume()
     watch.pause()

@@ -1,4 +1,4 @@
-"""The time of nested parts."""
+"""The time of nested parts of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are timed in rounds."""
+"""The timing of runs in rounds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def runs(turns: list[str], **seconds: float) -> dict[str, Callable[[], float]]:
     return {name: run(name) for name in seconds}
 
 
-def test_each_round_turns_the_order_round_and_the_first_runs_do_not_count() -> None:
+def test_each_round_reverses_the_order_and_the_first_calls_do_not_count() -> None:
     turns: list[str] = []
     found = in_rounds(runs(turns, a=1.0, b=10.0), lambda number: "ab" if number < 3 else ())
     assert "".join(turns) == "ab" + "ba" + "ab" + "ba"
     assert found == {"a": [4.0, 5.0, 8.0], "b": [30.0, 60.0, 70.0]}
 
 
-def test_who_takes_part_is_asked_before_each_round() -> None:
+def test_the_names_are_asked_for_before_each_round() -> None:
     turns: list[str] = []
     found = in_rounds(runs(turns, a=1.0, b=1.0), lambda number: ["ab", "a", "a", ""][number])
     assert "".join(turns) == "ab" + "ba" + "a" + "a"

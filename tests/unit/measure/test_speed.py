@@ -1,4 +1,4 @@
-"""The statistic under every sentence about speed. Its error rates are simulated: these are the figures it promises."""
+"""The statistic behind every sentence about speed, with simulations of the error rates that it promises."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_amp.measure._speed import t_quantile, times_as_fast
 def simulated_seeds(
     rng: np.random.Generator, true_ratio: float, num_seeds: int, num_steps: int = 60, step_noise: float = 0.2
 ) -> list[float]:
-    """Log-ratios of a contestant that takes `true_ratio` times as long, one per seed.
+    """Return log-ratios, one per seed, of a contestant that takes `true_ratio` times as long.
 
-    The batches of a seed vary eightfold in length, both contestants see the same ones; each step has its own noise and
-    each process is a few percent faster or slower than the next one.
+    The batches of a seed vary eightfold in length, and both contestants see the same batches. Each step has its own
+    noise, and processes differ in speed by a few percent.
     """
     lengths = np.exp(rng.uniform(0, math.log(8), (num_seeds, num_steps)))
     offsets = rng.normal(0, 0.03, (2, num_seeds, 1))
@@ -74,7 +74,7 @@ def test_lengths_of_batches_cancel() -> None:
     assert paired_log_ratio([1.1, 8.8, 2.2], [1.0, 8.0, 2.0]) == pytest.approx(math.log(1.1))
 
 
-def test_steps_that_are_not_the_same_are_not_paired() -> None:
+def test_different_numbers_of_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         paired_log_ratio([1.0, 2.0], [1.0])
 
@@ -116,7 +116,7 @@ def test_both_ends_of_an_interval_are_never_written_as_no_difference() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[], [math.nan], [0.1, math.inf]])
-def test_values_that_are_no_measurement_are_refused(wrong: list[float]) -> None:
+def test_missing_and_infinite_values_are_refused(wrong: list[float]) -> None:
     with pytest.raises(ValueError, match="`log_ratios` must be one or more finite numbers"):
         SpeedComparison.of(wrong)
 

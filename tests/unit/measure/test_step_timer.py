@@ -1,4 +1,4 @@
-"""Times of training steps, by a clock that the test moves."""
+"""The times of training steps, with a clock that only the tests move."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from lightning_amp.measure import StepTimer, _step_timer
 
 
 class Clock:
-    """Moves only when told."""
-
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -42,7 +40,7 @@ def started(clock: Clock) -> StepTimer:
 
 
 def test_from_the_end_of_a_batch_to_the_end_of_the_next(clock: Clock) -> None:
-    """Loading the data counts: it is a part of what a step costs."""
+    """Data loading counts, because each step has to wait for it."""
     watch = started(clock)
     run(watch, clock, 5.0, 1.0, 2.0, 3.0)
     watch.pause()
@@ -61,7 +59,7 @@ def test_the_first_steps_are_not_steady(clock: Clock, num_steps: int, num_first:
     assert watch.steady() == list(range(num_first, num_steps))
 
 
-def test_neither_is_the_first_one_after_a_pause(clock: Clock) -> None:
+def test_the_first_step_after_a_pause_is_not_steady(clock: Clock) -> None:
     watch = started(clock)
     run(watch, clock, 1.0, 1.0, 1.0)
     watch.pause()
@@ -74,8 +72,8 @@ def test_neither_is_the_first_one_after_a_pause(clock: Clock) -> None:
     assert watch.elapsed_s() == [0.0, 1.0, 2.0, 3.0, 12.0, 13.0]
 
 
-def test_what_is_measured_beside_it_does_not_count(clock: Clock) -> None:
-    """A watched step is not steady, and adds to the time of training what a usual one takes."""
+def test_a_watched_step_counts_as_a_usual_one(clock: Clock) -> None:
+    """A watched step is not steady, and it adds the time of a usual step to the time of training."""
     watch = started(clock)
     run(watch, clock, 9.0)
     run(watch, clock, 70.0, 80.0, watched=True)
@@ -90,15 +88,11 @@ def test_only_watched_steps(clock: Clock) -> None:
     watch = started(clock)
     run(watch, clock, 7.0, 8.0, watched=True)
     watch.pause()
-    assert (watch.step_s(), watch.samples_per_s(), watch.elapsed_s()) == (
-        [],
-        [],
-        [0.0, 0.0, 0.0],
-    )
+    assert (watch.step_s(), watch.samples_per_s(), watch.elapsed_s()) == ([], [], [0.0, 0.0, 0.0])
 
 
 def test_no_step_is_steady_and_one_is_watched(clock: Clock) -> None:
-    """In a very short run the usual time is that of the steps that were not watched."""
+    """If no step is steady, the usual time is the median of all steps that were not watched."""
     watch = started(clock)
     run(watch, clock, 3.0)
     run(watch, clock, 100.0, watched=True)
@@ -118,7 +112,7 @@ def test_batches_whose_size_is_unknown(clock: Clock) -> None:
     assert watch.samples_per_s() == [4.0, 0.0]
 
 
-def test_it_stands_still_until_it_is_told_to_go_on(clock: Clock) -> None:
+def test_a_lap_needs_a_resume_after_a_pause(clock: Clock) -> None:
     watch = started(clock)
     run(watch, clock, 1.0)
     watch.pause()
@@ -139,7 +133,7 @@ def test_before_anything_has_run() -> None:
 
 
 class Marks:
-    """The clock of a device: a time is known only once the device was waited for."""
+    """The clock of a device: reading a time waits for the device."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.waits = clock, 0

@@ -1,4 +1,4 @@
-"""What the plugin tells about its steps, and what of it goes along in a copy."""
+"""The plugin's records of its steps, and its settings in a copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_amp.findings import StepRecord
 
 
 class Asks(Toy):
-    """Asks the plugin for what it knows, right after the optimizer's step returned."""
+    """Asks the plugin right after the optimizer's step has returned."""
 
     def __init__(self, optimizer: Any, ask: Callable[[Any], Any]) -> None:
         super().__init__(optimizer)
@@ -39,7 +39,7 @@ class Asks(Toy):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [{0, 2}, {1, 2}])
 def test_a_step_is_known_as_soon_as_it_returned(bad: set[int], optimizer: str) -> None:
-    """The scale moves at the end of the batch: until then the next one is that in force."""
+    """The scale moves at the end of the batch; until then `next_scale` is the scale in force."""
     module = Asks(OPTIMIZERS[optimizer], lambda p: (p.num_steps, p.num_skipped, p.last_step, p.scaler.get_scale()))
     plugin = scaled_fp32(init_scale=64.0)
     fit(module, plugin, batches(4), callbacks=[Poison(gradient=bad)])

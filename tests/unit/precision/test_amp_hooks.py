@@ -1,4 +1,4 @@
-"""Hooks that Lightning calls: with a run they hand over to it, without one there is autocast and nothing else."""
+"""Lightning's hooks of the plugin: without a run there is autocast only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_without_a_run_nothing_is_converted_unscaled_or_written() -> None:
 
 
 class Differentiates(Toy):
-    """Looks at gradients in an evaluation, as adversarial tests do."""
+    """Computes gradients in an evaluation, as adversarial tests do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Differentiates(Toy):
 
 @pytest.mark.parametrize("run", ["validate", "test"])
 def test_a_backward_in_an_evaluation_is_not_scaled(run: str) -> None:
-    """Nobody would divide by the scale."""
+    """Nothing would divide by the scale."""
     modules: list[Differentiates] = []
     for plugin in (scaled_fp32(init_scale=1024.0), None):
         torch.manual_seed(0)

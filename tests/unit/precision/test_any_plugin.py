@@ -16,7 +16,7 @@ from lightning_amp.precision import scaled_grad, unscale_
 
 
 class Penalty(Toy):
-    """With the `torch.autograd.grad` that it is given; `None` is ours."""
+    """Adds a gradient penalty, by `grad` or by our `scaled_grad`."""
 
     def __init__(self, grad: Any = None) -> None:
         super().__init__(lambda params: torch.optim.SGD(params, lr=1e-3))
@@ -46,7 +46,7 @@ def test_without_our_loss_scaling_it_is_torchs(make: Any) -> None:
 
 
 class LooksByHand(Toy):
-    """Clips by itself, with one line that depends on no plugin."""
+    """Clips its gradients itself, with one line that works under any plugin."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
@@ -79,6 +79,6 @@ def test_unscale(plugin: str, optimizer: str) -> None:
 
 
 def test_lightnings_loss_scaling_is_refused() -> None:
-    """Its plugin unscales in the step, and the scaler raises if that is the second time."""
+    """Its plugin unscales in the step, where the scaler would refuse a second time."""
     with pytest.raises(RuntimeError, match=r"`unscale_` cannot unscale under `MixedPrecision`.*AmpPrecision\('fp16'\)"):
         fit(lambda: LooksByHand(plain_sgd), stock("fp16"))

@@ -1,4 +1,4 @@
-"""Row 36: a step past the plugin would apply gradients times the loss scale. It is an error, in the first batch."""
+"""Row 36: a step that bypasses the plugin would apply gradients times the loss scale, and raises at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_RAISED = pytest.fail.Exception
 
 
 class Manual(Toy):
-    """`step` says how its optimizer steps; `optimizers` how it is made."""
+    """Steps its optimizer by `step`; `optimizer` makes it."""
 
     def __init__(self, step: Callable[[Any], None], optimizer: Any = plain_sgd) -> None:
         super().__init__(optimizer)
@@ -89,7 +89,7 @@ def test_past_the_plugin(plugins: Plugins, step: Callable[[Any], None], optimize
 
 @pytest.mark.parametrize("step", [unscaled, unscaled_own])
 def test_unscaled_by_hand(step: Callable[[Any], None]) -> None:
-    """The gradients are true, but nobody would skip the step if they had overflowed."""
+    """The gradients are unscaled, but the step could not be skipped if they had overflowed."""
     with pytest.raises(RuntimeError, match="past the precision plugin.*cannot skip it"):
         fit(lambda: Manual(step), scaled_fp32(init_scale=1024.0))
 
@@ -103,7 +103,7 @@ def test_what_the_error_says_works(optimizer: str) -> None:
 
 
 class InBackward(Toy):
-    """An optimizer for each parameter, stepped as soon as its gradient is there."""
+    """Has an optimizer for each parameter, which steps as soon as its gradient is there."""
 
     def __init__(self, how: str, automatic: bool = False) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_without_loss_scaling_it_is_as_in_fp32(make: Any, plugin: str) -> None:
 
 
 class OwnLoss(Toy):
-    """Beside the plugin's, an optimizer of its own with a backward of its own, as centre losses and probes have."""
+    """Has a second optimizer with its own backward, as centre losses and probes have."""
 
     def __init__(self, automatic: bool) -> None:
         super().__init__(plain_adamw)
@@ -211,7 +211,7 @@ def test_an_optimizer_with_a_backward_of_its_own(automatic: bool) -> None:
 
 
 class OwnPart(OwnLoss):
-    """The probe is a part of the scaled loss after all."""
+    """Makes the probe a part of the scaled loss."""
 
     def loss(self, batch: Tensor) -> Tensor:
         return super().loss(batch) + self.probe(batch).pow(2).mean()
@@ -228,7 +228,7 @@ def test_an_optimizer_whose_gradients_come_with_the_scaled_loss(automatic: bool)
 
 
 class NewOptimizers(Toy):
-    """The optimizers are made anew in the middle of a batch, as some do for each task or epoch."""
+    """Makes its optimizers anew in the middle of a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class NewOptimizers(Toy):
 
 
 def test_optimizers_that_are_made_after_the_backward() -> None:
-    """Their gradients are scaled, although the plugin meets them now."""
+    """Their gradients are scaled, although the plugin did not know them before."""
     assert_same(fit(NewOptimizers, scaled_fp32()), fit(NewOptimizers))
 
 
@@ -287,7 +287,7 @@ def hooks_of_torch() -> list[Any]:
 
 
 class TwoLosses(Toy):
-    """Two networks and two optimizers; the second one's loss goes backward as `backward` says."""
+    """Has two networks and two optimizers; `backward` chooses the backward of the second loss."""
 
     def __init__(self, backward: str = "plain") -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class TwoLosses(Toy):
 
 
 def test_a_backward_past_the_plugin_is_an_error_in_the_first_batch() -> None:
-    """Without it the second optimizer's gradients are divided by a scale that they do not have: it does not train."""
+    """Without the error the plugin would divide the second optimizer's gradients by a scale that they lack."""
     with pytest.raises(RuntimeError, match=r"come from `loss.backward\(\)`.*Call `self.manual_backward\(loss\)`"):
         fit(TwoLosses, scaled_fp32(), batches(1))
     assert_same(fit(lambda: TwoLosses("as it says"), scaled_fp32()), fit(lambda: TwoLosses("as it says")))
@@ -334,12 +334,12 @@ def test_without_loss_scaling_any_backward_is_as_in_fp32() -> None:
 
 
 class InnerLoop(Toy):
-    """Adapts weights with an optimizer of its own, as MAML of first order does; its gradients are assigned.
+    """Adapts weights with its own optimizer, as first-order MAML does, and assigns the gradients.
 
     Args:
         when: The inner step comes before the outer backward, between backward and step, or after the step.
-        assigns: What the inner step gets: the derivative, or what the outer backward has left.
-        clips: Whether the derivative is changed on the way.
+        assigns: Whether the inner step gets the derivative; else it gets the gradients of the outer backward.
+        clips: Whether the derivative is clipped.
 
     """
 

@@ -1,4 +1,4 @@
-"""Clipping of plain gradients is torch's; groups that torch takes only one by one have one norm together."""
+"""Plain gradients are clipped as by torch. Groups that torch takes one by one share one norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_amp.precision import _clipping
 
 
 def parameters() -> list[nn.Parameter]:
-    """With gradients of many sizes; the last one has none."""
+    """Return parameters with gradients of many sizes; the last one has no gradient."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(n, generator=generator)) for n in (3, 5, 7, 2)]
     for i, param in enumerate(params[:-1]):
@@ -60,7 +60,7 @@ def test_where_nothing_has_a_gradient_there_is_nothing_to_clip(how: str) -> None
 
 @pytest.mark.parametrize("how", CLIPPING)
 def test_groups_of_several_meshes_are_clipped_as_one(how: str) -> None:
-    """Torch stacks norms, and multiplies gradients, of one mesh only."""
+    """Torch can stack norms and multiply gradients of one mesh only."""
     ours, theirs = CLIPPING[how]
     params, expected = parameters(), parameters()
     for param, mesh in zip(params, ("first", "second"), strict=False):
@@ -82,7 +82,7 @@ def test_groups_of_several_meshes_are_clipped_as_one(how: str) -> None:
 
 
 def test_a_sharded_norm_is_gathered() -> None:
-    """Each rank has its part of it, and would clip by another number."""
+    """Each rank has a part of the norm, and would clip by another number."""
 
     class Norm:
         def full_tensor(self) -> Tensor:
@@ -100,7 +100,7 @@ def test_a_sharded_norm_is_gathered() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """One rank, in this process."""
+    """Yield a mesh of one rank, in this process."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,))

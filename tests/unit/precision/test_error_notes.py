@@ -1,4 +1,4 @@
-"""Errors of torch under autocast: each says where it was raised and what to write, and what it says works."""
+"""Notes on torch's errors under autocast say where to write what, and this works."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
 
 class Constant(Layer):
-    remedy = r"fp16 ends at 65,504 and does not hold the number: `torch\.finfo\(x\.dtype\)\.min`"
+    remedy = r"fp16 ends at 65,504 and does not hold the number: write `torch\.finfo\(x\.dtype\)\.min`"
     precisions = ("fp16",)
 
     def faulty(self, x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Constant(Layer):
 
 
 class Products(Layer):
-    remedy = r"meets one of float32 where autocast is off: `\.float\(\)` on what goes in"
+    remedy = r"meets a float32 tensor where autocast is off: call `\.float\(\)` on the input"
 
     def faulty(self, x: Tensor) -> Tensor:
         with OFF:
@@ -69,7 +69,7 @@ class Convolution(Products):
 
 
 class Put(Layer):
-    remedy = r"are put into a float32 tensor: `\.to\(target\.dtype\)` on them"
+    remedy = r"are put into a float32 tensor: call `\.to\(target\.dtype\)` on them"
 
     def faulty(self, x: Tensor) -> Tensor:
         target = torch.zeros_like(x, dtype=torch.float32)
@@ -78,7 +78,7 @@ class Put(Layer):
 
 
 class Scatter(Layer):
-    remedy = r"autocast made them (fp16|bf16): `\.to\(target\.dtype\)` on them"
+    remedy = r"autocast made them (fp16|bf16): call `\.to\(target\.dtype\)` on them"
 
     def faulty(self, x: Tensor) -> Tensor:
         target = torch.zeros_like(x, dtype=torch.float32)
@@ -93,7 +93,7 @@ class IndexAdd(Put):
 
 
 class ToNumpy(Layer):
-    remedy = r"NumPy has no bf16: `\.float\(\)` before `\.numpy\(\)`"
+    remedy = r"NumPy has no bf16: call `\.float\(\)` before `\.numpy\(\)`"
     precisions = ("bf16",)
 
     def faulty(self, x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class ToNumpy(Layer):
 
 
 class Product(torch.autograd.Function):
-    """As people write it who have not read about autocast."""
+    """Ignores autocast, as most functions do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def test_in_manual_optimization_and_in_the_step_itself_it_is_said_once() -> None
 
 
 class OwnHalf(Layer):
-    """Half precision of the user's own: fp32 fails as well."""
+    """Has half precision of its own, so it fails in fp32 as well."""
 
     def __init__(self) -> None:
         super().__init__(False)

@@ -1,4 +1,4 @@
-"""The argument `fallback`: what it takes, and how far along it a run is."""
+"""The argument `fallback`: its legal values, and the precision that a run has reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row 39, and the one line at the start of a fit: what is on."""
+"""Row 39, and the one line at the start of a fit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_amp.casting import Choice
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """What `"auto"` finds."""
+    """Let `"auto"` pick this precision."""
     monkeypatch.setattr(Choice, "pick", lambda *_: (Choice.of(name), f"the machine likes {name}"))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the plugin said since the last call."""
+    """Return the lines that the plugin has logged since the last call."""
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("lightning_amp:")]
     caplog.clear()
     return lines
@@ -108,10 +108,9 @@ def test_a_run_stays_in_the_precision_of_its_checkpoint_on_other_machines(
         assert_same(*trainers)
         assert len(lines) == (1 if name == began_in else 2)
         if name != began_in:
-            assert (
-                f"'auto' is '{name}' here (the machine likes {name}), unless the checkpoint says otherwise" in lines[0]
-            )
-            assert f"goes on in '{began_in}', although 'auto' is '{name}' here" in lines[1]
+            here = f"'auto' is '{name}' here"
+            assert f"{here} (the machine likes {name}), unless the checkpoint says otherwise" in lines[0]
+            assert f"goes on in '{began_in}', although {here}" in lines[1]
             assert "unused" not in lines[0]
 
 
@@ -124,38 +123,33 @@ class Heads(Toy):
 
 
 @pytest.mark.parametrize(
-    ("plugin", "line"),
+    ("precision", "options", "rest"),
     [
+        ("fp16", {}, "loss scale 2**16 (dynamic); non-finite steps are skipped"),
         (
-            lambda: AmpPrecision("fp16"),
-            f"fp16 autocast on {DEVICE}, loss scale 2**16 (dynamic); non-finite steps are skipped",
+            "fp16",
+            {"scaler": 1024.0, "fp32_modules": [nn.Linear]},
+            "loss scale 1024 (static), 2 modules in fp32; non-finite steps are skipped",
         ),
         (
-            lambda: AmpPrecision("fp16", scaler=1024.0, fp32_modules=[nn.Linear]),
-            f"fp16 autocast on {DEVICE}, loss scale 1024 (static), 2 modules in fp32; non-finite steps are skipped",
+            "fp16",
+            {"scaler": torch.amp.GradScaler(DEVICE, init_scale=2.0**11), "fp32_modules": ["net.0"]},
+            "loss scale 2**11 (GradScaler), 1 module in fp32; non-finite steps are skipped",
         ),
         (
-            lambda: AmpPrecision(
-                "fp16", scaler=torch.amp.GradScaler(DEVICE, init_scale=2.0**11), fp32_modules=["net.0"]
-            ),
-            f"fp16 autocast on {DEVICE}, loss scale 2**11 (GradScaler), 1 module in fp32; non-finite steps are skipped",
+            "fp16",
+            {"scaler": torch.amp.GradScaler(DEVICE, enabled=False), "skip_nonfinite": False},
+            "no loss scale (GradScaler, disabled); non-finite steps are taken",
         ),
-        (
-            lambda: AmpPrecision("fp16", scaler=torch.amp.GradScaler(DEVICE, enabled=False), skip_nonfinite=False),
-            f"fp16 autocast on {DEVICE}, no loss scale (GradScaler, disabled); non-finite steps are taken",
-        ),
-        (
-            lambda: AmpPrecision("bf16", eval_precision="fp32"),
-            f"bf16 autocast on {DEVICE}, evaluation in fp32; non-finite steps are skipped",
-        ),
-        (
-            lambda: AmpPrecision("fp32", skip_nonfinite=False),
-            f"fp32 on {DEVICE}, no autocast; non-finite steps are taken",
-        ),
+        ("bf16", {"eval_precision": "fp32"}, "evaluation in fp32; non-finite steps are skipped"),
+        ("fp32", {"skip_nonfinite": False}, "no autocast; non-finite steps are taken"),
     ],
 )
-def test_one_line_says_what_is_on(plugin: Any, line: str, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = quiet_trainer(plugins=[plugin()])
+def test_one_line_says_what_is_on(
+    precision: str, options: dict[str, Any], rest: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = f"{precision}{' autocast' if precision != 'fp32' else ''} on {DEVICE}, {rest}"
+    trainer = quiet_trainer(plugins=[AmpPrecision(precision, **options)])
     trainer.fit(Heads(), batches(2), batches(1))
     assert said(caplog) == [f"lightning_amp: {line}."]
     trainer.validate(trainer.lightning_module, batches(1), verbose=False)

@@ -1,4 +1,4 @@
-"""One fit: what a step hands to the optimizer and returns, and what closure and backward run in."""
+"""One fit: arguments and results of optimizer steps, and the contexts of closure and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_amp import AmpPrecision, DynamicLossScaler
 
 
 class TakesNoClosure(torch.optim.Optimizer):
-    """SGD, as it is written by whoever never needed a closure; with a keyword of its own."""
+    """SGD whose `step` takes no closure, but a keyword of its own."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -33,7 +33,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 class Steps(Toy):
-    """Steps by hand, or with the closure handed on by hand; `keywords` go to the optimizer."""
+    """Steps by hand, or passes the closure on itself; `keywords` go to the optimizer."""
 
     def __init__(self, optimizer: Any, manual: bool, **keywords: Any) -> None:
         super().__init__(optimizer)
@@ -84,7 +84,7 @@ def test_keywords_of_a_step_reach_the_optimizer(precision: str, manual: bool) ->
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_skipped_step_returns_what_its_closure_did(precision: str) -> None:
-    """The loss, as a step that is applied."""
+    """It returns the loss, as an applied step does."""
     outputs = fit(lambda: Steps(sgd, False), plugin(precision), batches(2), callbacks=[Poison(gradient=[0])])
     first, second = outputs.lightning_module.outputs
     assert first.isfinite()
@@ -92,7 +92,7 @@ def test_a_skipped_step_returns_what_its_closure_did(precision: str) -> None:
 
 
 class Closure(Toy):
-    """By hand; notes what its forward and its backward run in."""
+    """Notes the autocast state of its forward and its backward."""
 
     def __init__(self) -> None:
         super().__init__(sgd)
@@ -122,7 +122,7 @@ def test_the_users_closure_runs_under_autocast_and_its_backward_does_not(precisi
 
 
 class OwnLoss(Toy):
-    """Beside the plugin's, a loss and an optimizer of its own, which no scale touches."""
+    """Has a second loss and optimizer, which the plugin does not scale."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: sgd(self.net.parameters()))
@@ -144,12 +144,12 @@ class OwnLoss(Toy):
 
 
 def test_a_backward_that_fails_has_ended() -> None:
-    """Else all gradients to come were taken for those of a scaled loss, and a step on them refused."""
+    """Otherwise the plugin would take all later gradients for scaled ones, and refuse to step."""
     assert_same(fit(OwnLoss, scaled_fp32(init_scale=64.0), batches(2)), fit(OwnLoss, None, batches(2)))
 
 
 class TwoByHand(Toy):
-    """Clips and steps two optimizers by hand, with a BatchNorm, which a loss that is not finite must not spoil."""
+    """Clips and steps two optimizers by hand. A non-finite loss must not change its BatchNorm."""
 
     def __init__(self, fused: bool, loss_is_bad: bool) -> None:
         super().__init__(net=nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))

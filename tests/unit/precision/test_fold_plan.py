@@ -1,4 +1,4 @@
-"""Who looks at gradients before the step, and whether they may be folded into one pass."""
+"""Whether unscale, clip and step may run as one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row 26: batches of float64; and which precision a step runs in."""
+"""Row 26: batches of float64, and the precision of each step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_float64_batches(plugins: Plugins, precision: str) -> None:
 
 @pytest.mark.parametrize("validating", [False, True])
 def test_fp32_names_what_is_float64_in_a_batch(validating: bool) -> None:
-    """Torch says "mat1 and mat2 must have the same dtype", and leaves the user to find out of what."""
+    """Torch says only "mat1 and mat2 must have the same dtype"."""
 
     class Named(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -113,7 +113,7 @@ def test_a_training_step_in_validation_leaves_training_as_it_is() -> None:
 def contexts(
     training: str = "fp16", evaluation: str = "bf16", *, autocast_stays: bool = True
 ) -> tuple[ForwardContexts, list[Any]]:
-    """Those of a module, and a list that grows with each autocast that is made."""
+    """Return the contexts of a module, and a list that grows with each new autocast."""
     module, made = Toy(), list[Any]()
     module.trainer = quiet_trainer()
 
@@ -193,7 +193,7 @@ def test_only_a_mixture_of_float64_is_explained() -> None:
     [("fp16", "fp32", torch.float32), ("fp32", "bf16", torch.float32), ("fp32", "fp32", torch.float64)],
 )
 def test_who_casts_float64(training: str, evaluation: str, dtype: torch.dtype) -> None:
-    """The Trainer is not in training here; `test_float64_batches` has the other half."""
+    """The Trainer does not train here; in `test_float64_batches` it does."""
     it, _ = contexts(training, evaluation)
     converted = it.convert_input({"x": torch.ones(2, dtype=torch.float64), "y": 1})
     assert (converted["x"].dtype, converted["y"]) == (dtype, 1)

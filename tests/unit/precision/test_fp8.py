@@ -1,4 +1,4 @@
-"""fp8 in a fit: what is said, what is refused, and that it ends with the fit."""
+"""fp8 in a fit: its messages, its errors, and its end with the fit."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_layers_that_the_user_converted_count(caplog: pytest.LogCaptureFixture) 
 
 @pytest.fixture
 def real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this device had fp8. Torch has slow kernels for it on most CPUs, and none on others."""
+    """Pretend that this device has fp8, for which torch has slow kernels on most CPUs."""
     a, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
     try:
         torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.float32)
@@ -146,7 +146,7 @@ def test_a_recipe_of_ones_own_may_need_whole_tiles() -> None:
 @pytest.mark.cpu
 @pytest.mark.usefixtures("real")
 def test_names_take_a_batch_of_any_size(caplog: pytest.LogCaptureFixture) -> None:
-    """By the one kernel that torch 2.11 has for the CPU."""
+    """Torch 2.11 has one kernel for the CPU."""
     with caplog.at_level(logging.INFO):
         trainer = fit(net(), AmpPrecision("fp8", fp8_recipe="tensorwise"), batches(3, size=7))
     assert "recipe 'tensorwise'" in caplog.text
@@ -187,7 +187,7 @@ def test_a_backbone_that_is_unfrozen_later_is_in_fp8_from_then_on() -> None:
     monitor = GradientMonitor(1)
     trainer = fit(module, amp, batches(2), max_epochs=2, callbacks=[Unfreeze(), monitor])
     assert trainer.global_step == 4
-    assert amp.fp8_layers["net.4"] == "frozen; in fp8 from when it is not"
+    assert amp.fp8_layers["net.4"] == "frozen; it runs in fp8 once it is unfrozen"
     assert monitor.table[-1].fp8_underflow_fraction is not None
     with pytest.raises(ValueError, match="(?s)none of the 6 linear layers qualifies.*frozen"):
         fit(Toy(lambda p: torch.optim.SGD([*p][-2:], 0.01), Deep().requires_grad_(False)), plugin())

@@ -1,4 +1,4 @@
-"""Row 29: what `FSDPAmpPrecision` is before there are processes; `tests/distributed/test_fsdp.py` has them."""
+"""Row 29: `FSDPAmpPrecision` in one process; `tests/distributed/test_fsdp.py` has several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What outlives a fit: records and scales, read back whole or not at all."""
+"""Records and scales outlive a fit. A checkpoint is read whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAST = StepRecord(6, 0, 64.0, 32.0, True, "gradient")
 
 
 def used() -> tuple[Ledger, DynamicLossScaler]:
-    """A ledger, and a scaler, that have seen a run."""
+    """Return a ledger and a scaler after some steps."""
     ledger, scaler = Ledger(None, str), DynamicLossScaler(32.0)
     ledger.log.restore(5, 2, ["loss", "gradient"], LAST)
     x = torch.ones(2, dtype=torch.float16, requires_grad=True)
@@ -49,7 +49,7 @@ def test_what_was_not_used_is_not_written() -> None:
 
 @pytest.mark.parametrize("kind", [DynamicLossScaler, lambda: torch.amp.GradScaler("cpu")])
 def test_a_bare_scaler_state_moves_the_scale_alone(kind: Any) -> None:
-    """As stock Lightning writes it: it has counted nothing."""
+    """Stock Lightning writes such a state, and counts no steps."""
     ledger, _ = used()
     scaler = kind()
     ledger.load(torch.amp.GradScaler("cpu", init_scale=256.0).state_dict(), scaler, "MixedPrecision")

@@ -1,4 +1,4 @@
-"""Rows 13, 17, 25: what can be known to be wrong is said when the Trainer attaches, with names and the fix."""
+"""Rows 13, 17, 25: the plugin reports mistakes when the Trainer attaches, with names and the fix."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_healthy_module_is_not_bothered() -> None:
 
 
 class CastsItsWeight(Toy):
-    """As some libraries of metric losses do: the weight follows the dtype of what comes in."""
+    """Casts its weight to the dtype of its input, as some libraries of metric losses do."""
 
     class Proxies(nn.Module):
         def __init__(self) -> None:

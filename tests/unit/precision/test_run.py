@@ -1,4 +1,4 @@
-"""What a plugin holds while a Trainer runs, and leaves behind: nothing."""
+"""A run of the plugin leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS = ["fit", "validate", "test", "predict"]
 
 
 class Everything(Toy):
-    """Has all that a run puts something on: metrics, steps, epoch ends, statistics, a weight that is used again."""
+    """Has everything that a run changes: metrics, steps, epoch ends, statistics, a weight that is used again."""
 
     def __init__(self, crashes: bool) -> None:
         super().__init__(net=nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
@@ -90,7 +90,7 @@ def test_only_a_fit_has_backwards_and_steps(function: TrainerFn) -> None:
 
 
 def test_a_second_connect_replaces_the_fit() -> None:
-    """As where optimizers are made anew during a fit."""
+    """Optimizers may be made anew during a fit."""
     hooks = hooks_of_torch()
     it = run(TrainerFn.FITTING)
     connect(it)

@@ -1,8 +1,9 @@
-"""Rows 4 and 36: what a loop calls on the plugin's scaler itself means what the plugin has for it."""
+"""Rows 4 and 36: a loop may call the methods of the plugin's scaler, which do what the plugin does."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,6 @@ from support import (
     assert_same,
     batches,
     fit,
-    flags_on_a_device,
     weights,
 )
 from support.promises import OPTIMIZERS, plain_adamw, plain_sgd
@@ -30,7 +30,7 @@ from lightning_amp.precision import unscale_
 
 
 class OwnScaler(torch.amp.GradScaler):
-    """A user's own, whose calls do more than torch's; the policy is what the plugin has of it."""
+    """A user's own scaler, of which the plugin uses the policy only."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         raise AssertionError("the plugin unscales")
@@ -57,21 +57,14 @@ def scaled(scaler: Any = 2.0**10) -> AmpPrecision:
 
 
 class Manual(Toy):
-    """`step` is the loop, which gets a scaler, or `None` where it is to do without."""
+    """Runs `step`, which gets the scaler if it is to call it by hand, else `None`."""
 
-    def __init__(
-        self,
-        step: Callable[[Any, Tensor, Any], Any],
-        optimizer: Any = plain_sgd,
-        by_hand: bool = True,
-        way: str = "plugin",
-    ) -> None:
+    def __init__(self, step: Any, optimizer: Any = plain_sgd, by_hand: bool = True, way: str = "plugin") -> None:
         super().__init__(optimizer)
         self.automatic_optimization = False
         self.step, self.by_hand, self.way = step, by_hand, way
         self.norms: list[Tensor] = []
         self.scales: list[float] = []
-        self.own = [torch.optim.SGD(self.net.parameters(), lr=0.05)]  # Lightning does not see it
 
     def clip(self) -> None:
         self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 0.2).detach())
@@ -86,6 +79,11 @@ class Manual(Toy):
 
     def backward_of(self, loss: Tensor, scaler: Any) -> None:
         self.manual_backward(loss) if scaler is None else scaler.scale(loss).backward()
+
+
+def with_and_without(make: Callable[[bool], Toy], scaler: Callable[[], Any] = lambda: 2.0**10) -> list[L.Trainer]:
+    """Fit a module that calls the scaler by hand, and one that does not."""
+    return [fit(functools.partial(make, by_hand), scaled(scaler())) for by_hand in (True, False)]
 
 
 # -- `unscale_` ----------------------------------------------------------------------------------
@@ -113,10 +111,7 @@ def unscales(of: Callable[[Any], Any]) -> Callable[[Any, Tensor, Any], None]:
 )
 @pytest.mark.parametrize("of", [lambda o: o, lambda o: o.optimizer], ids=["lightning's", "inner"])
 def test_unscale_is_that_of_the_plugin(scaler: str, way: str, of: Callable[[Any], Any]) -> None:
-    runs = []
-    for by_hand in (True, False):
-        plugin = scaled(SCALERS[scaler]())
-        runs.append(fit(lambda by_hand=by_hand: Manual(unscales(of), by_hand=by_hand, way=way), plugin))
+    runs = with_and_without(lambda by_hand: Manual(unscales(of), by_hand=by_hand, way=way), SCALERS[scaler])
     (a, b), (one, other) = runs, [run.precision_plugin for run in runs]
     assert_same(a, b)
     assert_same(a.lightning_module.norms, b.lightning_module.norms)
@@ -167,9 +162,8 @@ class Automatic(Toy):
 @pytest.mark.parametrize("where", ["after the backward", "before the step", "clipping", "the step"])
 def test_unscale_in_the_hooks_of_automatic_optimization(where: str, optimizer: str) -> None:
     make = OPTIMIZERS[optimizer]
-    runs = [fit(lambda hand=hand: Automatic(where, hand, make), scaled()) for hand in (True, False)]
     reference = fit(lambda: Automatic(where, optimizer=make))
-    for run in runs:
+    for run in with_and_without(lambda by_hand: Automatic(where, by_hand, make)):
         assert_same(run, reference)
         assert_same(run.lightning_module.norms, reference.lightning_module.norms)
         assert run.precision_plugin.num_steps == len(run.lightning_module.norms) == 8
@@ -210,7 +204,7 @@ def update_alone(module: Any, batch: Tensor, scaler: Any) -> None:
 
 
 def accumulates(module: Any, batch: Tensor, scaler: Any) -> None:
-    """True gradients, and those of the plugin's backward, are carried to the scale before the user's adds to them."""
+    """Before the user's backward adds to them, all earlier gradients are brought to its scale."""
     module.backward_of(module.loss(batch), scaler)
     unscale_(module.trainer, module.optimizers())
     module.backward_of(module.loss(batch * 2), scaler)
@@ -239,9 +233,8 @@ RECIPES = [recipe, without_unscaling, half_of_it, update_alone, accumulates, sev
 )
 @pytest.mark.parametrize("step", RECIPES)
 def test_torchs_recipe_equals_fp32(step: Any, optimizer: str, scaler: str) -> None:
-    make = OPTIMIZERS[optimizer]
-    plugin = scaled(SCALERS[scaler]())
-    trainer, reference = fit(lambda: Manual(step, make), plugin), fit(lambda: Manual(step, make))
+    make, plugin = functools.partial(Manual, step, OPTIMIZERS[optimizer]), scaled(SCALERS[scaler]())
+    trainer, reference = fit(make, plugin), fit(make)
     assert_same(trainer, reference)
     assert_same(trainer.lightning_module.norms, reference.lightning_module.norms)
     assert trainer.global_step == reference.global_step == plugin.num_steps == 8
@@ -264,17 +257,15 @@ class Overflows(Manual):
 @pytest.mark.parametrize("scaler", ["dynamic", "torch's"])
 @pytest.mark.parametrize("step", [recipe, without_unscaling])
 def test_a_step_by_hand_is_skipped_as_any_other(step: Any, scaler: str) -> None:
-    runs = [
-        fit(lambda by_hand=by_hand: Overflows(step, plain_adamw, by_hand), scaled(SCALERS[scaler]()))
-        for by_hand in (True, False)
-    ]
+    runs = with_and_without(lambda by_hand: Overflows(step, plain_adamw, by_hand), SCALERS[scaler])
     assert_same(*runs)
     one, other = (run.precision_plugin for run in runs)
     assert (one.num_skipped, one.scaler.get_scale()) == (other.num_skipped, other.scaler.get_scale()) == (1, 2.0**12)
 
 
+@pytest.mark.usefixtures("where_flags_live")
 def test_the_scale_tells_of_a_skip_after_update() -> None:
-    """The usual way to step a schedule only if the optimizer did."""
+    """This is the usual way to step a schedule only if the optimizer did."""
     skipped: list[bool] = []
 
     def step(module: Any, batch: Tensor, scaler: Any) -> None:
@@ -282,18 +273,12 @@ def test_the_scale_tells_of_a_skip_after_update() -> None:
         recipe(module, batch, scaler)
         skipped.append(scaler.get_scale() < before)
 
-    for on_a_device in (False, True):
-        skipped.clear()
-        if on_a_device:
-            with flags_on_a_device():
-                fit(lambda: Overflows(step), scaled(DynamicLossScaler()))
-        else:
-            fit(lambda: Overflows(step), scaled(DynamicLossScaler()))
-        assert skipped == [False, False, True, False, False, False, False, False]
+    fit(lambda: Overflows(step), scaled(DynamicLossScaler()))
+    assert skipped == [False, False, True, False, False, False, False, False]
 
 
 def test_a_loss_that_is_not_finite_keeps_the_scale() -> None:
-    """The plugin knows the loss of a backward by hand, too."""
+    """The plugin knows the loss of a backward by hand too."""
     plugin = scaled(DynamicLossScaler())
     fit(lambda: Manual(recipe), plugin, callbacks=[Poison(loss=[7])])
     assert plugin.last_step is not None
@@ -309,21 +294,25 @@ def scales_twice(module: Any, batch: Tensor, scaler: Any) -> None:
     module.optimizers().step()
 
 
-def test_a_loss_that_is_scaled_twice_is_an_error() -> None:
-    module = Manual(scales_twice)
+class ScalesTwice(Toy):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.trainer.precision_plugin.scaler.scale(self.loss(batch))  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("make", "fix"),
+    [
+        (lambda: Manual(scales_twice), r"Call `self.manual_backward\(loss\)`.*without `scaler"),
+        (ScalesTwice, "return `loss` from `training_step`"),
+    ],
+    ids=["manual", "automatic"],
+)
+def test_a_loss_that_is_scaled_twice_is_an_error(make: Any, fix: str) -> None:
+    module = make()
     before = weights(module)
-    with pytest.raises(RuntimeError, match=r"loss scale twice.*Call `self.manual_backward\(loss\)`.*without `scaler"):
+    with pytest.raises(RuntimeError, match=f"loss scale twice.*{fix}"):
         fit(module, scaled())
     assert_same(module, before)
-
-
-def test_so_it_is_in_automatic_optimization() -> None:
-    class Scales(Toy):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            return self.trainer.precision_plugin.scaler.scale(self.loss(batch))  # pyright: ignore
-
-    with pytest.raises(RuntimeError, match="loss scale twice.*return `loss` from `training_step`"):
-        fit(Scales, scaled())
 
 
 def test_a_plugin_whose_step_calls_the_scaler_is_told() -> None:
@@ -341,7 +330,7 @@ def test_a_plugin_whose_step_calls_the_scaler_is_told() -> None:
 
 
 def penalty(module: Any, batch: Tensor, scaler: Any) -> None:
-    """Torch's recipe for a gradient penalty: `torch.autograd.grad` of a scaled loss, divided by the user."""
+    """Follow torch's recipe for a gradient penalty: the user divides `torch.autograd.grad` of a scaled loss."""
     batch = batch.clone().requires_grad_()
     loss = module.loss(batch)
     factor = 1.0 if scaler is None else scaler.get_scale()
@@ -387,7 +376,7 @@ def sets_the_scale(module: Any, batch: Tensor, scaler: Any) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scaler", ["dynamic", "torch's"])
 def test_a_scale_that_is_set_by_hand(scaler: str, optimizer: str) -> None:
-    """Gradients of before keep the scale that they have: torch's `update` writes over it in place."""
+    """Earlier gradients keep their scale, although torch's `update` overwrites it in place."""
     make = OPTIMIZERS[optimizer]
     trainer = fit(lambda: Manual(sets_the_scale, make), scaled(SCALERS[scaler]()))
     assert_same(trainer, fit(lambda: Manual(sets_the_scale, make)))
@@ -410,7 +399,7 @@ def test_steps_before_do_not_move_a_scale_that_is_set() -> None:
 
 
 class Unknown(Manual):
-    """An optimizer that Lightning does not know, of the module's own weights and of some outside of it."""
+    """Has an optimizer that Lightning does not know, of its own weights or of weights outside of it."""
 
     def __init__(self, by_hand: bool, inside: bool) -> None:
         super().__init__(lambda *_: None, by_hand=by_hand)
@@ -444,7 +433,7 @@ def test_an_optimizer_that_lightning_does_not_know(inside: bool) -> None:
 
 
 class Twice(Manual):
-    """Two optimizers, all by hand, the scale moved once for both."""
+    """Steps two optimizers by hand, and moves the scale once for both."""
 
     def __init__(self, by_hand: bool) -> None:
         super().__init__(lambda *_: None, by_hand=by_hand)
@@ -477,7 +466,7 @@ def test_two_optimizers() -> None:
 
 
 class Look(L.Callback):
-    """Takes copies in the middle of a fit, and may end it."""
+    """Copies the scaler in the middle of a fit, and may end the fit."""
 
     def __init__(self, crash: bool = False) -> None:
         self.crash = crash
@@ -507,7 +496,7 @@ def test_the_scaler_is_as_it_was(scaler: str, crash: bool) -> None:
 
 
 def loop_in_torch(scaler: torch.amp.GradScaler) -> None:
-    """A loop without a Trainer, by torch's own rules."""
+    """Train without a Trainer, by torch's own rules."""
     weight = nn.Parameter(torch.ones(2, device=DEVICE))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     scaler.scale(weight.sum()).backward()
@@ -537,7 +526,7 @@ def test_a_run_that_falls_back_lets_go_of_its_scaler() -> None:
 
 
 def test_without_a_call_nothing_is_added_to_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plugin's own backward multiplies by the scaler's own `scale`: who calls nothing pays nothing."""
+    """The plugin's own backward multiplies by the scaler's own `scale`, which adds no hook."""
     hooked: list[Tensor] = []
     register_hook = Tensor.register_hook
 
@@ -554,7 +543,7 @@ def test_without_a_call_nothing_is_added_to_a_loss(monkeypatch: pytest.MonkeyPat
 
 
 class Normalised(Overflows):
-    """With running statistics, which a skipped step takes back: those of both batches of a window."""
+    """Has running statistics. A skipped step restores them for both batches of a window."""
 
     def __init__(self, by_hand: bool) -> None:
         super().__init__(without_unscaling, by_hand=by_hand)
@@ -571,7 +560,7 @@ class Normalised(Overflows):
 
 
 def test_a_skipped_step_by_hand_leaves_no_trace_in_statistics() -> None:
-    runs = [fit(lambda by_hand=by_hand: Normalised(by_hand), scaled()) for by_hand in (True, False)]
+    runs = with_and_without(Normalised)
     assert_same(*runs)
     assert [int(run.lightning_module.net[1].num_batches_tracked) for run in runs] == [6, 6]
 

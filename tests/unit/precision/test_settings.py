@@ -1,4 +1,4 @@
-"""Which precision and which scaler follow from what was passed."""
+"""The precision and the scaler that follow from the arguments."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_number_is_a_scale_that_never_moves(scale: float) -> None:
 
 
 def test_its_own_scaler_is_made_once() -> None:
-    """A second Trainer resets it; it is not another one, whose records and settings somebody holds."""
+    """A second Trainer resets the same scaler, because users may hold it."""
     settings = Settings("fp16", None, None)
     assert scaler_of(settings, "fp16") is scaler_of(settings, "fp16")
     assert settings.given_scaler is None

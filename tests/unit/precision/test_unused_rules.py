@@ -18,7 +18,7 @@ from lightning_amp.precision import fp32_region
 
 
 class Coder(nn.Module):
-    """Used through `encode`, as every autoencoder is; its `forward` never runs."""
+    """Is used through `encode`, as autoencoders are; its `forward` never runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Coder(nn.Module):
 
 
 class UsesParts(Toy):
-    """A tied weight, and a module that is used through another method."""
+    """Has a tied weight, and a module that is used through another method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Attention(Toy):
 def idle(
     module: Any, rules: list[Any], steps: int = 4, precision: str = "bf16", **kwargs: Any
 ) -> tuple[list[str], L.Trainer]:
-    """The warnings of a run."""
+    """Return the warnings of a run, and its Trainer."""
     trainer = quiet_trainer(plugins=[AmpPrecision(precision, fp32_modules=rules)], **kwargs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -173,7 +173,7 @@ class Crash(L.Callback):
 
 
 def test_copies_that_run_count() -> None:
-    """A learner that is copied in each step, as in meta-learning."""
+    """The learner is copied in each step, as in meta-learning."""
 
     class Meta(Toy):
         def loss(self, batch: Tensor) -> Tensor:

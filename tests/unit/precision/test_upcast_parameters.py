@@ -1,4 +1,4 @@
-"""What a fit says and refuses about half-precision parameters, and what else it changes: copies, the module's dtype."""
+"""`upcast_parameters` makes half-precision parameters float32 in place, with buffers, averages and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ import torch
 from support import DEVICE, Poison, Toy, assert_same, batches, fit, quiet_trainer, weights
 from support.averages import EMAWeightAveraging, needs_averages
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_amp import AmpPrecision, FSDPAmpPrecision
+from lightning_amp.precision._upcast_parameters import (
+    mend_rounding,
+    sharded_parameters,
+    upcast_like,
+    upcast_parameters,
+)
 
 LOGGER = "lightning.pytorch.utilities.rank_zero"
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -114,7 +121,7 @@ def test_an_optimizer_that_is_older_than_the_fit() -> None:
 
 
 class Look(L.Callback):
-    """The weights as a fit finds them: after the checkpoint, before the first step."""
+    """Keeps the weights after the checkpoint is loaded and before the first step."""
 
     def __init__(self, change: bool = False) -> None:
         self.change, self.weights = change, dict[str, Tensor]()
@@ -128,7 +135,7 @@ class Look(L.Callback):
 
 
 class Renamed(Toy):
-    """Other names in the checkpoint than in the module."""
+    """Has other names in the checkpoint than in the module."""
 
     def __init__(self) -> None:
         super().__init__(adamw)
@@ -147,7 +154,7 @@ class Renamed(Toy):
 
 
 class Partial(Toy):
-    """Only one layer is in the checkpoint."""
+    """Saves only one layer."""
 
     def __init__(self) -> None:
         super().__init__(adamw)
@@ -165,7 +172,7 @@ def saved(make: Any, path: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("make", [lambda: Toy(adamw), Renamed, Partial])
 def test_all_that_a_checkpoint_has_comes_back_unrounded(make: Any, tmp_path: Path) -> None:
-    """Before an optimizer or a hook of the fit reads it."""
+    """It comes back before an optimizer or a hook of the fit reads it."""
     expected, look = saved(make, tmp_path / "a.ckpt"), Look()
     fit(lambda: make().to(torch.bfloat16), upcasting(), max_epochs=2, ckpt_path=tmp_path / "a.ckpt", callbacks=[look])
     assert_same(look.weights, expected)
@@ -179,7 +186,7 @@ def test_what_a_callback_changed_after_loading_stays(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_half_precision_weights(tmp_path: Path) -> None:
-    """Of a run without the argument: weights, and the state of the optimizer, go on in float32."""
+    """Weights and optimizer state of a run without the argument go on in float32."""
     module = half()
     module.loss = lambda batch: module.net(batch.bfloat16()).float().square().mean()
     fit(module, AmpPrecision("fp32")).save_checkpoint(tmp_path / "a.ckpt")
@@ -205,3 +212,112 @@ def test_a_skipped_step_of_upcast_parameters_did_not_happen() -> None:
     plugin = upcasting("fp16", scaler=256.0)
     fit(half(), plugin, callbacks=[Poison(gradient=[1])])
     assert (plugin.num_steps, plugin.num_skipped) == (7, 1)
+
+
+# -- in place --------------------------------------------------------------------------------------------------------
+
+
+def small() -> nn.Module:
+    """Return a module with 20 values to train and 2 buffers of 4."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_same_objects_with_the_same_values(dtype: torch.dtype) -> None:
+    module = small().to(dtype)
+    parameters, buffers = [*module.parameters()], [*module.buffers()]
+    values = {name: v.clone().float() for name, v in module.state_dict().items() if v.is_floating_point()}
+    seen: list[torch.dtype] = []
+    parameters[0].register_hook(lambda gradient: seen.append(gradient.dtype))
+    result = upcast_parameters(module)
+    assert all(a is b for a, b in zip([*parameters, *buffers], [*module.parameters(), *module.buffers()], strict=True))
+    assert_same({k: v for k, v in module.state_dict().items() if v.is_floating_point()}, values)
+    assert (len(result.parameters), result.num_values, result.num_buffers, result.num_bytes) == (4, 20, 2, 2 * 28)
+    assert not result.before
+    module(torch.randn(3, 2)).square().sum().backward()
+    assert seen == [torch.float32]
+
+
+def test_again_is_nothing() -> None:
+    module = small()
+    upcast_parameters(module)
+    assert upcast_parameters(module) == (set(), {}, 0, 0, 0)
+
+
+def test_a_tied_weight_counts_once() -> None:
+    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).half()
+    module[1].weight = module[0].weight
+    module.register_parameter("again", module[0].weight)
+    assert upcast_parameters(module).num_values == 9
+    assert module[1].weight is module[0].weight
+    assert module[1].weight.dtype == torch.float32
+
+
+def test_a_gradient_that_is_there() -> None:
+    module = nn.Linear(2, 1).to(torch.bfloat16)
+    module(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    gradient = module.weight.grad
+    upcast_parameters(module)
+    assert module.weight.grad is gradient
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
+
+
+def test_frozen_parts_stay_with_their_buffers() -> None:
+    """Buffers follow the parameters around them; a buffer at the top follows the trained part."""
+    frozen = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False)).requires_grad_(False)
+    trained = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
+    module = nn.ModuleDict({"frozen": frozen, "trained": trained})
+    module.register_buffer("table", torch.zeros(3))
+    module.register_buffer("count", torch.zeros(3, dtype=torch.long))
+    module.to(torch.bfloat16)
+    upcast_parameters(module)
+    stay = [name for name, value in module.state_dict().items() if value.dtype == torch.bfloat16]
+    assert stay == [n for n, v in module.state_dict().items() if n.startswith("frozen") and v.is_floating_point()]
+    assert module["trained"][1].running_mean.dtype == module.table.dtype == torch.float32
+    assert module.count.dtype == torch.long
+
+
+def test_a_frozen_layer_beside_a_trained_one_keeps_its_statistics() -> None:
+    module = small()
+    module[1].requires_grad_(False)
+    upcast_parameters(module)
+    assert {v.dtype for v in module[1].state_dict().values()} == {torch.bfloat16, torch.long}
+
+
+def test_parametrizations_and_lazy_modules() -> None:
+    module = nn.Sequential(spectral_norm(nn.Linear(2, 2)), nn.LazyLinear(1)).to(torch.bfloat16)
+    assert upcast_parameters(module).num_values == 6
+    module(torch.randn(1, 2))
+    assert {v.dtype for v in module.state_dict().values()} == {torch.float32}
+
+
+def test_a_copy_goes_along() -> None:
+    """Tensors are matched by name. Half precision in the module stays half precision in the copy."""
+    module, copy = nn.ModuleDict({"a": small(), "b": nn.Linear(1, 1).half()}), nn.ModuleDict({"a": small()})
+    module["a"][0].requires_grad_(False)
+    upcast_parameters(module)
+    copy["c"] = nn.Linear(1, 1).half()
+    upcast_like(copy, module)
+    theirs = {name: value.dtype for name, value in module.state_dict().items()} | {
+        "c.weight": torch.float16, "c.bias": torch.float16,
+    }  # fmt: skip
+    assert {n: v.dtype for n, v in copy.state_dict().items()} == {n: theirs[n] for n in copy.state_dict()}
+
+
+def test_only_what_rounds_to_the_old_values_is_taken_from_a_checkpoint() -> None:
+    module = nn.Linear(2, 1).to(torch.bfloat16)
+    before = upcast_parameters(module, keep=True).before
+    weight, bias = module.weight.detach().clone(), module.bias.detach().clone()
+    with torch.no_grad():
+        module.weight.mul_(1 + 1e-4)  # what was rounded
+        module.bias.add_(1)  # something else
+    mend_rounding(before)
+    assert_same(module.weight.detach(), weight * (1 + 1e-4))
+    assert_same(module.bias.detach(), bias)
+
+
+def test_plain_parameters_are_no_shards() -> None:
+    """`tests/distributed` has real shards."""
+    assert sharded_parameters(small()) == {}

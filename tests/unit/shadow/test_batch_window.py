@@ -1,4 +1,4 @@
-"""What is kept of the batches since the last step."""
+"""The window keeps the batches since the last step, up to a limit, and copies of edited ones."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ def test_a_batch_is_copied_once_one_was_edited() -> None:
     window, batch = BatchWindow(), torch.ones(2)
     window.add(batch, 0, "cpu")
     batch.zero_()
-    window.detect_edits()
-    assert window.kept[0].edited
+    assert not window.kept[0].is_intact
     window.add(batch, 1, "cpu")
     batch.fill_(3)
-    window.detect_edits()
-    assert not window.kept[1].edited
+    assert window.kept[1].is_intact
     assert torch.equal(window.kept[1].batch, torch.zeros(2))

@@ -1,4 +1,4 @@
-"""One side of a comparison: upcast, uncompiled, and only with what can be copied."""
+"""An evaluation pass is upcast and uncompiled, and refuses objects that cannot be copied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 class Features(Model):
-    """Sees what the dtype of its batch is."""
+    """Logs the dtype of its batch."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x = batch["x"][0]

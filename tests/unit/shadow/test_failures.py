@@ -1,4 +1,4 @@
-"""What is said of a step that fails when it runs a second time."""
+"""The words for a step that fails when it runs a second time."""
 
 from __future__ import annotations
 

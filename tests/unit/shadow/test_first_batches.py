@@ -1,4 +1,4 @@
-"""Which batches are kept, and what had been logged after each."""
+"""The first batches of an evaluation are kept, and the logged values of each batch are known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_amp.shadow._first_batches import FirstBatches
 
 
 def trainer(**values: tuple[float, int]) -> Any:
-    """Logs means: sum and rows by name."""
+    """Make a trainer that has logged means, given as sum and number of rows."""
     results: dict[str, Any] = {
         name: SimpleNamespace(
             has_reset=False, is_tensor=True, value=torch.tensor(total), cumulated_batch_size=torch.tensor(rows),

@@ -1,4 +1,4 @@
-"""The gradient of one batch in fp32 and as training computes it: against values computed by hand."""
+"""The sampled gradients of one batch agree with gradients computed by hand."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_fidelity_tells_precisions_apart(precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_the_gradient_of_the_loss_itself_says_nothing(precision: str) -> None:
-    """A criterion, or a model of Hugging Face, puts out the loss: its gradient is the scale, in fp32."""
+    """The output of a criterion, or of a Hugging Face model, is the loss: its gradient is the scale, in fp32."""
 
     class WithCriterion(Toy):
         def __init__(self) -> None:
@@ -173,7 +173,7 @@ class Penalised(Toy):
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_gradients_of_an_inner_derivative_do_not_count(scaled: bool) -> None:
-    """They are 1 and more; those of the loss are far below."""
+    """Inner gradients are 1 and more; gradients of the loss are far below."""
     largest: list[float] = []
 
     class ByHand(L.Callback):
@@ -198,7 +198,7 @@ def test_the_gradients_of_an_inner_derivative_do_not_count(scaled: bool) -> None
 
 @pytest.mark.parametrize("draw", [torch.randn_like, lambda x: torch.empty_like(x).normal_()])
 def test_noise_like_an_activation_is_the_same_in_both_precisions(draw: Any) -> None:
-    """A variational autoencoder draws it: 100 values, of which the CPU makes others in half precision."""
+    """A variational autoencoder draws such noise; for 100 values the CPU draws others in half precision."""
 
     class Noisy(Toy):
         def loss(self, batch: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The share of each dtype in the products of a training step that leaves no trace."""
+"""The share of each dtype in the matrix products of a step is right, and counting leaves no trace."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def test_it_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(net=nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(), nn.Linear(16, 1)))
 
     looked = fit(Dropping, AmpPrecision("fp16"), callbacks=[Looks()])
-    monkeypatch.setattr(MatmulFlops, "__torch_dispatch__", None)  # who is still counting fails now
+    monkeypatch.setattr(MatmulFlops, "__torch_dispatch__", None)  # a counter that is still active fails now
     assert_same(weights(looked), weights(fit(Dropping, AmpPrecision("fp16"))))
 
 
 def test_a_step_that_fails_is_closed() -> None:
-    """What it raises goes on, and the next one counts."""
+    """Its exception is raised, and the next step is counted."""
 
     class Fails(Toy):
         def loss(self, batch: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Net(Toy):
 
 
 class Functional(Net):
-    """Its loss goes through a transform of `torch.func`, and it is always that of `forward`, or nearly so."""
+    """Its loss goes through a transform of `torch.func`, and nearly equals the loss of `Net`."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -84,39 +84,29 @@ def double(x: Tensor) -> Tensor:
     return torch.tanh(x)
 
 
-def make(kind: str) -> Any:
-    if kind in ("functional_call", "vmap", "grad of inputs", "jacrev", "jvp", "inner step"):
-        return Functional(kind)
-    module = Net()
-    if kind == "torch.compile(child)":
-        module.net = compiled(module.net)
-    elif kind == "torch.compile(grandchild)":
-        module.net[0] = compiled(module.net[0])
-    elif kind == "child.compile()":
-        module.net.compile(backend="eager")
-    elif kind == "torch.compile(method)":
-        module.encode = compiled(module.plain_encode)
-    elif kind == "lambda":
-        module.encode = lambda batch: module.net(batch * 1)
-    elif kind == "function in a function":
-        module.encode = functools.partial(wrapped(wrapped(module.plain_encode)), scale=1)
-    elif kind == "torch.jit.script(child)":
-        module.net = torch.jit.script(module.net)
-    elif kind == "torch.jit.trace(child)":
-        module.net = torch.jit.trace(module.net, torch.ones(4, 8))  # type: ignore[assignment]
-    elif kind == "torch.jit.script(function)":
-        module.act = torch.jit.script(double)
-    elif kind == "torch.compile(module)":
-        return compiled(module)
-    return module
-
-
-COMPILED = [
-    "torch.compile(child)", "torch.compile(grandchild)", "child.compile()", "torch.compile(method)",
-    "torch.compile(module)", "lambda", "function in a function",
-]  # fmt: skip
-SCRIPTED = ["torch.jit.script(child)", "torch.jit.trace(child)", "torch.jit.script(function)"]
+COMPILED: dict[str, Callable[[Net], object]] = {
+    "torch.compile(child)": lambda module: setattr(module, "net", compiled(module.net)),
+    "torch.compile(grandchild)": lambda module: setattr(module.net, "0", compiled(module.net[0])),
+    "child.compile()": lambda module: module.net.compile(backend="eager"),
+    "torch.compile(method)": lambda module: setattr(module, "encode", compiled(module.plain_encode)),
+    "torch.compile(module)": lambda module: None,
+    "lambda": lambda module: setattr(module, "encode", lambda batch: module.net(batch * 1)),
+    "function in a function": lambda module: setattr(
+        module, "encode", functools.partial(wrapped(wrapped(module.plain_encode)), scale=1)
+    ),
+}
+SCRIPTED: dict[str, Callable[[Net], object]] = {
+    "torch.jit.script(child)": lambda module: setattr(module, "net", torch.jit.script(module.net)),
+    "torch.jit.trace(child)": lambda module: setattr(module, "net", torch.jit.trace(module.net, torch.ones(4, 8))),
+    "torch.jit.script(function)": lambda module: setattr(module, "act", torch.jit.script(double)),
+}
 FUNCTIONAL = ["functional_call", "vmap", "grad of inputs", "jacrev", "jvp", "inner step"]
+
+
+def make(kind: str) -> Any:
+    module = Functional(kind) if kind in FUNCTIONAL else Net()
+    {**COMPILED, **SCRIPTED}.get(kind, lambda module: None)(module)
+    return compiled(module) if kind == "torch.compile(module)" else module
 
 
 def case(kind: str, *marks: Any) -> Any:
@@ -141,8 +131,8 @@ def gradients_of_a_plain_module() -> GradientTable:
 @pytest.mark.parametrize(
     "kind", ["plain", *COMPILED, *(case(kind, pytest.mark.slow) for kind in [*SCRIPTED, *FUNCTIONAL])]
 )
-def test_they_see_what_they_see_of_a_plain_module(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """At the default scale; and at one that is too high, where steps are skipped, and found."""
+def test_they_see_the_same_as_in_a_plain_module(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Gradients are sampled at the default scale; skipped steps are located at a scale that is too high."""
     plain = gradients_of_a_plain_module()
     monitor, locator = GradientMonitor(4), OverflowLocator(max_reports=2, dirpath=tmp_path, save_bundles=True)
     with caplog.at_level("INFO"):
@@ -163,7 +153,7 @@ def test_they_see_what_they_see_of_a_plain_module(kind: str, tmp_path: Path, cap
     hidden = kind in ("torch.jit.script(child)", "torch.jit.trace(child)")
     assert ("`GradientMonitor` does not see into `net`, compiled by TorchScript" in caplog.text) == hidden
     assert all(("`net` is compiled by TorchScript" in report.note) == hidden for report in locator.reports)
-    if kind != "torch.compile(module)":  # there the factory would have to return what is inside
+    if kind != "torch.compile(module)":  # there the factory would have to return the module inside
         bundle = sorted(tmp_path.glob("*.pt"))[0]
         assert replay(bundle, lambda: make(kind), precision="fp16").diagnosis.cause == "backward"
         if not hidden:
@@ -180,7 +170,7 @@ def test_training_is_the_same_bits(kind: str, precision: str) -> None:
 
 
 class ZeroedAfterwards(Net):
-    """Gradients that anybody leaves behind before the step take part in it."""
+    """Gradients that a callback leaves behind before the backward would take part in the step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What cannot be copied: refused to steps of a copy, lent to its hooks."""
+"""Steps of a copy must not use objects that cannot be copied; its hooks may."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_hooks_may_use_what_cannot_be_copied(kind: str, tmp_path: Any) -> None:
     module: Any = Module().eval()
     with (tmp_path / "log.txt").open("w") as file:
         recorder = Recorder(file)
-        module.recorder = recorder  # of the module too: there it may not be used
+        module.recorder = recorder  # an attribute of the module, too: a step may not use it
         if kind == "method of the module":
             module.hook = types.MethodType(lambda self, *args: self.recorder(*args), module)
         hooks: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Outputs of modules, in one precision beside those in another."""
+"""Outputs of modules in mixed precision are compared with their outputs in fp32."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_calls_are_paired_by_name_and_number() -> None:
     assert (outputs.calls, outputs.reference) == ([], [])
 
 
-def test_without_inputs_nothing_is_kept() -> None:
+def test_without_inputs_no_copies_are_kept() -> None:
     net, x = Net(), torch.randn(8, 4)
     outputs = OutputComparison()
     with outputs.recording(net):
@@ -81,7 +81,7 @@ def test_without_inputs_nothing_is_kept() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
-def test_what_is_compiled_is_left_alone() -> None:
+def test_compiled_modules_are_left_alone() -> None:
     net = Net()
     net.a = torch.jit.script(net.a)  # type: ignore[assignment]
     net.b.compile(backend="eager")

@@ -1,4 +1,4 @@
-"""Which batches the two sides of a comparison see, and what becomes of it when one side fails."""
+"""Both sides of a comparison see the same batches, and a failure of one side ends the comparison only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fit that leaves no trace."""
+"""A private fit leaves no trace on module, data, callbacks, process and disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import signal
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,19 +87,25 @@ def test_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, capsys: 
 
     def make() -> Net:
         seed_everything(3)
+        os.environ["MINE"] = "1"
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("high")
+        torch.autograd.set_detect_anomaly(True)
         return Net().float()
 
-    fit(make, Data)
-    assert "PL_GLOBAL_SEED" not in os.environ
+    fit(make, Data, deterministic=True)
+    assert {"PL_GLOBAL_SEED", "MINE"}.isdisjoint(os.environ)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.is_anomaly_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
     assert logging.getLogger("lightning.pytorch").level == level
     assert torch.get_num_threads() == threads
     assert torch.get_default_dtype() == torch.float32
     assert capsys.readouterr() == ("", "")
 
 
-def test_callbacks_of_the_user_run_as_copies_and_none_of_them_ends_the_fit() -> None:
+def test_the_users_callbacks_run_as_copies_and_cannot_end_the_fit() -> None:
     class Counts(Callback):
         num_batches = 0
 
@@ -113,17 +118,25 @@ def test_callbacks_of_the_user_run_as_copies_and_none_of_them_ends_the_fit() -> 
     assert next(c for c in trainer.callbacks if isinstance(c, Counts)).num_batches == 5
 
 
-def test_what_cannot_be_copied_must_be_made_anew() -> None:
-    class Locked(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lock = threading.Lock()
+class Locked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
 
-    trainer, _ = fit(Locked, Data)
-    assert trainer.global_step == 5
-    locked = Locked()
+
+class Scripted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.jit.script(torch.nn.Linear(4, 1))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript
+@pytest.mark.parametrize("module", [Locked, Scripted])
+def test_a_module_that_cannot_be_copied_or_trained_as_a_copy_must_be_made_anew(module: type[Net]) -> None:
+    assert fit(module, Data)[0].global_step == 5
+    same = module()
     with pytest.raises(ValueError, match="returns the same object each time, and it cannot be copied"):
-        fit(lambda: locked, Data)
+        fit(lambda: same, Data)
 
 
 def test_a_factory_of_something_else_is_an_error() -> None:
@@ -143,17 +156,6 @@ def test_callbacks_of_the_module_that_write_or_stop_are_left_out(in_tmp_path: Pa
     assert list(in_tmp_path.iterdir()) == []
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript
-def test_what_cannot_be_trained_as_a_copy_is_made_anew() -> None:
-    class Scripted(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.jit.script(torch.nn.Linear(4, 1))
-
-    trainer, _ = fit(Scripted, Data)
-    assert trainer.global_step == 5
-
-
 def test_an_interrupt_stays_one() -> None:
     class Interrupted(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -166,7 +168,7 @@ def test_an_interrupt_stays_one() -> None:
 
 
 def test_a_new_module_is_taken_as_it_is() -> None:
-    """A copy computes with what closures of the original hold, and is compiled no more."""
+    """A copy would not be compiled, and its closures could refer to the original."""
     made: list[Net] = []
 
     def make() -> Net:
@@ -210,7 +212,7 @@ def test_functions_that_close_over_a_module_are_those_of_its_copy() -> None:
     assert not torch.equal(fitted.layer.weight, before)
 
 
-def test_where_the_trainer_says_that_files_go_is_a_folder_that_is_removed(in_tmp_path: Path) -> None:
+def test_the_folders_of_the_trainer_are_removed(in_tmp_path: Path) -> None:
     class Writes(Net):
         def on_train_start(self) -> None:
             trainer: Any = self.trainer
@@ -241,22 +243,6 @@ def test_a_callback_that_cannot_be_copied_is_named() -> None:
 
     with pytest.raises(ValueError, match="The callback `Holds` cannot be copied"):
         fit(Net, Data, callbacks=[Holds()])
-
-
-def test_settings_of_the_process_are_put_back() -> None:
-    def make() -> Net:
-        os.environ["MINE"] = "1"
-        torch.set_float32_matmul_precision("high")
-        torch.autograd.set_detect_anomaly(True)
-        return Net()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(make, Data, deterministic=True)
-    assert "MINE" not in os.environ
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert not torch.is_anomaly_enabled()
-    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_fit_runs_on_the_device_that_it_is_given_and_the_current_one_stays(device: torch.device) -> None:

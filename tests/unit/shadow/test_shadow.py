@@ -1,4 +1,4 @@
-"""The shadow shares parameters and nothing else, and leaves trainer, loggers and random generators alone."""
+"""A step of the shadow changes neither the module nor trainer and loggers."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_a_step_of_the_shadow_changes_nothing(capsys: pytest.CaptureFixture[str]
     trainer.fit(module, DataLoader(torch.randn(4, 2), batch_size=4))
     shadow = found["shadow"]
     assert capsys.readouterr().out.count("hello") == 1
-    assert [a is b for a, b in zip(module.parameters(), shadow.module.parameters(), strict=True)] == [True] * 4
+    assert {id(p) for p in module.parameters()}.isdisjoint(id(p) for p in shadow.module.parameters())
     assert found["loss"].requires_grad
     assert shadow.module.values == [1.0]
     assert next(set(row) - {"epoch"} for _, row in logger.rows) == {"by hand"}

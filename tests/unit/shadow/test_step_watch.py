@@ -1,4 +1,4 @@
-"""What is seen of a step: who clips scaled gradients, and which derivatives it takes."""
+"""The watch sees functions that clip scaled gradients, and inaccurate derivatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device that is current, the one that Lightning would train on, and what the Trainer of a private fit gets."""
+"""The device that Lightning would train on is found, and a private fit restores the current device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_amp.shadow import device_of_trainer, private_trainer, unnoticed
 
 
 class Elsewhere(Accelerator):
-    """As packages beside Lightning bring for devices that it does not know."""
+    """An accelerator for a device that Lightning does not know, as other packages provide it."""
 
     def setup_device(self, device: torch.device) -> None: ...
 

@@ -1,4 +1,4 @@
-"""A training step on a shadow: what user code asks of the trainer works on the shadow's things, not the real ones."""
+"""A training step on a shadow works on the shadow's parameters and optimizers, not on the real ones."""
 
 from __future__ import annotations
 
@@ -30,10 +30,15 @@ def probe(module: Callable[[], L.LightningModule], look: Callable[[L.Trainer, Tr
     return fit(module, AmpPrecision("bf16"), callbacks=[Probe()], max_steps=2)
 
 
-class Gan(Toy):
+class Manual(Toy):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class Gan(Manual):
+    def __init__(self) -> None:
+        super().__init__()
         self.other = nn.Linear(8, 1)
         self.frozen: list[tuple[bool, bool]] = []
 
@@ -115,23 +120,19 @@ def test_backward_runs_outside_of_autocast() -> None:
             seen.append(torch.is_autocast_enabled(DEVICE))
             return gradient
 
-    class Manual(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
+    class Looks(Manual):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(Look.apply(self.net(batch).float()).sum())
             optimizer.step()
 
-    probe(Manual, lambda *_: None)
+    probe(Looks, lambda *_: None)
     assert seen == [False] * 4
 
 
 def test_logged_values_are_not_reduced_over_ranks() -> None:
-    """The other ranks may not be running the step."""
+    """Other ranks may not take part."""
     enabled: list[bool | None] = []
 
     class Logs(Toy):
@@ -145,12 +146,11 @@ def test_logged_values_are_not_reduced_over_ranks() -> None:
     assert enabled == [False, None] * 2
 
 
-class ByHand(Toy):
-    """Steps the optimizer inside of Lightning's, or does everything by the scaler."""
+class ByHand(Manual):
+    """Steps the optimizer inside Lightning's wrapper, or uses the scaler for everything."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.how = how
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -171,7 +171,7 @@ class ByHand(Toy):
 
 @pytest.mark.parametrize(("how", "precision"), [("inner", "bf16"), ("inner", "fp32"), ("recipe", "fp16")])
 def test_a_step_by_hand_concerns_the_shadow(how: str, precision: str) -> None:
-    """What stands in for the optimizer has no real one inside, and the real scaler hears nothing of it."""
+    """The stand-in of the optimizer has no real one inside, and the real scaler is not called."""
     passes: list[dict[str, Tensor]] = []
 
     class Probe(L.Callback):
@@ -203,7 +203,7 @@ def test_a_step_by_hand_concerns_the_shadow(how: str, precision: str) -> None:
 
 
 def test_a_pass_in_fp32_has_a_backward_in_fp32() -> None:
-    """TF32, and bfloat16 inside of fp32 products, are off in it too; the real backward has what the user set."""
+    """TF32, and bfloat16 inside fp32 products, are off in this backward; the real backward has the user's setting."""
     reduced: dict[str, list[bool]] = {"step": [], "backward": []}
 
     class Looks(Toy):

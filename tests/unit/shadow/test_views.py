@@ -1,4 +1,4 @@
-"""Views: they read from the original and keep to themselves what is set on them; silent loggers write nothing."""
+"""Views read from the original and keep attributes that are set on them; silent loggers write nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers are the same in a second run, and fp32 is fp32."""
+"""A second run draws the same random numbers, and computes fp32 without TF32 or bf16."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_random_generators_are_paired() -> None:
 
 
 SINCE_29 = hasattr(torch.backends, "fp32_precision")
-"""Torch 2.9 has a switch per kernel and library; before there was one for all products and one for cuDNN."""
+"""Torch 2.9 has a switch per kernel and library; earlier versions have one for all products and one for cuDNN."""
 TF32: dict[str, Callable[[Any], object]] = {
     "default": lambda _: None,
     "high": lambda _: torch.set_float32_matmul_precision("high"),
@@ -83,7 +83,7 @@ def test_reduced_precision_is_off_and_restored(setting: str) -> None:
         leaves = {value for name, value in precisions().items() if name not in ("all", "cuda")}
         assert leaves <= {"ieee", "none"}
     assert precisions() == found
-    if setting == "all tf32":  # what was inherited still is
+    if setting == "all tf32":  # inherited values are inherited again
         backends.fp32_precision = "ieee"
         assert precisions()["matmul"] == "ieee"
 
@@ -98,7 +98,7 @@ def test_a_packed_state_loads_without_code_and_draws_the_same(tmp_path: Path) ->
 
 
 class Backend:
-    """A machine with two devices of a kind."""
+    """Pretend that there are two devices."""
 
     def __init__(self) -> None:
         self.states = [torch.tensor([1]), torch.tensor([2])]

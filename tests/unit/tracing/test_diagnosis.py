@@ -1,16 +1,28 @@
-"""Where the first non-finite value arose."""
+"""The first non-finite value of a step, and the operation that made it, are found."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from support.traces import backward
 from torch import Tensor, nn
 
 from lightning_amp.numerics import nonfinite_gradients
-from lightning_amp.tracing import Diagnosis, Trace, diagnose, nonfinite_entries
+from lightning_amp.tracing import (
+    Diagnosis,
+    OperationWatch,
+    Trace,
+    blamed_in_fp32,
+    blamed_in_half,
+    diagnose,
+    fp32_throughout,
+    nonfinite_entries,
+    operation,
+)
 
 
 class Multiply(nn.Module):
@@ -97,11 +109,24 @@ def test_forward() -> None:
     assert found.largest_weight is None
 
 
-def test_the_innermost_module_is_named_or_the_one_whose_own_operation_it_was() -> None:
-    assert run(net(nn.Sequential(nn.Identity(), Multiply(1e6)))).module == "2.1"
-    assert run(net(Nested())).module == "2"
-    found = run(net(Before()))
-    assert (found.cause, found.module, found.where) == ("forward", "2.inner", "input")
+def exploding(out: Tensor) -> Tensor:
+    return out.float().exp().mul(1e30).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "expected"),
+    [
+        (net(nn.Sequential(nn.Identity(), Multiply(1e6))), {}, ("forward", "2.1", "output")),
+        (net(Nested()), {}, ("forward", "2", "output")),
+        (net(Before()), {}, ("forward", "2.inner", "input")),
+        (net(), {"loss_fn": exploding}, ("loss", None, None)),
+        (net(), {"scale": 2.0**30}, ("backward", "2", "output")),
+    ],
+    ids=["innermost", "own operation after a child", "own operation before a child", "loss", "backward"],
+)
+def test_the_module_whose_own_operation_overflowed_is_named(module: Any, options: Any, expected: Any) -> None:
+    found = run(module, **options)
+    assert (found.cause, found.module, found.where) == expected
 
 
 def test_weights() -> None:
@@ -127,16 +152,6 @@ def test_labels() -> None:
         backward(trace, loss)
     found = diagnose(trace, loss, batch)
     assert (found.cause, found.module, found.entries) == ("batch", None, (("['y']", 1),))
-
-
-def test_loss() -> None:
-    found = run(net(), loss_fn=lambda out: out.float().exp().mul(1e30).square().mean())
-    assert (found.cause, found.module) == ("loss", None)
-
-
-def test_backward_at_the_output() -> None:
-    found = run(net(), scale=2.0**30)
-    assert (found.cause, found.module, found.where, found.dtype) == ("backward", "2", "output", "float16")
 
 
 def test_backward_of_a_module() -> None:
@@ -190,3 +205,69 @@ def test_entries() -> None:
 
     batch = [torch.ones(2), {"a": (torch.tensor([float("inf"), 1.0]), "text")}, Point(), torch.tensor([1])]
     assert nonfinite_entries(batch) == (("[1]['a'][0]", 1), ("[2].x", 1))
+
+
+# -- the operation to blame, from two runs -----------------------------------------------------------------------------
+
+
+def watched(function: Callable[[], Tensor], wanted: OperationWatch | None = None) -> OperationWatch:
+    keys = [] if wanted is None else [call.key for call in wanted.bad]
+    context = nullcontext() if wanted is None else fp32_throughout("cpu")
+    with context, OperationWatch(nn.Identity(), "nobody.py", keys) as watch:
+        watch.note_loss(function())
+    return watch
+
+
+def test_a_mask_is_not_to_blame_and_what_fp32_holds_is() -> None:
+    x, hidden = torch.tensor([300.0, 1.0]), torch.tensor([False, True])
+
+    def loss() -> Tensor:
+        masked = x.masked_fill(hidden, -torch.inf)
+        square = x.half() * x.half()
+        return torch.softmax(masked, -1).sum() + square.sum().float()
+
+    half = watched(loss)
+    exact = watched(loss, half)
+    assert [call.name for call in half.bad][:2] == ["masked_fill", "mul"]
+    call = blamed_in_half(half, exact, half.made_loss)
+    assert call is not None
+    found = operation(nn.Identity(), call, exact.measured[call.key])
+    assert (found.name, found.dtype, found.largest_input, found.largest_in_fp32) == ("mul", "float16", 300, 90_000)
+    assert "x.half() * x.half()" in found.code
+
+
+def test_the_operation_that_makes_nan_of_a_written_infinity_is_to_blame() -> None:
+    x = torch.ones(2, 2)
+
+    def all_hidden() -> Tensor:
+        return torch.softmax(x.masked_fill(x > 0, -torch.inf), -1).sum()
+
+    watch = watched(all_hidden)
+    call = blamed_in_fp32(watch.made_loss, watch.bad)
+    assert call is not None
+    assert (call.name, call.facts.kind, call.facts.count) == ("softmax", "masked", 2)
+
+    def difference() -> Tensor:
+        hidden = x.masked_fill(x > 0, -torch.inf)
+        return (hidden - hidden).sum()
+
+    watch = watched(difference)
+    call = blamed_in_fp32(watch.made_loss, watch.bad)
+    assert call is not None
+    assert call.name == "sub"
+
+
+def test_what_was_computed_is_to_blame_itself() -> None:
+    x = torch.zeros(2)
+    watch = watched(lambda: (torch.log(x) * x + 1).sum())  # noqa: PLW0108
+    call = blamed_in_fp32(watch.made_loss, watch.bad)
+    assert call is not None
+    assert (call.name, call.facts.kind) == ("log", "zero")
+
+
+def test_without_a_chain_the_first_that_was_not_written_on_purpose() -> None:
+    x = torch.zeros(2)
+    watch = watched(lambda: torch.full((2,), torch.inf).sum() * 0 + (1 / x).sum() * 0)
+    call = blamed_in_fp32(None, watch.bad)
+    assert call is not None
+    assert (call.name, call.facts.kind) == ("div", "zero")

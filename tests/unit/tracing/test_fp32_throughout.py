@@ -1,4 +1,4 @@
-"""Code that casts to half precision by hand computes in float32 inside, backward included."""
+"""Inside, code that casts to half precision by hand computes in float32, also in its backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_amp.tracing import Fp32Draws, fp32_throughout
 
 LARGE = 1e5
-"""More than float16 holds."""
+"""Overflows in float16."""
 
 CASTS: dict[str, Callable[[Tensor], Tensor]] = {
     "half": lambda x: x.half(),
@@ -27,7 +27,7 @@ CASTS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x * torch.softmax(torch.zeros_like(x), -1, dtype=torch.float16) * 2,
     "sum": lambda x: x + torch.zeros_like(x).sum(dtype=torch.bfloat16),
     "new tensor": lambda x: x * torch.ones(2, dtype=torch.float16),
-    "buffer of the user's": lambda x: x * HALF,
+    "half-precision buffer": lambda x: x * HALF,
     "autocast": lambda x: torch.autocast("cpu", torch.float16)(torch.mv)(torch.eye(2), x),
 }
 HALF = torch.ones(2, dtype=torch.float16)
@@ -44,7 +44,7 @@ def test_a_cast_leaves_the_values_as_they_are(cast: str, mode: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
-def test_so_does_a_cast_inside_of_torchscript() -> None:
+def test_a_cast_inside_torchscript_leaves_the_values_as_they_are() -> None:
     traced: Any = torch.jit.trace(lambda x: x.to(torch.float16) * 1, torch.ones(2))
     with fp32_throughout("cpu"):
         assert traced(torch.full((2,), LARGE + 1)).tolist() == [LARGE + 1] * 2
@@ -58,14 +58,14 @@ def test_outside_nothing_changes() -> None:
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("cast", ["half", "to", "type"])
-def test_an_edit_of_the_cast_is_none_of_the_original(mode: Any, cast: str) -> None:
+def test_an_edit_of_the_cast_does_not_change_the_original(mode: Any, cast: str) -> None:
     with mode(), fp32_throughout("cpu"):
         x = torch.ones(2)
         CASTS[cast](x).add_(1)
         assert x.tolist() == [1, 1]
 
 
-def test_what_is_written_into_a_half_precision_tensor_arrives() -> None:
+def test_writes_into_a_half_precision_tensor_arrive() -> None:
     cache = torch.zeros(2, 2, dtype=torch.bfloat16)
     with fp32_throughout("cpu"):
         cache[:, 0] = torch.ones(2).bfloat16()
@@ -74,7 +74,7 @@ def test_what_is_written_into_a_half_precision_tensor_arrives() -> None:
     assert cache.tolist() == [[1, 2], [3, 3]]
 
 
-def test_what_other_ranks_send_arrives() -> None:
+def test_tensors_from_other_ranks_arrive() -> None:
     received, sent = torch.zeros(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -90,7 +90,7 @@ def test_bits_are_read_as_they_are() -> None:
         assert torch.tensor([1], dtype=torch.int16).view(torch.bfloat16).view(torch.int16).tolist() == [1]
 
 
-def test_random_numbers_are_those_that_the_code_asks_for() -> None:
+def test_random_numbers_are_drawn_in_the_dtype_that_the_code_asks_for() -> None:
     def draw() -> Tensor:
         torch.manual_seed(0)
         return torch.randn(100, dtype=torch.bfloat16).float()
@@ -101,7 +101,7 @@ def test_random_numbers_are_those_that_the_code_asks_for() -> None:
 
 
 class Body(nn.Module):
-    """Frozen and in half precision, with a cast by hand in front."""
+    """A frozen half-precision layer behind a cast by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_the_backward_is_in_fp32_too(checkpointed: bool | None) -> None:
         assert torch.equal(gradient(run), gradient(exact))
 
 
-def test_no_autocast_of_the_surroundings_is_left() -> None:
+def test_an_outer_autocast_is_off() -> None:
     with torch.autocast("cpu", torch.bfloat16), fp32_throughout("cpu"):
         assert (torch.eye(2) @ torch.eye(2)).dtype == torch.float32
         assert not torch.is_autocast_enabled("cpu")

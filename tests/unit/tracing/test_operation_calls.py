@@ -1,4 +1,4 @@
-"""What stands out in the arguments of an operation, and where what is not finite came from."""
+"""Special arguments of an operation are found, and the operations that its non-finite values came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations that make what is not finite are seen, forward and backward, and nothing of it stays."""
+"""The watch finds operations that make non-finite values, forward and backward, and leaves no hooks behind."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_nothing_stays() -> None:
     ],
 )
 def test_what_code_computes_of_gradients_is_no_cause(use: Callable[[nn.Parameter], Any]) -> None:
-    """The backward made them, and its own watch names where; a norm of infinities is infinite in any precision."""
+    """The backward made the infinities, and the watch names it; their norm is infinite in any precision."""
     module = nn.Linear(2, 1)
     module.weight.grad = torch.tensor([[torch.inf, 1.0]])
     with OperationWatch(module, BOUNDARY) as watch:

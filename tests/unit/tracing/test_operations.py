@@ -1,4 +1,4 @@
-"""What the table knows of operations."""
+"""The table of operations: names, operations in place, arguments that must not be 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which line of the user's is running."""
+"""The running line of the user's code is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace watches, and that nothing of it stays."""
+"""A trace watches forwards and gradients, and takes its hooks off."""
 
 from __future__ import annotations
 
@@ -79,8 +79,10 @@ def test_gradients_in_half() -> None:
         backward(trace, loss)
     assert all(call.output_ends == [] for call in trace.calls)
     found = trace.gradients_in_half(trace.half_places)
-    assert {arrival.parameter for arrival in found if arrival.parameter} == dict(module.named_parameters()).keys()
-    assert all(arrival.dtype is torch.float16 for arrival in found if arrival.where == "output")
+    assert {arrival.place.parameter for arrival in found if arrival.place.parameter} == dict(
+        module.named_parameters()
+    ).keys()
+    assert all(arrival.dtype is torch.float16 for arrival in found if arrival.place.where == "output")
     with Trace(module) as full:
         backward(full, module(torch.randn(4, 8)).sum())
     assert full.half_places == set()
@@ -89,7 +91,7 @@ def test_gradients_in_half() -> None:
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_the_loss_scale_does_not_multiply_the_gradients_of_a_derivative(by_hand: bool) -> None:
-    """Those of a backward count, also of one that the user's own code runs."""
+    """Gradients of a backward count, also if the user's own code runs it."""
     module, x = net(), torch.randn(4, 8, requires_grad=True)
     with Trace(module) as trace:
         (gradient,) = torch.autograd.grad(1000 * module(x).sum(), x, create_graph=True)
@@ -99,5 +101,5 @@ def test_the_loss_scale_does_not_multiply_the_gradients_of_a_derivative(by_hand:
     assert {arrival.is_inner for arrival in inner} == {True}
     counted = trace.gradients_in_half(set())
     assert counted == [arrival for arrival in trace.arrivals if arrival not in inner]
-    assert {arrival.where for arrival in counted} == {"parameter", "output", "input"}
+    assert {arrival.place.where for arrival in counted} == {"parameter", "output", "input"}
     assert max(float(arrival.largest) for arrival in counted) < 1 < max(float(arrival.largest) for arrival in inner)

@@ -38,7 +38,7 @@ def test_channels_last_is_advised_only_where_it_gains() -> None:
     assert only(slower).severity == "note"
     assert only(slower).action.startswith("Leave it as it is")
     noisy = replace(facts, variants=(*facts.variants, Variant("channels_last", (0.05, 0.2, 0.05, 0.2, 0.05))))
-    assert only(noisy).action.startswith("Undecided. Time channels_last by itself")
+    assert only(noisy).action.startswith("Undecided. Time `channels_last` by itself")
     assert not said(step(convolution(FORWARD_FLOPS, channels_last=True), variants=tried.variants))
 
 

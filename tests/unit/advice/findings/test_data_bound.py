@@ -1,4 +1,4 @@
-"""A step that waits for its batch, and what would make the loader faster."""
+"""A step that waits for its batch, and the advice for its loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of the forward that stay in fp32: why, and where."""
+"""Products of the forward that stay in fp32, by reason and place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host costs: waits, callbacks, settings."""
+"""Findings about the host: waits, callbacks, settings."""
 
 from __future__ import annotations
 

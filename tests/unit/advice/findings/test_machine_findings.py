@@ -1,7 +1,8 @@
-"""What is said of a machine: `emulated-precision`, `no-faster-products`, `tf32-off`, `version-trap`, `precision`."""
+"""Findings about a machine: `emulated-precision`, `no-faster-products`, `tf32-off`, `version-trap`, `precision`."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,22 +11,22 @@ from support.doctor_facts import convolution, machine, machine_with, speed, step
 from lightning_amp.advice._decision import decide
 from lightning_amp.advice._machine import Convolution, Format, Machine, Trap
 from lightning_amp.advice._record import Step
-from lightning_amp.advice.findings import known_traps, of_the_machine
-from lightning_amp.advice.findings._version_trap import _TABLE
+from lightning_amp.advice.findings import about_the_machine, known_traps
+from lightning_amp.advice.findings._version_trap import _TRAPS
 
 
 def said(on: Machine, precision: str, beside: Step | None = None) -> list[Any]:
-    found = of_the_machine(on, decide(on, precision, beside), beside)
+    found = about_the_machine(on, decide(on, precision, beside), beside)
     return [finding for finding in found if finding.code != "precision"]
 
 
 def verdict_of(on: Machine, precision: str | None = None) -> str:
-    *_, verdict = of_the_machine(on, decide(on, precision or on.precision), None)
+    *_, verdict = about_the_machine(on, decide(on, precision or on.precision), None)
     assert (verdict.severity, verdict.code) == ("ok", "precision")
     return verdict.message
 
 
-def test_what_is_emulated_is_a_note_and_an_error_where_it_is_wanted() -> None:
+def test_an_emulated_format_is_a_note_or_an_error_if_it_was_asked_for() -> None:
     (note,) = (f for f in said(machine(), "bf16") if f.code == "emulated-precision")
     assert note.severity == "note"
     assert "its matrix products of 256 rows and columns reach 0.1 TFLOP/s (10.0x as slow" in note.message
@@ -35,7 +36,7 @@ def test_what_is_emulated_is_a_note_and_an_error_where_it_is_wanted() -> None:
     assert error.action.startswith('Use `AmpPrecision("bf16")`: its matrix products are 4.0')
 
 
-def test_what_is_emulated_is_no_error_for_a_step_that_is_no_slower() -> None:
+def test_an_emulated_format_is_no_error_if_the_step_is_no_slower() -> None:
     beside = step(precision="fp16", variants=(timed("as it is", 0.1), timed("fp32", 0.12)))
     (note,) = said(machine(), "fp16", beside)
     assert (note.severity, note.action) == ("note", "")
@@ -49,18 +50,18 @@ def test_an_emulated_step_that_is_slower_is_told_with_its_reason() -> None:
     assert "A step in it: 4.00x as slow" in error.message
 
 
-def test_what_is_missing_matters_only_where_it_is_wanted() -> None:
+def test_a_missing_format_matters_only_if_it_was_asked_for() -> None:
     assert not [f for f in said(machine(), "bf16") if "fp8" in f.message]
     (error,) = (f for f in said(machine(), "fp8") if f.is_problem)
     assert (error.severity, error.code) == ("error", "emulated-precision")
     assert "has no fp8: no matrix units for it" in error.message
 
 
-def test_beside_a_module_nothing_is_said_of_formats_that_are_not_used() -> None:
+def test_with_a_module_unused_formats_are_not_mentioned() -> None:
     assert said(machine(), "bf16", step()) == []
 
 
-@pytest.mark.parametrize(("ratio", "words"), [(0.5, "2.00x as slow"), (1.0, "as fast as in fp32, within 5 %")])
+@pytest.mark.parametrize(("ratio", "words"), [(0.5, "2.00x as slow"), (1.0, "as fast as in fp32 within 5 %")])
 def test_products_that_are_no_faster(ratio: float, words: str) -> None:
     slow = machine_with(bf16=ratio)
     (found,) = said(slow, "bf16")
@@ -82,7 +83,7 @@ def test_tf32_that_is_off() -> None:
     assert not said(machine(formats=formats, tf32="on", products=()), "bf16")
 
 
-def test_traps_are_told_where_they_concern_somebody() -> None:
+def test_faults_of_versions_are_reported_if_they_concern_the_module() -> None:
     traps = tuple(Trap("torch", "2.0", f"trap {c}", "a source", c) for c in ("", "convolutions", "torch.compile"))
     bare = machine(traps=traps, formats=())
     assert [f.message for f in said(bare, "bf16")] == [f"torch 2.0: {t.text}." for t in traps]
@@ -93,7 +94,7 @@ def test_traps_are_told_where_they_concern_somebody() -> None:
 
 def test_the_verdict() -> None:
     assert verdict_of(machine_with(bf16=4.0)) == (
-        'Use "bf16" here: its matrix products reach 4 TFLOP/s (4.0x as fast (3.9 to 4.0) as in fp32).'
+        'Use "bf16" here: its matrix products reach 4 TFLOP/s (4.0x as fast as in fp32 (3.9 to 4.0)).'
     )
     slow = verdict_of(machine_with(bf16=0.25))
     assert slow.startswith('Use "fp32" here: no half precision is measured to be faster (matrix products in bf16: 4.0')
@@ -146,12 +147,12 @@ def test_a_nightly_build_counts_as_its_version() -> None:
     assert concerns(torch="2.13.0a0+git1234") == []
 
 
-def test_each_has_a_source_and_says_what_to_do() -> None:
-    for known in _TABLE:
+def test_each_fault_has_a_source_and_says_what_to_do() -> None:
+    for known in itertools.chain(*_TRAPS.values()):
         assert known.source.startswith(("https://github.com/", "docs/guide/"))
         assert len(known.text) > 30
 
 
-def test_what_concerns_all_devices_concerns_any() -> None:
+def test_faults_of_all_devices_apply_to_any_device() -> None:
     assert [trap.package for trap in known_traps({"lightning": "2.6.0"}, "npu")] == ["lightning"]
     assert known_traps({"torch": "2.13.0"}, "npu") == ()

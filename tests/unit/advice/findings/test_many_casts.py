@@ -1,4 +1,4 @@
-"""Casts beyond autocast's own: which there are, and when they are told."""
+"""Casts beyond autocast's own, by kind and place, and when they are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_casts_by_kind() -> None:
             cast(cast_of=5, asked=LINEAR, place=LINE),
             cast(cast_of=5, asked=LINEAR),
             cast(cast_of=6),
-            cast(cast_of=7, asked="torch.Tensor.to", place=LINE),  # which autocast need not do then
+            cast(cast_of=7, asked="torch.Tensor.to", place=LINE),  # autocast would have cast it here
             cast(part=BACKWARD, seconds=0.05),
         )
     )

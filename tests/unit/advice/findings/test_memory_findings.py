@@ -1,4 +1,4 @@
-"""`large-logits`, `state-dominates`, `memory-not-lower`: what holds the memory."""
+"""Findings about memory: `large-logits`, `state-dominates` and `memory-not-lower`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.doctor_facts import MIB, machine, said, step
 from lightning_amp.advice._record import Loss, Memory, OptimizerFacts
 
 SMALL = machine(memory_gib=1.0)
-"""A device of which these steps need a good part."""
+"""A device so small that these steps fill a good part of it."""
 
 
 def memory(**parts: int) -> Memory:
@@ -23,7 +23,7 @@ def found(on: Any = None, **facts: Any) -> list[Any]:
     return said(step(**facts), on or SMALL)
 
 
-def test_where_activations_are_most_there_is_nothing_to_say() -> None:
+def test_memory_that_is_mostly_activations_is_no_finding() -> None:
     assert found() == []
 
 
@@ -44,7 +44,7 @@ def test_logits_that_are_a_good_part_of_a_small_device_are_a_warning() -> None:
     assert [f.severity for f in found(SMALL, **facts)] == ["warning"]
 
 
-def test_a_loss_over_ten_classes_has_no_logits_to_speak_of() -> None:
+def test_a_loss_over_ten_classes_has_no_large_logits() -> None:
     assert "large-logits" not in [
         f.code for f in found(memory=memory(logits=300, activations=9), losses=(Loss(10**6, 10),))
     ]
@@ -67,7 +67,7 @@ def test_states_that_dominate() -> None:
     assert (finding.severity, finding.code) == ("note", "state-dominates")
     assert "the optimizer hold 160 MiB, 88.9 % of the peak; that is 16 bytes per parameter" in finding.message
     assert "the peak is 180 MiB, and 180 MiB in fp32" in finding.message
-    assert "a row of it takes 320 KiB" in finding.action
+    assert "each row takes 320 KiB" in finding.action
     assert "Sharding" not in finding.action
     (on_gpu,) = found(machine(memory_gib=1.0, device_type="cuda"), **facts)
     assert "Sharding over 8 devices" in on_gpu.action
@@ -95,6 +95,6 @@ def test_states_in_eight_bits_are_for_adam() -> None:
 
 
 @pytest.mark.parametrize(("memory_gib", "weights", "fires"), [(16.0, 2, False), (16.0, 600, True), (0.0, 2, False)])
-def test_states_that_change_no_decision_are_not_told(memory_gib: float, weights: int, fires: bool) -> None:
+def test_states_that_are_small_for_the_device_are_not_reported(memory_gib: float, weights: int, fires: bool) -> None:
     held = memory(weights=weights, gradients=weights, states=2 * weights)
     assert bool(found(machine(memory_gib=memory_gib), memory=held, fp32_memory=held)) is fires

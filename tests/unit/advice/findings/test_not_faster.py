@@ -1,4 +1,4 @@
-"""A step that is no faster in mixed precision: its reason, and the recommendation that follows from the decision."""
+"""A step that is no faster in mixed precision: its reason, and the recommendation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def slow(*extra: Operation, **changes: Any) -> Step:
 def test_a_model_that_is_too_small() -> None:
     found = only(small())
     assert (found.severity, found.code) == ("warning", "model-too-small")
-    assert "10 % of a step in fp32, so that they alone make it 1.1x as fast at best; measured: as fast" in found.message
+    assert "10 % of a step in fp32. They alone make a step 1.1x as fast at best; measured: as fast" in found.message
     assert found.action.startswith("Try `torch.compile`")
     larger = small(variants=(*small().variants, timed("4 times the batch", 0.2)))
     assert "trains its rows 2.0" in only(larger).action
@@ -48,7 +48,7 @@ def test_a_model_that_is_too_small() -> None:
     assert only(slower).action == 'Use `AmpPrecision("fp32")`.'
 
 
-def test_undecided_times_are_said_to_be_undecided() -> None:
+def test_undecided_times_are_called_undecided() -> None:
     found = only(small(fp32_product_share=0.01, variants=(timed("as it is", 0.1), noisy("fp32", 0.1))))
     assert (found.severity, found.code) == ("note", "model-too-small")
     assert "1.01x as fast at best; measured: speed undecided: " in found.message
@@ -60,7 +60,7 @@ def test_another_reason_explains_a_step_that_is_no_faster_but_not_one_that_is_sl
     assert [f.code for f in said(slow(off))] == ["autocast-off", "not-faster"]
 
 
-def test_a_step_that_is_slower_all_the_same() -> None:
+def test_a_slower_step_is_reported_with_its_reason() -> None:
     found = only(slow())
     assert (found.severity, found.code) == ("warning", "not-faster")
     assert "A step is 2.0" in found.message
@@ -91,13 +91,14 @@ def test_products_that_gain_nothing_are_the_reason_of_a_step_that_gains_nothing(
     same = step(variants=(timed("as it is", 0.1), timed("fp32", 0.1)))
     found = only(same, machine_with(bf16=1.0))
     assert (found.severity, found.code) == ("note", "no-faster-products")
+    assert "they gain no speed here" in found.message
     assert said(same, machine_with(bf16=speed(1.2, noise=0.8))) == []
 
 
-def test_more_was_to_be_expected() -> None:
+def test_a_step_whose_products_allow_more_is_reported() -> None:
     found = only(step(recorded_s=0.2, variants=(timed("as it is", 0.1), noisy("fp32", 0.1))))
     assert (found.severity, found.code) == ("note", "not-faster")
-    assert "80 % of one in fp32 are products" in found.message
+    assert "could make faster are 80 % of a step in fp32, but in one recorded step" in found.message
     assert "all other operations take 150 ms, and the products 50 ms" in found.message
 
 

@@ -1,4 +1,4 @@
-"""Products whose sizes are no multiples: which are timed with padding, and what is said of them."""
+"""Products whose sizes are not multiples of 8: which are timed with padding, and the advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_amp.measure import BACKWARD
 SIZES = (64, 33, 100)
 
 
-def test_padding_is_timed_for_what_is_not_aligned() -> None:
+def test_padding_is_timed_for_sizes_that_are_not_aligned() -> None:
     asked: list[tuple[object, ...]] = []
 
     def timed(*arguments: object) -> tuple[list[float], list[float]]:
@@ -54,7 +54,7 @@ def head(padded_seconds: float, flops: int = 10**9) -> tuple[Unaligned, ...]:
     )
 
 
-def test_sizes_that_are_no_multiples() -> None:
+def test_sizes_that_are_not_multiples() -> None:
     found = only(step(unaligned=head(0.01)))
     assert (found.severity, found.code) == ("warning", "sizes-not-aligned")
     assert "`head` (64 x 33 x 4001); padded, they save 20 % of a step" in found.message

@@ -37,7 +37,7 @@ def tried(works: Works = lambda how: False, *, cause: Any = "loss", in_fp32: Any
 
 def planted(name: str, kind: str = "", module: str | None = "attn.proj") -> tuple[Operation, OperationCall]:
     operation = Operation(name, file="losses.py", line=7, module=module, kind=kind)
-    return operation, OperationCall(Key(name, PLACE, 0), 0, module)
+    return operation, OperationCall(Key(name, PLACE, 0), 0, module, name)
 
 
 def test_modules_are_widened_until_it_works() -> None:
@@ -134,7 +134,7 @@ def test_an_epsilon_is_added_as_the_advice_says() -> None:
 
 def test_what_fails_alike_on_other_lines_is_mended_there_too() -> None:
     operation, call = planted("log", "zero")
-    calls = [OperationCall(Key(name, Place("losses.py", line), 0), line, "") for name, line in
+    calls = [OperationCall(Key(name, Place("losses.py", line), 0), line, "", name) for name, line in
              (("log", 7), ("log", 9), ("log", 9), ("div", 9), ("log", 11), ("log", 12))]  # fmt: skip
     for one in (call, *calls):
         one.facts = Facts("zero")
