@@ -1,4 +1,4 @@
-"""Lightning callbacks: one file, one callback. Read `_scale_monitor.py` first."""
+"""The four callbacks, one file each. Read `_scale_monitor.py` first."""
 
 from lightning_amp.callbacks._gradient_monitor import GradientMonitor
 from lightning_amp.callbacks._metric_comparison import MetricComparison

@@ -1,4 +1,4 @@
-"""What `MetricComparison` accepts: which metrics `tolerance` names, and what happens beyond it."""
+"""Check the differences of `MetricComparison` against its `tolerance`, and the names in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OnExceed = Literal["warn", "raise"]
 
 
 def require_tolerance(tolerance: object) -> None:
-    """Refuse what is no tolerance."""
+    """Raise a `ValueError` for a value that is no tolerance."""
     numbers: Any = tolerance if isinstance(tolerance, Mapping) else {} if tolerance is None else {"": tolerance}
     fine = all(isinstance(k, str) and is_number(v, finite=False) and v >= 0 for k, v in numbers.items())
     rule = "a number of at least 0, a mapping from metric names to such numbers or `None`"
@@ -31,19 +31,14 @@ def require_tolerance(tolerance: object) -> None:
 
 @final
 class Tolerance:
-    """What `MetricComparison` accepts in one run."""
+    """The tolerance of `MetricComparison` in one run."""
 
     def __init__(self, tolerance: float | Mapping[str, float] | None, on_exceed: OnExceed) -> None:
         self._tolerance, self._on_exceed = tolerance, on_exceed
         self._names_checked = False
 
     def check_names(self, trainer: Trainer, module: LightningModule, logged: AbstractSet[str]) -> None:
-        """Refuse names that are not logged, in the sanity check or in the first comparison. All ranks must call.
-
-        Raises:
-            ValueError: Naming them.
-
-        """
+        """Raise a `ValueError` for names that are not logged up to the first comparison. All ranks must call."""
         if not isinstance(self._tolerance, Mapping) or self._names_checked:
             return
         if not trainer.sanity_checking:
@@ -55,12 +50,7 @@ class Tolerance:
             raise ValueError(error)
 
     def judge(self, trainer: Trainer, table: ComparisonTable) -> None:
-        """Say which metrics of the last comparison are beyond it. All ranks must call.
-
-        Raises:
-            RuntimeError: On all ranks, with `on_exceed="raise"`.
-
-        """
+        """Warn of metrics above their tolerance, or raise a `RuntimeError`. All ranks must call."""
         if self._tolerance is None:
             return
         where = table.exceeding()
@@ -77,13 +67,13 @@ class Tolerance:
 def _why_not_logged(
     names: Iterable[str], logged: Iterable[str], module: LightningModule, stage: Stage, *, sanity: bool
 ) -> str | None:
-    """Tell a user which metrics that `tolerance` names are not logged; `None` if all are.
+    """Name the metrics of `tolerance` that are not logged; return `None` if all are.
 
-    One tolerance serves validation and test. If the module has both steps, a name with "test" in it is test's.
+    One tolerance serves validation and test. If the module has both steps, a name with "test" in it belongs to test.
 
-    A metric may be left out of the sanity check, or depend on values that it did not see. So there a name stays in
-    doubt if the module's code writes it out, and all do if that code asks for `sanity_checking`. One that was logged
-    for each loader (`<name>/dataloader_idx_0`) is not in doubt.
+    The sanity check may not log a metric that a later validation logs. There, a name is accepted if it stands in the
+    module's code, and all names are if that code asks for `sanity_checking`. A name that was logged for each loader
+    (`<name>/dataloader_idx_0`) is never accepted.
     """
     if is_overridden("validation_step" if stage == "test" else "test_step", module):
         names = [name for name in names if ("test" in name.lower()) == (stage == "test")]
@@ -103,7 +93,7 @@ def _why_not_logged(
 
 
 def _words(module: LightningModule) -> Iterator[str]:
-    """Yield names and strings in the code of a module's class and its bases, short of Lightning's own."""
+    """Yield names and strings in the code of a module's class and its bases, up to Lightning's own."""
     for cls in type(module).__mro__:
         if cls is LightningModule:
             return

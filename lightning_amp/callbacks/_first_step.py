@@ -1,4 +1,4 @@
-"""Whether an optimizer step was applied yet: before it, zero-initialised layers and a settling scale mislead."""
+"""Tell when the first optimizer step was applied. A sample before it misleads: the scale settles, zero layers rest."""
 
 from __future__ import annotations
 
@@ -8,38 +8,35 @@ from typing_extensions import final
 
 from lightning_amp.precision import AmpPrecision
 
-_PATIENCE = 3  # skipped steps that move no scale: waiting for an applied one may be in vain
+_PATIENCE = 3  # after more skipped steps that do not move the scale, waiting is no use
 
 
 @final
 class FirstStep:
-    """Asks once per optimizer step, until the first that was applied.
+    """Asks once per optimizer step whether one was applied, until the first was.
 
-    Attributes:
-        waits: Whether the answer was no so far.
-
-    Cost: one wait for the device per step, only up to the first that was applied.
+    Cost: one wait for the device per step, up to the first applied step.
 
     """
 
     def __init__(self) -> None:
-        self.waits = True
+        self._waits = True
         self._asked_at: int | None = None
         self._scale_before: float | None = None
         self._num_idle = 0
 
     def is_applied(self, trainer: Trainer) -> bool:
-        """Return whether a step was applied, or there is no use in waiting: the scale moves no more, or is below 1."""
+        """Return whether a step was applied, or waiting is no use because the scale is below 1 or rests."""
         step = trainer.global_step
-        if self.waits and step != self._asked_at:
+        if self._waits and step != self._asked_at:
             scale = _scale(trainer)
-            self.waits = step == 0 or not self._look(trainer, scale)
+            self._waits = step == 0 or not self._look(trainer, scale)
             self._scale_before = scale
         self._asked_at = step
-        return not self.waits
+        return not self._waits
 
     def can_wait(self, trainer: Trainer) -> bool:
-        """Return whether there is a batch to come in this fit, at the end of one."""
+        """Return, at the end of a batch, whether another batch follows in this fit."""
         steps = trainer.max_steps
         if trainer.should_stop or 0 < steps <= trainer.global_step:
             return False
@@ -51,7 +48,7 @@ class FirstStep:
             if plugin.num_steps > 0 or plugin.num_skipped == 0:
                 return True
             before = None if plugin.last_step is None else plugin.last_step.scale
-        else:  # of another plugin only the scale is known: a skip lowers it
+        else:  # another plugin shows only its scale, which a skip lowers
             before = self._scale_before
         fell = scale is not None and before is not None and scale < before
         if not fell and not isinstance(plugin, AmpPrecision):

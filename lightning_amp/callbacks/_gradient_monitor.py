@@ -1,4 +1,4 @@
-"""`GradientMonitor`: do the gradients fit into fp16 or fp8, and how close are they to those of fp32?"""
+"""`GradientMonitor`: show whether gradients fit into fp16 or fp8, and how close they are to fp32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing_extensions import final, override
 from lightning_amp import _messages
 from lightning_amp._arguments import require_choice, require_count
 from lightning_amp._last_trainer import LastTrainer
-from lightning_amp._text import exact
+from lightning_amp._text import exact, named
 from lightning_amp.callbacks._first_step import FirstStep
 from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
 from lightning_amp.causes.gradient import GradientSearch
@@ -52,58 +52,60 @@ class GradientMonitor(Callback):
         print(monitor.table)
         print(monitor.recommended_scale)  # for `DynamicLossScaler(init_scale=...)`
 
-    Every so many steps the batch is run twice more, forward and backward, on copies of the module: once in true fp32
-    (without autocast, TF32 and casts to half precision by hand), once as training runs it; with the same weights and
-    random numbers. The first gives the true gradients, the second what mixed precision makes of them.
+    In a sampled step the batch is run twice more, forward and backward, on copies of the module with the same weights
+    and random numbers. One run is in true fp32, without autocast, TF32 and your own casts to half precision; it gives
+    the true gradients. The other runs as training does; it gives the gradients of mixed precision.
 
     ========================== =====================================================================================
     key                        value, at every sampled step, over all parameters
     ========================== =====================================================================================
-    `amp/underflow_fraction`   share of the non-zero true gradients that the current scale does not save from becoming
-                               zero in fp16
+    `amp/underflow_fraction`   share of the non-zero true gradients that become zero in fp16 at the current scale
     `amp/headroom_bits`        how often the scale could be doubled before the largest gradient (of a parameter or of a
-                               module's output) leaves fp16: log2(65504 / largest scaled gradient); negative: it has.
-                               Gradients inside of `torch.autograd.grad` do not count: the scale does not multiply them
+                               module's output) leaves fp16: log2(65504 / largest scaled gradient). Negative if it
+                               overflows. Gradients inside of `torch.autograd.grad` carry no scale and do not count
     `amp/gradient_sqnr_db`     signal to noise of the mixed-precision gradient against fp32: 6 dB are one correct bit.
-                               Left out where it overflowed
+                               Not logged if the gradient overflowed
     ========================== =====================================================================================
 
-    In small networks fp16 gradients have some 65 dB and bf16 gradients some 45, in deep ones less; at 20 dB the noise
-    is a tenth of the gradient. fp8 gradients have 18 to 35. In an fp8 run the table shows instead of fp16's limits, for
-    each layer in fp8, what its cast to 8 bits loses of the true gradients that reach it: the share that becomes zero
-    (over all layers it is logged, as `amp/fp8_underflow_fraction`), and the share that is saturated.
+    In small networks fp16 gradients have some 65 dB and bf16 gradients some 45, in deep ones less. fp8 gradients have
+    18 to 35 dB. At 20 dB the noise is a tenth of the gradient. In an fp8 run the table shows the casts to 8 bits
+    instead of fp16's limits. For each layer in fp8 it has the share of the true gradients reaching it that becomes
+    zero, and the share that is saturated. The first one, over all layers, is logged as `amp/fp8_underflow_fraction`.
 
-    :attr:`table` has the same per module, :meth:`plot` draws it as a heat map, :attr:`histograms` counts exponents and
-    :attr:`recommended_scale` is what to start `DynamicLossScaler` with. It works in every precision; what is printed of
-    a bf16 or fp32 run says nothing of fp16: there :attr:`recommended_scale` and `table.to_text(fp16=True)` tell whether
-    fp16 would do, at the scale 1 that these use. In DDP each rank looks at the gradients of its own batch, before they
-    are averaged; the figures are over the values of all ranks, and the same on each. The run is
-    bit-identical to one without; what user code does outside of the module (prints, files, global variables) happens
-    again in a sampled step. What `torch.compile` compiled runs eagerly in it; of modules that TorchScript compiled only
-    the gradients of parameters are seen. (A TorchScript *function* that the module does not hold is optimized from its
-    second run on, and the sample is its first: the first training step may differ from one without in its last bits.)
+    :attr:`table` has these values per module, :meth:`plot` draws them as a heat map, and :attr:`histograms` counts
+    exponents. :attr:`recommended_scale` is a good start for `DynamicLossScaler`. The monitor works in every precision.
+    The printed table of a bf16 or fp32 run has no column for fp16. There, :attr:`recommended_scale` and
+    `table.to_text(fp16=True)` tell whether fp16 would do, at a scale of 1. In DDP each rank examines the gradients of
+    its own batch, before they are averaged; the figures cover the values of all ranks, and are the same on each.
+
+    The monitor never changes results: weights are bit-identical with and without it. User code outside of the module
+    (prints, files, global variables) runs again in a sampled step. A module compiled by `torch.compile` runs eagerly in
+    the sample. In modules compiled by TorchScript only the gradients of parameters are seen. (The sample may be the
+    first run of a TorchScript *function* that the module does not hold. TorchScript optimizes it from its second run
+    on, so the last bits of the first training step may then differ.)
 
     Args:
-        every_n_steps: Optimizer steps between two samples: every multiple is sampled, and first of all the step that
-            follows the first applied one, when the scale has settled and layers that begin at zero have moved. With
-            accumulation the first batch of the step stands for it.
+        every_n_steps: Optimizer steps between two samples: every multiple is sampled. The first sample is the step
+            after the first applied one: by then the scale has settled, and layers that begin at zero have moved. With
+            accumulation the first batch of a step is sampled.
         by: Rows of the table: `"module"` or `"parameter"`.
 
     Raises:
         ValueError: If an argument is out of its range.
 
-    The last line, at the end of fit, reads the table: where the gradient is below 10 dB it names the module that is the
-    first in the backward to lose its own, with what (overflow, zero, rounding), and what helps. That was tried: for a
-    new cause the batch is run with one setting after the other (a scale, `fp32_modules`, bf16), and again in fp32. Two
-    faults of `training_step` itself are one warning each, with the line: clipping gradients while they are multiplied
-    with the loss scale (:func:`~lightning_amp.precision.unscale_`), and `torch.autograd.grad(create_graph=True)` of
-    fp16 values that do not fit (:func:`~lightning_amp.precision.scaled_grad`).
+    The line at the end of fit sums up the table. If the gradient is below 10 dB, it names the first module, in the
+    order of the backward, whose gradient is lost. It also has the fault (overflow, zero, rounding) and a setting that
+    helps. For each new cause the monitor tries settings: it runs the batch in fp32, and then with a scale,
+    `fp32_modules` or bf16. It also warns, with the line, of two faults in `training_step`. One is clipping gradients
+    while they are multiplied with the loss scale (:func:`~lightning_amp.precision.unscale_`). The other is
+    `torch.autograd.grad(create_graph=True)` of fp16 values that do not fit
+    (:func:`~lightning_amp.precision.scaled_grad`).
 
-    Cost: a sampled step is one more step forward and backward, one in fp32, and some passes over both gradients: as
-    much as four to eight training steps on a CPU. It takes the memory of one more set of parameters and two of
-    gradients, and it waits for the device. A cause that is new takes up to nine more, once (of eight causes at most).
-    Between them nothing: no hook of it is in the way of the folded optimizer step; up to the first applied step the
-    count of steps is read back. You do not want it in every step.
+    Cost: a sample takes one more step forward and backward, one in fp32, and some passes over both gradients. On a CPU
+    this is as much as four to eight training steps. It takes the memory of one more set of parameters and two of
+    gradients, and waits for the device. Each new cause takes up to nine more steps, once, for at most eight causes.
+    Between samples there is no cost, and optimizer steps stay folded. Up to the first applied step, the count of steps
+    is read back. You do not want it in every step.
     """
 
     def __init__(self, every_n_steps: int = 100, *, by: RowsBy = "module") -> None:
@@ -132,15 +134,15 @@ class GradientMonitor(Callback):
 
     @property
     def histograms(self) -> dict[str, ExponentHistogram]:
-        """Return the exponents of the true gradients of the latest sample, by row. Not in the checkpoint."""
+        """Return the exponents of the true gradients of the latest sample, by row. They are not in the checkpoint."""
         return dict(self._histograms)
 
     @property
     def recommended_scale(self) -> float | None:
         """Return the power of two that leaves the largest gradient so far 2 bits of room; `None` before a sample.
 
-        For `DynamicLossScaler(init_scale=...)`; inside its default limits, 2**-14 to 2**24. Below 1 the loss itself is
-        too large: better divide it by a constant.
+        It is meant for `DynamicLossScaler(init_scale=...)` and within the default limits of that, 2**-14 to 2**24. If
+        it is below 1, the loss itself is too large: divide it by a constant.
         """
         return fitting_scale(self._largest) if self._largest > 0 else None
 
@@ -155,13 +157,13 @@ class GradientMonitor(Callback):
 
         Args:
             path: Where to save the picture too, also a URL.
-            quantity: `"headroom_bits"` (blue: room, white: just fits, red: overflows), `"underflow_fraction"`,
+            quantity: `"headroom_bits"` (red: overflows, white: just fits, pale blue: room), `"underflow_fraction"`,
                 `"subnormal_fraction"`, `"sqnr_db"`, `"cosine"` or `"fp8_underflow_fraction"`.
-            max_rows: Draw only so many rows, the worst by their worst step. `None` draws all.
+            max_rows: The most rows to draw: the worst ones, by their worst step. `None` draws all.
 
         Raises:
-            ModuleNotFoundError: Without matplotlib (`pip install matplotlib`).
-            ValueError: For another quantity, or number of rows.
+            ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
+            ValueError: If the quantity is another one, or `max_rows` is no number of rows.
         """
         return self._table.plot(quantity, path, max_rows=max_rows)
 
@@ -187,20 +189,15 @@ class GradientMonitor(Callback):
             return
         if self._next_step == 0 and not self._first.is_applied(trainer):
             return
-        self._sample_now(trainer, pl_module, batch, batch_idx)
+        self._sample(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # A fit that ends before there is a batch after the first applied step, or in which none is.
+        # The fit ends before a batch follows the first applied step, or no step was applied: sample this batch.
         if self._runs and self._next_step == 0 and not self._first.can_wait(trainer):
-            self._sample_now(trainer, pl_module, batch, batch_idx)
-
-    def _sample_now(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # The next multiple: a resumed run samples the same steps.
-        self._next_step = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
-        self._sample(trainer, pl_module, batch, batch_idx)
+            self._sample(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -218,7 +215,7 @@ class GradientMonitor(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # what an earlier fit left; `load_state_dict` follows if the checkpoint knows this callback
+        self._forget()  # `load_state_dict` follows if the checkpoint knows this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -231,6 +228,8 @@ class GradientMonitor(Callback):
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def _sample(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # The next multiple, so that a resumed run samples the same steps.
+        self._next_step = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else 1.0
         sample = take_sample(trainer, module, batch, batch_idx, self.by, scale, partial(self._report_failure, trainer))
@@ -238,10 +237,9 @@ class GradientMonitor(Callback):
             return
         if sample.unseen and not self._said_unseen:
             self._said_unseen = True
-            names = ", ".join(f"`{name}`" for name in sample.unseen[:3]) + (", ..." if len(sample.unseen) > 3 else "")
             _messages.info(
-                f"`GradientMonitor` does not see into {names}, compiled by TorchScript: gradients of parameters count,"
-                " those of outputs do not."
+                f"`GradientMonitor` does not see into {named(sample.unseen)}, compiled by TorchScript: gradients of"
+                " parameters count, gradients of outputs do not."
             )
         self._table.add(sample.rows)
         self._histograms = sample.histograms
@@ -259,13 +257,13 @@ class GradientMonitor(Callback):
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
         then = ": it is left out"
         if not failure.out_of_memory:
-            self._runs = trainer.world_size > 1  # the others wait for this one's figures
+            self._runs = trainer.world_size > 1  # stay on: the other ranks wait for this rank's figures
             then = ". Its batch is left out" if self._runs else ". It is off for the rest of this run"
         who = f"`GradientMonitor` on rank {trainer.global_rank}"
         _messages.warn_on_this_rank(f"{who}: {failure.text}{then}, training goes on.")
 
     def _examine(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, sample: Sample) -> None:
-        """Have it found out what the sample shows and what helps, and keep it in words."""
+        """Search the cause of a fault in the sample, and keep the verdict for the end of the fit."""
         scale, step = self.recommended_scale, sample.rows[-1].step
         found = self._search.examine(trainer, module, batch, batch_idx, self.by, sample, scale)
         if found.derivative is not None:

@@ -1,4 +1,4 @@
-"""`MetricComparison`: what mixed precision costs, in the user's own metrics."""
+"""`MetricComparison`: measure the cost of mixed precision in the user's own metrics."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ DIFF_PREFIX = "amp/diff/"
 ABS_DIFF_PREFIX = "amp/abs_diff/"
 
 _AXES = {"step", "epoch"}
-"""Lightning takes these two, when a user logs them, for the axes of the plots."""
+"""Lightning uses these two names, if a user logs them, as axes of the plots."""
 
 
 @final
 class MetricComparison(Callback):
-    """Measures what mixed precision costs in the metrics that you log in validation and test.
+    """Measures the cost of mixed precision in the metrics that you log in validation and test.
 
     .. code-block:: python
 
@@ -48,67 +48,68 @@ class MetricComparison(Callback):
         trainer.fit(model, data)
         print(comparison.table)
 
-    In a compared validation each batch is also run through a shadow of the module in true fp32: the same weights, the
-    same batches, the same random draws, but autocast and TF32 off. Every metric that the module logs with
+    In a compared validation each batch also runs through a shadow, a copy of the module in true fp32. The shadow has
+    the same weights, batches and random draws, but autocast and TF32 are off. Every metric that the module logs with
     `on_epoch=True` is then compared, after Lightning's own weighting and reduction:
 
     - `amp/fp32/<metric>`: the metric in fp32
     - `amp/diff/<metric>`: AMP minus fp32
     - `amp/abs_diff/<metric>`: its magnitude, to monitor (`mode="min"` on a difference finds the most negative)
 
-    All go to all loggers and to `trainer.callback_metrics` at `on_validation_end`; a callback that monitors them
+    All go to all loggers and to `trainer.callback_metrics` at `on_validation_end`. A callback that monitors them
     belongs after this one in the list of callbacks (`ModelCheckpoint` always is). Between two comparisons
-    `trainer.callback_metrics` keeps the values of the last, in a resumed run those of the checkpoint; they are NaN as
-    long as no comparison worked. `<metric>` is each name that `trainer.callback_metrics` has: `val_loss`,
+    `trainer.callback_metrics` keeps the values of the last one, after a resume the values of the checkpoint. They are
+    NaN as long as no comparison worked. `<metric>` is each name that `trainer.callback_metrics` has: `val_loss`,
     `val_loss_epoch`, `val_loss/dataloader_idx_1`. A logged `step` or `epoch` is an axis and not compared.
 
-    `trainer.validate()` and `trainer.test()` compare too and print the table. `.table` has all rows, of all of them.
+    `trainer.validate()` and `trainer.test()` compare too and print the table. `.table` has the rows of all comparisons.
 
-    A metric that is NaN or infinite, or more than a few per cent off its fp32 value and by more than noise, is looked
-    into, once per run: the first batch that shows it runs again in both precisions. One warning names the batch and the
-    first module or operation whose output is wrong, and which `fp32_modules`, or else `eval_precision`, mended this
-    batch when they were tried. Where fp32 is not finite either it says what is to blame: data, weights, an operation.
-    :attr:`report` has the same as data. Where nothing in the step is wrong, a difference is left to the table.
+    The callback searches for the cause if a metric is NaN or infinite, or is off by a few per cent and more than noise.
+    This happens once per run: the first batch that shows the fault runs again in both precisions. One warning names the
+    batch and the first module or operation whose output is wrong. It also names the `fp32_modules` or `eval_precision`
+    that corrected the batch in a trial. If fp32 is not finite either, the warning names the data,
+    weights or operation to blame. :attr:`report` has the same as data. If nothing in the step is wrong, only the table
+    shows the difference.
 
-    Training is bit-identical with and without it: the shadow has its own parameters, buffers, metrics, lists, logger
-    and trainer attributes. What user code does outside of the module (prints, files, global variables) happens twice in
-    a compared validation. An attribute that cannot be copied (an open file, a generator) is left out of the shadow; if
-    `validation_step` uses it, the callback says which one and stops comparing. Forward hooks run in the shadow too,
-    because they may change what it computes: with copies of what they keep on the module, and with the originals of
-    what cannot be copied or lies elsewhere. Weights, buffers and batches that are half precision already are upcast for
-    the fp32 side; casts to half precision in your code (`x.bfloat16()`) leave float32 there.
+    Training is bit-identical with and without the callback: the shadow has its own parameters, buffers, metrics, lists,
+    logger and trainer attributes. User code outside of the module (prints, files, global variables) runs twice in a
+    compared validation. The shadow leaves out an attribute that cannot be copied (an open file, a generator). If
+    `validation_step` uses it, the callback names it and stops comparing. Forward hooks run in the shadow too, because
+    they may change its results. They see copies of objects on the module, and the originals of objects that cannot be
+    copied or are elsewhere. Weights, buffers and batches in half precision are upcast for the fp32 side; there, casts
+    to half precision in your code (`x.bfloat16()`) leave float32.
 
-    Cost: the fp32 pass and one copy of parameters, buffers, metric states and other attributes per compared validation;
-    in memory these, one batch, and the activations of one fp32 step. It does not stop the GPU between batches; at the
-    end it reads each metric once, as Lightning does. Compiled modules run eagerly in the shadow. You do not want it in
-    every epoch when validation takes a large part of the training time: use `every_n_epochs` or `limit_batches`.
+    Cost: a compared validation takes the fp32 pass and one copy of parameters, buffers, metric states and other
+    attributes. It holds these, one batch, and the activations of one fp32 step in memory. It does not stop the GPU between
+    batches; at the end it reads each metric once, as Lightning does. Compiled modules run eagerly in the shadow. You do
+    not want it in every epoch when validation takes a large part of the training time: use `every_n_epochs` or
+    `limit_batches`.
 
-    What it does not see: the hooks before the first batch (`on_validation_epoch_start`) run once, outside of autocast
-    anyway, and the shadow takes over what they left. Metrics that callbacks log exist on one side only and are named
-    in a warning. Another callback that draws random numbers or edits the batch in `on_validation_batch_start` should
-    stand before this one. Random numbers that a step draws in half precision (`torch.randn_like` of an activation) are
-    other numbers in float32, on the CPU at least. Modules that take a `dataloader_iter` are not compared.
+    Limits: hooks before the first batch (`on_validation_epoch_start`) run once, outside of autocast; the shadow takes
+    over the state after them. Metrics that callbacks log exist on one side only and are named in a warning. Another
+    callback that draws random numbers or edits the batch in `on_validation_batch_start` should stand before this one.
+    Random numbers that a step draws in half precision (`torch.randn_like` of an activation) are other numbers in
+    float32, at least on the CPU. Modules that take a `dataloader_iter` are not compared.
 
-    It stands aside, with a line, where a module has no `validation_step` and where no validation runs.
-
-    One device and DDP. On sharded strategies it says that it does not run. In DDP, values that are not reduced
-    (`sync_dist=False`) are those of each rank, and rank 0 logs its own.
+    The callback stands aside, with a line, if the module has no `validation_step` or no validation runs. It works on
+    one device and in DDP. On sharded strategies it says that it does not run. In DDP, each rank has its own values if
+    they are not reduced (`sync_dist=False`), and rank 0 logs its own.
 
     Args:
-        every_n_epochs: Compare in the first validation of a fit and in every n-th, that is in every n-th run of the
-            validation loop: with `val_check_interval=0.5` there are two in each training epoch. The sanity check does
-            not count; a resumed fit goes on counting; `trainer.validate()` and `trainer.test()` always compare.
-        limit_batches: Compare over the first batches of each loader only: how many, or which share. Both sides are
-            limited; the metrics that you log stay over all batches. With one loader the AMP side costs no further
-            forward pass; with several, the limited batches of later loaders run once more in AMP as soon as one
-            loader was cut short.
-        tolerance: Largest absolute difference to accept, in the unit of the metric: one number for all, or one for
-            each metric, those of validation and test in one mapping. NaN on one side only always exceeds it. `None`:
-            accept all. A name that the module does not log is an error: already in the sanity check, unless the
-            module's code writes that name out or asks for `sanity_checking`; then in the first comparison.
+        every_n_epochs: Compare in the first validation of a fit and in every n-th run of the validation loop. With
+            `val_check_interval=0.5` there are two runs in each training epoch. The sanity check does not count; a
+            resumed fit continues to count; `trainer.validate()` and `trainer.test()` always compare.
+        limit_batches: Compare over the first batches of each loader only: their number, or their share. Both sides are
+            limited; the metrics that you log still cover all batches. With one loader the AMP side costs no further
+            forward pass. With several, the limited batches of later loaders run once more in AMP after one loader was
+            cut short.
+        tolerance: Largest absolute difference to accept, in the unit of the metric. It is one number for all, or a
+            mapping with one number for each metric of validation and test. NaN on one side only always exceeds it.
+            `None` accepts all. A name that the module does not log is an error in the sanity check. If the module's
+            code has that name or asks for `sanity_checking`, it is an error only in the first comparison.
         on_exceed: `"warn"`, or `"raise"` a `RuntimeError` at the end of the validation, on all ranks.
-        by_module: Also compare what each module gives out, over all compared batches: :attr:`module_table`. Costs a
-            copy of all activations of one fp32 step, and some passes over them. What is compiled is not looked into.
+        by_module: Also compare the outputs of each module, over all compared batches: :attr:`module_table`. It costs a
+            copy of all activations of one fp32 step, and some passes over them. Compiled modules are left out.
     """
 
     def __init__(
@@ -152,16 +153,16 @@ class MetricComparison(Callback):
 
     @property
     def module_table(self) -> ModuleTable:
-        """Return what was compared so far of the outputs of modules; empty without `by_module=True`."""
+        """Return the outputs of modules compared so far; empty without `by_module=True`."""
         return self._module_table
 
     @property
     def report(self) -> EvaluationReport | None:
-        """Return why a metric went wrong, which is also the text of the warning; `None` as long as none did."""
+        """Return why a metric went wrong; its text is the warning. `None` as long as no metric did."""
         return self._search.reports[0] if self._search.reports else None
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write `.table` as CSV, with a header line, to a path or a URL. It is replaced at once or not at all."""
+        """Write `.table` as CSV, with a header line, to a path or a URL. The file appears whole or not at all."""
         self._table.to_csv(path)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:
@@ -178,7 +179,7 @@ class MetricComparison(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # what an earlier fit left; `load_state_dict` follows if the checkpoint knows this callback
+        self._forget()  # `load_state_dict` follows if the checkpoint knows this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -221,7 +222,7 @@ class MetricComparison(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resumed:  # callbacks find the last values before this run has any of its own
+        if self._resumed:  # other callbacks find the last values before this run has compared
             _lightning.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last))
 
     @override
@@ -264,13 +265,13 @@ class MetricComparison(Callback):
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._current is not None and self._current.running:
-            self._current.remember_random_state()  # for the shadow's own hook of this name
+            self._current.remember_random_state()  # for the hook of this name in the shadow
 
     on_test_epoch_end = on_validation_epoch_end
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Only now do the AMP values of the epoch-end hook exist.
+        # The AMP values of the epoch-end hook exist only now.
         if trainer.sanity_checking and self._runs:
             self._tolerated.check_names(trainer, pl_module, _lightning.evaluation_names(trainer) - _AXES)
         current, self._current = self._current, None
@@ -281,7 +282,7 @@ class MetricComparison(Callback):
         if compared is not None:
             self._compare(trainer, pl_module, compared)
         elif trainer.state.fn == "fit":
-            # A callback that monitors a difference must not end the run that goes on without it.
+            # A callback that monitors a difference must not end a run whose comparison failed.
             names = _lightning.evaluation_names(trainer) - _AXES
             unknown = _as_metrics(trainer, [ComparisonRow.of(0, 0, name, math.nan, math.nan) for name in names])
             _lightning.add_callback_metrics(trainer, unknown | trainer.callback_metrics)
@@ -351,7 +352,7 @@ class MetricComparison(Callback):
         _messages.info(f"{text}\n\n{self._module_table}" if self._module_table else text)
 
     def _tell(self, one_sided: Iterable[str], unseen: list[str]) -> None:
-        """Say what is not compared, once per run."""
+        """Name the values that are not compared, once per run."""
         if unseen and self._is_news("unseen"):
             _messages.info(
                 f"`MetricComparison` does not look into {named(unseen)}, which is compiled: `.module_table` has no rows"
@@ -364,7 +365,7 @@ class MetricComparison(Callback):
             )
 
     def _report_failure(self, trainer: Trainer, failure: Failure) -> None:
-        """Say, on the rank where it happened, what ended a comparison."""
+        """Warn, on the rank where it happened, of the failure that ended a comparison."""
         if self._is_news("out of memory" if failure.out_of_memory else "error"):
             _messages.warn_on_this_rank(f"`MetricComparison` on rank {trainer.global_rank}: {failure.text}.")
 
@@ -382,5 +383,5 @@ def _as_metrics(trainer: Trainer, rows: Iterable[ComparisonRow]) -> dict[str, to
         metrics[DIFF_PREFIX + row.metric] = row.diff
         metrics[ABS_DIFF_PREFIX + row.metric] = abs(row.diff)
     device = trainer.strategy.root_device
-    # float64 does not exist on all devices
+    # Some devices have no float64.
     return {key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in metrics.items()}

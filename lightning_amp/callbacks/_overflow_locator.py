@@ -1,4 +1,4 @@
-"""`OverflowLocator`: which layer, which batch, and what to change."""
+"""`OverflowLocator`: find the layer and the batch that made a step overflow, and a remedy."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import final, override
 
 from lightning_amp import _messages
 from lightning_amp._arguments import require_count
-from lightning_amp._compat import _modules
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._terminal import own_lines
 from lightning_amp._urls import location
 from lightning_amp.callbacks._early_checks import EarlyChecks
-from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer, why_not_twice
-from lightning_amp.casting import Choice
-from lightning_amp.causes.overflow import Explained, KnownCauses, ReportFiles, explain
+from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer, why_not_twice
+from lightning_amp.causes.overflow import (
+    Explained,
+    KnownCauses,
+    ReportFiles,
+    blank_report,
+    explain,
+    largest_weight,
+)
 from lightning_amp.findings import StepRecord
-from lightning_amp.numerics import largest_finite, nonfinite_gradients, stack_scalars
 from lightning_amp.precision import AmpPrecision
-from lightning_amp.reports import OverflowReport, ScaleIs
+from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import Saved, Subscription
 from lightning_amp.shadow import BatchWindow, gather
-from lightning_amp.tracing import Diagnosis
 
 OVERFLOWS = "amp/overflows"
 
@@ -55,10 +57,10 @@ class OverflowLocator(Callback):
     `amp/overflows`  optimizer steps skipped in this Trainer, those without a report too
     ================ =====================================================================
 
-    After a skipped step it runs the batch again, on a copy of the module: same weights, batch, random numbers and
-    scale; then in fp32; then with what may help. It then knows whether the batch, a weight, the forward of a module,
-    the loss, or only the backward was not finite, in which operation and on which line, whether fp32 would do better,
-    and what helps:
+    After a skipped step it runs the batch again on a copy of the module, with the same weights, random numbers and loss
+    scale. It then runs the batch in fp32, and with remedies. The report says whether the batch, a weight, the forward
+    of a module, the loss, or only the backward was not finite. It names the operation and the line, and a remedy that
+    works:
 
     .. code-block:: text
 
@@ -67,50 +69,53 @@ class OverflowLocator(Callback):
           line: losses.py:75 "log_z = torch.log(torch.exp(sim).sum(-1))"
           try: 'bf16', whose range is that of fp32 (tried: works); or ...
 
-    What is "tried" made loss and gradients finite in a replay. A cause is printed once, and counted from then on. A
-    step that is skipped while a dynamic scale settles is no fault: if a replay at a lower scale is finite, it is only
-    counted. One line at the end has both counts.
+    "tried: works" means that loss and gradients were finite in a replay with this remedy. A cause is printed once, and
+    from then on only counted. A step that is skipped while a dynamic scale settles is no fault. If a replay at a lower
+    scale is finite, the step is only counted. One line at the end of fit has both counts.
 
-    A loss that is not finite although its gradients are is reported once, in the same way; the step is taken.
+    If the loss is not finite although its gradients are, the step is taken. The locator reports this once, in the same
+    way.
 
-    Before a step uses it, it names a learning rate, or another hyperparameter, that is not finite (on an accelerator at
-    the next log point, or before the next report); the step is taken. It also names parameters and buffers that are not
-    finite at the start, averages that are written into half-precision copies, and an `eps` that is zero in its
-    optimizer's state. The error that ends a stuck run repeats the cause that was found.
+    It also warns of a learning rate or another hyperparameter that is not finite, before a step uses it. A value on an
+    accelerator is read at the next log point, or before the next report. The step is taken. Other warnings name
+    parameters and buffers that are not finite at the start, averages kept in half precision, and an `eps` that is zero
+    in its optimizer's state. The error that ends a stuck run repeats
+    the cause that was found.
 
-    :attr:`reports` has the same as data. The run is bit-identical to one without: the copy has its own parameters,
-    buffers, metrics, lists, logger and random generators, and it is gone after the replay. What user code does outside
-    of the module (prints, files, global variables) happens twice for a skipped batch.
+    :attr:`reports` has the reports as data. The locator never changes results: weights are bit-identical with and
+    without it. The copy has its own parameters, buffers, metrics, lists, logger and random generators, and is dropped
+    after the replay. User code outside of the module (prints, files, global variables) runs twice for a skipped batch.
 
-    With accumulation all batches since the last step are run again until one is not finite (as many of them as fit into
-    256 MiB). In DDP all ranks look, each at its own batches, and tell each other: every rank that finds a cause is
-    reported, with its number, and rank 0 logs and writes the files for all.
+    With accumulation all batches since the last step are run again until one is not finite, as many of them as fit into
+    256 MiB. In DDP each rank runs its own batches again. Every rank that finds a cause is reported, with its number;
+    rank 0 logs and writes the files for all.
 
-    What may differ in a replay: attributes of the module that its step changed (a counter, a schedule of its own); a
-    batch that is edited in place (it is copied before each step, as soon as that was noticed once); weights that
-    another optimizer changed in the same manual step. Callbacks that draw random numbers or edit the batch in
-    `on_train_batch_start` should stand before this one in the list. The replay runs eagerly what `torch.compile`
-    compiled, and sees nothing inside of modules that TorchScript compiled, which the report says. Only skips of
-    :class:`~lightning_amp.AmpPrecision` can be seen; with another plugin it says so and does nothing.
+    A replay may differ from the real step. The step may have changed attributes of the module (a counter, a schedule of
+    its own). Another optimizer may have changed weights in the same manual step. A batch may have been edited in
+    place; after the first such batch, each one is copied before its step. Callbacks that draw random numbers or edit
+    the batch in `on_train_batch_start` should stand before this one in the list. Modules compiled by `torch.compile`
+    run eagerly in the replay. Modules compiled by TorchScript cannot be looked into, which the report says. The locator
+    sees only skips of :class:`~lightning_amp.AmpPrecision`; with another plugin it says so and does nothing.
 
     Args:
-        max_reports: Stop looking after this many different causes, or 20 times as many skipped steps, in this Trainer;
-            from then on it only counts. A resumed run goes on counting, and has the reports of its checkpoint.
+        max_reports: Stop searching after this many different causes, or 20 times as many skipped steps, in this
+            Trainer; from then on it only counts. A resumed run continues to count, and has the reports of its
+            checkpoint.
         dirpath: Folder for one JSON file per report, `overflow_step00007_rank0.json`, or its URL (`"s3://bucket/run"`,
-            as Lightning's callbacks take it). `None` writes none. If it cannot be written, one warning says so and
+            as Lightning's callbacks take it). `None` writes none. If it cannot be written, the locator warns once and
             training goes on. A file appears whole or not at all.
         save_bundles: Also saves `overflow_step00007_rank0.pt` there: weights, batch, random state and scale, for
-            `lightning_amp.tracing.replay`. As large as the model. Needs `dirpath`.
+            `lightning_amp.tracing.replay`. The file is as large as the model. Needs `dirpath`.
 
     Raises:
         ValueError: If an argument is out of its range, or fsspec does not know the protocol of `dirpath`.
         ImportError: If the driver for `dirpath` is not installed.
 
-    Cost: it needs to know of a skip at once, so that it reads the flag of each step: the host waits for the device once
-    per batch; after the last report once per log point. Random states and a reference to the batch are kept: 0.1 to
-    0.2 ms of host time. A report costs one or more steps and, for as long as it takes, the memory of one more set of
-    parameters, gradients and activations; if there is not enough it says so and training goes on. You do not want it in
-    a run that must not wait, once the model is known to be sound.
+    Cost: the locator reads the flag of each step, because it must know of a skip at once. So the host waits for the
+    device once per batch; after the last report, once per log point. Keeping random states and a reference to the batch
+    takes 0.1 to 0.2 ms of host time. A report costs one or more steps and, during these, the memory of one more set of
+    parameters, gradients and activations. If there is not enough memory, the report says so and training goes on. You
+    do not want it in a run that must not wait, once the model is known to be sound.
     """
 
     def __init__(
@@ -140,7 +145,7 @@ class OverflowLocator(Callback):
         self._counting: Subscription | None = None
         self._looking: Subscription | None = None
         self._window = BatchWindow()
-        self._steps: list[StepRecord] = []  # skipped, or taken with a loss that is not finite; not looked into yet
+        self._steps: list[StepRecord] = []  # skipped, or with a loss that is not finite; not run again yet
         self._num_attempted = 0
         self._steps_seen = 0
         self._largest_weight: float | None = None
@@ -150,7 +155,8 @@ class OverflowLocator(Callback):
     def reports(self) -> list[OverflowReport]:
         """Return the reports of all fits of one Trainer, on at most `max_reports` skipped steps.
 
-        The same on all ranks: one per step and rank that found a cause; of a step for which none did, that of rank 0.
+        All ranks have the same reports: one for each step and rank that found a cause. If no rank found the cause of a
+        step, it has the report of rank 0.
         """
         return list(self._causes.reports)
 
@@ -184,8 +190,8 @@ class OverflowLocator(Callback):
         elif not self._causes.is_complete:
             self._looking = plugin.records.subscribe(self._receive, at_once=True, on_bad_loss=self._on_bad_loss)
             self._num_attempted = plugin.records.num_attempted
-            if self._largest_weight is None:  # a resumed run has that of its first start
-                self._largest_weight = _largest_weight(pl_module)
+            if self._largest_weight is None:  # a resumed run has the value of its first start
+                self._largest_weight = largest_weight(pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -201,13 +207,11 @@ class OverflowLocator(Callback):
             return
         if self._is_looking:
             self._explain(trainer, pl_module)
-        steps = trainer.global_step
-        every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        if every > 0 and steps // every != self._steps_seen // every:
+        before, self._steps_seen = self._steps_seen, trainer.global_step
+        if is_log_point(trainer, before):
             self._plugin.records.flush()
             self._warn(self._early_checks.read_late(trainer))
             log_metrics(trainer, {OVERFLOWS: float(self._num_overflows)})
-        self._steps_seen = steps
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -218,10 +222,10 @@ class OverflowLocator(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._plugin is not None:
-            if not isinstance(exception, FloatingPointError):  # that one was raised while reading
+            if not isinstance(exception, FloatingPointError):  # reading has raised this one
                 with contextlib.suppress(Exception):
                     self._plugin.records.flush()
-            elif self._is_looking:  # the skip that was one too many: the plugin raised before the batch was over
+            elif self._is_looking:  # the plugin raised at the last skip, before the batch was over
                 self._explain(trainer, pl_module)
         self._detach()  # Lightning calls no `teardown` after an exception
 
@@ -238,13 +242,13 @@ class OverflowLocator(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._plugin is not None:
-            self._plugin.flush()  # closes what hooks have stepped since the last batch, and reads it
+            self._plugin.flush()  # hooks may have stepped since the last batch
         state = {"num_overflows": self._num_overflows, **self._causes.state()}
         return state if self._largest_weight is None else {**state, "largest_weight": self._largest_weight}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # what an earlier fit left; `load_state_dict` follows if the checkpoint knows this callback
+        self._forget()  # `load_state_dict` follows if the checkpoint knows this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -276,7 +280,7 @@ class OverflowLocator(Callback):
     def _on_bad_loss(self, record: StepRecord) -> None:
         self._steps.append(record)
         if self._looking is not None:
-            self._looking.end_losses()  # it is said once
+            self._looking.end_losses()  # one report is enough
 
     def _before_update(self, trainer: Trainer, step: int | None, optimizer: Optimizer) -> None:
         self._warn(self._early_checks.before_update(trainer, step, optimizer))
@@ -290,10 +294,10 @@ class OverflowLocator(Callback):
             for record in steps:
                 if self._causes.is_complete:
                     break
-                blank = self._blank(trainer, module, record)
+                blank = blank_report(trainer, module, self._window, record, self._largest_weight)
                 if mine is None:
                     mine = explain(trainer, module, self._window, blank, self._causes.known)
-                else:  # of another optimizer, which stepped with the same batches
+                else:  # the step of another optimizer, with the same batches
                     same = {"record": record, "precision": blank.precision, "scale_is": blank.scale_is}
                     mine = mine._replace(report=replace(mine.report, **same))
                 self._report(trainer, module, mine)
@@ -308,29 +312,8 @@ class OverflowLocator(Callback):
         for text in texts:
             _messages.warn(f"`OverflowLocator`: {text}")
 
-    def _blank(self, trainer: Trainer, module: LightningModule, record: StepRecord) -> OverflowReport:
-        """Return what is known of a step before it is run again."""
-        assert self._plugin is not None
-        first, last = self._window.span
-        start = self._largest_weight
-        return OverflowReport(
-            record=record,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            epoch=trainer.current_epoch,
-            batch_idx=last,
-            window=(first, last),
-            num_replayed=0,
-            cause="not reproduced",
-            diagnosis=Diagnosis("none"),
-            parameters=nonfinite_gradients(_modules.plain_parameters(module)),
-            precision=Choice.of(record.precision).canonical,
-            largest_weights=None if start is None else (start, _largest_weight(module)),
-            scale_is=_scale_is(self._plugin.scaler, record),
-        )
-
     def _report(self, trainer: Trainer, module: LightningModule, mine: Explained) -> None:
-        """Report to all ranks. All are here, for the same step: they agree on what is skipped."""
+        """Report a step to all ranks. All ranks call for the same step, because they agree on skips."""
         report = mine.report
         if report.cause == "weights" and not report.note:
             report = replace(report, note=self._early_checks.bad_setting)
@@ -351,22 +334,6 @@ class OverflowLocator(Callback):
                 _log.warning(f"OverflowLocator: {causes} reported; it looks no more in this run.")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle or a deep copy takes along: the settings and the reports, not the run."""
+        """Return the settings and the reports for a pickle or a deep copy, without the current run."""
         nothing: dict[str, Any] = {"_plugin": None, "_counting": None, "_looking": None, "_steps": []}
         return {**vars(self), **nothing, "_window": BatchWindow(), "_early_checks": EarlyChecks()}
-
-
-def _scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> ScaleIs:
-    """Say how the loss scale of a step moves; empty without one."""
-    if scaler is None or record.precision != "fp16":
-        return ""
-    lowest = getattr(scaler, "min_scale", 0.0)
-    if scaler.get_backoff_factor() >= 1 or lowest == getattr(scaler, "max_scale", None):
-        return "static"
-    return "lowest" if record.scale <= lowest else "dynamic"
-
-
-def _largest_weight(module: LightningModule) -> float:
-    """Return the largest magnitude of its parameters. Waits for the device."""
-    found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.is_floating_point()]
-    return float(stack_scalars(found).max()) if found else 0.0

@@ -1,4 +1,4 @@
-"""`ScaleMonitor`: the loss scale and the skipped steps, logged and kept."""
+"""`ScaleMonitor`: log and keep the loss scale and the skipped steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_amp._compat import _lightning, _torch
 from lightning_amp._last_trainer import LastTrainer
 from lightning_amp._text import exact
 from lightning_amp._urls import child, location
-from lightning_amp.callbacks._trainers import log_metrics, require_lightning_trainer
+from lightning_amp.callbacks._trainers import is_log_point, log_metrics, require_lightning_trainer
 from lightning_amp.findings import StepRecord
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.reports import SCALE_HISTORY_FILE, ScaleHistory
@@ -36,7 +36,7 @@ RECENT_STEPS = 100
 
 @final
 class ScaleMonitor(Callback):
-    """Shows what the loss scaler did.
+    """Shows the loss scale and the skipped steps.
 
     .. code-block:: python
 
@@ -50,32 +50,33 @@ class ScaleMonitor(Callback):
     ==================== ===============================================================================
     `amp/loss_scale`     the scale that the next step will use; 1.0 without scaling
     `amp/skipped_steps`  optimizer steps skipped so far in this run
-    `amp/skip_rate`      that, divided by the steps attempted so far; from 0 to 1
+    `amp/skip_rate`      share of the steps attempted so far that were skipped; from 0 to 1
     ==================== ===============================================================================
 
     At the end of fit one line sums up: `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`.
 
-    With :class:`~lightning_amp.AmpPrecision` it reads the plugin's records, which are exact, in every precision. With
-    Lightning's own `MixedPrecision` or `FSDPPrecision` it watches their `GradScaler`: a fall of the scale is all there
-    is to go by, so a skip that does not lower the scale cannot be seen. Without either it says so and does nothing.
+    With :class:`~lightning_amp.AmpPrecision` the monitor reads the plugin's records, which are exact, in every
+    precision. With Lightning's own `MixedPrecision` or `FSDPPrecision` it watches their `GradScaler`, and takes a fall
+    of the scale for a skip. It misses a skip that does not lower the scale. With any other plugin it says so once and
+    does nothing.
 
     Args:
         log_every_n_steps: Optimizer steps between two log points; `None` takes the Trainer's `log_every_n_steps`.
-        warn_below: Warns once when the scale falls below. `None` never. The default, 1.0, is where scaling begins to
-            make gradients smaller instead of larger.
-        warn_skip_rate: Warns once when a larger share of the latest 100 steps was skipped, from 0 to 1. `None` never.
-            In a healthy run some steps are skipped until the scale has settled, later one in thousands.
-        dirpath: Folder for `scale_history.csv`, or its URL (`"s3://bucket/run"`, as Lightning's callbacks take it),
-            written with every checkpoint and at the end of fit, all of it each time, so that a resumed run continues it
-            and a killed one has left what its last checkpoint knows. `None` writes no file. If it cannot be written,
-            one warning says so and training goes on.
+        warn_below: Warns once when the scale falls below this number. `None` never warns. Below the default, 1.0,
+            scaling makes gradients smaller instead of larger.
+        warn_skip_rate: Warns once when a larger share of the latest 100 steps was skipped, from 0 to 1. `None` never
+            warns. A healthy run skips some steps until the scale has settled, and later one in thousands.
+        dirpath: Folder for `scale_history.csv`, or its URL (`"s3://bucket/run"`, as Lightning's callbacks take it). The
+            whole file is written with every checkpoint and at the end of fit. A resumed run continues it, and a killed
+            run leaves the history up to its last checkpoint. `None` writes no file. If it cannot be written, the
+            monitor warns once and training goes on.
 
     Raises:
         ValueError: If an argument is out of its range, or fsspec does not know the protocol of `dirpath`.
         ImportError: If the driver for `dirpath` is not installed.
 
     Cost: between two log points nothing waits for the device; a log point is one transfer. A million steps with a
-    hundred changes is a hundred rows.
+    hundred changes take a hundred rows.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class ScaleMonitor(Callback):
     def history(self) -> ScaleHistory:
         """Return all steps up to the last log point, or to the end of fit.
 
-        Survives a resume, and goes on in a second fit of the same Trainer; another Trainer starts a new one.
+        The history survives a resume, and continues in a second fit of the same Trainer. Another Trainer starts anew.
         """
         return self._history
 
@@ -148,15 +149,12 @@ class ScaleMonitor(Callback):
     ) -> None:
         if self._plugin is None and self._watch is None:
             return
-        steps = trainer.global_step
-        if steps == self._steps_seen:
+        before, self._steps_seen = self._steps_seen, trainer.global_step
+        if self._steps_seen == before:
             return
-        every = self.log_every_n_steps or trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        due = every > 0 and steps // every != self._steps_seen // every
-        self._steps_seen = steps
         if self._watch is not None:
             self._watch.observe()
-        if due:
+        if is_log_point(trainer, before, self.log_every_n_steps):
             self._report(trainer)
 
     @override
@@ -169,9 +167,9 @@ class ScaleMonitor(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # Whatever fails in here must not hide the exception, nor keep the Trainer from tearing down.
+        # An error in this hook must neither hide the exception nor keep the Trainer from tearing down.
         with contextlib.suppress(Exception):
-            if not isinstance(exception, FloatingPointError):  # that one was raised while reading
+            if not isinstance(exception, FloatingPointError):  # reading has raised this one
                 self._read()
         self._save()
         self._detach()  # Lightning calls no `teardown` after an exception
@@ -192,14 +190,14 @@ class ScaleMonitor(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._plugin is not None:
-            self._plugin.flush()  # closes what hooks have stepped since the last batch
+            self._plugin.flush()  # hooks may have stepped since the last batch
         self._read()
         warned = [self._warned, self._warned_of_skips]
         return {**self._history.state_dict(), "recent": list(self._recent), "warned": warned}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # what an earlier fit left; `load_state_dict` follows if the checkpoint knows this callback
+        self._forget()  # `load_state_dict` follows if the checkpoint knows this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -216,7 +214,7 @@ class ScaleMonitor(Callback):
     def _extend(self, records: list[StepRecord]) -> None:
         for record in records:
             if self._history.last is not None and record.precision != self._history.last.precision:
-                self._recent.clear()  # skips of a precision that was left, which the plugin has warned of
+                self._recent.clear()  # the plugin has warned of the skips in the earlier precision
             self._history.extend([record])
             self._recent.append(record.skipped)
 
@@ -233,7 +231,7 @@ class ScaleMonitor(Callback):
             return
         skipped = self._history.num_skipped
         rate = skipped / self._history.num_attempted
-        # a run that was stuck may have gone on in a precision without one since
+        # After a fallback the plugin has no scaler any more.
         scale = 1.0 if self._plugin is not None and self._plugin.scaler is None else last.next_scale
         log_metrics(trainer, {LOSS_SCALE: scale, SKIPPED_STEPS: float(skipped), SKIP_RATE: rate})
         if self.warn_below is not None and scale < self.warn_below and not self._warned:
@@ -260,7 +258,7 @@ class ScaleMonitor(Callback):
 
     def _save(self) -> None:
         if self.dirpath is None or self._history.last is None or not _lightning.is_rank_zero():
-            return  # a fit that failed before its first step has nothing to put in the place of an earlier file
+            return  # a fit that failed before its first step leaves an earlier file alone
         try:
             self._history.to_csv(child(self.dirpath, SCALE_HISTORY_FILE))
         except OSError as error:
@@ -272,7 +270,7 @@ class ScaleMonitor(Callback):
 
 @final
 class _ScalerWatch:
-    """Somebody else's scaler: notes its scale after each step without waiting, and reads the notes in blocks."""
+    """Notes the scale of another plugin's scaler after each step without waiting, and reads the notes in blocks."""
 
     def __init__(
         self, scaler: torch.amp.GradScaler, last: StepRecord | None, extend: Callable[[list[StepRecord]], None]

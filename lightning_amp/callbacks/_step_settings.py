@@ -1,4 +1,4 @@
-"""Hyperparameters that are not finite, named before an optimizer step uses them."""
+"""Name hyperparameters that are not finite, before an optimizer step uses them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing_extensions import final
 
 from lightning_amp.numerics import stack_scalars
 
-_MOST_LATE = 1000  # that wait to be read
+_MOST_LATE = 1000  # values on a device that wait to be read
 _NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "betas", "alpha", "eps", "rho")
 
 
 class _Late(NamedTuple):
-    """A hyperparameter on a device, as a step used it."""
+    """A hyperparameter on a device, with the value that a step used."""
 
     optimizer: Optimizer
     group: int
@@ -29,26 +29,14 @@ class _Late(NamedTuple):
 
 @final
 class StepSettings:
-    """Looks at the hyperparameters of each step.
-
-    Attributes:
-        first: The first that was not finite, and its step, in a few words; empty: there was none.
-
-    """
+    """Checks the hyperparameters of each step. `first` names the first bad one and its step; empty without one."""
 
     def __init__(self) -> None:
         self.first = ""
         self._late: list[_Late] = []
 
     def look(self, trainer: Trainer, optimizer: Optimizer, step: int | None) -> list[tuple[object, str]]:
-        """Find those that are not finite, each with a key. One on a device is kept for :meth:`read`.
-
-        Args:
-            trainer: Knows the schedules.
-            optimizer: Whose.
-            step: Index of the step that comes next; `None` if it is not known.
-
-        """
+        """Describe hyperparameters that are not finite, each under a key. Keep values on a device for :meth:`read`."""
         found: list[tuple[object, str]] = []
         for group, name, value in _numbers(optimizer):
             if isinstance(value, Tensor) and value.device.type != "cpu":
@@ -58,7 +46,7 @@ class StepSettings:
         return found + self.read(trainer) if len(self._late) >= _MOST_LATE else found
 
     def read(self, trainer: Trainer) -> list[tuple[object, str]]:
-        """Find those that were kept and are not finite. Waits for the device, if there are any."""
+        """Describe the kept hyperparameters that are not finite. Waits for the device if there are any."""
         late, self._late = self._late, []
         values = stack_scalars([one.value for one in late]).tolist() if late else []
         return [
@@ -75,14 +63,14 @@ class StepSettings:
         self.first = self.first or f"`{name}` was {is_what} in {which}"
         who, setter = optimizer_name(trainer, optimizer, group), _set_by(trainer, optimizer, group, name)
         text = (
-            f"{who}: `{name}` is {is_what}{setter}. {which[0].upper()}{which[1:]} {does}, in any precision alike. Mend"
+            f"{who}: `{name}` is {is_what}{setter}. {which[0].upper()}{which[1:]} {does}, in any precision. Correct"
             " it, and go back to a checkpoint from before that step."
         )
         return ("setting", id(optimizer), group, name), text
 
 
 def optimizer_name(trainer: Trainer, optimizer: Optimizer, group: int) -> str:
-    """Return what messages call an optimizer, or one of its parameter groups: `The optimizer (SGD)`."""
+    """Return the name of an optimizer, or of a parameter group, in messages: `The optimizer (SGD)`."""
     known = trainer.optimizers
     index = next((i for i, other in enumerate(known) if other is optimizer), None)
     which = f" {index} of {len(known)}" if len(known) > 1 and index is not None else ""
@@ -102,7 +90,7 @@ def _numbers(optimizer: Optimizer) -> Iterator[tuple[int, str, Any]]:
 
 
 def _set_by(trainer: Trainer, optimizer: Optimizer, group: int, name: str) -> str:
-    """Say which schedule has set it, and the line of the function that computes it."""
+    """Name the schedule that set the value, and the line of the function that computes it."""
     schedules = [c.scheduler for c in trainer.lr_scheduler_configs if getattr(c.scheduler, "optimizer", 0) is optimizer]
     if name.partition("[")[0] not in ("lr", "momentum", "betas") or not schedules:
         return ""

@@ -1,4 +1,4 @@
-"""What the callbacks ask of their Trainer, and tell it."""
+"""Check the Trainer of a callback, and log to it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from lightning_amp._compat import _lightning
 
 
 def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
-    """Refuse the Trainer of the other package.
-
-    Raises:
-        TypeError: If `trainer` is a `pytorch_lightning.Trainer`.
-    """
+    """Raise a `TypeError` for a `pytorch_lightning.Trainer`."""
     if not isinstance(trainer, Trainer) and type(trainer).__module__.startswith("pytorch_lightning"):
         name = type(callback).__name__
         raise TypeError(
@@ -29,21 +25,20 @@ def require_lightning_trainer(callback: Callback, trainer: Any) -> None:
 
 
 def log_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Send values of the latest step to all loggers and to `trainer.callback_metrics`."""
+    """Log values of the latest step to all loggers and to `trainer.callback_metrics`."""
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=_lightning.logging_step(trainer))
 
 
-def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, against_fp32: bool = False) -> str | None:
-    """Tell why a step cannot be run a second time here; `None` if it can.
+def is_log_point(trainer: Trainer, steps_before: int, every: int | None = None) -> bool:
+    """Return whether a multiple of `every` steps was reached since `steps_before`; default: `log_every_n_steps`."""
+    every = every or trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+    return every > 0 and trainer.global_step // every != steps_before // every
 
-    Args:
-        trainer: At the start of its loop.
-        module: Has the step.
-        step: `"training_step"`, `"validation_step"` or `"test_step"`.
-        against_fp32: Whether the second run is in fp32, for a comparison.
-    """
+
+def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, against_fp32: bool = False) -> str | None:
+    """Tell why a step, or its comparison with fp32, cannot be run a second time; return `None` if it can."""
     strategy = trainer.strategy
     if isinstance(strategy, DeepSpeedStrategy) or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         return f"it works on one device and in DDP, and the strategy is `{type(strategy).__name__}`"
@@ -51,7 +46,7 @@ def why_not_twice(trainer: Trainer, module: LightningModule, step: str, *, again
         return "the random generators of XLA devices cannot be paired"
     if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
         return f"a `{step}` that takes a `dataloader_iter` consumes its batches, so they cannot be run twice"
-    # The others compute in one low or high precision throughout.
+    # In every other precision, weights and inputs are in half or in double precision throughout.
     precision = trainer.precision_plugin.precision
     if against_fp32 and precision not in ("32-true", "16-mixed", "bf16-mixed"):
         return f"with precision {precision!r} there is no fp32 to compare with"

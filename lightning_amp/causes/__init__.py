@@ -1,4 +1,4 @@
-"""Why a step was skipped, a gradient lost, or a metric changed: the user's step run again, and what helps.
+"""Find out why a step was skipped, or a gradient or a metric is wrong, by running the user's step again with remedies.
 
 Read `_attempts.py` first.
 """

@@ -1,4 +1,4 @@
-"""What may help against a fault, tried in order until something does."""
+"""Try remedies against a fault in order, until one works."""
 
 from __future__ import annotations
 
@@ -17,16 +17,10 @@ Result = TypeVar("Result")
 @final
 @dataclass(frozen=True, slots=True)
 class Attempt(Generic[What, Result]):
-    """Something that may help.
+    """A remedy to try."""
 
-    Attributes:
-        what: Its name in a report: a setting as it stands in code, or a `Remedy`.
-        run: Runs the user's step with it, and returns what came of it.
-
-    """
-
-    what: What
-    run: Callable[[], Result]
+    what: What  # a setting as it stands in code, or a `Remedy`
+    run: Callable[[], Result]  # runs the user's step with the remedy
 
 
 def first_that_works(
@@ -34,8 +28,8 @@ def first_that_works(
 ) -> list[tuple[What, Result]]:
     """Run attempts until one works, and return all that ran, each with its result.
 
-    The next attempt is asked for after the one before has run, so that a generator may make it of what that showed.
-    To be called within :meth:`Lockstep.until_all_are_done`: ranks may have different attempts.
+    A generator may build the next attempt from the result of the one before, which has run by then. Call this within
+    :meth:`Lockstep.until_all_are_done`, because ranks may have different attempts.
     """
     tried: list[tuple[What, Result]] = []
     for attempt in attempts:

@@ -1,4 +1,4 @@
-"""What a person reads: tables, text, CSV and pictures. No Lightning. Read `_overflow_report.py` first."""
+"""Show findings to a person as tables, text, CSV and pictures. No Lightning. Read `_overflow_report.py` first."""
 
 from lightning_amp.findings import (
     ComparisonRow,
@@ -14,10 +14,8 @@ from lightning_amp.reports._gradient_plot import Quantity
 from lightning_amp.reports._gradient_table import GradientTable
 from lightning_amp.reports._gradient_words import describe_derivative, describe_fault, describe_healthy
 from lightning_amp.reports._overflow_report import OverflowReport, ScaleIs, cause_of
-from lightning_amp.reports._scale_chart import scale_chart
-from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, ScaleHistory
-from lightning_amp.reports._scale_plot import plot_histories
-from lightning_amp.reports._scale_replay import PolicyReplay
+from lightning_amp.reports._scale_drawing import plot_histories, scale_chart
+from lightning_amp.reports._scale_history import SCALE_HISTORY_FILE, PolicyReplay, ScaleHistory
 from lightning_amp.reports._table import MAX_ROWS
 
 __all__ = [

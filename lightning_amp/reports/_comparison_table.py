@@ -1,4 +1,4 @@
-"""The tables of `MetricComparison`: what mixed precision costs in each metric, and in the output of each module."""
+"""The tables of `MetricComparison`: each metric, and each module's output, in AMP and in fp32."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ComparisonTable(SampledTable[ComparisonRow]):
     (`to_text` has all of its rows).
 
     Args:
-        rows: What it begins with.
-        tolerance: For the band in the plot: one number, one per metric, or `None`.
+        rows: The first rows.
+        tolerance: The band in the plot: one number, one per metric, or `None`.
     """
 
     _header = ComparisonRow._fields
@@ -60,7 +60,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
 
         Args:
             path: Where to save the figure, also a URL, in the format of the suffix. Default: do not save it.
-            max_rows: How many metrics to show; of more, the worst, as in `to_text`. `None`: all.
+            max_rows: The most metrics to show: the worst, as in `to_text`. `None`: all.
         """
         from lightning_amp.reports._comparison_plot import plot_comparison
         from lightning_amp.reports._figures import saved
@@ -72,7 +72,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         number, title = len(groups), ""
         if max_rows is not None and number > max_rows:
             worst = [_without_loader(row.metric) for row in self._worst_first()]
-            # Those that the last comparison does not have come last.
+            # Metrics that the last comparison does not have come last.
             groups = {name: groups[name] for name in list(dict.fromkeys([*worst, *groups]))[:max_rows]}
             title = f"the worst {max_rows} of {number} metrics; `plot(max_rows=None)` shows all"
         return saved(plot_comparison(groups, self.tolerance_of, title), path, dpi="figure")
@@ -82,8 +82,8 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         """Write the last comparison as a text table.
 
         Args:
-            max_rows: How many metrics to show. Of more, those are shown that exceed their tolerance or have the largest
-                relative difference, the worst first. `None`: all, in the order in which they were logged.
+            max_rows: The most metrics to show: first the metrics that exceed their tolerance, then the largest relative
+                differences. `None`: all, in the order in which they were logged.
         """
         require_count("max_rows", max_rows, none="or `None` for all rows")
         rows = shown = self.last
@@ -112,30 +112,28 @@ class ComparisonTable(SampledTable[ComparisonRow]):
     def standing_out(
         self, num_rows: Callable[[str], int | None], error_of: Callable[[str], float]
     ) -> ComparisonRow | None:
-        """Return the metric of the last comparison that stands out most: not finite, or by its relative difference.
+        """Return the metric of the last comparison that stands out most: not finite, or far from fp32.
 
         Args:
-            num_rows: Over how many samples a metric was taken, by its name; `None` if it cannot be a share of them.
-            error_of: Its standard error, as it varies from batch to batch; only asked where it is no share.
+            num_rows: Returns the number of samples behind a metric; `None` if the metric cannot be a share of them.
+            error_of: Returns the standard error of a metric from batch to batch. Called only if it is no share.
         """
         largest: dict[str, float] = {}
         for row in self:
             if math.isfinite(row.fp32):
                 largest[row.metric] = max(largest.get(row.metric, 0.0), abs(row.fp32))
-        found = [row for row in self.last if row.stands_out(largest.get(row.metric, 0.0))]
-        loud: list[ComparisonRow] = []
-        for row in found:
+
+        def is_noise(row: ComparisonRow) -> bool:
             if not math.isfinite(row.amp):
-                loud.append(row)
-                continue
+                return False
             number = num_rows(row.metric)
-            noisy = row.is_noise(number) if number is not None else abs(row.diff) <= error_of(row.metric)
-            if not noisy:
-                loud.append(row)
-        return max(loud, key=lambda row: (not math.isfinite(row.amp), abs(row.relative_diff)), default=None)
+            return row.is_noise(number) if number is not None else abs(row.diff) <= error_of(row.metric)
+
+        found = [row for row in self.last if row.stands_out(largest.get(row.metric, 0.0)) and not is_noise(row)]
+        return max(found, key=lambda row: (not math.isfinite(row.amp), abs(row.relative_diff)), default=None)
 
     def exceeding(self) -> str:
-        """Name the metrics of the last comparison that are beyond their tolerance, the worst first; "" if none."""
+        """Name the metrics of the last comparison that exceed their tolerance, the worst first; "" if none does."""
         found = [
             f"`{row.metric}`: AMP {row.amp:.6g}, fp32 {row.fp32:.6g}, difference {row.diff:+.3g}, tolerance"
             f" {tolerance:g}"
@@ -147,7 +145,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         return "; ".join(found)
 
     def _worst_first(self) -> list[ComparisonRow]:
-        """Sort the last comparison: beyond the tolerance, then NaN on one side, then by relative difference."""
+        """Sort the last comparison: above the tolerance, then NaN on one side, then by relative difference."""
 
         def badness(row: ComparisonRow) -> tuple[bool, float]:
             tolerance = self.tolerance_of(row.metric)
@@ -165,7 +163,7 @@ def _without_loader(metric: str) -> str:
 
 @final
 class ModuleTable(SampledTable[ModuleRow]):
-    """All rows of a run, in each comparison in the order in which the modules ran. Prints the latest, the worst first.
+    """All rows of a run. The rows of a comparison have the order in which the modules ran. Prints the worst rows first.
 
     .. code-block:: python
 
@@ -185,8 +183,7 @@ class ModuleTable(SampledTable[ModuleRow]):
         """Write the latest comparison as a text table.
 
         Args:
-            max_rows: Of more modules only those with the lowest SQNR are shown. `None`: all, in the order in which they
-                ran.
+            max_rows: The most modules to show: the lowest SQNR. `None`: all, in the order in which they ran.
         """
         require_count("max_rows", max_rows, none="or `None` for all rows")
         rows = shown = self.last

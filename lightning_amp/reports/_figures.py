@@ -1,4 +1,4 @@
-"""The one door to matplotlib, which is optional."""
+"""Make and save figures. Only this file imports matplotlib's figure, because matplotlib is optional."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make a figure, sized in inches, without pyplot, whose global state is the user's.
-
-    Raises:
-        ModuleNotFoundError: Without matplotlib.
-    """
+    """Make a figure, sized in inches. It leaves pyplot alone, whose global state is the user's."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -29,13 +25,13 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def say_empty(axes: Any, text: str) -> None:
-    """Write `text` where there is nothing to draw."""
+    """Write `text` into axes that have nothing to draw."""
     axes.set(xticks=[], yticks=[])
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
 
 
 def saved(figure: Figure, path: str | os.PathLike[str] | None, dpi: float | Literal["figure"] = 120) -> Figure:
-    """Save a figure in the format of the suffix, if there is a path or a URL; return it."""
+    """Save a figure in the format of the suffix if there is a path or URL, and return the figure."""
     if path is not None and is_url(path):
         suffix = PurePosixPath(str(path)).suffix[1:] or None
         write_atomically(path, lambda file: figure.savefig(file, format=suffix, dpi=dpi), mode="binary")

@@ -1,4 +1,4 @@
-"""The heat map of `GradientMonitor`."""
+"""Draw the heat map of `GradientMonitor`: dangerous values in red, safe ones pale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from typing_extensions import final
 
-from lightning_amp.findings import GradientRow
+from lightning_amp.findings import LOW_DB, GradientRow
 from lightning_amp.reports._figures import new_figure, saved, say_empty
 
 if TYPE_CHECKING:
@@ -21,39 +21,57 @@ Quantity = Literal[
 ]
 
 
+Stops = tuple[tuple[float, str], ...]
+_SAFE, _PALE, _DARK_RED = "#f7fbff", "#fee6ce", "#67000d"
+_SHARES: Stops = ((0.0, _SAFE), (0.01, _PALE), (0.1, "#fdae6b"), (0.3, "#de2d26"), (1.0, _DARK_RED))
+
+
 @final
-class _Look(NamedTuple):
-    """How a quantity is drawn; all colour maps can be told apart by the colour-blind."""
+class _Style(NamedTuple):
+    """How a quantity is drawn: a value has the same colour in every picture, pale where it is safe, dark red at worst.
+
+    `stops` are values with their colours, from low to high. The colours between two stops are mixed.
+    """
 
     title: str
     unit: str
-    colors: str
+    stops: Stops
     low_is_bad: bool
 
 
-_LOOKS: dict[Quantity, _Look] = {
-    "headroom_bits": _Look(
+_STYLES: dict[Quantity, _Style] = {
+    "headroom_bits": _Style(
         "Headroom in fp16: how often the loss scale could be doubled before a gradient overflows",
         "headroom [bits]\nred: overflows, white: just fits",
-        "RdBu",
+        ((-6.0, _DARK_RED), (0.0, "#ef3b2c"), (0.0, "#ffffff"), (16.0, "#c6dbef")),
         True,
     ),
-    "underflow_fraction": _Look("Gradients that become zero in fp16", "share of the non-zero ones", "YlOrRd", False),
-    "subnormal_fraction": _Look(
-        "Gradients that become subnormal in fp16, and lose bits", "share of the non-zero ones", "YlOrRd", False
+    "underflow_fraction": _Style("Gradients that become zero in fp16", "share of the non-zero ones", _SHARES, False),
+    "subnormal_fraction": _Style(
+        "Gradients that become subnormal in fp16, and lose bits", "share of the non-zero ones", _SHARES, False
     ),
-    "sqnr_db": _Look("Mixed-precision gradient against fp32: signal to noise", "SQNR [dB]", "viridis", True),
-    "cosine": _Look("Mixed-precision gradient against fp32: cosine", "cosine", "viridis", True),
-    "fp8_underflow_fraction": _Look(
-        "Gradients reaching a layer that its cast to fp8 makes zero", "share of the non-zero ones", "YlOrRd", False
+    "sqnr_db": _Style(
+        "Mixed-precision gradient against fp32: signal to noise",
+        "SQNR [dB]",
+        ((0.0, _DARK_RED), (LOW_DB, "#de2d26"), (15.0, "#fdae6b"), (20.0, _PALE), (30.0, _SAFE)),
+        True,
+    ),
+    "cosine": _Style(  # of the same colours as the SQNR that goes with it
+        "Mixed-precision gradient against fp32: cosine",
+        "cosine",
+        ((0.0, _DARK_RED), (0.95, "#de2d26"), (0.984, "#fdae6b"), (0.995, _PALE), (0.9995, _SAFE)),
+        True,
+    ),
+    "fp8_underflow_fraction": _Style(
+        "Gradients reaching a layer that its cast to fp8 makes zero", "share of the non-zero ones", _SHARES, False
     ),
 }
-QUANTITIES: tuple[Quantity, ...] = tuple(_LOOKS)
+QUANTITIES: tuple[Quantity, ...] = tuple(_STYLES)
 
 
 @final
 class _Mark(IntEnum):
-    """What a cell without a number shows instead; the legend has those that occur."""
+    """Why a cell has no number. The legend explains the marks that occur."""
 
     ABSENT = 0
     ZERO = 1
@@ -66,10 +84,10 @@ _Cell = float | _Mark
 _HATCH: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.75", "hatch": "////"}
 _MARKS: dict[_Mark, tuple[str, dict[str, Any]]] = {
     _Mark.ABSENT: ("no gradient in this step", _HATCH),
-    _Mark.ZERO: ("all gradients are zero", {"facecolor": "0.6"}),
+    _Mark.ZERO: ("all gradients are zero", {"facecolor": "0.8"}),
     _Mark.NOT_FINITE: ("not finite", {"facecolor": "black"}),
-    _Mark.EQUAL: ("equal to fp32", {"facecolor": "tab:purple"}),
-    _Mark.NOT_IN_FP8: ("not in fp8", {"facecolor": "0.9"}),
+    _Mark.EQUAL: ("equal to fp32", {"facecolor": "#e5f5e0"}),
+    _Mark.NOT_IN_FP8: ("not in fp8", {"facecolor": "0.93"}),
 }
 
 
@@ -79,15 +97,15 @@ def draw_heat_map(
     path: str | os.PathLike[str] | None,
     max_rows: int | None,
 ) -> Figure:
-    """Draw what `GradientMonitor.plot` returns; `samples` are without the row of the total."""
-    look = _LOOKS[quantity]
+    """Return the figure of `GradientMonitor.plot`. The samples have no row of the total."""
+    style = _STYLES[quantity]
     steps = [sample[0].step for sample in samples if sample]
     grid = _grid(samples, quantity)
-    names = _worst(grid, look.low_is_bad, max_rows)
+    names = _worst(grid, style.low_is_bad, max_rows)
     width = 8 + 0.07 * max((len(name) - 20 for name in names), default=0)
     figure = new_figure(max(width, 8), 2 + 0.25 * max(len(names), 4))
     axes: Any = figure.add_subplot()
-    title = look.title if len(names) == len(grid) else f"{look.title}\nthe {len(names)} worst of {len(grid)} rows"
+    title = style.title if len(names) == len(grid) else f"{style.title}\nthe {len(names)} worst of {len(grid)} rows"
     axes.set_title(title, fontsize="medium")
     if names:
         _fill(figure, axes, [grid[name] for name in names], quantity)
@@ -101,7 +119,7 @@ def draw_heat_map(
 
 
 def _grid(samples: Sequence[Sequence[GradientRow]], quantity: Quantity) -> dict[str, list[_Cell]]:
-    """Return by name one cell per sample: a float, or the mark (an int) of a cell without one."""
+    """Return one cell per sample for each name: a float, or a mark (an int) where there is no number."""
     names = dict.fromkeys(row.name for sample in samples for row in sample)
     grid: dict[str, list[_Cell]] = {name: [_Mark.ABSENT] * len(samples) for name in names}
     for column, sample in enumerate(samples):
@@ -147,9 +165,9 @@ def _fill(figure: Figure, axes: Any, grid: list[list[_Cell]], quantity: Quantity
     if finite:
         _fill_values(figure, axes, values, finite, quantity)
     if marks:
-        axes.patch.set(**_HATCH)  # shows where nothing is drawn
+        axes.patch.set(**_HATCH)  # visible where nothing is drawn
         drawn = [[cell if isinstance(cell, _Mark) and cell else math.nan for cell in row] for row in grid]
-        colors = ListedColormap([look["facecolor"] for _, look in _MARKS.values()])
+        colors = ListedColormap([patch["facecolor"] for _, patch in _MARKS.values()])
         axes.imshow(drawn, aspect="auto", interpolation="nearest", cmap=colors, vmin=-0.5, vmax=len(_MARKS) - 0.5)
         patches = [Patch(label=_MARKS[mark][0], **_MARKS[mark][1]) for mark in marks]
         figure.legend(handles=patches, loc="outside lower right", ncols=len(patches), fontsize="small", frameon=False)
@@ -160,17 +178,28 @@ def _fill_values(figure: Figure, axes: Any, values: list[list[float]], finite: l
 
     low, high = _limits(quantity, min(finite), max(finite))
     beyond = {(True, True): "both", (True, False): "min", (False, True): "max"}
-    look = _LOOKS[quantity]
-    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=look.colors, vmin=low, vmax=high)
+    style = _STYLES[quantity]
+    colors = _colors(style.stops, low, high)
+    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=colors, vmin=low, vmax=high)
     extend = beyond.get((min(finite) < low, max(finite) > high), "neither")
     bar = figure.colorbar(image, ax=axes, extend=extend)
-    bar.set_label(look.unit, fontsize="small")
+    bar.set_label(style.unit, fontsize="small")
     if quantity.endswith("fraction"):
         bar.ax.yaxis.set_major_formatter(PercentFormatter(1))
 
 
+def _colors(stops: Stops, low: float, high: float) -> Any:
+    """Return the colour map from `low` to `high`. Values beyond the outermost stops have the colours of these."""
+    from matplotlib.colors import LinearSegmentedColormap, ListedColormap
+
+    number, first, extent = 1024, stops[0][0], stops[-1][0] - stops[0][0]
+    whole = LinearSegmentedColormap.from_list("", [((stop - first) / extent, color) for stop, color in stops], N=8192)
+    values = [low + (high - low) * (i + 0.5) / number for i in range(number)]
+    return ListedColormap(whole([(value - first) / extent for value in values]))
+
+
 def _limits(quantity: Quantity, lowest: float, highest: float) -> tuple[float, float]:
-    """Return the ends of the colour bar: round, and never closer than what matters."""
+    """Return the ends of the colour bar: round numbers, not closer together than differences that matter."""
     if quantity == "headroom_bits":  # 16 bits are as good as 30
         end = min(max(4.0, abs(lowest), abs(highest)), 16.0)
         return -end, end

@@ -1,4 +1,4 @@
-"""What `GradientMonitor` measured: rows for people, a heat map, and the scale that follows."""
+"""The table of `GradientMonitor`: its rows, as text and as a heat map."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GradientTable(SampledTable[GradientRow]):
         L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[monitor], max_epochs=1).fit(model, data)
         print([row.name for row in monitor.table.last if row.underflow_fraction > 0.01])
 
-    Of more than 200 samples every second one of the older half is forgotten.
+    If there are more than 200 samples, every second one of the older half is dropped.
     """
 
     _header = tuple("length" if name == "norm_ratio" else name for name in GradientRow._fields)
@@ -49,12 +49,12 @@ class GradientTable(SampledTable[GradientRow]):
 
     @override
     def to_text(self, max_rows: int | None = MAX_ROWS, *, fp16: bool | None = None) -> str:
-        """Write the latest sample as a text table, the least headroom first; without fp16's limits the lowest SQNR.
+        """Write the latest sample as a text table: the least headroom first, or the lowest SQNR without fp16's limits.
 
         Args:
-            max_rows: Of more rows only the worst are shown: those with the least headroom, the lowest SQNR, or the
-                largest share that becomes zero, as many of each. `None` shows all.
-            fp16: Whether to show what fp16 would make of the gradients. `None`: if the step ran in fp16.
+            max_rows: The most rows to show: in turn the least headroom, the lowest SQNR, and the largest share that
+                becomes zero. `None` shows all.
+            fp16: Whether to show the limits of fp16. `None`: if the step ran in fp16.
         """
         require_count("max_rows", max_rows, none="or `None` for all rows")
         if not self._samples:
@@ -77,7 +77,7 @@ class GradientTable(SampledTable[GradientRow]):
     def plot(
         self, quantity: Quantity, path: str | os.PathLike[str] | None, *, max_rows: int | None = MAX_ROWS
     ) -> Figure:
-        """Draw what `GradientMonitor.plot` returns."""
+        """Return the figure of `GradientMonitor.plot`."""
         require_choice("quantity", quantity, list(QUANTITIES))
         require_count("max_rows", max_rows, none="or `None` for all rows")
         samples = [[row for row in sample if row.name != TOTAL] for sample in self._samples]
@@ -93,7 +93,7 @@ def _fidelity(row: GradientRow) -> float:
 
 
 def _worst(rows: list[GradientRow], max_rows: int | None, fp16: bool) -> list[GradientRow]:
-    """Take in turn the worst by each measure: a row that loses everything to zero has the most headroom of all."""
+    """Take in turn the worst row by each measure: a row that loses everything to zero has the most headroom."""
     by_fidelity = sorted(rows, key=_fidelity)
     orders = [by_fidelity]
     if fp16:
@@ -128,7 +128,7 @@ def _cells(row: GradientRow) -> tuple[str, ...]:
 
 
 def _distance(row: GradientRow) -> tuple[str, str]:
-    """Write SQNR and cosine; where there are none, whether fp32 has NaN or infinity itself."""
+    """Write SQNR and cosine. If they are not finite, tell whether the gradient in fp32 is NaN or infinite itself."""
     if math.isfinite(row.sqnr_db):
         sqnr = f"{row.sqnr_db:.1f} dB"
     elif row.sqnr_db > 0:

@@ -1,4 +1,4 @@
-"""The sentences of `GradientMonitor`: what is wrong with the gradient, or how well it fits."""
+"""Write the sentences of `GradientMonitor`: the fault of a gradient and its remedies, or how well it fits."""
 
 from __future__ import annotations
 
@@ -10,27 +10,22 @@ from lightning_amp.findings import LOW_DB, TOTAL, GradientFault, GradientRow, In
 
 
 def describe_fault(found: GradientFault, tried: Sequence[TriedRemedy], *, faded: float = 1.0) -> str:
-    """Say what is wrong, where first, and what helps, in sentences.
+    """Describe a fault, the module that shows it first, and the remedies that work.
 
-    Args:
-        found: What is wrong.
-        tried: What was tried, in order.
-        faded: Largest gradient of this sample, in units of the largest so far.
-
+    `faded` is the largest gradient of this sample, in units of the largest so far.
     """
     row = found.row
-    name = "the gradient" if row.name == TOTAL else f"that of `{row.name}`"
+    first = "" if row.name == TOTAL else f", first in `{row.name}`"
     if found.kind in ("nan", "infinite"):
         what = "NaN" if found.kind == "nan" else "infinite"
-        first = "" if row.name == TOTAL else f", first (in the order of the backward) {name}"
         return f"The gradient is {what} in fp32, too{first}: no precision and no loss scale helps."
     if found.kind == "length":
         text = _wrong_length(found)
     elif found.kind == "overflow":
         at = f" at a loss scale of {exact(row.scale)}" if row.precision in ("fp16", "") else ""
-        text = f"The gradient overflows in {row.precision or 'fp16'}{at}, first {name}; in fp32 it is finite."
+        text = f"The gradient overflows in {row.precision or 'fp16'}{at}{first}; in fp32 it is finite."
     else:
-        text = _noise(found, name, faded)
+        text = _noise(found, first, faded)
     works = [f"{one.setting} (tried: {_decibels(one.value)})" for one in tried if one.works]
     if works:
         return f"{text} What helps: {' or '.join(works)}."
@@ -39,12 +34,12 @@ def describe_fault(found: GradientFault, tried: Sequence[TriedRemedy], *, faded:
     return f"{text} `compare_precisions` tells whether that costs quality." if found.kind == "rounding" else text
 
 
-def _noise(found: GradientFault, name: str, faded: float) -> str:
+def _noise(found: GradientFault, first: str, faded: float) -> str:
     row = found.row
     numbers = f"SQNR {_decibels(row.sqnr_db)}, cosine {row.cosine:.4f}"
-    where = f"The gradient is not that of fp32, first {name} ({numbers})"
+    where = f"The gradient differs from fp32{first} ({numbers})"
     if not found.whole:
-        where = f"The gradient of `{row.name}` is not that of fp32 ({numbers})"
+        where = f"The gradient of `{row.name}` differs from fp32 ({numbers})"
     if found.kind == "zero":
         return f"{where}: {percent(row.underflow_fraction)} of it becomes zero at a loss scale of {exact(row.scale)}."
     text = f"{where}: it is in range, but what {row.precision or 'fp16'} rounds away is as large as the gradient."
@@ -57,44 +52,39 @@ def _wrong_length(found: GradientFault) -> str:
     total = found.total
     times, scale = f"{rounded(total.norm_ratio)} times the length", exact(total.scale)
     if found.clipped:
-        has = "is not that of fp32" if math.isnan(total.norm_ratio) else f"has {times} of that of fp32"
+        has = "differs from fp32" if math.isnan(total.norm_ratio) else f"has {times} that it has in fp32"
         return f"The gradient {has}: {found.clipped} clips it while it is multiplied with the loss scale, {scale}."
-    text = f"The gradient points where that of fp32 does (cosine {total.cosine:.4f}) and has {times}"
+    text = f"The gradient has the same direction as in fp32 (cosine {total.cosine:.4f}), but {times}"
     if abs(total.norm_ratio * total.scale - 1) < 0.02 and total.scale != 1:
-        return f"{text}, one by the loss scale: `training_step` divides by it, and so does the plugin."
+        return f"{text}, which is 1 / loss scale: both `training_step` and the plugin divide by it."
     return (
-        f"{text}. Where `training_step` changes gradients by itself they are still multiplied with the loss scale,"
-        f" {scale}: `lightning_amp.precision.unscale_(self.trainer, optimizer)` before it makes them true ones."
+        f"{text}. If `training_step` changes gradients itself, they are still multiplied with the loss scale, {scale}:"
+        " call `lightning_amp.precision.unscale_(self.trainer, optimizer)` before it."
     )
 
 
 def describe_derivative(found: InaccurateDerivative, helps: bool) -> str:
-    """Say what fp16 loses of a derivative, and whether `scaled_grad` was tried and helps."""
+    """Describe how fp16 changes a derivative, and whether `scaled_grad` helps."""
     lost = f"{percent(found.zero)} of it becomes zero" if found.zero > 0 else f"its SQNR is {found.sqnr_db:.1f} dB"
     lost = "it overflows" if math.isnan(found.sqnr_db) else lost
     cure = "`lightning_amp.precision.scaled_grad(self.trainer, ...)` in the place of `torch.autograd.grad`"
     helped = f". {cure} helps (tried)" if helps else ""
     return (
-        f"the derivative inside of the loss, {found.line}, is computed in fp16 without a loss scale, and is not that of"
+        f"the derivative inside of the loss, {found.line}, is computed in fp16 without a loss scale, and differs from"
         f" fp32: {lost}{helped}."
     )
 
 
 def _decibels(sqnr_db: float) -> str:
-    """Write an SQNR."""
     if math.isnan(sqnr_db):
         return "overflows"
     return "equal" if math.isinf(sqnr_db) else f"{sqnr_db:.1f} dB"
 
 
 def describe_healthy(rows: Sequence[GradientRow], largest: float, scale: float | None) -> str:
-    """Sum up a sample that lost nothing.
+    """Sum up a sample without a fault. Its last row stands for all gradients.
 
-    Args:
-        rows: Of the sample, that of all gradients last.
-        largest: Largest finite gradient so far.
-        scale: The loss scale to recommend by it; `None` without one.
-
+    `largest` is the largest finite gradient so far, and `scale` the loss scale to recommend.
     """
     *parts, last = rows
     if last.largest == 0:
@@ -104,11 +94,11 @@ def describe_healthy(rows: Sequence[GradientRow], largest: float, scale: float |
     least = min((row for row in parts if row.largest > 0), key=lambda row: row.sqnr_db, default=last)
     if last.precision not in ("fp16", ""):
         if math.isinf(last.sqnr_db):
-            return "The gradient is that of fp32."
-        text = f"The gradient is that of fp32 up to rounding (SQNR {last.sqnr_db:.1f} dB)"
-        return f"{text}; the least near is that of `{least.name}`, {least.sqnr_db:.1f} dB."
+            return "The gradient equals fp32."
+        text = f"The gradient equals fp32 up to rounding (SQNR {last.sqnr_db:.1f} dB)"
+        return f"{text}; the gradient of `{least.name}` is furthest from it, with {least.sqnr_db:.1f} dB."
     if scale is None:
-        return "There was no finite gradient to recommend a scale by."
+        return "No gradient was finite, so no scale can be recommended."
     if scale < 1:
         return (
             f"The largest gradient, {rounded(largest)}, fits into fp16 only with a scale of {exact(scale)}:"
@@ -120,8 +110,8 @@ def describe_healthy(rows: Sequence[GradientRow], largest: float, scale: float |
     if last.headroom_bits < 0:
         now = f"at {exact(last.scale)} the largest gradient leaves the range of fp16"
         return f"{text}: {now}. It does not overflow, since this run computes it in float32."
-    if least.sqnr_db < LOW_DB:  # of a bias before a normalisation, whose gradient is zero but for rounding
-        return f"{text}. The least near to fp32 is the gradient of `{least.name}`, {least.sqnr_db:.1f} dB."
+    if least.sqnr_db < LOW_DB:  # usual for a bias before a normalisation, whose true gradient is zero
+        return f"{text}. The gradient of `{least.name}` is furthest from fp32, with {least.sqnr_db:.1f} dB."
     return f"{text}, or leave it as it is: at {exact(last.scale)} the gradients fit."
 
 

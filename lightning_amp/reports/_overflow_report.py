@@ -1,4 +1,4 @@
-"""What `OverflowLocator` found out about one skipped step, for people and for programs."""
+"""`OverflowReport`: the record of one skipped step, and the text that `OverflowLocator` prints of it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from lightning_amp._plain_data import plain
 from lightning_amp._text import exact, listed, named, rounded
 from lightning_amp.findings import Remedy, StepRecord
 from lightning_amp.numerics import fitting_scale
-from lightning_amp.reports._overflow_cause import cause_words, line_of
-from lightning_amp.reports._overflow_remedies import (
+from lightning_amp.reports._overflow_words import (
     EPSILONS,
     by_hand,
+    cause_words,
     failed,
     fitting_epsilon,
     for_any_precision,
+    line_of,
     that_worked,
     worked,
 )
@@ -34,14 +35,14 @@ Cause = Literal["batch", "weights", "forward", "loss", "backward", "not reproduc
 
 
 def cause_of(found: Diagnosis) -> Cause:
-    """Return the cause as a report has it."""
+    """Return the cause of a diagnosis, as a report names it."""
     return "not reproduced" if found.cause == "none" else found.cause
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class OverflowReport:
-    """One skipped step. Immutable.
+    """One skipped step.
 
     .. code-block:: python
 
@@ -54,22 +55,22 @@ class OverflowReport:
 
     Attributes:
         record: The skipped step: index, optimizer, scale, reason.
-        rank: Of the process whose batch this report is about.
-        world_size: How many there are.
-        epoch: Where it happened.
+        rank: The rank of the process that had the batch.
+        world_size: The number of processes.
+        epoch: The epoch of the step.
         batch_idx: The batch whose replay failed; the last one of the window if none did.
-        window: First and last batch since the last attempted step: the same without accumulation.
+        window: First and last batch since the last attempted step; they differ only with accumulation.
         num_replayed: How many batches of the window were run again, from its end.
         cause: As in :class:`~lightning_amp.tracing.Diagnosis`; `"not reproduced"` if every replay was finite.
         diagnosis: Module, tensor and magnitudes.
         parameters: Names of all parameters whose gradients were not finite.
-        largest_gradient: With cause `"backward"` the largest true gradient of the batch, computed in fp32.
+        largest_gradient: The largest true gradient of the batch, computed in fp32. Only with cause `"backward"`.
         note: Why the replay may not be exact, or why there was none; empty if all is well.
-        precision: Of the run: `"16-mixed"`, `"bf16-mixed"`, `"32-true"`.
-        remedies: What was tried in replays of the step, and whether it worked; empty if the cause was known.
+        precision: The precision of the run: `"16-mixed"`, `"bf16-mixed"`, `"32-true"`.
+        remedies: The remedies tried in replays of the step; empty if the cause was known.
         is_repeated: Whether an earlier report names the same cause, so that nothing was tried.
         largest_weights: Largest magnitude of a parameter at the start of the fit, and now.
-        scale_is: Of the loss scale: `"dynamic"`, `"static"`, or `"lowest"` where it falls no further; empty without.
+        scale_is: `"dynamic"`, `"static"`, or `"lowest"` if the loss scale cannot fall further; empty without a scale.
     """
 
     record: StepRecord
@@ -92,27 +93,27 @@ class OverflowReport:
 
     @property
     def working_scale(self) -> float | None:
-        """Return the loss scale at which a replay was finite; `None` if none was found, or tried."""
+        """Return the loss scale at which a replay was finite; `None` if no such scale was found."""
         return next((r.values[0] for r in self.remedies if r.kind == "scale" and r.worked), None)
 
     @property
     def in_one_line(self) -> str:
-        """Return the cause, the line and what helps, in one line."""
+        """Return the cause, the line of code and the advice, in one line."""
         line = line_of(self.diagnosis)
         return f"{_cause(self)}{f'; in {line}' if line else ''}. Try: {_cure(self)}"
 
     @property
     def is_calibration(self) -> bool:
-        """Return whether nothing is wrong: a dynamic scale was too high for a moment, and falls to one that works."""
+        """Return whether the step is no fault: a dynamic scale was too high, and falls to one that works."""
         return self.cause == "backward" and self.scale_is == "dynamic" and self.working_scale is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return dictionaries, lists, texts and numbers, which a checkpoint may hold with `weights_only=True`."""
+        """Return dictionaries, lists, texts and numbers, which `torch.load(weights_only=True)` accepts."""
         return plain(asdict(self), float)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
-        """Return the report that :meth:`as_dict` was made of."""
+        """Build the report again from the result of :meth:`as_dict`."""
         found = dict(values["diagnosis"])
         shape = found["shape"]
         found["shape"] = None if shape is None else tuple(shape)
@@ -175,7 +176,7 @@ def _cause(report: OverflowReport) -> str:
 
 
 def _rounded_before(report: OverflowReport) -> list[str]:
-    """Say which operation lost the digits, where that was found."""
+    """Name the operation whose result half precision rounded too far, if it was found."""
     operation, line = report.diagnosis.operation, line_of(report.diagnosis)
     if operation is None:
         return []
@@ -190,7 +191,7 @@ def _rounded_before(report: OverflowReport) -> list[str]:
 
 
 def _cure(report: OverflowReport) -> str:
-    """Say what helps: what was tried and worked first, and never what did not."""
+    """Advise: first the remedies that worked, then untried ones, and never a remedy that failed."""
     found, operation, remedies = report.diagnosis, report.diagnosis.operation, report.remedies
     if report.cause == "batch":
         return "clean the data, or leave this batch out; no precision can help"
@@ -200,11 +201,10 @@ def _cure(report: OverflowReport) -> str:
         return "look at non-deterministic operations, and at earlier batches of the window"
     if report.cause == "not reproduced":
         return (
-            "look at what edits gradients between the backward and the step (hooks, callbacks), at non-deterministic"
+            "look at hooks and callbacks that edit gradients between the backward and the step, at non-deterministic"
             " operations, and at earlier batches of the window"
         )
-    grown = _grown(report)
-    if grown:
+    if grown := _grown(report):
         return grown
     if found.in_fp32 == "not finite":
         return f"{for_any_precision(operation, remedies)}; no precision can help"
@@ -268,21 +268,21 @@ def _on_scale(report: OverflowReport) -> str:
 
 
 def _in_general(report: OverflowReport) -> str:
-    """Advise where no operation is known, or nothing that was tried has worked."""
+    """Advise if the operation is not known, or no tried remedy worked."""
     found = report.diagnosis
     if report.cause == "loss":
         return (
-            "compute the loss in fp32 (`.float()` on what goes into it) and in a stable form (`cross_entropy`,"
+            "compute the loss in fp32 (`.float()` on its inputs) and in a stable form (`cross_entropy`,"
             " `logsumexp`, an epsilon under roots and quotients)"
         )
     if _has_range_of_fp32(report) or found.dtype == "bfloat16":
         return (
-            "making what goes into the module smaller (a normalisation before it), and epsilons under roots,"
+            "making the inputs of the module smaller (a normalisation before it), and epsilons under roots,"
             " logarithms and quotients; 'fp32' holds no larger numbers than bfloat16"
         )
     tried = any(remedy.kind == "bf16" for remedy in report.remedies)
     first = "" if tried else "'bf16', whose range is that of fp32; or "
-    smaller = "make what goes into the module smaller (a normalisation before it)"
+    smaller = "make the inputs of the module smaller (a normalisation before it)"
     return f"{first}{smaller}. Lowering the loss scale cannot help"
 
 

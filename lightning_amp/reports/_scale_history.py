@@ -1,4 +1,4 @@
-"""The history of a loss scale, compact: only what changed and what was skipped is kept."""
+"""Keep the history of a loss scale, compactly, and replay it under another scale policy."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import math
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import astuple, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from typing_extensions import final, override
 
-from lightning_amp._text import counted, exact
+from lightning_amp._text import counted, exact, percent, span
 from lightning_amp._urls import open_to_read
 from lightning_amp.findings import StepPrecision, StepReason, StepRecord, before_fallback, describe_fallbacks, fallbacks
+from lightning_amp.reports._scale_drawing import plot_history
 from lightning_amp.reports._table import Table
-from lightning_amp.scaling import Saved
+from lightning_amp.scaling import POLICY_SETTINGS, Saved, replay_policy, scaler_of_policy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from lightning_amp.reports._scale_replay import PolicyReplay
-
 SCALE_HISTORY_FILE = "scale_history.csv"
-"""What :class:`~lightning_amp.ScaleMonitor` calls it in its folder."""
+"""The name of the file that :class:`~lightning_amp.ScaleMonitor` writes into its folder."""
 
 _REASONS: tuple[StepReason, ...] = get_args(StepReason)
 _PRECISIONS: tuple[StepPrecision, ...] = get_args(StepPrecision)
@@ -42,7 +42,7 @@ _COLUMNS = {
 
 @final
 class ScaleHistory(Table[StepRecord]):
-    """Every step of a run, of which only changes of the scale and skips take memory (35 bytes each).
+    """Every step of a run. Only changes of the scale and skips take memory, 35 bytes each.
 
     .. code-block:: python
 
@@ -52,10 +52,10 @@ class ScaleHistory(Table[StepRecord]):
         print([record.index for record in monitor.history if record.skipped])
         monitor.history.to_csv("scale_history.csv")
 
-    Iterating and indexing give the stored records: the first step, every skip, every step after which the scale moved,
-    the last and the first step around a change of precision, and the last step. What lies between two of them was
-    applied, at the later one's scale and in its precision. `len` counts the stored
-    records, and an index is a position among them, not the index of a step.
+    Iterating and indexing give the stored records: the first and the last step, every skip, and every step after which
+    the scale moved. The two steps around a change of precision are stored, too. The steps between two records were
+    applied, at the later one's scale and in its precision. `len` counts the stored records, and an index is a position
+    among them, not the index of a step.
     """
 
     _header = _COLUMNS
@@ -81,10 +81,7 @@ class ScaleHistory(Table[StepRecord]):
         count = len(self)
         if not -count <= index < count:
             raise IndexError(f"`history[{index}]`: there are {counted(count, 'record')}, one for each change.")
-        index %= count
-        if self._last is not None and index == count - 1:
-            return self._last
-        return _record(*(column[index] for column in self._columns.values()))
+        return next(islice(self, index % count, None))
 
     @override
     def __repr__(self) -> str:
@@ -97,7 +94,7 @@ class ScaleHistory(Table[StepRecord]):
 
     @property
     def first(self) -> StepRecord | None:
-        """Return the earliest step known: a history that was not in the checkpoint begins where the run resumed."""
+        """Return the earliest known step. A history that was not in the checkpoint begins where the run resumed."""
         return next(iter(self), None)
 
     @property
@@ -119,7 +116,7 @@ class ScaleHistory(Table[StepRecord]):
     def summary(self) -> str:
         """Write one line, such as `12 of 4,000 steps skipped, 11 in the first 20; scale 2**16 -> 1024`.
 
-        Of a run that fell back the scale is that before, and it goes on: `, bf16 from step 64 on`.
+        If the run fell back to another precision, the line has the scales before it, and adds `, bf16 from step 64 on`.
         """
         if self._last is None:
             return "no optimizer step was recorded"
@@ -137,16 +134,12 @@ class ScaleHistory(Table[StepRecord]):
 
     @property
     def fallbacks(self) -> list[StepRecord]:
-        """Return the first step of each precision but the first: where a run that was stuck went on in another."""
+        """Return the first step of each later precision, in which a stuck run went on."""
         return fallbacks(self)
 
     def before_fallback(self) -> ScaleHistory:
-        """Return the part in the precision in which the run began, the only one with a loss scale."""
-        if not self.fallbacks:
-            return self
-        part = type(self)()
-        part.extend(before_fallback(list(self)))
-        return part
+        """Return the part in the first precision. Only this part has a loss scale."""
+        return _history_of(before_fallback(list(self))) if self.fallbacks else self
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -185,10 +178,10 @@ class ScaleHistory(Table[StepRecord]):
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> ScaleHistory:
-        """Read what :meth:`to_csv` wrote, from a path or a URL.
+        """Read a file that :meth:`to_csv` wrote, from a path or a URL.
 
         Raises:
-            ValueError: Naming file and line, if it is not such a file.
+            ValueError: If it is no such file. The message names file and line.
         """
         history = cls()
         with open_to_read(path, "text") as file:
@@ -228,7 +221,7 @@ class ScaleHistory(Table[StepRecord]):
         return history
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain numbers, so that a checkpoint loads with `weights_only=True`."""
+        """Return tensors and plain numbers, which `torch.load(weights_only=True)` accepts."""
         columns = {name: torch.tensor(column.tolist(), dtype=_dtype(name)) for name, column in self._columns.items()}
         return {**columns, "last": None if self._last is None else list(astuple(self._last))}
 
@@ -236,7 +229,7 @@ class ScaleHistory(Table[StepRecord]):
         """Continue from :meth:`state_dict`.
 
         Raises:
-            ValueError: If an entry is missing or wrong; the history is then as it was.
+            ValueError: If an entry is missing or wrong. The history does not change then.
         """
         saved = Saved(state, "ScaleHistory")
         columns: dict[str, array[Any]] = {}
@@ -254,10 +247,10 @@ class ScaleHistory(Table[StepRecord]):
         last = saved.record("last")
         self._columns, self._last = columns, last
 
-    # -- another policy ------------------------------------------------------------------------------------------------
+    # -- another policy, and pictures ----------------------------------------------------------------------------------
 
     def replay(self, **policy: float) -> PolicyReplay:
-        """Run another scale policy over the recorded overflows; say what it would have skipped, as far as is known.
+        """Run another scale policy over the recorded overflows, and return what it would have skipped.
 
         .. code-block:: python
 
@@ -268,44 +261,68 @@ class ScaleHistory(Table[StepRecord]):
             replay = ScaleHistory.from_csv("logs/scale_history.csv").replay(growth_interval=4)
             print(replay.num_skipped, replay.decided_fraction)
 
-        Each step of the replay takes the rule of :class:`~lightning_amp.DynamicLossScaler` itself. The policy that
-        recorded the run gives the recorded scales again, unless something set the scale from outside: a resumed run
-        with other settings, a float16 loss, which lowers `max_scale` (pass `max_scale=2**15`).
+        Each step of the replay uses the rule of :class:`~lightning_amp.DynamicLossScaler` itself. The policy that
+        recorded the run gives the recorded scales again, unless something else set the scale. A resumed run with other
+        settings does so; so does a float16 loss, which lowers `max_scale` (pass `max_scale=2**15`).
 
-        Of a run that fell back to another precision (`AmpPrecision(fallback=...)`) the part before it is replayed.
+        If the run fell back to another precision (`AmpPrecision(fallback=...)`), only the part before it is replayed.
 
         Args:
-            policy: Arguments of :class:`~lightning_amp.DynamicLossScaler`, such as `growth_interval=500`. Those that
-                are not given have their defaults there, except for `init_scale`, which is the first recorded scale.
+            policy: Arguments of :class:`~lightning_amp.DynamicLossScaler`, such as `growth_interval=500`. The others
+                have their defaults there, except for `init_scale`, which is the first recorded scale.
 
         Raises:
-            ValueError: If an argument is no part of a policy or out of its range; if there are no steps, or none with a
-                loss scale; if several optimizers did not step once each in every batch, which the records must show
-                since the scale moves once per batch. (A single optimizer that steps several times in a batch is not
-                noticed: each of its steps counts as a batch.)
+            ValueError: If an argument is no part of a policy or out of its range. If no step, or none with a loss
+                scale, was recorded. If several optimizers did not step once each in every batch. The replay needs this
+                because the scale moves once per batch. A single optimizer that steps several times in a batch is not
+                noticed: each of its steps counts as a batch.
 
         Cost: some 50 microseconds for each step that overflows or after which the scale grows.
         """
-        from lightning_amp.reports._scale_replay import replay_history
-
-        return replay_history(self, policy)
-
-    # -- picture -------------------------------------------------------------------------------------------------------
+        recorded = self.before_fallback()
+        records, first = list(recorded), recorded.first
+        if first is None:
+            raise ValueError("There is nothing to replay: no optimizer step was recorded.")
+        if all(record.scale == record.next_scale == 1 for record in records):
+            raise ValueError(
+                "There is nothing to replay: every step was taken at scale 1, as in bf16 and fp32, which need no loss"
+                " scaling. Replay the record of a run in fp16."
+            )
+        best, worst = (
+            replay_policy(records, scaler_of_policy(policy, first.scale), assume_overflow=assumed)
+            for assumed in (False, True)
+        )
+        settings = scaler_of_policy(policy, first.scale).state_dict()
+        optimistic, pessimistic = _history_of(best.records), _history_of(worst.records)
+        return PolicyReplay(
+            recorded=recorded,
+            policy={name: settings["scale" if name == "init_scale" else name] for name in POLICY_SETTINGS},
+            optimistic=optimistic,
+            pessimistic=pessimistic,
+            decided_fraction=(
+                best.num_decided / optimistic.num_attempted, worst.num_decided / pessimistic.num_attempted,
+            ),
+            stopped_at=(best.stopped_at, worst.stopped_at),
+        )  # fmt: skip
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw log2 of the scale over steps; skips are marked, and growth if it is not more than 100 times.
+        """Draw log2 of the scale over the steps. Marks show skips, and growth if the scale grew at most 100 times.
 
-        A vertical line marks where a run that was stuck went on in another precision.
+        A vertical line marks where a stuck run went on in another precision.
 
         Args:
             path: Where to save the picture too, also a URL.
 
         Raises:
-            ModuleNotFoundError: Without matplotlib (`pip install matplotlib`).
+            ModuleNotFoundError: If matplotlib is not installed (`pip install matplotlib`).
         """
-        from lightning_amp.reports._scale_plot import plot_history
+        return plot_history(list(self), self.summary(), path)
 
-        return plot_history(self, path)
+
+def _history_of(records: Iterable[StepRecord]) -> ScaleHistory:
+    history = ScaleHistory()
+    history.extend(records)
+    return history
 
 
 def _record(
@@ -317,3 +334,76 @@ def _record(
 
 def _dtype(column: str) -> torch.dtype:
     return {"q": torch.int64, "d": torch.float64, "b": torch.int8}[_COLUMNS[column]]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PolicyReplay:
+    """The result of :meth:`ScaleHistory.replay`: two runs, between which the truth may lie.
+
+    .. code-block:: python
+
+        monitor = ScaleMonitor()
+        L.Trainer(plugins=[AmpPrecision("fp16")], callbacks=[monitor], max_epochs=1).fit(model, data)
+        replay = monitor.history.replay(init_scale=2.0**10, growth_interval=500)
+        print(replay.summary())  # 0 to 3 of 8 steps skipped, 5 in the record, which decides 38 % to 75 % of the steps
+        replay.pessimistic.to_csv("replayed.csv")
+
+    Where the policy and the record are at different scales, the record may not decide whether a step overflows. In the
+    run :attr:`optimistic` no undecided step overflows, in :attr:`pessimistic` every one does. If the record decides
+    all steps, the two runs are equal.
+
+    Attributes:
+        recorded: The replayed history. If the run fell back to another precision, only the part before.
+        policy: All settings of the policy, by name.
+        optimistic: The run in which no undecided step overflows.
+        pessimistic: The run in which every undecided step overflows.
+        decided_fraction: Share of the steps that the record decides, from 0 to 1, in the optimistic and in the
+            pessimistic run.
+        stopped_at: Index of the step at which `max_consecutive_skips` ends the optimistic and the pessimistic run;
+            `None` if it does not end there.
+
+    """
+
+    LIMITS: ClassVar[str] = (
+        "A step that overflowed would have done so at every larger scale, and one that did not would not at any smaller"
+        " one. The record does not decide the scales between: the ends of a range assume that no such step overflows,"
+        " and that all of them do. Nor can a replay know what would have followed: after another skip the"
+        " weights are others, and so are all later gradients. Above the scales of the record nothing was tried."
+    )
+    """The limits of a replay, as the command prints them."""
+
+    recorded: ScaleHistory
+    policy: Mapping[str, float]
+    optimistic: ScaleHistory
+    pessimistic: ScaleHistory
+    decided_fraction: tuple[float, float]
+    stopped_at: tuple[int | None, int | None]
+
+    @property
+    def num_skipped(self) -> tuple[int, int]:
+        """Return how many steps the optimistic and the pessimistic run skip.
+
+        The pessimistic run skips at least as many steps as the optimistic one, unless it ends earlier.
+        """
+        return self.optimistic.num_skipped, self.pessimistic.num_skipped
+
+    @property
+    def equals_record(self) -> bool:
+        """Return whether the policy gives the recorded run, step by step, as the recording policy does."""
+        return list(self.optimistic) == list(self.recorded)  # the record then decides each step: both runs are equal
+
+    def summary(self) -> str:
+        """Write one line: `12 to 40 of 4,000 steps skipped, 15 in the record, which decides 96 % of the steps`."""
+        skipped = span([f"{number:,}" for number in sorted(self.num_skipped)])
+        decided = span([percent(fraction) for fraction in sorted(self.decided_fraction)])
+        text = (
+            f"{skipped} of {self.recorded.num_attempted:,} steps skipped, {self.recorded.num_skipped:,} in the record,"
+            f" which decides {decided} of the steps"
+        )
+        stops = [step for step in self.stopped_at if step is not None]
+        if stops:
+            would, where = "would" if len(stops) == 2 else "might", span([f"{step:,}" for step in sorted(stops)])
+            most = self.policy["max_consecutive_skips"]
+            text += f"; the run {would} stop at step {where}, after {most:,} skips in a row"
+        return text

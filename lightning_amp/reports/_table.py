@@ -1,4 +1,4 @@
-"""What the tables have in common: they read as a list, print as aligned text and save as CSV."""
+"""Base classes of the tables, which read as a list, print as aligned text and save as CSV."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Table(Sequence[Row]):
         return f"{type(self).__name__}({len(self)} rows)"
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as CSV, with a header line, to a path or a URL. The file is replaced at once or not at all."""
+        """Write the rows as CSV, with a header line, to a path or a URL. The file appears whole or not at all."""
 
         def write(file: Any) -> None:
             writer = csv.writer(file)
@@ -56,14 +56,14 @@ class Table(Sequence[Row]):
 
 
 class SampledTable(Table[Row]):
-    """Several rows each time something is measured. Prints those of the last time."""
+    """A table that gets several rows in each sample. It prints the rows of the last sample."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._samples: list[list[Row]] = []
         previous, names = None, set[str]()
         for row in rows:
             when, name = self._key(row)
-            if when != previous or name in names:  # of one step, too, there may be several
+            if when != previous or name in names:  # one step may have several samples
                 self._samples.append([])
                 names.clear()
             self._samples[-1].append(row)
@@ -72,15 +72,15 @@ class SampledTable(Table[Row]):
 
     @abstractmethod
     def _key(self, row: Row) -> tuple[object, str]:
-        """Return when a row was measured, and its name."""
+        """Return a value that all rows of a sample share, and the name of the row."""
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Append what was measured together."""
+        """Append the rows of one sample."""
         self._samples.append(list(rows))
 
     @property
     def last(self) -> list[Row]:
-        """Return the rows of the last time, in the order in which they came."""
+        """Return the rows of the last sample, in their order."""
         return list(self._samples[-1]) if self._samples else []
 
     @override
@@ -101,7 +101,7 @@ class SampledTable(Table[Row]):
 
 
 def aligned(lines: Sequence[Sequence[str]], shown: int, known: int, table: str) -> str:
-    """Align the first column left and the others right; say how to print all of `table` if rows are left out."""
+    """Align the first column left and the others right. If rows are left out, add how to print all of `table`."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip() for first, *cells in lines]
     if shown < known:

@@ -1,5 +1,5 @@
-"""Why a gradient is lost, and what helps. Read `_search.py` first."""
+"""Find out why a gradient is lost, and which remedies help. Read `_search.py` first."""
 
-from lightning_amp.causes.gradient._search import GradientFindings, GradientSearch
+from lightning_amp.causes.gradient._search import GradientSearch
 
-__all__ = ["GradientFindings", "GradientSearch"]
+__all__ = ["GradientSearch"]

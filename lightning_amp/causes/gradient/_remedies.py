@@ -1,4 +1,4 @@
-"""What helps a gradient that mixed precision loses: the same batch once more with each setting that may."""
+"""Try settings against a gradient that mixed precision loses, by running the same batch with each of them."""
 
 from __future__ import annotations
 
@@ -41,18 +41,11 @@ Gradients = dict[str, Tensor]
 
 @final
 class GradientRemedies:
-    """Runs a batch in fp32, and then with one setting after the other until the gradient is near that of fp32.
+    """Runs a batch in fp32, and then with one setting after the other until the gradient is close to fp32.
 
-    Args:
-        trainer: At the start of a batch. All ranks must call, with the same arguments but for their batch.
-        module: Is not changed.
-        batch: Of the sample that lost its gradient.
-        batch_idx: Its index.
-        by: What a row of the table is.
-        scale: The loss scale.
+    The trainer is at the start of a batch. All ranks must call, each with its own batch. The module does not change.
 
     Cost: a step in fp32, one or two as training takes them, and one for each setting.
-
     """
 
     def __init__(
@@ -63,13 +56,7 @@ class GradientRemedies:
         self._loss_scale = scale
 
     def try_all(self, fault: GradientFault, recommended_scale: float | None) -> list[TriedRemedy]:
-        """Try what may help, in the order of what it costs; stop at the first that does.
-
-        Args:
-            fault: What is lost.
-            recommended_scale: The largest loss scale at which the gradients so far fit into fp16.
-
-        """
+        """Try settings, the cheapest first, until one works. The gradients so far fit at `recommended_scale`."""
         if fault.kind in ("nan", "infinite") or not isinstance(self._trainer.precision_plugin, AmpPrecision):
             return []
         outputs = OutputComparison()
@@ -77,7 +64,7 @@ class GradientRemedies:
         try:
             fp32_pass = TrainingPass(self._trainer, self._module, upcast=True)
             fp32_run = self._run(fp32_pass, None, look=looks)
-        except Exception:  # out of memory; other ranks may go on, and this one with them
+        except Exception:  # such as out of memory; this rank goes on, because other ranks may
             fp32_run = {}
         attempts = (
             Attempt(setting, partial(self._measure, fault, fp32_run, setting, run))
@@ -87,8 +74,7 @@ class GradientRemedies:
         return [tried for _, tried in first_that_works(ranks, attempts, lambda tried: tried.works)]
 
     def scaled_grad_helps(self) -> bool:
-        """Return whether derivatives inside of the loss are near those of fp32 with `scaled_grad`, on all ranks."""
-        helps = False
+        """Return whether `scaled_grad` brings the derivatives inside of the loss close to fp32, on all ranks."""
         try:
             fp32_pass = TrainingPass(self._trainer, self._module, upcast=True)
             fp32_watch = StepWatch(fp32_pass.module)
@@ -102,12 +88,12 @@ class GradientRemedies:
             helps = False
         return all(gather(self._trainer, helps))
 
-    # -- what may help -------------------------------------------------------------------------------------------------
+    # -- settings ------------------------------------------------------------------------------------------------------
 
     def _settings(
         self, fault: GradientFault, recommended_scale: float | None, outputs: OutputComparison
     ) -> Generator[tuple[str, Callable[[], Gradients]]]:
-        """Iterate over settings as they stand in code, each with the run of the step that has it."""
+        """Iterate over settings, written as in code, each with a function that runs the step with it."""
         precision = fault.total.precision
         if fault.kind == "length":
             if fault.clipped:
@@ -130,7 +116,7 @@ class GradientRemedies:
 
     def _scale_setting(self, scale: float) -> str:
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        if scale < 1:  # the same, for a loss scale that has room on both sides
+        if scale < 1:  # dividing the loss has the same effect, and leaves the loss scale room on both sides
             return f"dividing the loss by {literal(_MIDDLE_SCALE / scale)}"
         least = getattr(scaler, "min_scale", 0.0)
         falls = isinstance(scaler, torch.amp.GradScaler) and scaler.get_backoff_factor() < 1
@@ -139,7 +125,7 @@ class GradientRemedies:
         return f"`DynamicLossScaler(init_scale={literal(scale)})`"
 
     def _fp32_candidates(self, fault: GradientFault, outputs: OutputComparison) -> list[str]:
-        """Name the module whose gradient is lost first, those around it, and the one whose output is rounded away."""
+        """Name modules whose output is rounded away, the module whose gradient is lost first, and its parents."""
         names = {_modules.plain_name(name) for name, _ in self._module.named_modules() if name}
         first = fault.row.name if self._by == "module" else fault.row.name.rpartition(".")[0]
         first = "" if fault.row.name == TOTAL else first
@@ -189,7 +175,7 @@ class GradientRemedies:
     def _measure(
         self, fault: GradientFault, fp32_run: Gradients, setting: str, run: Callable[[], Gradients]
     ) -> TriedRemedy:
-        """Return the SQNR of what was lost, or of all where that is lower; the same on all ranks."""
+        """Return the SQNR of the lost gradient, or of all gradients if it is lower; the same on all ranks."""
         row_of = rows_of_parameters(self._module, self._by)
         device = self._trainer.strategy.root_device
         sums = torch.zeros((2, 3), dtype=widest_dtype(device), device=device)
@@ -200,7 +186,7 @@ class GradientRemedies:
                 sums[0] += one
                 if fault.row.name in (TOTAL, row_of[name] or type(self._module).__name__):
                     sums[1] += one
-        except Exception:  # what does not run does not help
+        except Exception:  # a setting that cannot run does not help
             sums.fill_(math.nan)
         if self._trainer.world_size > 1:
             sums = self._trainer.strategy.reduce(sums, reduce_op="sum")
@@ -210,10 +196,7 @@ class GradientRemedies:
 
 
 def _rounded_away(outputs: OutputComparison) -> list[str]:
-    """Name the modules whose output is far from that of fp32, the first first: of those around each, the innermost.
-
-    Waits for the device.
-    """
+    """Name the modules whose output is far from fp32, without the modules around them. Waits for the device."""
     sums: dict[str, Tensor] = {}
     for call, _ in outputs.calls:
         if call.name and call.sums is not None:

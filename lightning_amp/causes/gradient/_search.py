@@ -1,43 +1,49 @@
-"""Why a gradient is not that of fp32, and what helps: tried once for each cause of a run."""
+"""Find out why a gradient differs from fp32, and try remedies, once for each cause of a run."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import final
 
-from lightning_amp.causes.gradient._fault import find_gradient_fault
 from lightning_amp.causes.gradient._remedies import GradientRemedies
-from lightning_amp.findings import GradientFault, InaccurateDerivative, TriedRemedy
+from lightning_amp.findings import (
+    LOW_DB,
+    TOTAL,
+    GradientFault,
+    GradientFaultKind,
+    GradientRow,
+    InaccurateDerivative,
+    TriedRemedy,
+)
 from lightning_amp.precision import AmpPrecision
 from lightning_amp.shadow import RowsBy, Sample
 
 _MOST_CAUSES = 8
-"""For which it is tried what helps, in one run."""
+"""The number of causes in one run for which remedies are tried."""
+
+_LOST_DB = 3.0  # a module below it is a fault, even if the others are fine
+
+_ROUNDING_DB = -30.0  # below it the true gradient is only rounding noise, as for a bias before a normalisation
+_SAME_WAY = 0.99
 
 
 @final
 class GradientFindings(NamedTuple):
-    """What a sample shows.
-
-    Attributes:
-        fault: What is wrong with the gradient; `None`: nothing.
-        tried: What was tried against it, now or in an earlier sample.
-        derivative: The first of the run, inside of its loss, that fp16 does not hold.
-        scaled_grad_helps: Whether it was tried on that one, and helped.
-
-    """
+    """The result of a sample."""
 
     fault: GradientFault | None
-    tried: list[TriedRemedy]
-    derivative: InaccurateDerivative | None
-    scaled_grad_helps: bool
+    tried: list[TriedRemedy]  # against the fault, now or in an earlier sample
+    derivative: InaccurateDerivative | None  # the first of the run, inside of the loss, that fp16 does not hold
+    scaled_grad_helps: bool  # with this derivative
 
 
 @final
 class GradientSearch:
-    """Reads the samples of a run. What it tried against a cause it does not try again."""
+    """Reads the samples of a run, and tries remedies once for each cause."""
 
     def __init__(self) -> None:
         self._tried: dict[tuple[str, str, float], list[TriedRemedy]] = {}
@@ -53,17 +59,9 @@ class GradientSearch:
         sample: Sample,
         recommended_scale: float | None,
     ) -> GradientFindings:
-        """Read a sample, and try what may help against what it shows. All ranks must call.
+        """Read the sample of a batch, and try remedies against its fault. All ranks must call.
 
-        Args:
-            trainer: At the start of the batch.
-            module: Is not changed.
-            batch: That was sampled.
-            batch_idx: Its index.
-            by: What a row of the sample is.
-            sample: Of the batch.
-            recommended_scale: The largest loss scale at which the gradients so far fit into fp16.
-
+        The trainer is at the start of the batch. The gradients so far fit into fp16 at `recommended_scale`.
         """
         remedies = GradientRemedies(trainer, module, batch, batch_idx, by, sample.rows[-1].scale)
         derivative, helps = None, False
@@ -76,3 +74,42 @@ class GradientSearch:
             self._tried[fault.cause] = remedies.try_all(fault, recommended_scale)
         tried = [] if fault is None else self._tried.get(fault.cause, [])
         return GradientFindings(fault, tried, derivative, helps)
+
+
+def find_gradient_fault(rows: Iterable[GradientRow], order: Sequence[str], clipped: str = "") -> GradientFault | None:
+    """Find the fault that the rows of a sample show; return `None` if the gradient is close to fp32.
+
+    `order` has names as the backward reaches them; all other names come last. `clipped` names a function that clips
+    scaled gradients.
+    """
+    by_name = {row.name: row for row in rows}
+    total = by_name.pop(TOTAL, None)
+    if total is None or total.largest == 0:
+        return None
+    place = {name: i for i, name in enumerate(order)}
+    parts = sorted((r for r in by_name.values() if r.largest != 0), key=lambda r: place.get(r.name, len(place)))
+
+    def first(kind: GradientFaultKind, found: list[GradientRow], whole: bool = True) -> GradientFault:
+        return GradientFault(kind, found[0] if found else total, total, whole)
+
+    if math.isnan(total.largest):
+        return first("nan", [row for row in parts if math.isnan(row.largest)])
+    if math.isinf(total.largest):
+        return first("infinite", [row for row in parts if math.isinf(row.largest)])
+    if clipped and not (total.sqnr_db >= LOW_DB or 0.7 < total.norm_ratio < 1.4):
+        return first("length", [row for row in parts if not row.sqnr_db >= LOW_DB])._replace(clipped=clipped)
+    if math.isnan(total.sqnr_db):
+        return first("overflow", [row for row in parts if math.isnan(row.sqnr_db)])
+    low = [row for row in parts if row.sqnr_db < LOW_DB]
+    if total.sqnr_db < LOW_DB:
+        same_way = sum(row.cosine > _SAME_WAY for row in parts)
+        if same_way > 0.8 * len(parts) and not 0.7 < total.norm_ratio < 1.4:
+            return first("length", low)
+        low = [row for row in low if row.sqnr_db > _ROUNDING_DB] or low
+        return first(_kind(low[0] if low else total), low)
+    lost = [row for row in low if _ROUNDING_DB < row.sqnr_db < _LOST_DB or _kind(row) == "zero"]
+    return first(_kind(lost[0]), lost, whole=False) if lost else None
+
+
+def _kind(row: GradientRow) -> GradientFaultKind:
+    return "zero" if row.precision in ("fp16", "") and row.underflow_fraction > 0.1 else "rounding"

@@ -1,4 +1,4 @@
-"""Why a metric of validation is wrong, and what mends it. Read `_search.py` first."""
+"""Find out why a metric of validation is wrong, and which settings help. Read `_search.py` first."""
 
 from lightning_amp.causes.metric._search import MetricSearch
 

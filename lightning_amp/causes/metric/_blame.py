@@ -1,4 +1,4 @@
-"""From the outputs of modules and operations in two precisions: which of them is the first that is wrong."""
+"""Find the first wrong module or operation, by comparing outputs in AMP and in fp32."""
 
 from __future__ import annotations
 
@@ -17,55 +17,44 @@ from lightning_amp.shadow import OutputComparison
 from lightning_amp.tracing import COMPARISONS_WITH_TARGETS, OperationCall, OperationWatch, nonfinite_entries, plain
 
 _WRONG_DB = 20.0
-"""Below it an output is wrong: its error is more than a tenth of it, or of what differs between the samples."""
+"""An output below it is wrong: the error is above a tenth of the output, or of its variation between samples."""
 _LOST_DB = 6.0
-"""How much worse than its inputs the output of a culprit is at least."""
+"""The least loss from the inputs of a module or operation to its output that makes it a culprit."""
 _CLEAR = 0.25
-"""Relative difference from which on a metric shows that what differs between the samples is lost."""
+"""The least relative difference of a metric at which lost variation between samples matters."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """What is wrong first in a batch.
+    """The first wrong module or operation in a batch."""
 
-    Attributes:
-        report: With the values of the batch, and what is to blame; its cause is `"unknown"` where nothing is.
-        source: The module whose output goes into the operation that is to blame.
-        only_varying: Only what differs between the samples is wrong.
-
-    """
-
-    report: EvaluationReport
-    source: str | None = None
-    only_varying: bool = False
+    report: EvaluationReport  # its cause is `"unknown"` if nothing is wrong
+    source: str | None = None  # the module whose output goes into the wrong operation
+    only_varying: bool = False  # only the variation between the samples is wrong
 
     @property
     def may_be_an_operation(self) -> bool:
-        """Return whether the operation is still to be named."""
+        """Return whether the operation is still unknown."""
         return self.report.cause not in ("batch", "weights")
 
     @property
     def is_slight(self) -> bool:
-        """Return whether it is nothing: where all samples are nearly alike, as in many untrained models."""
+        """Return whether the error does not matter, as in untrained models, whose samples are nearly alike."""
         amp, fp32 = self.report.batch_amp, self.report.batch_fp32
         return self.only_varying and abs(amp - fp32) < _CLEAR * min(abs(amp), abs(fp32))
 
     @property
     def first_in_fp32(self) -> str | None:
-        """Return the module to keep in fp32 first, if there is one."""
+        """Return the first module to keep in fp32, if there is one."""
         return (self.report.module if self.report.cause == "module" else self.source) or None
 
 
 def blame_module(report: EvaluationReport, outputs: OutputComparison) -> Blame:
     """Find the first module, innermost first, whose output is wrong although its input is not. Waits for the device.
 
-    The module that was run itself, without a name, is not one of them: that is the step.
-
-    Args:
-        report: Of the batch. Where its metric is not finite, only not being finite is wrong.
-        outputs: In AMP beside those in fp32.
-
+    The outermost module, which has no name, stands for the step and is left out. If the metric of the batch is not
+    finite, only an output that is not finite is wrong.
     """
     nonfinite = not math.isfinite(report.batch_amp)
     wrong: Blame | None = None
@@ -89,7 +78,7 @@ def _is_lost(before: float, after: float) -> bool:
 
 
 def origin_in_fp32(report: EvaluationReport, outputs: OutputComparison, batch: object, module: nn.Module) -> Blame:
-    """Tell why a metric is not finite in fp32 either: the batch, a weight or buffer, a module, or an operation."""
+    """Find the batch, weight, buffer, module or operation that makes a metric not finite in fp32 either."""
     report = replace(report, in_fp32_too=True)
     entries = tuple(f"{count} in `batch{path}`" for path, count in nonfinite_entries(batch))
     first = next((call for call in outputs.reference if _bad(call.outputs)), None)
@@ -108,7 +97,7 @@ def origin_in_fp32(report: EvaluationReport, outputs: OutputComparison, batch: o
 
 
 def blame_operation(blame: Blame, fp32_run: OperationWatch, amp_run: OperationWatch) -> Blame:
-    """Add the operation and the user's line; where no module is to blame, see whether one outside of modules is."""
+    """Add the operation and the user's line. Without a wrong module, look for an operation outside of modules."""
     report = blame.report
     if not blame.may_be_an_operation:
         return blame
@@ -119,7 +108,7 @@ def blame_operation(blame: Blame, fp32_run: OperationWatch, amp_run: OperationWa
         elif call.module is not None:
             continue
         beside = call.beside
-        assert beside is not None  # each call of a watch that compares has it
+        assert beside is not None  # a watch that compares sets it for each call
         before = min((_worst_db_of(source) for source in call.makers), default=math.inf)
         after = math.nan if beside.is_bad else worst_db(beside.sums)
         if _is_guilty(call, report, before, after):
@@ -150,7 +139,7 @@ def _worst_db_of(call: OperationCall) -> float:
 
 
 def _source(call: OperationCall) -> str | None:
-    """Name the module whose output reaches an operation on the shortest way."""
+    """Name the module whose output reaches an operation over the fewest other operations."""
     queue, seen = list(call.makers), set[int]()
     while queue:
         one = queue.pop(0)
@@ -163,7 +152,7 @@ def _source(call: OperationCall) -> str | None:
 
 
 def more_modules(rules: list[str], blame: Blame, outputs: OutputComparison) -> list[str] | None:
-    """Return more modules to keep in fp32: the next that goes wrong, what is around it, or what ran before it."""
+    """Add a module to keep in fp32: the next wrong one, its parent, or the module that ran before it."""
     name = blame.report.module
     if blame.report.cause != "module" or not name:
         return None
@@ -180,10 +169,7 @@ def more_modules(rules: list[str], blame: Blame, outputs: OutputComparison) -> l
 
 
 def worst_db(sums: Tensor | None) -> float:
-    """Return the lowest SQNR of a comparison, of all of a tensor or of what differs between the samples.
-
-    Infinite where there is none to compare.
-    """
+    """Return the lowest SQNR of whole tensors and of the variation between samples; infinity without a comparison."""
     if sums is None:
         return math.inf
     ratios = [float(fidelity(part)[0]) for row in sums.reshape(-1, 6) for part in (row[:3], row[3:])]
@@ -191,7 +177,7 @@ def worst_db(sums: Tensor | None) -> float:
 
 
 def _plain_db(sums: Tensor | None) -> float:
-    """Return the lowest SQNR of a comparison, of all of a tensor; NaN without one."""
+    """Return the lowest SQNR of whole tensors; NaN if there is nothing to compare."""
     return math.nan if sums is None else min(float(fidelity(row[:3])[0]) for row in sums.reshape(-1, 6))
 
 

@@ -1,4 +1,4 @@
-"""Some batches of an evaluation, run again on a shadow, as they ran or in another way."""
+"""Run some batches of an evaluation again on a shadow of the module, in AMP, in fp32, or with other settings."""
 
 from __future__ import annotations
 
@@ -27,29 +27,15 @@ Watch = Callable[[LightningModule], AbstractContextManager[Any]]
 
 @final
 class Replayed(NamedTuple):
-    """What a run of some batches gave.
+    """The result of running some batches."""
 
-    Attributes:
-        value: Of the metric; `None` if it was not logged.
-        held: Of several batches, copies of what the shadow held after the last.
-
-    """
-
-    value: float | None
-    held: dict[str, Tensor]
+    value: float | None  # the metric; `None` if it was not logged
+    held: dict[str, Tensor]  # tensors of the shadow after the last of several batches
 
 
 @final
 class EvaluationReplay:
-    """Runs batches of a compared evaluation again, each time on a shadow of its own, and reads one metric.
-
-    Args:
-        trainer: At the end of its evaluation.
-        module: The real module.
-        compared: The evaluation.
-        metric: Its name in `trainer.callback_metrics`.
-
-    """
+    """Runs batches of a finished, compared evaluation again, each time on a new shadow, and reads one metric."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, compared: ComparedEvaluation, metric: str) -> None:
         self._trainer, self.module = trainer, module
@@ -63,7 +49,7 @@ class EvaluationReplay:
         return self._trainer
 
     def in_fp32(self, steps: Sequence[KeptBatch], watch: Watch | None = None, *, upcast: bool = True) -> Replayed:
-        """Run them in fp32; without `upcast` as `eval_precision="fp32"` would."""
+        """Run batches in fp32; without `upcast`, as `eval_precision="fp32"` would."""
         return self._run(EvaluationPass.in_fp32(self._trainer, self.module, self.stage, upcast=upcast), steps, watch)
 
     def in_amp(
@@ -74,17 +60,17 @@ class EvaluationReplay:
         *,
         upcast: bool = False,
     ) -> Replayed:
-        """Run them as they ran, with these modules in fp32, or with half-precision weights and buffers upcast.
+        """Run batches in AMP, with the modules of `rules` in fp32, or with half-precision weights and buffers upcast.
 
         Raises:
-            ValueError: If a module among these has half-precision parameters.
+            ValueError: If a module of `rules` has half-precision parameters.
 
         """
         one = EvaluationPass.in_amp(self._trainer, self.module, self.stage, upcast=upcast)
         return self._run(one, steps, watch, rules)
 
     def operations(self, steps: Sequence[KeptBatch]) -> tuple[OperationWatch, OperationWatch]:
-        """Run them in fp32 and in AMP, and return the operations of both. Waits for the device."""
+        """Run batches in fp32 and in AMP, and return the operations of both runs. Waits for the device."""
         names = OutputComparison()
         fp32 = OperationWatch(None, EVALUATION_FILE, running=names.running)
         self.in_fp32(steps, _both(names, fp32))
@@ -107,7 +93,7 @@ class EvaluationReplay:
             held = _state(one.module) if len(steps) > 1 else {}
             try:
                 metrics = one.finish(steps[-1].random_state if steps else None, follow=False)
-            except Exception:  # some need more than one batch
+            except Exception:  # some epoch-end hooks need more than one batch
                 metrics = one.metrics
             value = metrics.get(self._metric)
             return Replayed(None if value is None else float(value), held)
@@ -125,7 +111,7 @@ def _both(names: OutputComparison, operations: OperationWatch) -> Watch:
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of what a module holds and a step may add to: buffers, and tensors in attributes."""
+    """Return copies of the tensors that a step may add to: buffers, and tensors in attributes."""
     state: dict[str, Tensor] = {}
     for prefix, part in module.named_modules():
         for key, value in [*part.named_buffers(recurse=False), *vars(part).items()]:

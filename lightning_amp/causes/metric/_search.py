@@ -1,4 +1,4 @@
-"""Why a metric of validation is not finite, or not what it is in fp32: its first bad batch, run again on shadows."""
+"""Find out why a metric of validation differs from fp32: run its first bad batch again on shadows of the module."""
 
 from __future__ import annotations
 
@@ -34,24 +34,19 @@ from lightning_amp.shadow import (
 )
 
 _MAX_SEARCHES = 3
-"""How often a run looks in vain, before it looks no more."""
+"""The number of searches without a result after which a run stops searching."""
 _MAX_BATCHES = 8
-"""How many batches are run again where nothing tells which one it is."""
+"""The number of batches that are run again if no value tells which one is bad."""
 _MAX_TOGETHER = 64
-"""How many are run one after the other for what adds up."""
+"""The number of batches that are run one after the other to find errors that add up."""
 _MAX_TRIES = 5
 _GONE = 0.25
-"""Share of the difference that may remain where a remedy works."""
+"""The share of the difference that may remain if a remedy works."""
 
 
 @final
 class MetricSearch:
-    """Looks at each comparison of a run until it has found something.
-
-    Attributes:
-        reports: What it found, one for each rank that did, on all ranks.
-
-    """
+    """Searches in each comparison of a run until it has found a cause. `reports` has it, of each rank, on all ranks."""
 
     def __init__(self) -> None:
         self.reports: list[EvaluationReport] = []
@@ -60,9 +55,9 @@ class MetricSearch:
     def investigate(
         self, trainer: Trainer, module: LightningModule, compared: ComparedEvaluation, table: ComparisonTable
     ) -> str:
-        """Return what to warn of; empty if there is nothing, or it was said. All ranks must call.
+        """Return the text of a warning; empty if no metric stands out, or a warning was given. All ranks must call.
 
-        Where no metric stands out this costs nothing but reading the table.
+        If no metric stands out, this only reads the table.
         """
         if self.reports or self._num_searches >= _MAX_SEARCHES:
             return ""
@@ -87,12 +82,12 @@ class MetricSearch:
 def examine_metric(
     trainer: Trainer, module: LightningModule, compared: ComparedEvaluation, metric: str, amp: float, fp32: float
 ) -> list[EvaluationReport]:
-    """Run kept batches again, in AMP and in fp32, and tell where the metric goes wrong. Changes nothing, never raises.
+    """Run kept batches again, in AMP and in fp32, and find where the metric goes wrong. Changes nothing, never raises.
 
-    All ranks must call; they run as many passes, whatever each of them finds.
+    All ranks must call. They run the same number of passes, whatever each of them finds.
 
     Returns:
-        What each rank found, on all ranks; nothing where it found nothing, and the metric is finite.
+        The reports of all ranks. A rank that found nothing has none if the metric is finite.
 
     Cost: some four evaluation steps for each batch that is run again, on at most 8 batches, and one for each remedy.
 
@@ -110,9 +105,9 @@ def _quiet_passes() -> Generator[None]:
     mha = torch.backends.mha
     fast = mha.get_fastpath_enabled()
     try:
-        mha.set_fastpath_enabled(False)  # torch's transformer layers call the modules inside only without it
+        mha.set_fastpath_enabled(False)  # with it, torch's transformer layers do not call their inner modules
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # each was shown when the real step ran
+            warnings.simplefilter("ignore")  # the real step has shown each of them
             yield
     finally:
         mha.set_fastpath_enabled(fast)
@@ -124,33 +119,22 @@ def _quiet_passes() -> Generator[None]:
 @final
 @dataclass(frozen=True, slots=True)
 class _Sight:
-    """Batches that ran again in both precisions.
-
-    Attributes:
-        steps: The batches.
-        amp: The metric over them alone; NaN if it was not logged.
-        fp32: Likewise.
-        shows: Whether the metric goes wrong in them.
-        outputs: Of modules, in AMP beside those in fp32.
-        amp_state: What the AMP side held after the last batch.
-        fp32_state: What the fp32 side held.
-
-    """
+    """Batches that ran again in both precisions."""
 
     steps: Sequence[KeptBatch]
-    amp: float
+    amp: float  # the metric over these batches alone; NaN if it was not logged
     fp32: float
-    shows: bool
+    shows: bool  # the metric goes wrong in these batches
     outputs: OutputComparison
-    amp_state: dict[str, Tensor]
+    amp_state: dict[str, Tensor]  # tensors held after the last batch
     fp32_state: dict[str, Tensor]
 
 
 def _search(replay: EvaluationReplay, batches: FirstBatches, report: EvaluationReport) -> EvaluationReport | None:
-    """Look for the batch, then for the module or operation, then for a remedy. On all ranks in step."""
+    """Search the batch, then the module or operation, then a remedy, on all ranks in step."""
     ranks = Lockstep(replay.trainer)
     candidates, report = _candidates(batches, report)
-    known = None if math.isfinite(report.amp) else report  # a metric that is not finite is reported in any case
+    known = None if math.isfinite(report.amp) else report  # a metric that is not finite is always reported
     try:
         seen = _first_bad_batch(ranks, replay, batches, candidates, report)
         if seen is not None:
@@ -158,7 +142,7 @@ def _search(replay: EvaluationReplay, batches: FirstBatches, report: EvaluationR
             if seen.shows and not blame.is_slight and (blame.report.cause != "unknown" or known is not None):
                 known = blame.report
             remedies = _remedies(replay, seen, blame) if known is blame.report and math.isfinite(seen.fp32) else ()
-        else:  # no single batch shows it: run them one after the other
+        else:  # no single batch shows the fault: run several one after the other
             steps = [one for one in batches.kept if one.is_intact][:_MAX_TOGETHER]
             seen = ranks.run(partial(_run_both, replay, steps, report))
             summed = _blame_sums(seen, report)
@@ -180,7 +164,7 @@ def _failure(replay: EvaluationReplay, error: Exception) -> str:
 
 
 def _candidates(batches: FirstBatches, report: EvaluationReport) -> tuple[list[KeptBatch], EvaluationReport]:
-    """Return the batches that may show it; and of a metric that is not finite the first one that did, or why not."""
+    """Return the batches that may show the fault, and the report, with the first batch that is not finite."""
     loader = report.metric.partition(LOADER_SUFFIX)[2]
     intact = [one for one in batches.kept if one.is_intact and (not loader or str(one.loader_idx) == loader)]
     values = batches.values(report.metric)
@@ -203,7 +187,7 @@ def _in_batch(
 
 
 def _shows(report: EvaluationReport, amp: float, fp32: float) -> bool:
-    """Return whether values of a part of the batches go wrong as those of the whole do."""
+    """Return whether the values over some batches go wrong in the same way as the values over all."""
     if not math.isfinite(report.amp):
         return not math.isfinite(amp)
     if not math.isfinite(amp) or not math.isfinite(fp32):
@@ -219,9 +203,9 @@ def _first_bad_batch(
     candidates: Sequence[KeptBatch],
     report: EvaluationReport,
 ) -> _Sight | None:
-    """Run one batch after the other until it shows on a rank; `None` if it does on none."""
+    """Run one batch after the other until a rank sees the fault; return `None` if no rank sees it."""
     for k in range(max(gather(replay.trainer, len(candidates)))):
-        # A rank that has no more of its own runs its last one, for the sake of the others.
+        # A rank without another candidate runs its last one, because all ranks must run.
         own = candidates[min(k, len(candidates) - 1)] if candidates else batches.kept[0]
         seen = ranks.run(partial(_run_both, replay, [own], report))
         if ranks.any(seen.shows):
@@ -241,7 +225,7 @@ def _run_both(replay: EvaluationReplay, steps: Sequence[KeptBatch], report: Eval
 
 
 def _blame_sums(seen: _Sight, report: EvaluationReport) -> EvaluationReport | None:
-    """Name what adds up over the batches in half precision, if that is where the metric goes wrong."""
+    """Name the tensors that add up over the batches in half precision, if they make the metric wrong."""
     names = [
         f"`{name}` ({str(amp.dtype).removeprefix('torch.')}) is {float(amp.flatten()[0]):.6g}, in fp32"
         f" {float(fp32.flatten()[0]):.6g}"
@@ -254,7 +238,7 @@ def _blame_sums(seen: _Sight, report: EvaluationReport) -> EvaluationReport | No
 
 
 def _blame(ranks: Lockstep, replay: EvaluationReplay, seen: _Sight, report: EvaluationReport) -> Blame:
-    """Find the first module, or else the first operation, that is wrong in the batch."""
+    """Find the first wrong module of the batch, or else the first wrong operation."""
     step = seen.steps[0]
     report = _in_batch(replace(report, note=""), step.loader_idx, step.batch_idx, seen.amp, seen.fp32)
 
@@ -272,11 +256,11 @@ def _blame(ranks: Lockstep, replay: EvaluationReplay, seen: _Sight, report: Eval
 # -- remedies ----------------------------------------------------------------------------------------------------------
 
 _Outcome = TriedRemedy | str
-"""Of an attempt that could not be run the reason; empty where there is nothing to say."""
+"""The result of an attempt. A text is the reason why it could not run; it is empty if there is nothing to say."""
 
 
 def _remedies(replay: EvaluationReplay, seen: _Sight, blame: Blame) -> Iterator[Attempt[str, _Outcome]]:
-    """Try more and more modules in fp32, and then the whole evaluation."""
+    """Iterate over remedies: more and more modules in fp32, and then the whole evaluation."""
     outputs = seen.outputs
     rules = [] if blame.first_in_fp32 is None else [blame.first_in_fp32]
     for _ in range(_MAX_TRIES if rules else 0):
@@ -300,7 +284,7 @@ def _with_rules(replay: EvaluationReplay, seen: _Sight, rules: Sequence[str]) ->
     try:
         return replay.in_amp(seen.steps, seen.outputs.comparing, rules)
     except Exception:
-        seen.outputs.again()  # half of a step shows nothing
+        seen.outputs.again()  # the outputs of half a step mean nothing
         raise
 
 

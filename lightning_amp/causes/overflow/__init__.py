@@ -1,7 +1,7 @@
-"""Why a step was skipped, and what helps. Read `_search.py` first."""
+"""Find out why a step was skipped, and which remedies help. Read `_search.py` first."""
 
 from lightning_amp.causes.overflow._known_causes import KnownCauses
 from lightning_amp.causes.overflow._report_files import ReportFiles
-from lightning_amp.causes.overflow._search import Explained, explain
+from lightning_amp.causes.overflow._search import Explained, blank_report, explain, largest_weight
 
-__all__ = ["Explained", "KnownCauses", "ReportFiles", "explain"]
+__all__ = ["Explained", "KnownCauses", "ReportFiles", "blank_report", "explain", "largest_weight"]

@@ -1,4 +1,4 @@
-"""Who is to blame for a step that is not finite: what two runs of it, as it was and in fp32, say together."""
+"""Name the operation to blame for a step that is not finite, by comparing the step as it was with its run in fp32."""
 
 from __future__ import annotations
 
@@ -24,22 +24,15 @@ from lightning_amp.tracing import (
 
 @final
 class Blame(NamedTuple):
-    """A diagnosis, and the operation of the replay that it names.
-
-    Attributes:
-        diagnosis: What it is.
-        call: The operation.
-        is_swallowed: What it made is not in the loss, which is finite: `1 / (1 + inf)` is 0.
-
-    """
+    """A diagnosis, and the operation of the replay that it names."""
 
     diagnosis: Diagnosis
     call: OperationCall | None
-    is_swallowed: bool = False
+    is_swallowed: bool = False  # the result does not show in the loss, which is finite: `1 / (1 + inf)` is 0
 
 
-def key_as_it_was(found: Diagnosis, watch: OperationWatch) -> str:
-    """Return what is the same for one cause, whichever batch shows it; before anybody knows what fp32 does."""
+def key_without_fp32(found: Diagnosis, watch: OperationWatch) -> str:
+    """Return a key that is the same for one cause, whichever batch shows it, before the run in fp32."""
     call: OperationCall | None = None
     if found.cause == "backward":
         call = None if watch.first_backward is None else watch.first_backward.call
@@ -52,8 +45,8 @@ def key_as_it_was(found: Diagnosis, watch: OperationWatch) -> str:
     return f"{call.key.name}, {place.file}:{place.line}" if place is not None else f"{call.key.name}, {call.module}"
 
 
-def key_beside_fp32(found: Diagnosis, before: str) -> str:
-    """Return the same, of a diagnosis that fp32 has corrected."""
+def key_with_fp32(found: Diagnosis, before: str) -> str:
+    """Return this key for a diagnosis that the run in fp32 has corrected; `before` is the key without it."""
     operation = found.operation
     if found.cause in ("batch", "weights"):
         return f"{found.cause}: {found.module}, {found.parameter}"
@@ -65,107 +58,89 @@ def key_beside_fp32(found: Diagnosis, before: str) -> str:
 def blame(
     module: nn.Module,
     found: Diagnosis,
-    half: OperationWatch,
+    amp_watch: OperationWatch,
     found_in_fp32: Diagnosis,
-    exact: OperationWatch,
+    fp32_watch: OperationWatch,
     batch: Any,
 ) -> Blame:
-    """Correct a diagnosis by what the same step did in fp32.
-
-    Args:
-        module: What ran in fp32.
-        found: Of the step as it was.
-        half: Its operations.
-        found_in_fp32: Of the step in fp32; an intended mask is no cause there.
-        exact: Its operations.
-        batch: What went in.
-
-    """
+    """Correct a diagnosis by the run of the same step in fp32, in which an intended mask is no cause."""
     if found_in_fp32.cause == "none":
-        return _lost_in_half(module, found, half, exact)
-    return _not_in_fp32_either(module, found, half, found_in_fp32, exact, batch)
-
-
-def blame_alone(module: nn.Module, found: Diagnosis, half: OperationWatch) -> Blame:
-    """Name the operation where nobody knows what fp32 does."""
-    if found.cause == "backward":
-        return Blame(found, None) if half.first_backward is None else _named(module, found, half.first_backward, half)
-    call = blamed_in_fp32(half.made_loss, half.bad) if found.cause in ("forward", "loss") else None
-    return Blame(found, None) if call is None or call.takes_nonfinite else _named(module, found, call, half)
-
-
-def _lost_in_half(module: nn.Module, found: Diagnosis, half: OperationWatch, exact: OperationWatch) -> Blame:
-    found = replace(found, in_fp32="finite")
-    if found.cause == "backward":
-        hidden = blamed_in_half(half, exact, None)
-        if hidden is not None and hidden.makes_nan:
-            named = _named(module, replace(found, cause="forward", parameter=None), hidden, exact, half)
-            return named._replace(is_swallowed=True)
-        culprit = half.first_backward
-        return Blame(found, None) if culprit is None else _named(module, found, culprit, exact, half)
-    call = blamed_in_half(half, exact, half.made_loss)
-    if call is None:
-        return Blame(found, None)
-    if found.cause in ("batch", "weights"):  # which fp32 takes in its stride: it was not that
-        found = replace(found, cause="forward" if call.module else "loss", parameter=None, entries=())
-    return _named(module, found, call, exact, half)
-
-
-def _not_in_fp32_either(
-    module: nn.Module,
-    found: Diagnosis,
-    half: OperationWatch,
-    found_in_fp32: Diagnosis,
-    exact: OperationWatch,
-    batch: Any,
-) -> Blame:
+        return _lost_in_half(module, found, amp_watch, fp32_watch)
     found = replace(found, in_fp32="not finite")
     if found_in_fp32.cause == "backward":
-        inside = next((call for call in exact.bad_in_backward if not call.takes_nonfinite), None)
-        if found.cause != "backward":  # what fp32 shows is the lesser harm, and there for everybody
-            found = replace(found_in_fp32, in_fp32="not finite")
-        culprit = exact.first_backward
-        if culprit is None:
-            return Blame(found, None)
-        call = culprit.call
-        if call.num_nonfinite and not call.takes_nonfinite:  # its result is not finite either, and was swallowed
-            cause = "forward" if call.module else "loss"
-            return _named(module, replace(found, cause=cause, parameter=None), call, exact)
-        named = _named(module, found, culprit, exact)
-        if (
-            named.diagnosis.operation is not None
-            and named.diagnosis.operation.kind == "function"
-            and inside is not None
-        ):
-            line = operation(module, inside)  # in the code of the function's own backward
-            return named._replace(
-                diagnosis=replace(
-                    named.diagnosis,
-                    operation=replace(named.diagnosis.operation, file=line.file, line=line.line, code=line.code),
-                )
-            )
-        return named
-    call = blamed_in_fp32(exact.made_loss, exact.bad)
+        return _backward_in_fp32(module, found, found_in_fp32, fp32_watch)
+    call = blamed_in_fp32(fp32_watch.made_loss, fp32_watch.bad)
     if call is None:
         return Blame(found, None)
     if call.takes_nonfinite and not call.sources:
         outside = _from_outside(module, found, call, batch)
         if outside.cause in ("batch", "weights"):
             return Blame(outside, None)
-        named = _named(module, outside, call, exact, half)
+        named = _named(module, outside, call, fp32_watch, amp_watch)
         assert named.diagnosis.operation is not None
         operation_there = replace(named.diagnosis.operation, kind="outside")
         return Blame(replace(named.diagnosis, operation=operation_there), None)
     if call.facts.kind == "masked" or not call.takes_nonfinite or found.cause not in ("batch", "weights"):
         cause = "forward" if call.module else "loss"
         kept = found.cause if found.cause in ("forward", "loss") else cause
-        as_it_was = next((c for c in half.bad if c.key == call.key and c.facts.kind == call.facts.kind), call)
-        return _named(module, replace(found, cause=kept, parameter=None, entries=()), as_it_was, exact, half)
+        as_it_was = next((c for c in amp_watch.bad if c.key == call.key and c.facts.kind == call.facts.kind), call)
+        return _named(module, replace(found, cause=kept, parameter=None, entries=()), as_it_was, fp32_watch, amp_watch)
     return Blame(found, None)
 
 
+def blame_without_fp32(module: nn.Module, found: Diagnosis, amp_watch: OperationWatch) -> Blame:
+    """Name the operation without a run in fp32."""
+    if found.cause == "backward":
+        culprit = amp_watch.first_backward
+        return Blame(found, None) if culprit is None else _named(module, found, culprit, amp_watch)
+    call = blamed_in_fp32(amp_watch.made_loss, amp_watch.bad) if found.cause in ("forward", "loss") else None
+    return Blame(found, None) if call is None or call.takes_nonfinite else _named(module, found, call, amp_watch)
+
+
+def _lost_in_half(module: nn.Module, found: Diagnosis, amp_watch: OperationWatch, fp32_watch: OperationWatch) -> Blame:
+    found = replace(found, in_fp32="finite")
+    if found.cause == "backward":
+        hidden = blamed_in_half(amp_watch, fp32_watch, None)
+        if hidden is not None and hidden.makes_nan:
+            named = _named(module, replace(found, cause="forward", parameter=None), hidden, fp32_watch, amp_watch)
+            return named._replace(is_swallowed=True)
+        culprit = amp_watch.first_backward
+        return Blame(found, None) if culprit is None else _named(module, found, culprit, fp32_watch, amp_watch)
+    call = blamed_in_half(amp_watch, fp32_watch, amp_watch.made_loss)
+    if call is None:
+        return Blame(found, None)
+    if found.cause in ("batch", "weights"):  # fp32 is finite with these values: they were not the cause
+        found = replace(found, cause="forward" if call.module else "loss", parameter=None, entries=())
+    return _named(module, found, call, fp32_watch, amp_watch)
+
+
+def _backward_in_fp32(
+    module: nn.Module, found: Diagnosis, found_in_fp32: Diagnosis, fp32_watch: OperationWatch
+) -> Blame:
+    inside = next((call for call in fp32_watch.bad_in_backward if not call.takes_nonfinite), None)
+    if found.cause != "backward":  # report the fault of fp32: it also remains in every other precision
+        found = replace(found_in_fp32, in_fp32="not finite")
+    culprit = fp32_watch.first_backward
+    if culprit is None:
+        return Blame(found, None)
+    call = culprit.call
+    if call.num_nonfinite and not call.takes_nonfinite:  # its result is not finite, but does not show in the loss
+        cause = "forward" if call.module else "loss"
+        return _named(module, replace(found, cause=cause, parameter=None), call, fp32_watch)
+    named = _named(module, found, culprit, fp32_watch)
+    if named.diagnosis.operation is not None and named.diagnosis.operation.kind == "function" and inside is not None:
+        line = operation(module, inside)  # in the code of the function's own backward
+        return named._replace(
+            diagnosis=replace(
+                named.diagnosis,
+                operation=replace(named.diagnosis.operation, file=line.file, line=line.line, code=line.code),
+            )
+        )
+    return named
+
+
 def _from_outside(module: nn.Module, found: Diagnosis, call: OperationCall, batch: Any) -> Diagnosis:
-    """Find what was not finite before any operation: the batch, a parameter, a buffer."""
+    """Find the parameter, buffer or part of the batch that was not finite before any operation."""
     owner = call.module or found.module
     classes = {_modules.plain_name(name): type(m).__name__ for name, m in module.named_modules()}
     states = [*module.named_parameters(), *module.named_buffers()]
@@ -193,12 +168,12 @@ def _named(
     module: nn.Module,
     found: Diagnosis,
     culprit: OperationCall | BackwardCall,
-    exact: OperationWatch,
-    half: OperationWatch | None = None,
+    fp32_watch: OperationWatch,
+    amp_watch: OperationWatch | None = None,
 ) -> Blame:
     call = culprit if isinstance(culprit, OperationCall) else culprit.call
-    bad = [*exact.bad, *(half.bad if half is not None else ())]
-    named = operation(module, culprit, exact.measured.get(call.key), bad)
+    bad = [*fp32_watch.bad, *(amp_watch.bad if amp_watch is not None else ())]
+    named = operation(module, culprit, fp32_watch.measured.get(call.key), bad)
     if found.cause in ("forward", "loss") and call.module is not None:
         cause = found.cause if call.module == "" else "forward"
         is_loss = cause == "loss"

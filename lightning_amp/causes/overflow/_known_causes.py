@@ -1,4 +1,4 @@
-"""The causes of skipped steps, told apart: what is new, what is known, and what is no fault at all."""
+"""Tell the causes of skipped steps apart: new causes, known ones, and steps that are no fault."""
 
 from __future__ import annotations
 
@@ -15,20 +15,14 @@ from lightning_amp.reports import OverflowReport
 from lightning_amp.scaling import Saved
 
 MAX_REPLAYS = 20
-"""How many skips are run again for each report there may be: most show what is known, or a scale that settles."""
+"""Skips that may be run again for each allowed report: most show a known cause, or a scale that settles."""
 
 
 @final
 class KnownCauses:
-    """The reports of one Trainer, and how often each kind of skip was seen.
+    """The reports of one Trainer, on at most `max_reports` causes and steps, and counts of each kind of skip.
 
-    Args:
-        max_reports: How many causes, and how many steps in `reports`, there are at most.
-
-    Attributes:
-        reports: Of new causes and, where there is room, of steps that were skipped for a known one.
-        known: Keys of all causes so far.
-
+    `reports` has new causes and, as long as there is room, steps that were skipped for a known one.
     """
 
     def __init__(self, max_reports: int) -> None:
@@ -37,26 +31,21 @@ class KnownCauses:
         self.known: set[str] = set()
         self._num_steps = 0
         self._num_replays = self._num_causes = self._num_calibrating = self._num_repeated = 0
-        self._by_key: dict[str, OverflowReport] = {}  # of this process: with all that was tried
+        self._by_key: dict[str, OverflowReport] = {}  # only causes found in this process, with all tried remedies
         self._latest: tuple[int, str] | None = None  # the last skip, and the key of its cause
 
     @property
     def is_complete(self) -> bool:
-        """Return whether nothing more will be looked into."""
-        return self._num_causes >= self.max_reports or self._num_replays >= MAX_REPLAYS * self.max_reports
+        """Return whether no further skip is run again."""
+        return self.has_all_causes or self._num_replays >= MAX_REPLAYS * self.max_reports
 
     @property
     def has_all_causes(self) -> bool:
-        """Return whether as many causes were found as there may be."""
+        """Return whether `max_reports` causes were found."""
         return self._num_causes >= self.max_reports
 
     def add(self, found: Sequence[Explained]) -> list[OverflowReport]:
-        """Take what the ranks found out about one skipped step.
-
-        Returns:
-            What was taken into :attr:`reports`.
-
-        """
+        """Count the results of all ranks for one skipped step; return the new entries of :attr:`reports`."""
         self._num_replays += 1
         record = found[0].report.record
         faults = [one for one in found if not one.report.is_calibration]
@@ -82,13 +71,13 @@ class KnownCauses:
         return taken
 
     def since(self, step: int) -> str:
-        """Say why the last skip that was looked into happened, and what helps; empty if it was before this step."""
+        """Write the cause of the last skip, and the advice; return an empty text if the skip was before this step."""
         if self._latest is None or self._latest[0] < step or self._latest[1] not in self._by_key:
             return ""
         return f"The cause, as `OverflowLocator` found it: {self._by_key[self._latest[1]].in_one_line}."
 
     def summary(self) -> str:
-        """Say at the end of a fit what was not said before; empty if there is nothing."""
+        """Count the skips without a report, for the end of a fit; return an empty text if there are none."""
         parts: list[str] = []
         if self._num_calibrating:
             steps = counted(self._num_calibrating, "step")
@@ -98,7 +87,7 @@ class KnownCauses:
         return "; ".join(parts)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         state: dict[str, Any] = {
             "num_located": self._num_steps, "reports": [report.as_dict() for report in self.reports],
         }  # fmt: skip
@@ -108,10 +97,10 @@ class KnownCauses:
         return state
 
     def restore(self, saved: Saved, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` returned.
+        """Continue from the result of :meth:`state`.
 
         Raises:
-            ValueError: If it is not that. Nothing is changed then.
+            ValueError: If an entry is wrong. Nothing changes then.
 
         """
         num_steps = saved.count("num_located")
@@ -127,7 +116,7 @@ class KnownCauses:
         self._num_replays, self._num_causes, self._num_calibrating, self._num_repeated = looks
 
     def _forget_a_repeated_one(self) -> None:
-        """Make room for a new cause: of those that were reported before, the latest goes."""
+        """Make room for a new cause: drop the latest report of a cause that was known."""
         index = next(report.record.index for report in reversed(self.reports) if report.is_repeated)
         self.reports = [r for r in self.reports if r.record.index != index or not r.is_repeated]
         self._num_steps -= 1

@@ -1,4 +1,4 @@
-"""The files of `OverflowLocator`: a report as JSON, and the step it is about, for `lightning_amp.tracing.replay`."""
+"""Write the files of `OverflowLocator`: each report as JSON, and its step, for `lightning_amp.tracing.replay`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ from lightning_amp.tracing import make_bundle
 
 @final
 class ReportFiles:
-    """Writes them, on rank 0; if that does not work it says so once, and training goes on.
-
-    Args:
-        dirpath: Folder or URL.
-        save_bundles: Whether to save the step, too.
-
-    """
+    """Writes the files on rank 0. If that fails, it warns once, and training goes on."""
 
     def __init__(self, dirpath: str | Path, save_bundles: bool) -> None:
         self._dirpath, self._save_bundles = dirpath, save_bundles
@@ -36,7 +30,7 @@ class ReportFiles:
     def save(
         self, trainer: Trainer, module: LightningModule, reports: Sequence[OverflowReport], step: KeptBatch | None
     ) -> None:
-        """Write the reports of all ranks on one skipped step. All must call: the batch of each is sent."""
+        """Write the reports of all ranks on one skipped step. All ranks must call, because each sends its batch."""
         bundles: list[bytes | None] = []
         if self._save_bundles:
             mine = next((r for r in reports if r.rank == trainer.global_rank), None)
@@ -52,13 +46,13 @@ class ReportFiles:
                 if packed is not None:
                     bundle = _unpacked(packed, module)
                     write_atomically(f"{stem}.pt", lambda file, bundle=bundle: torch.save(bundle, file), mode="binary")
-        except Exception as error:  # a full disk
+        except Exception as error:  # such as a full disk
             self._warn(error)
 
     def _packed(
         self, trainer: Trainer, module: LightningModule, report: OverflowReport, step: KeptBatch
     ) -> bytes | None:
-        """Pack what rank 0 does not have of a bundle: all but the parameters."""
+        """Pack a bundle without the parameters, which rank 0 has."""
         parameters = dict(module.named_parameters())
         file = io.BytesIO()
         try:
@@ -72,7 +66,7 @@ class ReportFiles:
                 report=report.as_dict(),
             )
             torch.save(bundle, file)
-        except Exception as error:  # a batch that cannot be pickled
+        except Exception as error:  # such as a batch that cannot be pickled
             self._warn(error)
             return None
         return file.getvalue()
@@ -85,7 +79,7 @@ class ReportFiles:
 
 
 def _unpacked(packed: bytes, module: LightningModule) -> dict[str, Any]:
-    """Return the whole bundle, with the parameters of this rank, which are those of all."""
+    """Complete a bundle by the parameters of this rank, which are the same on all ranks."""
     bundle = torch.load(io.BytesIO(packed), weights_only=False)
     state = {name: value for name, value in module.state_dict().items() if name not in bundle["module_state"]}
     state = {name: value.detach().cpu() for name, value in state.items()}

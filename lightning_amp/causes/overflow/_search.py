@@ -1,40 +1,92 @@
-"""Why a step was skipped: its batches run again, in fp32 too, and with what may help."""
+"""Find out why a step was skipped: run its batches again, also in fp32, and try remedies."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
 from typing_extensions import final
 
-from lightning_amp.casting import our_name, runnable
-from lightning_amp.causes.overflow._blame import Blame, blame, blame_alone, key_as_it_was, key_beside_fp32
+from lightning_amp._compat import _modules
+from lightning_amp._text import named
+from lightning_amp.casting import Choice, Fp32Modules, our_name, runnable
+from lightning_amp.causes.overflow._blame import Blame, blame, blame_without_fp32, key_with_fp32, key_without_fp32
 from lightning_amp.causes.overflow._remedies import Case, calls_like, modules_after, try_remedies
-from lightning_amp.causes.overflow._runs import Rerun, StepAsItWas, StepInFp32, run_as_it_was, run_in_fp32
-from lightning_amp.findings import Remedy, StepRecord
-from lightning_amp.numerics import fitting_scale
-from lightning_amp.reports import OverflowReport, cause_of
-from lightning_amp.shadow import BatchWindow, Failure, KeptBatch, Lockstep, OtherRankFailedError, TrainingPass, gather
+from lightning_amp.findings import StepRecord
+from lightning_amp.numerics import (
+    HALF_DTYPES,
+    all_finite,
+    fitting_scale,
+    largest_finite,
+    nonfinite_gradients,
+    stack_scalars,
+)
+from lightning_amp.precision import AmpPrecision
+from lightning_amp.reports import OverflowReport, ScaleIs, cause_of
+from lightning_amp.shadow import (
+    BOUNDARY,
+    BatchWindow,
+    Failure,
+    KeptBatch,
+    Lockstep,
+    OtherRankFailedError,
+    TrainingPass,
+    gather,
+)
+from lightning_amp.tracing import Diagnosis, Edit, GradientPlace, OperationWatch, Place, Trace, diagnose, magnitudes
 
 
 @final
 class Explained(NamedTuple):
-    """What one rank found out about a skipped step.
-
-    Attributes:
-        report: For people and programs.
-        key: The same for the same cause, whichever batch shows it.
-        step: The batch that it is about.
-
-    """
+    """The result of one rank's search."""
 
     report: OverflowReport
-    key: str
-    step: KeptBatch | None = None
+    key: str  # the same for one cause, whichever batch shows it
+    step: KeptBatch | None = None  # the batch that the report is about
+
+
+def blank_report(
+    trainer: Trainer, module: LightningModule, window: BatchWindow, record: StepRecord, weight_at_start: float | None
+) -> OverflowReport:
+    """Return the report of a step with the facts that need no replay."""
+    first, last = window.span
+    return OverflowReport(
+        record=record,
+        rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        epoch=trainer.current_epoch,
+        batch_idx=last,
+        window=(first, last),
+        num_replayed=0,
+        cause="not reproduced",
+        diagnosis=Diagnosis("none"),
+        parameters=nonfinite_gradients(_modules.plain_parameters(module)),
+        precision=Choice.of(record.precision).canonical,
+        largest_weights=None if weight_at_start is None else (weight_at_start, largest_weight(module)),
+        scale_is=_scale_is(getattr(trainer.precision_plugin, "scaler", None), record),
+    )
+
+
+def _scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> ScaleIs:
+    if scaler is None or record.precision != "fp16":
+        return ""
+    lowest = getattr(scaler, "min_scale", 0.0)
+    if scaler.get_backoff_factor() >= 1 or lowest == getattr(scaler, "max_scale", None):
+        return "static"
+    return "lowest" if record.scale <= lowest else "dynamic"
+
+
+def largest_weight(module: LightningModule) -> float:
+    """Return the largest magnitude of the parameters. Waits for the device."""
+    found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.is_floating_point()]
+    return float(stack_scalars(found).max()) if found else 0.0
 
 
 def explain(
@@ -46,15 +98,8 @@ def explain(
 ) -> Explained:
     """Run the batches of a window again until one is not finite, and complete a report. Never raises, changes nothing.
 
-    All ranks must call. They run as many passes, whatever each of them finds.
-
-    Args:
-        trainer: The trainer.
-        module: What it trains.
-        window: The batches.
-        report: Has what is known without a replay.
-        known: Keys of causes that need neither a run in fp32 nor remedies.
-
+    All ranks must call. They run the same number of passes, whatever each of them finds. A cause whose key is `known`
+    needs neither a run in fp32 nor remedies.
     """
     ranks, record, device = Lockstep(trainer), report.record, trainer.strategy.root_device
     steps = list(window.kept)
@@ -69,21 +114,26 @@ def explain(
         try:
             replay = ranks.run(start)
             for number, step in enumerate(steps, start=1):
-                run = ranks.run(partial(run_as_it_was, replay, step, record.scale))
+                run = ranks.run(partial(_run_as_it_was, replay, step, record.scale))
                 note, is_new = "; ".join(filter(None, (_edited(step), _unseen(run.unseen)))), False
                 if found is None and run.found.cause != "none":
-                    found = _as_it_was(report, run, step, number, note)
+                    found = _without_fp32(report, run, step, number, note)
                     is_new = found.key not in known
                 if ranks.any(is_new):
-                    in_fp32 = ranks.run(partial(run_in_fp32, trainer, module, replay, step, run))
+                    in_fp32 = ranks.run(partial(_run_in_fp32, trainer, module, replay, step, run))
                     scale = 1.0 if report.scale_is == "dynamic" else record.scale
-                    rerun = Rerun(trainer.precision_plugin, device.type, replay, step, scale)
+                    rerun = _Rerun(trainer.precision_plugin, device.type, replay, step, scale)
                     with ranks.until_all_are_done(rerun.is_finite):
                         if is_new and found is not None:
-                            found, blamed = _beside_fp32(found, replay.module, run, in_fp32, step)
+                            found, blamed = _with_fp32(found, replay.module, run, in_fp32, step)
                             if not (isinstance(in_fp32, Failure) and in_fp32.out_of_memory):
                                 case = _case(trainer, module, record, blamed, run, in_fp32, rerun)
-                                found = _with_remedies(found, try_remedies(ranks, case))
+                                tried = try_remedies(ranks, case)
+                                by_scale = [r.kind for r in tried if r.worked and r.kind in ("scale", "divisor")]
+                                found = found._replace(
+                                    report=replace(found.report, remedies=tuple(tried)),
+                                    key=by_scale[-1] if by_scale else found.key,
+                                )
                 if ranks.all(found is not None):
                     break
         except OtherRankFailedError:
@@ -101,7 +151,7 @@ def _not_found(report: OverflowReport, step: KeptBatch, number: int, note: str) 
     return Explained(report, f"{report.cause}: {note}", step)
 
 
-def _as_it_was(report: OverflowReport, run: StepAsItWas, step: KeptBatch, number: int, note: str) -> Explained:
+def _without_fp32(report: OverflowReport, run: _StepAsItWas, step: KeptBatch, number: int, note: str) -> Explained:
     report = replace(
         report,
         cause=cause_of(run.found),
@@ -111,16 +161,16 @@ def _as_it_was(report: OverflowReport, run: StepAsItWas, step: KeptBatch, number
         parameters=report.parameters or run.parameters,
         note=note,
     )
-    return Explained(report, key_as_it_was(run.found, run.watch), step)
+    return Explained(report, key_without_fp32(run.found, run.watch), step)
 
 
-def _beside_fp32(
-    found: Explained, module: LightningModule, run: StepAsItWas, in_fp32: StepInFp32 | Failure, step: KeptBatch
+def _with_fp32(
+    found: Explained, module: LightningModule, run: _StepAsItWas, in_fp32: _StepInFp32 | Failure, step: KeptBatch
 ) -> tuple[Explained, Blame]:
-    """Say what fp32 makes of it, and which operation made the difference."""
+    """Complete the diagnosis by the run in fp32, and name the operation that made the difference."""
     report = found.report
     if isinstance(in_fp32, Failure):
-        blamed = blame_alone(module, run.found, run.watch)
+        blamed = blame_without_fp32(module, run.found, run.watch)
         if "modified by an inplace operation" not in in_fp32.reason:
             note = f"it could not be run in fp32 ({in_fp32.reason})"
             report = replace(report, note="; ".join(filter(None, (report.note, note))))
@@ -129,7 +179,7 @@ def _beside_fp32(
         if report.cause == "backward":
             report = replace(report, largest_gradient=in_fp32.largest)
     report = replace(report, diagnosis=blamed.diagnosis, cause=cause_of(blamed.diagnosis))
-    return found._replace(report=report, key=key_beside_fp32(blamed.diagnosis, found.key)), blamed
+    return found._replace(report=report, key=key_with_fp32(blamed.diagnosis, found.key)), blamed
 
 
 def _case(
@@ -137,13 +187,13 @@ def _case(
     module: LightningModule,
     record: StepRecord,
     blamed: Blame,
-    run: StepAsItWas,
-    in_fp32: StepInFp32 | Failure,
-    rerun: Rerun,
+    run: _StepAsItWas,
+    in_fp32: _StepInFp32 | Failure,
+    rerun: _Rerun,
 ) -> Case:
     call, largest = blamed.call, None if isinstance(in_fp32, Failure) else in_fp32.largest
-    if blamed.is_swallowed and isinstance(in_fp32, StepInFp32):
-        rerun = replace(rerun, hidden_in=in_fp32.watch)
+    if blamed.is_swallowed and isinstance(in_fp32, _StepInFp32):
+        rerun = replace(rerun, fp32_watch=in_fp32.watch)
     return Case(
         blamed.diagnosis,
         call,
@@ -157,12 +207,6 @@ def _case(
     )
 
 
-def _with_remedies(found: Explained, tried: Sequence[Remedy]) -> Explained:
-    by_scale = [remedy.kind for remedy in tried if remedy.worked and remedy.kind in ("scale", "divisor")]
-    report = replace(found.report, remedies=tuple(tried))
-    return found._replace(report=report, key=by_scale[-1] if by_scale else found.key)
-
-
 def _edited(step: KeptBatch) -> str:
     if step.is_intact:
         return ""
@@ -172,6 +216,136 @@ def _edited(step: KeptBatch) -> str:
 
 
 def _unseen(names: Sequence[str]) -> str:
-    """Say what cannot be looked into."""
-    listed = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
-    return listed and f"{listed} is compiled by TorchScript, which cannot be looked into"
+    """Name the modules in which no operation can be seen."""
+    return f"{named(names)} is compiled by TorchScript, which cannot be looked into" if names else ""
+
+
+# -- runs of the step --------------------------------------------------------------------------------------------------
+
+
+@final
+class _StepAsItWas(NamedTuple):
+    """A step that was run again with the same weights, batch, random numbers and loss scale."""
+
+    found: Diagnosis
+    watch: OperationWatch
+    half_places: set[GradientPlace]  # where it computed gradients in half precision
+    parameters: tuple[str, ...]  # with gradients that are not finite
+    unseen: list[str]  # modules in which no operation can be seen
+
+
+def _run_as_it_was(replay: TrainingPass, step: KeptBatch, scale: float) -> _StepAsItWas:
+    trace, watch = Trace(replay.module), OperationWatch(replay.module, BOUNDARY)
+    loss = replay.run(
+        step.batch,
+        step.batch_idx,
+        context=replay.forward_context(),
+        random_state=step.random_state,
+        scale=scale,
+        trace=trace,
+        watch=watch,
+    )
+    found = diagnose(trace, loss, step.batch)
+    parameters: tuple[str, ...] = ()
+    if found.cause != "none":
+        parameters = nonfinite_gradients(_modules.plain_parameters(replay.module))
+    replay.forget_gradients()
+    return _StepAsItWas(found, watch, trace.half_places, parameters, trace.unseen)
+
+
+@final
+class _StepInFp32(NamedTuple):
+    """A step that was run in fp32."""
+
+    found: Diagnosis  # an intended mask is no cause
+    watch: OperationWatch
+    largest: float | None  # the largest true gradient that fp16 would have to hold
+
+
+def _run_in_fp32(
+    trainer: Trainer, module: LightningModule, replay: TrainingPass, step: KeptBatch, as_it_was: _StepAsItWas
+) -> _StepInFp32 | Failure:
+    """Run a step in fp32, without the casts to half precision in the user's code. Never raises.
+
+    It uses the same pass again if no weight is in half precision, and measures the operations that were not finite.
+    """
+    try:
+        fp32_pass, amp_watch = replay, as_it_was.watch
+        if any(parameter.dtype in HALF_DTYPES for parameter in module.parameters()):
+            fp32_pass = TrainingPass(trainer, module, upcast=True)
+        wanted = [call.key for call in amp_watch.bad]
+        if amp_watch.first_backward is not None:
+            wanted.append(amp_watch.first_backward.call.key)
+        trace, watch = Trace(fp32_pass.module), OperationWatch(fp32_pass.module, BOUNDARY, wanted)
+        try:
+            loss = fp32_pass.run(
+                step.batch, step.batch_idx, context=None, random_state=step.random_state, trace=trace, watch=watch
+            )
+            found = diagnose(trace, loss, step.batch)
+            if found.cause == "none" and nonfinite_gradients(_modules.plain_parameters(fp32_pass.module)):
+                found = Diagnosis("backward", where="parameter")
+            sizes = magnitudes(trace.gradients_in_half(as_it_was.half_places))
+            largest = max(sizes, key=lambda size: (math.isnan(size), size), default=None)
+            return _StepInFp32(found, watch, largest)
+        finally:
+            fp32_pass.forget_gradients()
+            if fp32_pass is not replay:
+                fp32_pass.close()
+    except Exception as error:
+        return Failure.of(error, "the training step", "the replay in fp32")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Rerun:
+    """Runs a failed step again, with a remedy.
+
+    `fp32_watch` is given if the fault does not show in loss and gradients: no new NaN or infinity may then occur.
+    """
+
+    plugin: Precision
+    device_type: str
+    replay: TrainingPass
+    step: KeptBatch
+    scale: float  # if the scale is no remedy, one at which the step overflows least
+    fp32_watch: OperationWatch | None = None
+
+    def is_finite(
+        self,
+        *,
+        precision: str = "",
+        rules: Sequence[str] = (),
+        edits: Mapping[tuple[str, Place | None], Edit] | None = None,
+        scale: float | None = None,
+    ) -> bool:
+        """Return whether loss and gradients are finite with these changes. Never raises."""
+        replay, active, fp32_watch = self.replay, None, self.fp32_watch
+        try:
+            context = replay.forward_context()
+            if precision and isinstance(self.plugin, AmpPrecision):
+                context = self.plugin.forward_context_of(precision)
+            if rules:
+                active = Fp32Modules(replay.module, rules, self.device_type, active=True)
+            watch: OperationWatch | None = None
+            if edits or fp32_watch is not None:
+                watch = OperationWatch(replay.module, BOUNDARY, edits=edits or {}, only_edits=fp32_watch is None)
+            loss = replay.run(
+                self.step.batch,
+                self.step.batch_idx,
+                context=context,
+                random_state=self.step.random_state,
+                scale=self.scale if scale is None else scale,
+                watch=watch,
+            )
+            if watch is not None and fp32_watch is not None:
+                bad_in_fp32 = {call.key for call in fp32_watch.bad}
+                if any(call.makes_nan and call.key not in bad_in_fp32 for call in watch.bad):
+                    return False
+            is_finite = loss is None or bool(all_finite([loss]))
+            return is_finite and not nonfinite_gradients(_modules.plain_parameters(replay.module))
+        except Exception:  # a remedy that cannot be run here does not work
+            return False
+        finally:
+            replay.forget_gradients()
+            if active is not None:
+                active.remove()

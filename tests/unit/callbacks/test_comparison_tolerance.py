@@ -1,4 +1,4 @@
-"""The settings of `MetricComparison`, and names that its tolerance cannot have."""
+"""The settings of `MetricComparison`, and wrong names in its tolerance."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_advice_for_a_name_that_comes_later_is_right(loaders: int) -> None:
         def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
             super().validation_step(batch, batch_idx)
             if batch_idx == 3:
-                self.log("_".join(["val", "last"]), 1.0)  # the code does not write the name out
+                self.log("_".join(["val", "last"]), 1.0)  # the name does not stand in the code
 
     name = "val_last" if loaders == 1 else "val_last/dataloader_idx_1"
     val = [data() for _ in range(loaders)]
@@ -86,7 +86,7 @@ def test_a_name_that_the_sanity_check_does_not_log_yet(how: str) -> None:
                 self.log_dict({"val_later": 1.0, "val_more": 2.0})
 
     comparison = MetricComparison(tolerance={"val_later": 0.1}, every_n_epochs=1)
-    if how == "value":  # nothing says that it will be logged: an error in the first comparison, as without sanity check
+    if how == "value":  # the first comparison raises: it does not log the name
         with pytest.raises(ValueError, match=r"\['val_later'\]\. Choose from .*'val_loss'\]$"):
             fit(comparison, Later())
         assert comparison.table is not None

@@ -1,4 +1,4 @@
-"""What is said before it costs a run, and what looks like it and is well."""
+"""Faults that are named at the start of a run, and healthy cases that look similar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_amp.callbacks._early_checks import EarlyChecks
 
 
 class Checks(L.Callback):
-    """Calls them where the locator does."""
+    """Calls the checks where the locator does."""
 
     def __init__(self) -> None:
         self.checks, self.texts, self.at = EarlyChecks(), list[str](), list[int]()
@@ -60,7 +60,7 @@ def test_values_that_are_not_finite_are_named() -> None:
     assert "`inverse_std`, `norm.running_var`" in buffers
 
 
-def test_masks_and_markers_are_well() -> None:
+def test_masks_and_markers_are_not_named() -> None:
     class Masks(Toy):
         def __init__(self) -> None:
             super().__init__()
@@ -80,7 +80,7 @@ def test_masks_and_markers_are_well() -> None:
 
 
 class Student(Toy):
-    """Has a teacher in half precision."""
+    """A module with a teacher in half precision."""
 
     dtype_of_teacher = torch.bfloat16
 
@@ -100,7 +100,7 @@ class Student(Toy):
             self.write(slow, fast)
 
     def write(self, slow: nn.Parameter, fast: nn.Parameter) -> None:
-        slow.mul_(0.999).add_(fast.to(slow), alpha=0.001)  # on a GPU, some keep it on the host
+        slow.mul_(0.999).add_(fast.to(slow), alpha=0.001)  # a teacher may be on the host
 
 
 class Lerp(Student):
@@ -127,7 +127,7 @@ class Hidden(Student):
 
 
 class Shadow(Student):
-    """A dictionary of tensors."""
+    """The average is a dictionary of tensors."""
 
     def make_teacher(self) -> None:
         self.averages = {name: p.detach().clone().bfloat16() for name, p in self.named_parameters()}
@@ -137,14 +137,14 @@ class Shadow(Student):
 
 
 @pytest.mark.parametrize("module", [Student, Lerp, Replaced, Hidden, Shadow])
-def test_an_average_in_half_precision_stands_still(module: Any) -> None:
+def test_an_average_in_half_precision_is_named(module: Any) -> None:
     (text,) = texts(module)
     assert "an average is written into it" in text
     assert ("fp16" in text) == (module is Lerp)
     assert "`averages`" in text or "teacher" in text
 
 
-def test_one_that_a_callback_keeps() -> None:
+def test_an_average_in_a_callback_is_named() -> None:
     class Average(L.Callback):
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             self.ema = type("ModelEma", (), {})()
@@ -166,7 +166,7 @@ class InFloat32(Student):
 
 
 class Reference(Student):
-    """A frozen one, as for distillation."""
+    """The teacher is frozen, as for distillation."""
 
     def write(self, slow: nn.Parameter, fast: nn.Parameter) -> None: ...
 
@@ -177,7 +177,7 @@ class HardCopy(Student):
 
 
 class Other(Student):
-    """Half precision, written to, and of no trained module's shape."""
+    """The written module has the shape of no trained one."""
 
     def make_teacher(self) -> None:
         self.teacher = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).bfloat16().requires_grad_(False)
@@ -187,7 +187,7 @@ class Other(Student):
 
 
 @pytest.mark.parametrize("module", [InFloat32, Reference, HardCopy, Other])
-def test_what_is_no_average_in_half_precision_is_not_called_one(module: Any) -> None:
+def test_a_module_that_is_no_average_in_half_precision_is_not_named(module: Any) -> None:
     assert texts(module) == []
 
 
@@ -198,7 +198,7 @@ def test_the_advice_helps() -> None:
             self.teacher.float()
 
     def moved(module: Any) -> float:
-        """The share of the teacher's values that the average changes."""
+        """Return the share of the teacher's values that the average changes."""
         torch.manual_seed(0)
         ill = module()
         first = ill.teacher[0].weight.clone()

@@ -1,4 +1,4 @@
-"""When the first sample may be taken."""
+"""The batch at which the first sample is taken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_amp.callbacks._first_step import FirstStep
 
 
 class Asks(L.Callback):
-    """Notes the first batch that finds a step applied."""
+    """Notes the first batch before which a step was applied."""
 
     def __init__(self) -> None:
         self.first, self.found = FirstStep(), -1
@@ -42,7 +42,7 @@ class Loud(Toy):
         (Toy, lambda: AmpPrecision("fp32", skip_nonfinite=False), 1),
         (Toy, lambda: None, 1),
         (Toy, lambda: stock("fp16", init_scale=16.0), 1),
-        (AllNan, lambda: AmpPrecision("fp16"), 4),  # the scale does not move: there is nothing to wait for
+        (AllNan, lambda: AmpPrecision("fp16"), 4),  # the scale does not move, so waiting is no use
         (AllNan, lambda: AmpPrecision("bf16"), 4),
         (Loud, lambda: AmpPrecision("fp16"), 17),  # the scale is below 1
         (Loud, lambda: AmpPrecision("fp16", scaler=4.0), 4),
@@ -54,7 +54,7 @@ def test_the_batch_that_is_sampled_first(module: Any, plugin: Any, batch: int) -
     assert asks.found == batch
 
 
-def test_accumulation_is_waited_for() -> None:
+def test_with_accumulation_the_first_sample_follows_the_first_step() -> None:
     asks = Asks()
     fit(Toy, AmpPrecision("bf16"), callbacks=[asks], accumulate_grad_batches=4)
     assert asks.found == 4

@@ -1,4 +1,4 @@
-"""`MetricComparison`: keys, table, tolerance, limits, bad input. Bit-identity is a promise: tests/promises."""
+"""`MetricComparison`: keys, table, tolerance, limits, bad input. `tests/promises` compares the bits of runs."""
 
 import csv
 import logging
@@ -114,7 +114,7 @@ def test_test_is_compared(
             assert sum(key in logged for _, logged in logger.rows) == 1
     assert values(comparison, "hooks", "diff") == [0.0]
     assert values(comparison, "hooks", "amp") == [2.0 * (limit or 4) * num_loaders]
-    assert model.events.count("start") == 4 * num_loaders  # the shadow's are its own
+    assert model.events.count("start") == 4 * num_loaders  # the shadow has events of its own
     assert f"MetricComparison, epoch 0:\n{comparison.table}" in caplog.text
 
 
@@ -142,7 +142,7 @@ def test_text_table_at_the_end_of_fit(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Off(Model):
-    """AMP and fp32 differ by as much as it is told."""
+    """Logs one given value in AMP, and another in fp32."""
 
     def __init__(self, amp: float, fp32: float) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def test_tolerance(amp: float, fp32: float, tolerance: Any, exceeds: bool) -> No
         with pytest.warns(UserWarning, match="more than the tolerance") as caught:
             fit(MetricComparison(tolerance=tolerance), Off(amp, fp32))
         assert sum("more than the tolerance" in str(warning.message) for warning in caught) == 2
-        assert count(caught) == 2 + (not math.isfinite(amp))  # and why it is not finite, once
+        assert count(caught) == 2 + (not math.isfinite(amp))  # one more, with the cause, if it is not finite
 
 
 def test_no_tolerance_accepts_all() -> None:
@@ -201,7 +201,7 @@ def test_tolerance_for_an_unknown_metric_names_the_known() -> None:
         fit(MetricComparison(tolerance={"acc": 0.1, "metric": 5.0}), Off(1.0, 1.0))
 
 
-# --- what cannot be compared ---
+# --- metrics and modules that cannot be compared ---
 
 
 def test_metrics_on_one_side_only_are_named_once() -> None:
@@ -296,7 +296,7 @@ def test_dataloader_iter_is_refused() -> None:
     assert len(comparison.table) == 0
 
 
-# --- with others ---
+# --- with other callbacks, and after a resume ---
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])

@@ -45,7 +45,7 @@ def test_what_it_logs(plugin: str) -> None:
         callbacks=[Poison(gradient=[1, 2]), monitor],
     )
     rows = [(step, *row.values()) for step, row in recorder.rows if "amp/loss_scale" in row]
-    # the steps are those of Lightning's own rows for these batches, which count from 0
+    # Lightning's own rows for these batches have the same steps, counted from 0.
     assert rows == [(1, 32.0, 1.0, 0.5), (3, 16.0, 2.0, 0.5), (5, 16.0, 2.0, 2 / 6)]
     assert monitor.history.summary() == "2 of 7 steps skipped; scale 64 -> 16"
     assert [r.index for r in monitor.history if r.skipped] == [1, 2]
@@ -84,14 +84,14 @@ def test_warns_of_many_skips_among_the_latest(plugin: str) -> None:
     make = fp16 if plugin == "ours" else lambda: stock("fp16", init_scale=64.0)
 
     def run(skips: int, **kwargs: Any) -> None:
-        # among the first steps there may be many: only the latest 100 count, and only when there are so many
+        # The first steps may have many skips: only the latest 100 steps count, once there are 100.
         poison = Poison(gradient=range(20, 20 + 2 * skips, 2))
         fit(Toy, make(), batches(120), callbacks=[poison, ScaleMonitor(10, warn_below=None, **kwargs)])
 
     with pytest.warns(UserWarning, match=r"11 of the latest 100 optimizer steps were skipped") as caught:
         run(11, warn_skip_rate=0.1)
     assert sum("latest 100" in str(w.message) for w in caught) == 1
-    run(10, warn_skip_rate=0.1)  # no more than the share: warnings are errors here
+    run(10, warn_skip_rate=0.1)  # not more than the share; warnings are errors here
     run(25)
     run(30, warn_skip_rate=None)
 
@@ -121,7 +121,7 @@ def test_writes_its_file_to_a_url(folder_url: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_goes_on_from_a_checkpoint_at_a_url(memory_folder: str) -> None:
-    """Beside Lightning's own callback, in one folder."""
+    """Lightning's own callback writes into the same folder."""
     for epochs, ckpt_path in ((1, None), (2, f"{memory_folder}/epoch=0-step=8.ckpt")):
         callbacks = [ScaleMonitor(dirpath=memory_folder), ModelCheckpoint(memory_folder, save_top_k=-1)]
         kwargs: dict[str, Any] = {"max_epochs": epochs, "enable_checkpointing": True, "callbacks": callbacks}
@@ -130,7 +130,7 @@ def test_goes_on_from_a_checkpoint_at_a_url(memory_folder: str) -> None:
 
 
 def test_a_url_that_cannot_be_written_is_said_once(bucket_folder: str) -> None:
-    """Whatever the driver raises; and the history is all there as soon as the store is back."""
+    """The driver may raise any exception. The file is complete as soon as the store works again."""
     Bucket.failure = RuntimeError("no credentials")
 
     class Save(L.Callback):
@@ -189,15 +189,8 @@ def test_history_continues_after_a_resume(plugin: str, tmp_path: Path) -> None:
     assert resumed.history.summary() == whole.history.summary() == "2 of 8 steps skipped; scale 64 -> 16"
 
 
-def test_plot(tmp_path: Path) -> None:
-    monitor = ScaleMonitor()
-    fit(Toy, fp16(), callbacks=[Poison(gradient=[1]), monitor])
-    monitor.plot(tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").exists()
-
-
 def test_a_run_that_falls_back(tmp_path: Path) -> None:
-    """From there on the scale is 1, and skips of the precision that was left are no reason to warn."""
+    """After the fallback the scale is 1, and skips of the earlier precision cause no warning."""
     recorder, monitor = Recorder(), ScaleMonitor(1, dirpath=tmp_path, warn_below=None)
     plugin = fp16(max_consecutive_skips=30)
     plugin = AmpPrecision("fp16", scaler=plugin.scaler, fallback=["bf16"])

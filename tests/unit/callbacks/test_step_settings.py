@@ -1,4 +1,4 @@
-"""A hyperparameter that is not finite is named before the step that uses it, which is taken as without the callback."""
+"""A hyperparameter that is not finite is named before a step uses it; the step is taken as without the callback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_amp.callbacks._step_settings import StepSettings
 
 
 def said(module: Callable[[], Any], plugin: Callable[[], Any] = lambda: AmpPrecision("fp32")) -> list[str]:
-    """What is said while all weights are still finite; what comes later fails."""
+    """Return the warnings of a run, all of which must come while the weights are still finite."""
     texts, modules = list[str](), list[L.LightningModule]()
 
     def make() -> Any:
@@ -55,12 +55,12 @@ def test_a_learning_rate_of_a_schedule_is_named_before_its_step(value: float, te
         f"The optimizer (SGD): `lr` is {what}, as `LambdaLR` has set it, by the function at test_step_settings.py:"
     )
     assert text.endswith(
-        "Step 3 is about to use it, in any precision alike. Mend it, and go back to a checkpoint from before that step."
+        "Step 3 is about to use it, in any precision. Correct it, and go back to a checkpoint from before that step."
     )
 
 
 class SetsIt(Toy):
-    """The learning rate becomes NaN in the middle of a step, wherever user code runs."""
+    """The learning rate becomes NaN in the middle of a step, at one of the places where user code runs."""
 
     where = ""
 
@@ -89,12 +89,12 @@ class SetsIt(Toy):
 
 @pytest.mark.parametrize("where", ["training_step", "on_after_backward", "on_before_optimizer_step", "optimizer_step"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_one_that_is_set_in_the_middle_of_a_step_is_named_before_it_ends(where: str, fused: bool) -> None:
+def test_a_rate_set_in_the_middle_of_a_step_is_named_before_the_step_uses_it(where: str, fused: bool) -> None:
     (text,) = said(lambda: SetsIt(where, fused))
     assert text.startswith("The optimizer (AdamW): `lr` is NaN. Step 4 is about to use it")
 
 
-def test_in_manual_optimization() -> None:
+def test_a_rate_set_in_manual_optimization() -> None:
     class Manual(Toy):
         def __init__(self) -> None:
             super().__init__()
@@ -130,7 +130,7 @@ def test_other_hyperparameters(name: str) -> None:
 
 
 def test_a_step_that_is_skipped_uses_nothing() -> None:
-    """It comes in the step after it, if it is still there."""
+    """The warning would come in the next step, if the value were still bad."""
 
     class Skips(Toy):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -159,11 +159,11 @@ def test_the_report_of_the_weights_says_which_step_it_was() -> None:
 @pytest.mark.parametrize(
     "function", [lambda step: step / 10, lambda step: 0.0, lambda step: 1 / (1 + step), lambda step: 1e-30]
 )
-def test_usual_schedules_are_well(function: Any) -> None:
+def test_usual_schedules_cause_no_warning(function: Any) -> None:
     assert said(scheduled(function)) == []
 
 
-def test_a_negative_rate_and_unusual_groups_are_well() -> None:
+def test_a_negative_rate_and_unusual_groups_cause_no_warning() -> None:
     class Two(Toy):
         def configure_optimizers(self) -> Any:
             one = torch.optim.SGD(self.net[0].parameters(), lr=0.01, momentum=0.9, maximize=False)
@@ -175,7 +175,7 @@ def test_a_negative_rate_and_unusual_groups_are_well() -> None:
 
 
 class OnADevice(torch.Tensor):
-    """A scalar that claims to be on a device, where reading it is to wait."""
+    """A scalar that claims to be on a device. Reading it there would wait for the device."""
 
     device = torch.device("cuda", 0)
 
@@ -186,7 +186,7 @@ class OnADevice(torch.Tensor):
         return self.as_subclass(torch.Tensor).detach()
 
 
-def test_one_on_a_device_is_read_later() -> None:
+def test_a_value_on_a_device_is_read_later() -> None:
     trainer = fit(Toy, AmpPrecision("fp32"), batches(1))
     (optimizer,) = trainer.optimizers
     settings = StepSettings()

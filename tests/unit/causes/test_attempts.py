@@ -1,4 +1,4 @@
-"""Attempts end with the first that works, and ranks that have fewer wait by running as many passes."""
+"""Attempts end with the first that works, and all ranks run the same number of passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_amp.shadow import Lockstep, OtherRankFailedError, _ranks
 
 
 class Rank:
-    """What stands for a trainer: ranks are threads here."""
+    """Stands for a trainer. Ranks are threads here."""
 
     world_size = 2
 
@@ -30,7 +30,7 @@ class Rank:
 
 @pytest.fixture
 def on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Lockstep, int], Any]], list[Any]]:
-    """Run a function on two ranks and return what each returned, or raised."""
+    """Run a function on two ranks, and return the result or the exception of each."""
     monkeypatch.setattr(_ranks, "gather", lambda trainer, value: trainer.gather(value))
 
     def run(work: Callable[[Lockstep, int], Any]) -> list[Any]:
@@ -67,7 +67,7 @@ def attempts(ran: list[int], *works: bool) -> Iterator[Attempt[str, bool]]:
         yield Attempt(f"setting {k}", run)
 
 
-def test_it_ends_with_the_first_that_works() -> None:
+def test_attempts_end_with_the_first_that_works() -> None:
     alone: Any = Alone()
     ran: list[int] = []
     assert first_that_works(Lockstep(alone), attempts(ran, False, True, True)) == [
@@ -80,7 +80,7 @@ def test_it_ends_with_the_first_that_works() -> None:
     assert first_that_works(Lockstep(alone), []) == []
 
 
-def test_the_next_may_be_made_of_what_the_one_before_showed() -> None:
+def test_an_attempt_may_be_built_from_the_result_of_the_one_before() -> None:
     alone: Any = Alone()
     seen: list[int] = []
 

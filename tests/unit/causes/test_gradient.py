@@ -1,4 +1,4 @@
-"""Where a gradient is lost, read from rows of a sample; and what is said to help was tried, and helps."""
+"""Faults of a gradient are found in the rows of a sample, and the advised settings help."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from lightning_amp import AmpPrecision, DynamicLossScaler, GradientMonitor
 from lightning_amp.causes.gradient import _remedies
-from lightning_amp.causes.gradient._fault import find_gradient_fault
 from lightning_amp.causes.gradient._remedies import GradientRemedies
+from lightning_amp.causes.gradient._search import find_gradient_fault
 from lightning_amp.findings import GradientRow
 
 
 class Shift(nn.Module):
-    """Rounds what is small away."""
+    """Rounds small values away."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + 3000.0) - 3000.0
@@ -30,7 +30,7 @@ class Ill(Toy):
     factor = 1.0
 
     def __init__(self, middle: nn.Module) -> None:
-        adam = torch.optim.Adam  # to which the size of the loss is all the same
+        adam = torch.optim.Adam  # whose steps do not depend on the size of the loss
         super().__init__(adam, nn.Sequential(nn.Linear(8, 16), nn.Tanh(), middle, nn.Linear(16, 1)))
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -53,11 +53,9 @@ def last_line(caplog: pytest.LogCaptureFixture, module: Any, plugin: AmpPrecisio
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_the_module_that_rounds_is_found_although_others_suffer(
-    precision: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_module_that_rounds_is_found(precision: str, caplog: pytest.LogCaptureFixture) -> None:
     text = last_line(caplog, lambda: Ill(Shift()), AmpPrecision(precision))
-    assert "first that of `net.3`" in text
+    assert "first in `net.3`" in text
     assert "What helps: `fp32_modules=['net.2']` (tried: " in text
     cured = last_line(caplog, lambda: Ill(Shift()), AmpPrecision(precision, fp32_modules=["net.2"]))
     assert "the gradients fit" in cured if precision == "fp16" else "up to rounding" in cured
@@ -84,7 +82,7 @@ def test_a_divisor_of_the_loss(caplog: pytest.LogCaptureFixture) -> None:
     assert healthy.num_steps > 20
 
 
-def test_of_a_scale_that_is_settling_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scale_that_falls_by_itself_is_called_so(caplog: pytest.LogCaptureFixture) -> None:
     class Spike(Ill):
         def loss(self, batch: Tensor) -> Tensor:
             return super().loss(batch) * (100 if self.trainer.global_step in (6, 7) else 1)
@@ -104,7 +102,7 @@ def test_a_fault_is_tried_once_and_changes_nothing(monkeypatch: pytest.MonkeyPat
     assert_same(watched, fit(lambda: Ill(Shift()), AmpPrecision("bf16")))
 
 
-def test_what_fails_while_it_is_tried_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
@@ -120,7 +118,7 @@ NAN: dict[str, Any] = {"sqnr_db": math.nan, "cosine": math.nan}
 
 
 def rows(*changed: dict[str, Any], total: dict[str, Any], **common: Any) -> list[GradientRow]:
-    """Rows `a`, `b`, ... in the order of the forward, and that of all."""
+    """Return rows `a`, `b`, ... in the order of the forward, and the row of all gradients."""
     common = {"precision": "fp16", "norm_ratio": 1.0, **common}
     named = zip("abcdef", changed, strict=False)
     return [*(gradient_row(0, n, **{**common, **c}) for n, c in named), gradient_row(0, "(all)", **{**common, **total})]
@@ -135,7 +133,11 @@ def found(*args: Any, clipped: str = "", **kwargs: Any) -> tuple[str, str] | Non
     ("changed", "total", "cause"),
     [
         (({}, {}, {}), {}, None),
-        (({"sqnr_db": -60.0}, {}, {}), {}, None),  # zero but for rounding: a bias before a normalisation
+        (
+            ({"sqnr_db": -60.0}, {}, {}),
+            {},
+            None,
+        ),  # zero up to rounding, as of a bias before a normalisation
         (({"sqnr_db": 8.0}, {}, {}), {}, None),
         (({}, {"largest": 0.0, "sqnr_db": math.inf}, {}), {}, None),
         (({"sqnr_db": 1.0}, {"sqnr_db": 2.0}, {}), {"sqnr_db": 3.0, "cosine": 0.5}, ("rounding", "b")),
@@ -156,6 +158,6 @@ def test_in_bf16_nothing_becomes_zero() -> None:
     assert found(lost, {}, total=lost, precision="bf16") == ("rounding", "a")
 
 
-def test_who_clips_counts_only_if_it_did_harm() -> None:
+def test_clipping_is_a_fault_only_if_it_changed_the_gradient() -> None:
     assert found({}, {}, total={}, clipped="`clip_grad_norm_`") is None
     assert found(NAN, {}, total={**NAN, "norm_ratio": math.nan}, clipped="`clip_grad_value_`") == ("length", "a")

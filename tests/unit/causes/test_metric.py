@@ -1,4 +1,4 @@
-"""Why a metric is wrong; planted faults are in `tests/promises/test_evaluation_diseases.py`."""
+"""The search for the cause of a wrong metric. `tests/promises/test_evaluation_diseases.py` has planted faults."""
 
 from __future__ import annotations
 
@@ -150,11 +150,11 @@ def test_the_innermost_module_comes_first() -> None:
     assert found.input_sqnr_db > 40
     assert found.output_sqnr_db < 5
     healthy = compared(nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(64, 4))
-    step = compared(Thousand(), torch.randn(64, 4))  # what was run itself is no module
+    step = compared(Thousand(), torch.randn(64, 4))  # the outermost module stands for the step
     assert blame_module(WRONG, healthy) == blame_module(WRONG, step) == Blame(WRONG)
 
 
-def test_of_a_metric_that_is_not_finite_only_that_is_wrong() -> None:
+def test_for_a_metric_that_is_not_finite_only_such_outputs_are_wrong() -> None:
     assert blame_module(NOT_FINITE, compared(Net(), torch.randn(64, 4))) == Blame(NOT_FINITE)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[0].weight.data.mul_(1e6)
@@ -198,7 +198,7 @@ def test_nothing_to_compare_is_exact() -> None:
 
 
 class AtTheEnd(pl.Callback):
-    """Does something at the end of the evaluation."""
+    """Calls a function at the end of the evaluation."""
 
     def __init__(self, work: Any) -> None:
         self.batches = FirstBatches("cpu", 1)

@@ -1,4 +1,4 @@
-"""The picture of a comparison."""
+"""Pictures of a comparison: panels, legends and scales."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NAN, INF = math.nan, math.inf
 
 
 def panels(figure: Any) -> list[tuple[Any, Any]]:
-    """Pairs of the panel of values and that of differences."""
+    """Return pairs: the panel of values, and the panel of differences."""
     return list(zip(figure.axes[::2], figure.axes[1::2], strict=True))
 
 
 def heights(axis: Any) -> list[list[float]]:
-    """What the lines that have a point per epoch show."""
+    """Return the values of the lines that have a point per epoch."""
     return [list(line.get_ydata()) for line in axis.get_lines() if len(line.get_xdata()) == 3]
 
 
@@ -33,13 +33,45 @@ def test_plot(tmp_path: Path) -> None:
     assert heights(loss_diff) == [pytest.approx([0.0, 0.1, 0.2])]
     assert len(heights(acc)) == 4  # two loaders
     assert len(heights(acc_diff)) == 2
-    assert [text.get_text() for text in acc.get_legend().get_texts()] == ["loader 0", "loader 1"]
     assert (len(acc_diff.patches), len(loss_diff.patches)) == (0, 1)
     assert loss_diff.get_ylim() == pytest.approx((-0.24, 0.24))
     low, high = loss.get_ylim()
     assert 0.9 < low < 1.0  # its size, not its difference
     assert 1.2 < high < 1.3
-    ComparisonTable().plot()
+    empty: Any = ComparisonTable().plot()
+    assert [text.get_text() for axis in empty.axes for text in axis.texts] == ["no comparison yet"] * 2
+
+
+def looks(line: Any) -> tuple[Any, ...]:
+    return (
+        line.get_label(), line.get_color(), line.get_linestyle(), line.get_linewidth(), line.get_marker(),
+        line.get_alpha(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("epochs", [1, 3, 80])
+def test_the_legend_of_each_panel_shows_its_lines_as_they_are_drawn(epochs: int) -> None:
+    rows = [
+        ComparisonRow.of(epoch, epoch, metric, NAN if epoch == 2 else 1.0, 1.0)
+        for epoch in range(epochs)
+        for metric in ("acc/dataloader_idx_0", "acc/dataloader_idx_1", "loss")
+    ]
+    figure: Any = ComparisonTable(rows).plot()
+    for axis in figure.axes:
+        assert axis.get_lines()
+        assert [looks(line) for line in axis.get_legend().get_lines()] == [looks(line) for line in axis.get_lines()]
+        assert epochs > 1 or all(line.get_marker() == "o" for line in axis.get_lines())
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels[:4] == ["fp32, loader 0", "AMP, loader 0", "fp32, loader 1", "AMP, loader 1"]
+    assert [text.get_text() for text in figure.axes[2].get_legend().get_texts()][:2] == ["fp32", "AMP"]
+
+
+def test_a_long_legend_stands_beside_its_panel() -> None:
+    rows = [ComparisonRow.of(epoch, epoch, f"m/dataloader_idx_{i}", 1.0, 1.0) for epoch in range(3) for i in range(6)]
+    figure: Any = ComparisonTable(rows).plot()
+    figure.canvas.draw()
+    for axis in figure.axes:
+        assert axis.get_legend().get_window_extent().x0 >= axis.get_window_extent().x1
 
 
 def test_plot_of_one_epoch_and_of_several_validations_in_one() -> None:

@@ -1,4 +1,4 @@
-"""The door to matplotlib."""
+"""Figures are made without pyplot, and saved to paths and URLs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `GradientMonitor` shows of its rows: the worst ones in the table, and colours that mean something."""
+"""The heat map of `GradientMonitor`: its rows, colours and legend."""
 
 from __future__ import annotations
 
@@ -33,6 +33,28 @@ def test_headroom_diverges_around_zero(room: float) -> None:
     assert (red > blue) == (room < 0)
     assert "white: just fits" in figure.axes[1].get_ylabel()
     assert legend(figure) == []
+
+
+@pytest.mark.parametrize(
+    ("quantity", "dangerous", "safe"),
+    [
+        ("headroom_bits", [-0.1, -2.0, -20.0], [0.1, 5.0, 16.0]),
+        ("underflow_fraction", [0.3, 0.9], [0.0, 0.001, 0.005]),
+        ("sqnr_db", [10.0, 3.0, -20.0], [30.0, 45.0, 80.0]),
+        ("cosine", [0.95, 0.5, -0.5], [0.9996, 1.0]),
+    ],
+)
+def test_danger_is_red_and_safety_is_pale_in_any_company(
+    quantity: Any, dangerous: list[float], safe: list[float]
+) -> None:
+    """The colour of a value does not depend on the other values of the picture."""
+    for value in (*dangerous, *safe):
+        for other in (value, *dangerous, *safe):
+            rows = [gradient_row(i, "a", **{quantity: v}) for i, v in enumerate((value, other))]
+            image = GradientTable(rows).plot(quantity, None).axes[0].images[0]
+            color = image.cmap(image.norm(value))[:3]
+            saturation = max(color) - min(color)
+            assert saturation > 0.4 if value in dangerous else saturation < 0.2, (value, other)
 
 
 @pytest.mark.parametrize(("largest", "top"), [(0.0, 0.01), (0.005, 0.01), (0.05, 0.1), (0.3, 1.0), (1.0, 1.0)])

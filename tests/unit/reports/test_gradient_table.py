@@ -1,4 +1,4 @@
-"""The rows of `GradientMonitor` as text: the worst ones, and words for what is not a number."""
+"""The rows of `GradientMonitor` as text: the worst ones, and words for values that are no numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_table_has_the_15_worst_rows_and_says_how_to_see_all() -> None:
     names = [line.split()[0] for line in lines[1:-2]]
     assert len(names) == 15
     assert {"layer.40", "layer.50", "layer.60"} < set(names)
-    assert names[0] == "layer.40"  # least headroom first, whatever they are in there for
+    assert names[0] == "layer.40"  # the least headroom is first
     assert names[-1] == "layer.60"
     assert lines[-2].startswith("(all)")
     assert lines[-1] == ("These are the 15 worst of 100; `print(monitor.table.to_text(max_rows=None))` shows all.")
@@ -60,7 +60,7 @@ def test_a_small_table_is_whole() -> None:
     assert len(str(table).splitlines()) == 16
 
 
-def test_what_is_not_a_number_is_a_word() -> None:
+def test_values_that_are_no_numbers_are_written_as_words() -> None:
     table = GradientTable(
         [
             gradient_row(0, "zero", num_values=0, largest=0.0, headroom_bits=math.inf, sqnr_db=math.inf),
@@ -79,7 +79,7 @@ def test_what_is_not_a_number_is_a_word() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_what_fp16_would_do_is_left_out_where_nothing_is_fp16(precision: Any) -> None:
+def test_the_limits_of_fp16_are_left_out_in_other_precisions(precision: Any) -> None:
     values: dict[str, Any] = {"precision": precision}
     table = GradientTable(
         [
@@ -112,6 +112,6 @@ def test_number_of_rows_is_checked(max_rows: Any) -> None:
         GradientMonitor().table.to_text(max_rows)
 
 
-def test_a_table_says_what_it_is() -> None:
+def test_repr_and_an_empty_table() -> None:
     assert repr(GradientTable([gradient_row(0, "a"), gradient_row(1, "a")])) == "GradientTable(2 rows)"
     assert str(GradientTable()) == "no sample yet"

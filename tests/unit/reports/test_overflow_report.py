@@ -1,4 +1,4 @@
-"""What a report says, from what was found and tried; and whether its advice helps."""
+"""The text of a report, and whether its advice helps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_whole_report() -> None:
     )
 
 
-def test_what_stands_out_is_said_beside_what_fp32_makes_of_it() -> None:
+def test_the_peculiarity_of_an_operation_stands_beside_its_result_in_fp32() -> None:
     zero = Operation("div", dtype="float16", shape=(3,), kind="zero", index=(1,), count=2, largest_in_fp32=4.0)
     assert (
         "is not finite: a divisor is 0, the first at [1], which it is not in fp32; in fp32 it is finite, up to 4"
@@ -45,7 +45,7 @@ def test_a_gradient_that_is_cast_back() -> None:
     assert "the gradient, which that line casts back to float16 [4, 1], is not finite" in str(report("backward", cast))
 
 
-def test_the_operation_that_lost_the_digits_is_named() -> None:
+def test_the_operation_whose_result_was_rounded_is_named() -> None:
     log = Operation("log", "gan.py", 10, "torch.log(1 - p)", dtype="float16", shape=(4,), kind="zero", count=1)
     values = ("sigmoid", 'gan.py:9 "p = torch.sigmoid(x)"')
     text = str(report("loss", log, remedies=(Remedy("source in fp32", values * 2, True),)))
@@ -54,7 +54,7 @@ def test_the_operation_that_lost_the_digits_is_named() -> None:
         '  before it: the result of `sigmoid` in gan.py:9 "p = torch.sigmoid(x)"'
         " is rounded to half precision, so that the argument of `log` is 0\n" in text
     )
-    assert "try: `.float()` on what goes into `sigmoid` (tried: works). Lowering" in text
+    assert "try: `.float()` on the inputs of `sigmoid` (tried: works). Lowering" in text
     same = ("sigmoid", 'gan.py:10 "torch.log(1 - p)"')
     text = str(report("loss", log, remedies=(Remedy("source in fp32", same * 2, True),)))
     assert "before it: the result of `sigmoid` is rounded" in text
@@ -73,7 +73,7 @@ def test_the_operation_that_lost_the_digits_is_named() -> None:
         ("sqrt_", "negative", "an argument is below 0"),
     ],
 )
-def test_where_an_operation_ends(name: str, kind: Any, words: str) -> None:
+def test_the_bad_argument_of_an_operation_is_described(name: str, kind: Any, words: str) -> None:
     assert words in str(report("loss", Operation(name, kind=kind, count=1), "not finite"))
 
 
@@ -106,7 +106,7 @@ def advice(*args: Any, **kwargs: Any) -> str:
     return report(*args, **kwargs).in_one_line.partition(". Try: ")[2]
 
 
-def test_what_did_not_work_is_not_advised() -> None:
+def test_remedies_that_failed_are_not_advised() -> None:
     remedies = (Remedy("bf16", (), False), Remedy("fp32_modules", ("head",), False), Remedy("operation in fp32"))
     text = advice("forward", EXP, remedies=remedies)
     assert "'bf16'" not in text
@@ -123,20 +123,20 @@ def test_what_did_not_work_is_not_advised() -> None:
         (Operation("sqrt", kind="zero", in_backward=True), "`torch.where` behind it does not help"),
         (Operation("softmax", kind="masked"), "leave at least one entry of each row unmasked"),
         (Operation("std", kind="one"), "`correction=0`"),
-        (Operation("mean", kind="empty"), "leave out what is empty"),
+        (Operation("mean", kind="empty"), "leave out empty tensors"),
         (Operation("cross_entropy", kind="ignored"), "leave out batches without a label"),
         (Operation("exp", largest_input=120.0, followed_by="sum"), "subtract the maximum"),
         (Operation("linear", largest_input=1e25), "find out where 1e+25 comes from"),
     ],
 )
-def test_what_fp32_cannot_either(operation: Operation, words: str) -> None:
+def test_advice_if_fp32_is_not_finite_either(operation: Operation, words: str) -> None:
     text = advice("loss", operation, "not finite", remedies=(Remedy("epsilon", (1e-6,), True),))
     assert words in text
     assert text.endswith("no precision can help")
     assert "'bf16'" not in text
 
 
-def test_weights_that_have_grown() -> None:
+def test_advice_for_weights_that_have_grown() -> None:
     text = advice("forward", EXP, "not finite", largest_weights=(0.4, 3e15))
     assert text.startswith(
         "a lower learning rate, or gradient clipping: the largest weight has grown from 0.4 to 3e+15"
@@ -144,7 +144,7 @@ def test_weights_that_have_grown() -> None:
     assert "learning rate" not in advice("forward", EXP, "not finite", largest_weights=(0.4, 30.0))
 
 
-def test_a_gradient_that_no_scale_saves() -> None:
+def test_advice_for_a_gradient_that_fits_at_no_scale() -> None:
     tried = [Remedy("scale", (2.0**k,), False) for k in (15, 13, 9, 3)]
     text = advice("backward", remedies=(*tried, Remedy("bf16", (), True)), largest_gradient=3.0)
     assert text.startswith("'bf16'")
@@ -172,12 +172,12 @@ def test_a_lower_scale(scale_is: Any, words: str) -> None:
     )
 
 
-def test_what_does_not_fit_is_not_said_to() -> None:
+def test_a_gradient_beyond_fp16_is_not_said_to_fit() -> None:
     text = advice("backward", remedies=(Remedy("bf16", (), True),), largest_gradient=115_000.0)
     assert "which fits" not in text
 
 
-def test_where_fp32_is_unknown_only_what_worked_is_advised() -> None:
+def test_without_a_run_in_fp32_only_working_remedies_are_advised() -> None:
     zero = Operation("div", kind="zero")
     assert advice("loss", zero, "", remedies=(Remedy("epsilon", (1e-6,), True),)).startswith(
         "an epsilon in the divisor"
@@ -189,10 +189,10 @@ def test_a_clamp_that_failed_is_not_advised() -> None:
     failed = tuple(Remedy("clamp", (largest,), False) for largest in (80.0, 5.0))
     assert "clamp" in advice("loss", exp)
     assert "clamp" not in advice("loss", exp, remedies=(Remedy("bf16", (), True), *failed))
-    assert advice("loss", exp, "not finite", remedies=failed).startswith("look at what goes into that line")
+    assert advice("loss", exp, "not finite", remedies=failed).startswith("look at the inputs of that line")
 
 
-def test_what_was_tried_on_several_lines_says_which() -> None:
+def test_a_remedy_tried_on_several_lines_names_them() -> None:
     log = Operation("log", kind="zero", dtype="float32")
     text = advice("loss", log, "not finite", remedies=(Remedy("logsigmoid", ("-x", "gan.py:55"), True),))
     assert text == (
@@ -203,13 +203,13 @@ def test_what_was_tried_on_several_lines_says_which() -> None:
     assert text.startswith("an epsilon in the argument of `log` (1e-8, tried: works), and the same in gan.py:55;")
 
 
-def test_the_place_to_mend_may_be_another_than_the_one_that_lost_the_digits() -> None:
+def test_the_line_to_change_may_be_before_the_operation_that_rounds() -> None:
     values = ("mul", 'net.py:3 "z * mask"', "add", 'net.py:4 "z.sum() + 1e-8"')
     text = advice("forward", Operation("div", kind="zero"), remedies=(Remedy("source in fp32", values, True),))
-    assert text.startswith('`.float()` on what goes into `mul` in net.py:3 "z * mask" (tried: works). Lowering')
+    assert text.startswith('`.float()` on the inputs of `mul` in net.py:3 "z * mask" (tried: works). Lowering')
 
 
-def test_a_sum() -> None:
+def test_advice_for_a_sum() -> None:
     total = Operation("sum", kind="sum", count=32, dtype="float16")
     text = advice("loss", total, remedies=(Remedy("operation in fp32", (), True),))
     assert text.startswith("`.float()` before that sum (tried: works)")
@@ -218,19 +218,23 @@ def test_a_sum() -> None:
 # -- advice that helps -------------------------------------------------------------------------------------------------
 
 
-def test_the_scale_that_would_fit() -> None:
+@pytest.mark.parametrize(
+    "scaler", [2.0**24, 2.0**22, DynamicLossScaler(2.0**22, min_scale=2.0**22)], ids=["high", "static", "floor"]
+)
+def test_the_advised_scale_fits_and_is_not_too_low(scaler: Any) -> None:
     locator = OverflowLocator()
-    fit(Toy, AmpPrecision("fp16", scaler=2.0**24), batches(2), callbacks=[locator])
+    plugin = AmpPrecision("fp16", scaler=scaler)
+    fit(Toy, plugin, batches(4), callbacks=[locator])
+    assert plugin.num_skipped == 4
     report = locator.reports[0]
     assert report.cause == "backward"
-    advised = float(eval(str(report).split("a loss scale of ")[1].split(" or below")[0]))  # such as 2**13
+    assert "there by itself" not in str(report)
+    advised = float(eval(str(report).partition("a loss scale of ")[2].partition(" or below")[0]))  # such as 2**13
     assert advised == report.working_scale
-    plugin = AmpPrecision("fp16", scaler=advised)
-    fit(Toy, plugin, batches(1), callbacks=[locator])
-    assert plugin.num_skipped == 0
-    plugin = AmpPrecision("fp16", scaler=advised * 4)
-    fit(Toy, plugin, batches(1), callbacks=[locator])
-    assert plugin.num_skipped == 1
+    for factor, skipped in ((1, 0), (4, 1)):
+        plugin = AmpPrecision("fp16", scaler=advised * factor)
+        fit(Toy, plugin, batches(1))
+        assert plugin.num_skipped == skipped
 
 
 @pytest.mark.needs("gru")
@@ -259,20 +263,6 @@ def test_a_scale_that_fits_already_is_not_advised() -> None:
     assert advised.num_skipped == 0
 
 
-@pytest.mark.parametrize("scaler", [2.0**22, DynamicLossScaler(2.0**22, min_scale=2.0**22)], ids=["static", "floor"])
-def test_a_scale_that_does_not_fall_is_not_said_to(scaler: Any) -> None:
-    locator = OverflowLocator()
-    plugin = AmpPrecision("fp16", scaler=scaler)
-    fit(Toy, plugin, batches(4), callbacks=[locator])
-    assert plugin.num_skipped == 4
-    report = str(locator.reports[0])
-    assert "there by itself" not in report
-    advised = float(eval(report.partition("a loss scale of ")[2].partition(" or below")[0]))  # such as 2**13
-    plugin = AmpPrecision("fp16", scaler=advised)
-    fit(Toy, plugin, batches(1))
-    assert plugin.num_skipped == 0
-
-
 def test_bf16_is_not_advised_in_bf16() -> None:
     class Explodes(Toy):
         def __init__(self) -> None:
@@ -280,7 +270,7 @@ def test_bf16_is_not_advised_in_bf16() -> None:
             nn.init.ones_(self.net.weight)
 
         def loss(self, batch: Tensor) -> Tensor:
-            return self.net(batch).float().sum()  # gradients of finite numbers would be taken
+            return self.net(batch).float().sum()  # with finite gradients, as of a mean, the step is taken
 
     data = torch.utils.data.DataLoader(torch.full((4, 8), 3e38), batch_size=4)
     locator = OverflowLocator()
@@ -292,7 +282,7 @@ def test_bf16_is_not_advised_in_bf16() -> None:
 
 
 def test_bf16_is_not_advised_in_bf16_for_a_gradient() -> None:
-    """Two numbers that are the same in bfloat16 only: the advice is to compute them in fp32, which helps."""
+    """Two numbers are equal only in bfloat16. The report advises to compute them in fp32, which helps."""
 
     class Close(Toy):
         def __init__(self) -> None:
@@ -318,7 +308,7 @@ def test_bf16_is_not_advised_in_bf16_for_a_gradient() -> None:
 
 
 class RootOfZero(Toy):
-    """The derivative of a root at 0 is infinite, and times the 0 before it NaN, in every precision."""
+    """The derivative of a root at 0 is infinite, and NaN after multiplication with 0, in every precision."""
 
     def loss(self, batch: Tensor) -> Tensor:
         out = self.net(batch).float()
@@ -326,7 +316,7 @@ class RootOfZero(Toy):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_no_precision_is_advised_for_what_fp32_cannot_either(precision: str) -> None:
+def test_no_precision_is_advised_for_a_fault_that_fp32_has_too(precision: str) -> None:
     locator = OverflowLocator()
     fit(RootOfZero, AmpPrecision(precision), batches(1), callbacks=[locator])
     (report,) = locator.reports

@@ -1,4 +1,4 @@
-"""`ScaleHistory.replay`: real runs again, ranges, and what is said about them."""
+"""`ScaleHistory.replay`: real runs, ranges, and their texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICIES: list[dict[str, Any]] = [
 
 
 class Adversarial(L.LightningModule):
-    """Two optimizers, one step each in every batch, by hand."""
+    """Two optimizers in manual optimization, with one step each in every batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,12 +123,12 @@ def test_there_is_nothing_to_replay() -> None:
         scale_run("..").replay(growth=2)
 
 
-def test_it_says_what_it_cannot_know() -> None:
+def test_the_limits_are_stated() -> None:
     assert "weights are others" in PolicyReplay.LIMITS
     assert "Above the scales of the record nothing was tried" in PolicyReplay.LIMITS
 
 
-def test_of_a_run_that_fell_back_the_part_before_is_replayed() -> None:
+def test_only_the_part_before_a_fallback_is_replayed() -> None:
     replay = fallen_back().replay(init_scale=8.0, max_consecutive_skips=6)
     assert replay.equals_record
     assert replay.recorded.num_attempted == replay.optimistic.num_attempted == 6

@@ -1,4 +1,4 @@
-"""What the three tables share: sequences with a size, a CSV, and rows that belong together."""
+"""Properties of all three tables: they are sequences, save as CSV, and keep samples together."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_rows_of_a_checkpoint_are_sampled_as_they_were() -> None:
 
 
 def test_two_comparisons_at_one_step_are_two() -> None:
-    """As after `trainer.validate()` twice."""
+    """`trainer.validate()` may run twice at one step."""
     first, again = ([ComparisonRow.of(0, 0, name, amp, 1.0) for name in ("a", "b")] for amp in (2.0, 3.0))
     table = ComparisonTable()
     table.add(first)
@@ -72,7 +72,7 @@ def test_two_comparisons_at_one_step_are_two() -> None:
     assert ComparisonTable([*table, ComparisonRow.of(0, 1, "a", 4.0, 1.0)]).last[0].amp == 4.0
 
 
-def test_text_is_aligned_and_tells_what_is_left_out() -> None:
+def test_text_is_aligned_and_counts_the_rows_left_out() -> None:
     lines = [("name", "value"), ("a", "1.5"), ("longer", "")]
     assert aligned(lines, 2, 2, "x.table").splitlines() == ["name    value", "a         1.5", "longer"]
     assert aligned(lines, 2, 9, "x.table").splitlines()[3:] == [

@@ -1,4 +1,4 @@
-"""What fp32 says about a diagnosis. The whole of it: `tests/promises/test_diseases_named.py`."""
+"""A run in fp32 corrects a diagnosis. `tests/promises/test_diseases_named.py` has all faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zoo.faults import Net, Table, holes, mse, plain_data, through
 from zoo.overflows import BadRow, fp16, with_bad
 
 from lightning_amp import AmpPrecision, OverflowLocator
-from lightning_amp.causes.overflow._blame import key_as_it_was
+from lightning_amp.causes.overflow._blame import key_without_fp32
 from lightning_amp.tracing import Diagnosis, OperationWatch
 
 
@@ -21,9 +21,9 @@ def test_the_same_cause_has_the_same_key_in_each_batch() -> None:
     assert [report.is_repeated for report in locator.reports] == [False, True]
 
 
-def test_what_has_no_operation_is_told_apart_by_its_module() -> None:
+def test_causes_without_an_operation_are_told_apart_by_their_module() -> None:
     watch = OperationWatch(nn.Identity(), "nobody.py")
-    keys = {key_as_it_was(Diagnosis("backward", module=name, parameter="w"), watch) for name in ("a", "b", "a")}
+    keys = {key_without_fp32(Diagnosis("backward", module=name, parameter="w"), watch) for name in ("a", "b", "a")}
     assert len(keys) == 2
 
 
@@ -42,7 +42,7 @@ def test_holes_in_the_labels_that_are_masked_are_not_to_blame() -> None:
     assert report.diagnosis.entries == ()
 
 
-def test_holes_that_are_not_masked_are() -> None:
+def test_holes_in_the_labels_that_are_not_masked_are_to_blame() -> None:
     def loss(module: Net, batch: tuple[Tensor, Tensor]) -> Tensor:
         return (module.encoder(batch[0]).float() - batch[1]).square().mean()
 
@@ -62,7 +62,7 @@ def test_a_buffer_is_named(precision: str) -> None:
     assert (report.cause, report.diagnosis.parameter) == ("weights", "positions.table")
 
 
-def test_a_value_that_is_swallowed_is_found() -> None:
+def test_an_infinity_that_does_not_show_in_the_loss_is_found() -> None:
     """1 / (1 + inf) is 0, and so is every gradient."""
 
     class Gate(nn.Module):
@@ -80,7 +80,7 @@ def test_a_value_that_is_swallowed_is_found() -> None:
     assert any(r.kind == "fp32_modules" and r.worked for r in report.remedies)
 
 
-def test_no_fault_no_blame() -> None:
+def test_a_healthy_run_has_no_report() -> None:
     locator = OverflowLocator()
     data = DataLoader(TensorDataset(torch.ones(8, 8)), batch_size=4)
     fit(lambda: Net(lambda module, batch: mse(module, batch[0])), AmpPrecision("bf16"), data, callbacks=[locator])

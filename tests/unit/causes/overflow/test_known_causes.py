@@ -1,4 +1,4 @@
-"""Causes are told apart, counted, and kept within their number."""
+"""Causes are told apart and counted, up to a limit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_one_rank_may_know_a_cause_that_is_new_on_another() -> None:
     assert [(r.rank, r.is_repeated) for r in taken] == [(0, True), (1, False)]
 
 
-def test_looking_ends_some_time() -> None:
+def test_the_number_of_replays_is_limited() -> None:
     causes = KnownCauses(1)
     for index in range(20):
         assert not causes.is_complete
@@ -80,26 +80,26 @@ def test_state() -> None:
 
 
 @pytest.mark.parametrize("looks", [[1, 2], [1, -1, 0, 0], "abcd", [1.5, 0, 0, 0]])
-def test_a_state_that_is_none(looks: Any) -> None:
+def test_a_damaged_state_is_refused(looks: Any) -> None:
     state = {"num_located": 0, "reports": [], "looks": looks}
     with pytest.raises(ValueError, match="looks"):
         restored(3, state)
 
 
-def test_the_cause_of_the_last_skip_is_told_with_all_that_was_tried() -> None:
+def test_the_cause_of_the_last_skip_is_told_with_its_remedies() -> None:
     causes = KnownCauses(5)
     assert causes.since(0) == ""
     causes.add([Explained(report(3, remedies=(Remedy("bf16", (), True),), scale_is="static"), "a")])
     causes.add([Explained(report(4, scale_is="static"), "a")])
     assert "'bf16', whose range is that of fp32 (tried: works)" in causes.since(4)
-    assert causes.since(5) == "", "of an earlier streak"
+    assert causes.since(5) == "", "the last skip was before this step"
     causes.add([Explained(settling(5), "scale")])
-    assert causes.since(0) == "", "the last one is no fault"
+    assert causes.since(0) == "", "the last skip is no fault"
     causes.add([Explained(report(6, scale_is="static"), "b")])
     assert "(tried: works)" not in causes.since(0)
 
 
-def test_what_was_tried_before_a_resume_is_not_known() -> None:
+def test_remedies_tried_before_a_resume_are_not_known() -> None:
     causes = KnownCauses(5)
     causes.add([Explained(report(3, remedies=(Remedy("bf16", (), True),), scale_is="static"), "a")])
     again = restored(5, causes.state())
@@ -107,7 +107,7 @@ def test_what_was_tried_before_a_resume_is_not_known() -> None:
     assert again.since(0) == ""
 
 
-def test_a_step_that_was_taken_counts_as_no_skip() -> None:
+def test_a_step_that_was_taken_is_no_skip() -> None:
     record = StepRecord(2, 0, 1.0, 1.0, skipped=False, reason="none", precision="bf16")
     causes = KnownCauses(5)
     assert len(causes.add([Explained(report(2, record=record, cause="loss"), "a")])) == 1

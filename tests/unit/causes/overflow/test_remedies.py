@@ -1,16 +1,17 @@
-"""What is tried, in which order, until it works; each is what the advice says, and works where the advice does."""
+"""Remedies: which ones are tried, in which order, and whether each edit does what the advice says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from support.source import PACKAGE
 from torch import Tensor, nn
 
 from lightning_amp.causes.overflow._remedies import Case, calls_like, try_remedies
-from lightning_amp.findings import Remedy
+from lightning_amp.findings import Remedy, RemedyKind
 from lightning_amp.shadow import Lockstep
 from lightning_amp.tracing import Diagnosis, Key, Operation, OperationCall, OperationWatch, Place, operation
 from lightning_amp.tracing._operation_calls import Facts, facts_of
@@ -24,7 +25,7 @@ class Alone:
 
 
 def tried(works: Works = lambda how: False, *, cause: Any = "loss", in_fp32: Any = "finite", **facts: Any) -> Any:
-    """What is tried on a step, where `works` is told how it is run."""
+    """Return the remedies tried on a step; `works` gets the arguments of each run and returns whether it is finite."""
     ranks: Any = Alone()
     operation, call = facts.pop("of", (None, None))
     given: dict[str, Any] = {
@@ -38,6 +39,16 @@ def tried(works: Works = lambda how: False, *, cause: Any = "loss", in_fp32: Any
 def planted(name: str, kind: str = "", module: str | None = "attn.proj") -> tuple[Operation, OperationCall]:
     operation = Operation(name, file="losses.py", line=7, module=module, kind=kind)
     return operation, OperationCall(Key(name, PLACE, 0), 0, module, name)
+
+
+@pytest.mark.parametrize("kind", get_args(RemedyKind)[1:])
+def test_each_kind_of_remedy_is_tried_and_has_words(kind: str) -> None:
+    tried, *words = (
+        PACKAGE.files[path].text
+        for path in ("causes/overflow/_remedies.py", "reports/_overflow_words.py", "reports/_overflow_report.py")
+    )
+    assert f'Remedy("{kind}"' in tried
+    assert any(f'"{kind}"' in text for text in words)
 
 
 def test_modules_are_widened_until_it_works() -> None:
@@ -112,14 +123,14 @@ def test_the_first_that_is_tried_works(name: str, kind: str, works: Any) -> None
     assert [remedy.worked for remedy in found] == [True]
 
 
-def test_nothing_is_tried_where_nothing_is_known() -> None:
+def test_without_a_fitting_operation_nothing_is_tried() -> None:
     assert tried(in_fp32="not finite") == []
     assert tried(in_fp32="not finite", of=planted("linear")) == []
     assert tried(in_fp32="not finite", cause="batch", of=planted("log", "zero")) == []
 
 
 def test_an_epsilon_is_added_as_the_advice_says() -> None:
-    """A clamp would hide the gradient, which is as large as 1 / epsilon, and may not fit."""
+    """A clamp would hide the gradient, which is as large as 1 / epsilon and may overflow."""
 
     def works(how: dict[str, Any]) -> bool:
         (edit,) = how["edits"].values()
@@ -132,7 +143,7 @@ def test_an_epsilon_is_added_as_the_advice_says() -> None:
     assert [(r.values[0], r.worked) for r in found] == [(1e-8, False), (1e-6, False), (1e-4, True)]
 
 
-def test_what_fails_alike_on_other_lines_is_mended_there_too() -> None:
+def test_operations_that_fail_alike_on_other_lines_get_the_same_edit() -> None:
     operation, call = planted("log", "zero")
     calls = [OperationCall(Key(name, Place("losses.py", line), 0), line, "", name) for name, line in
              (("log", 7), ("log", 9), ("log", 9), ("div", 9), ("log", 11), ("log", 12))]  # fmt: skip
@@ -214,7 +225,7 @@ def normalised(module: Any, x: Tensor) -> Tensor:
 
 
 def tried_on(of: Any, dtype: torch.dtype, logits: float, in_fp32: Any = "finite", *, works: Any = None) -> list[Remedy]:
-    """What is tried on a loss that is run, with operations edited; `fp32_modules` work, unless `works` says."""
+    """Return the remedies tried on a real loss. `fp32_modules` always work; `works`, if given, has all results."""
     module = Loss(of)
 
     def run(edits: Any = None) -> tuple[Tensor, OperationWatch]:
@@ -239,14 +250,14 @@ def test_the_operation_that_lost_the_digits_is_found(of: Any, name: str, dtype: 
     assert last.worked
     assert last.values[0] == name
     assert "test_remedies.py:" in last.values[1]
-    assert not any(remedy.worked for remedy in failed), "the latest that helps"
+    assert not any(remedy.worked for remedy in failed), "the search ends with the first source that works"
     assert [remedy.values[0] for remedy in failed][:1] == (["neg"] if of is in_a_module else ["sub"])
     rules = [remedy.values for remedy in found if remedy.kind == "fp32_modules"]
-    assert rules == ([("squash",)] if of is in_a_module else []), "a module of its own is tried, too"
+    assert rules == ([("squash",)] if of is in_a_module else []), "a source in another module is also tried as a rule"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_what_is_0_in_float32_too_has_lost_no_digits(dtype: torch.dtype) -> None:
+def test_an_argument_that_is_0_in_float32_too_was_not_rounded(dtype: torch.dtype) -> None:
     found = [remedy for remedy in tried_on(other, dtype, 9.0) if remedy.kind == "source in fp32"]
     assert not any(remedy.worked for remedy in found)
     assert bool(found) == (dtype == torch.float16)
@@ -262,7 +273,7 @@ def test_logsigmoid_stands_in_for_the_logarithm_of_a_sigmoid(of: Any, logits: fl
 
 
 @pytest.mark.parametrize("of", [other, tangent, square, difference])
-def test_it_is_not_tried_on_another_logarithm(of: Any) -> None:
+def test_logsigmoid_is_not_tried_on_another_logarithm(of: Any) -> None:
     assert "logsigmoid" not in {remedy.kind for remedy in tried_on(of, torch.float32, 40.0, "not finite")}
 
 
@@ -273,8 +284,8 @@ def test_logsigmoid_is_tried_on_all_lines_that_fail_alike(dtype: torch.dtype, lo
     assert first.values[1].startswith("test_remedies.py:")
 
 
-def test_the_one_that_lost_the_digits_is_not_always_the_one_to_mend() -> None:
-    """The epsilon is lost in the sum; the gradient is finite if all is in float32 from the product on."""
+def test_the_operation_that_rounds_is_not_always_the_one_to_compute_in_float32() -> None:
+    """The sum rounds the epsilon away; the gradient is finite if everything from the product on is in float32."""
     found = tried_on(normalised, torch.float16, 1.0, works=iter([False, True, *[False] * 20]))
     values = [remedy.values for remedy in found if remedy.kind == "source in fp32"]
     assert [value[0] for value in values] == ["add", "abs"]

@@ -1,4 +1,4 @@
-"""The replay of the batches that a skipped step was made of."""
+"""The search for the cause of a skipped step, in replays of its batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_amp import AmpPrecision, OverflowLocator
 from lightning_amp.shadow import TrainingPass
 
 
-def test_half_precision_that_was_there_before_is_no_reason_to_give_up() -> None:
+def test_a_module_with_half_precision_weights() -> None:
     locator = OverflowLocator(max_reports=1)
     loader = torch.utils.data.DataLoader(torch.randn(8, 4).bfloat16(), batch_size=4)
     fit(HalfBody, fp16(1024.0), loader, callbacks=[locator])
@@ -53,7 +53,7 @@ def test_a_module_that_accumulates_by_itself_has_a_window_too() -> None:
 
 
 def test_accumulation_divides_the_loss() -> None:
-    """2 x 40,000 overflows in fp16, 40,000 does not: a replay without the division would find what was not there."""
+    """2 x 40,000 overflows in fp16, 40,000 does not: without the division the replay would overflow in the forward."""
 
     class Big(Toy):
         def loss(self, batch: Tensor) -> Tensor:
@@ -65,12 +65,12 @@ def test_accumulation_divides_the_loss() -> None:
     assert [(r.batch_idx, r.cause) for r in locator.reports] == [(1, "not reproduced")]
 
 
-def test_what_only_a_callback_did_is_not_found_but_its_parameter_is() -> None:
+def test_a_gradient_edited_by_a_callback_is_not_reproduced_but_its_parameter_is_named() -> None:
     locator = OverflowLocator()
     fit(Toy, fp16(), callbacks=[locator, Poison(gradient=[3])])
     (report,) = locator.reports
     assert (report.cause, report.parameters) == ("not reproduced", ("net.0.weight",))
-    assert "look at what edits gradients" in str(report)
+    assert "look at hooks and callbacks that edit gradients" in str(report)
 
 
 class Drops(Toy):
@@ -95,7 +95,7 @@ def test_the_replay_draws_the_same_random_numbers(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(TrainingPass, "run", run)
     locator = OverflowLocator()
     trainer = fit(Drops, fp16(), with_bad(4), callbacks=[locator])
-    assert seen[0] == trainer.lightning_module.draws[4]  # the others are in other precisions
+    assert seen[0] == trainer.lightning_module.draws[4]  # the other replays are in other precisions
     assert len(trainer.lightning_module.draws) == 8
 
 
@@ -134,7 +134,7 @@ def test_a_step_that_cannot_run_twice_is_excused() -> None:
 @pytest.mark.parametrize(
     ("error", "why"), [(ValueError("no fp32"), "ValueError: no fp32"), (MemoryError(), "out of memory")]
 )
-def test_a_cause_that_is_known_stays_if_it_cannot_be_measured(
+def test_the_cause_is_reported_although_the_run_in_fp32_fails(
     error: Exception, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> float:
@@ -190,7 +190,7 @@ def test_gan() -> None:
 
 
 class OnlyHalf(torch.autograd.Function):
-    """A kernel that takes half precision alone."""
+    """A kernel that only takes half precision."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -203,7 +203,7 @@ class OnlyHalf(torch.autograd.Function):
         return gradient * torch.inf
 
 
-def test_a_step_that_does_not_run_in_fp32_is_looked_at_as_it_was() -> None:
+def test_a_step_that_does_not_run_in_fp32_is_reported_without_it() -> None:
     def loss(module: Net, batch: Tensor) -> Tensor:
         return OnlyHalf.apply(module.encoder(batch)).float().mean()  # type: ignore[attr-defined]
 
