@@ -17,8 +17,9 @@ def why(reasons: Sequence[str], limit: int | None, scale: float) -> str:
     """Return a sentence: how many steps were skipped, at which loss scale the last one was, and the reasons."""
     losses = reasons.count("loss")
     return (
-        f"{len(reasons)} optimizer steps in a row were skipped (limit {limit}), the last at loss scale {exact(scale)}:"
-        f" {losses} with a non-finite loss, {len(reasons) - losses} with non-finite gradients under a finite loss."
+        f"{len(reasons)} optimizer steps in a row were skipped (the limit is {limit}), the last at loss scale"
+        f" {exact(scale)}. Reasons: {losses} with a non-finite loss, {len(reasons) - losses} with non-finite gradients"
+        " under a finite loss."
     )
 
 

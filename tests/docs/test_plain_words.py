@@ -212,7 +212,7 @@ def test_a_plain_sentence_is_not(sentence: str, place: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "heading",
-    ["Where it helps", "All the many settings which any user of this package could ever want to change", "Run."],
+    ["Where it helps", "All the settings which any user of the package could ever want to change", "Run."],
 )
 def test_a_heading_that_nobody_would_type(heading: str, tmp_path: Path) -> None:
     assert len(found_in(f"# {heading}\n", "page.md", tmp_path)) == 1
