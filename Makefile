@@ -61,9 +61,10 @@ lint: $(VENV)/.lint
 	$(BIN)/python tests/check_pins.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The documentation, into docs/_build/html; a warning is an error, and so is a link that leads nowhere.
+# The documentation, into docs/_build/html; a warning is an error, and so is a link that leads nowhere. It is built anew each
+# time, since Sphinx loses the index entries of unchanged pages from the search.
 docs: $(VENV)/.docs
-	@$(BIN)/python -m sphinx -b html --fail-on-warning --keep-going -q -j auto docs docs/_build/html
+	@$(BIN)/python -m sphinx -b html --fresh-env --write-all --fail-on-warning --keep-going -q -j auto docs docs/_build/html
 	@$(BIN)/python tests/check_site.py docs/_build/html
 
 # The same for links to other sites; needs the network.

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from html import escape
 from pathlib import Path
+from typing import Any
+
+from docutils import nodes
 
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS / "_ext")]
 
 import lightning_amp  # noqa: E402
+
+REPOSITORY = re.search(r'^repository = "(.*)"$', (DOCS.parent / "pyproject.toml").read_text("utf-8"), re.MULTILINE)[1]
+"""The address of the public repository; empty while pyproject.toml has none."""
+
+DESCRIPTION = "Mixed precision for PyTorch Lightning that changes rounding, speed and memory, and nothing else."
 
 project = "lightning_amp"
 author = "The lightning_amp authors"
@@ -25,6 +35,7 @@ extensions = [
     "command_help",
     "events_of_a_step",
     "links",
+    "tables",
 ]
 exclude_patterns = ["_build", "_ext"]
 nitpicky = True
@@ -68,5 +79,27 @@ html_copy_source = False
 html_show_sourcelink = False
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
+html_favicon = "_static/favicon.svg"
 html_theme_options = {"navigation_with_keys": True}
+if REPOSITORY:  # "view source" at the top of each page
+    html_theme_options |= {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
 linkcheck_anchors = False
+
+
+def describe(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Give each page a description, which search engines and chats show: its first paragraph."""
+    paragraph = next(doctree.findall(nodes.paragraph), None) if doctree is not None else None
+    words = DESCRIPTION if paragraph is None else " ".join(paragraph.astext().split())
+    context["metatags"] = context.get("metatags", "") + f'<meta name="description" content="{escape(words[:300])}">'
+
+
+def keep_out_of_the_navigation(app: Any, docname: str, source: list[str]) -> None:
+    """Leave the headline page out of the navigation, without a warning, until it has a measured row."""
+    if docname == "results/headline" and "**Not yet measured**" in source[0]:
+        source[0] = f"---\norphan: true\n---\n\n{source[0]}"
+
+
+def setup(app: Any) -> None:
+    """Connect the functions above."""
+    app.connect("html-page-context", describe)
+    app.connect("source-read", keep_out_of_the_navigation)

@@ -1,16 +1,19 @@
 """Check the documentation that `make docs` built: `python tests/check_site.py docs/_build/html`.
 
 Every internal link has a target, and pages load nothing from other sites. Every public name and every symptom is at
-most two clicks from the first page, and the search finds it.
+most two clicks from the first page, and the search finds it. For words that readers type, the search shows the right
+page first.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import lightning_amp
@@ -25,6 +28,28 @@ ELSEWHERE = ("http:", "https:", "//")
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 NOT_LOADED = {"canonical", "next", "prev", "search", "index"}
 BUILT_BY_SPHINX = {"genindex.html", "search.html", "py-modindex.html"}
+FIRST_HITS = {
+    "huggingface": "howto/huggingface",
+    "lora": "howto/huggingface",
+    "yaml": "howto/yaml",
+    "tensorboard": "howto/loggers",
+    "csv": "howto/loggers",
+    "wandb": "howto/loggers",
+    "keep layer in fp32": "howto/keep_layer_fp32",
+    "evaluate in fp32": "howto/evaluate_fp32",
+    "clip fused": "howto/clip_fused",
+    "two optimizers": "howto/two_optimizers",
+    "resume 16-mixed": "howto/resume_16_mixed",
+    "fsdp2": "howto/fsdp2",
+    "fp8": "howto/train_fp8",
+    "notebook": "howto/notebook",
+    "nan": "guide/symptoms",
+    "out of memory": "guide/batch_size",
+    "not faster": "guide/doctor",
+    "loss scale": "glossary",
+    "headroom": "glossary",
+}
+"""Words that readers type into the search, and the page that must come first."""
 
 
 class Page(HTMLParser):
@@ -104,12 +129,42 @@ class Site:
         index = (self.root / "searchindex.js").read_text(encoding="utf-8")
         yield from (f"the search does not know {name}" for name in PUBLIC if name.rpartition(".")[2] not in index)
 
+    def wrong_first_hits(self) -> Iterator[str]:
+        text = (self.root / "searchindex.js").read_text(encoding="utf-8") or '{"indexentries": {}}'
+        index = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        for query, page in FIRST_HITS.items():
+            if (found := first_hit(index, query)) != page:
+                yield f"the search for {query!r} finds {found or 'no entry of an index directive'} first, not {page}"
+
+
+def first_hit(index: Mapping[str, Any], query: str) -> str:
+    """Return the page that Sphinx's search shows first, by the rules of `searchtools.js`; empty if no entry decides.
+
+    An entry of an index directive that is marked with `!` scores 100, times the share of it that the query makes up,
+    from one half on. Titles, objects and words in the text score less than 50 together. Equal scores are ordered by
+    the titles of the pages.
+    """
+    hits = [
+        (-round(100 * len(query) / len(entry)), index["titles"][page].lower(), index["docnames"][page])
+        for entry, places in index["indexentries"].items()
+        if query in entry and len(query) >= len(entry) / 2
+        for page, _, is_main in places
+        if is_main
+    ]
+    return min(hits)[2] if hits else ""
+
 
 def problems(root: Path) -> list[str]:
     site = Site(root)
     if "index.html" not in site.pages:
         return [f"{root} has no index.html"]
-    return [*site.dead_links(), *site.loads_from_elsewhere(), *site.too_far(), *site.not_in_the_search()]
+    return [
+        *site.dead_links(),
+        *site.loads_from_elsewhere(),
+        *site.too_far(),
+        *site.not_in_the_search(),
+        *site.wrong_first_hits(),
+    ]
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from benchmarks.evidence._record import Record
 TITLE = """\
 # On a GPU
 
-`make gpu-evidence` runs what only a GPU can show: the tests of `tests/gpu`, how often the host waits for the device,
-the optimizer step, the first rows of the [headline table](headline.md), `compare_precisions` and `doctor` on a
-character GPT, and fp8 against bf16. It writes this page from its records, `gpu.json`.
+`make gpu-evidence` runs the tests and measurements that need a GPU. It runs the tests of `tests/gpu`, counts how often
+the host waits for the device, and times the optimizer step. It also measures the first rows of the
+[headline table](headline.md), `compare_precisions` and `doctor` on a character GPT, and fp8 against bf16. It writes
+this page from its records, `gpu.json`.
 """
 
 REHEARSAL = """\

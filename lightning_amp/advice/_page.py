@@ -67,7 +67,7 @@ def _step(step: Step, machine: Machine) -> Iterator[str | Table]:
     products = machine.speed(step.precision)
     if products is not None and products.claim == "faster" and step.fp32_product_share:
         yield (
-            f"Products that run in {step.precision} are {percent(step.fp32_product_share)} of a step in fp32; if each"
+            f"Products that run in {step.precision} are {percent(step.fp32_product_share)} of a step in fp32. If each"
             f" was {times_as_fast(products.ratio)}, as large ones are on this device, they alone would make a step"
             f" {times_as_fast(best_speed_up(step, products.ratio))} (Amdahl)."
         )

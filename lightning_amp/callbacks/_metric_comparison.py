@@ -80,10 +80,10 @@ class MetricComparison(Callback):
     to half precision in your code (`x.bfloat16()`) leave float32.
 
     Cost: a compared validation takes the fp32 pass and one copy of parameters, buffers, metric states and other
-    attributes; in memory these, one batch, and the activations of one fp32 step. It does not stop the GPU between
-    batches; at the end it reads each metric once, as Lightning does. Compiled modules run eagerly in the shadow. You do
-    not want it in every epoch when validation takes a large part of the training time: use `every_n_epochs` or
-    `limit_batches`.
+    attributes. It holds these, one batch, and the activations of one fp32 step in memory. It does not stop the GPU
+    between batches; at the end it reads each metric once, as Lightning does. Compiled modules run eagerly in the
+    shadow. You do not want it in every epoch when validation takes a large part of the training time: use
+    `every_n_epochs` or `limit_batches`.
 
     Limits: hooks before the first batch (`on_validation_epoch_start`) run once, outside of autocast; the shadow takes
     over the state after them. Metrics that callbacks log exist on one side only and are named in a warning. Another

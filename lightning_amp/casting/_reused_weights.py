@@ -1,7 +1,7 @@
 """Share one half-precision copy of a weight among all its uses in a step, and sum their gradients in fp32.
 
 Autocast's own cache makes the copy one node of the graph. The gradients of all uses are then summed in half precision,
-which is wrong by several per cent over 512 uses, and a weight that is edited between two forwards is stale. Without the
+which is wrong by several per cent over 512 uses. A weight that is edited between two forwards is stale. Without the
 cache each use casts the weight again and keeps its own copy. Here all uses share the copy, and each has a node of its
 own. So sums are bit for bit as with a cast per use.
 """
@@ -58,8 +58,8 @@ class ReusedWeights(InPlace):
     tracing and selective activation checkpointing (which wants the same operations each time) are left alone too. So
     are parameters of other classes (DTensor, quantized).
 
-    Cost: some 8 us per call of a reused module more than a cast of an empty weight (a cast of 100,000 elements takes
-    longer); nothing, after the second step, for a module that is called once.
+    Cost: some 8 us per call of a reused module more than a cast of an empty weight; a cast of 100,000 elements takes
+    longer. After the second step a module that is called once costs nothing.
     """
 
     def __init__(self, module: nn.Module, device_type: str, current_epoch: Callable[[], int]) -> None:

@@ -95,7 +95,7 @@ class Arm:
         runs: The record of each run, in the order of the seeds.
         metrics: By name.
         speed: How many times as fast as the reference it trains, paired by seed and step, with a 95 % interval over
-            seeds; `None` for the reference, and if fewer than 10 steady steps could be paired.
+            seeds. `None` for the reference, and if fewer than 10 steady steps could be paired.
 
     """
 

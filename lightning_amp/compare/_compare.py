@@ -97,8 +97,8 @@ def compare_precisions(
         The report. A run that failed is in it, with its error.
 
     Raises:
-        ValueError: If an argument is wrong, before anything runs if that can be known; if a margin is for a metric
-            that the first finished run did not log; if `dirpath` has another comparison.
+        ValueError: If an argument is wrong, before anything runs if that can be known. If a margin is for a metric
+            that the first finished run did not log. If `dirpath` has another comparison.
         RuntimeError: If it is called on several ranks, or by a file that is imported in the process of an arm.
         OSError: If `dirpath` cannot be written.
         ModuleNotFoundError: With more than one seed and without scipy (`pip install scipy`).

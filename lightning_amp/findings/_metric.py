@@ -122,7 +122,7 @@ _LOOK_FOR = {
 @final
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """The reason why a metric is not finite, or differs from fp32. Immutable.
+    """The reason why a metric is not finite, or differs from fp32.
 
     .. code-block:: python
 

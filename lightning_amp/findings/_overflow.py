@@ -16,7 +16,7 @@ Where = Literal["output", "input", "parameter"]
 @final
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The operation that made the first value, or gradient, that is not finite. Immutable.
+    """The operation that made the first value, or gradient, that is not finite.
 
     Attributes:
         name: Its name in torch: `"exp"`, `"div"`, `"linear"`, `"cross_entropy"`.
@@ -68,7 +68,7 @@ class Operation:
 @final
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The place where the first non-finite value of a step appeared. Immutable.
+    """The place where the first non-finite value of a step appeared.
 
     Attributes:
         cause: `"batch"`: the batch has non-finite values. `"weights"`: a parameter or buffer of the module has.
@@ -79,8 +79,8 @@ class Diagnosis:
         module_class: Class of the module.
         where: In a forward: `"output"`; or `"input"`, if the module received a non-finite value although every module
             before it was finite: an operation outside of any module overflowed. In a backward: `"parameter"`, the
-            gradient of a parameter; `"input"`, the gradient that the module computed for its input; `"output"`, the
-            gradient that arrived from the loss or from operations outside of any module.
+            gradient of a parameter; or `"input"`, the gradient that the module computed for its input. `"output"` is
+            the gradient that arrived from the loss or from operations outside of any module.
         parameter: In a backward the qualified name of the parameter; with cause `"weights"` the parameter or buffer
             that is not finite.
         dtype: Dtype of the first non-finite output or gradient, such as `"float16"`.

@@ -15,7 +15,7 @@ StepPrecision = Literal["", "fp16", "bf16", "fp8", "fp32"]
 @final
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One attempted optimizer step. Immutable.
+    """One attempted optimizer step.
 
     .. code-block:: python
 

@@ -47,8 +47,8 @@ def fidelity_sums(reference: Tensor, values: Tensor) -> Tensor:
 def inner_product(reference: Tensor, values: Tensor) -> Tensor:
     """Return the inner product of two tensors of one shape: [], float64 if the device has it.
 
-    The products of several tensors add up. Use it for the cosine between tensors of very different norm, where the sums
-    of squares lose it.
+    The products of several tensors add up. Use it for the cosine between tensors whose norms differ by orders of
+    magnitude, where the sums of squares lose it.
     """
     a, b = _at_least_fp32(reference.detach()).reshape(-1), _at_least_fp32(values.detach()).reshape(-1)
     if not a.numel():

@@ -60,9 +60,9 @@ class AmpPrecision(MixedPrecision):
             and picks `"fp32"` only if bf16 is clearly slower. A resumed run stays in the precision of its checkpoint. A
             precision that the device cannot run raises before the first batch.
         scaler: `None` (dynamic loss scaling for fp16, none otherwise), a :class:`DynamicLossScaler`, any
-            `torch.amp.GradScaler`, or a float for a scale that never moves. bf16 has the range of fp32, so neither
-            needs a scaler. With `"bf16"` one is an error. With `"auto"` and `"fp32"` an unneeded one is left unused
-            (one line says so, and `scaler` is `None`), so that one configuration serves all machines.
+            `torch.amp.GradScaler`, or a float for a scale that never moves. The range of bf16 is as large as in fp32,
+            so neither needs a scaler. With `"bf16"` one is an error. With `"auto"` and `"fp32"` an unneeded one is left
+            unused (one line says so, and `scaler` is `None`), so that one configuration serves all machines.
         fp32_modules: Rules for modules that compute in fp32, forward and backward, with their floating inputs upcast:
             globs on qualified names (`"decoder.head"`, `"*.norm"`) or module classes. Use it for computations that half
             precision breaks, such as positional phases and large logits.

@@ -41,7 +41,7 @@ class Run:
         module: The user's.
         training: Precision of training steps.
         evaluation: Precision of validation, test and prediction.
-        fp32_modules: Rules. A rule that matches nothing raises a `ValueError`.
+        fp32_modules: Rules for modules; a rule that matches nothing raises a `ValueError`.
         replaced: Members of `REPLACEABLE` that are not the plugin's own.
 
     Attributes:

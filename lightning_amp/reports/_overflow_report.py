@@ -42,7 +42,7 @@ def cause_of(found: Diagnosis) -> Cause:
 @final
 @dataclass(frozen=True, slots=True)
 class OverflowReport:
-    """One skipped step. Immutable.
+    """One skipped step.
 
     .. code-block:: python
 

@@ -272,8 +272,8 @@ class ScaleHistory(Table[StepRecord]):
                 have their defaults there, except for `init_scale`, which is the first recorded scale.
 
         Raises:
-            ValueError: If an argument is no part of a policy or out of its range; if no step, or none with a loss
-                scale, was recorded; if several optimizers did not step once each in every batch. The replay needs this
+            ValueError: If an argument is no part of a policy or out of its range. If no step, or none with a loss
+                scale, was recorded. If several optimizers did not step once each in every batch. The replay needs this
                 because the scale moves once per batch. A single optimizer that steps several times in a batch is not
                 noticed: each of its steps counts as a batch.
 

@@ -150,7 +150,7 @@ def _order(records: Sequence[StepRecord], size: int) -> list[int]:
 
 def _irregular(record: StepRecord, size: int) -> ValueError:
     return ValueError(
-        f"The record of {size} optimizers cannot be replayed: a policy moves the scale once per batch, and at step"
+        f"The record of {size} optimizers cannot be replayed. A policy moves the scale once per batch. At step"
         f" {record.index} (optimizer {record.optimizer_idx}, scale {exact(record.scale)} -> {exact(record.next_scale)})"
         " the records do not show batches in which each optimizer steps once, in the same order."
     )

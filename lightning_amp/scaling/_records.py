@@ -24,7 +24,7 @@ from lightning_amp.scaling._scalars import constant, read_scalars
 
 @final
 class Skip:
-    """Whether something was skipped: `Skip.NO`, `Skip.YES`, or a flag that the device still computes. Immutable.
+    """Whether something was skipped: `Skip.NO`, `Skip.YES`, or a flag that the device still computes.
 
     Only :meth:`wait` waits for the device. To avoid the wait, read :attr:`known`, or pass :meth:`flag` on.
 

@@ -57,7 +57,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
     defaults the sequence of scales equals torch's if every loss is finite and not half precision, and the scale stays
     inside the limits. It adds to torch's scaler:
 
-    * Limits. Torch's scale can fall to 0, and the next healthy batch is then multiplied by an infinite inverse.
+    * The scale has limits. Torch's scale can fall to 0, and the next healthy batch is then multiplied by an infinite
+      inverse.
     * A non-finite *loss* leaves the scale alone. Scaling acts on gradients, so lowering the scale cannot help.
     * Hysteresis after Megatron-LM: the scale falls only after several overflows.
     * An end: `max_consecutive_skips` skipped steps in a row raise an error that says why.

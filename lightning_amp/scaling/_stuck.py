@@ -18,8 +18,8 @@ def why(reasons: Sequence[str], limit: int | None, scale: float) -> str:
     losses = reasons.count("loss")
     return (
         f"{len(reasons)} optimizer steps in a row were skipped (the limit is {limit}), the last at loss scale"
-        f" {exact(scale)}: {losses} with a non-finite loss, {len(reasons) - losses} with non-finite gradients under a"
-        " finite loss."
+        f" {exact(scale)}. Reasons: {losses} with a non-finite loss, {len(reasons) - losses} with non-finite gradients"
+        " under a finite loss."
     )
 
 

@@ -32,7 +32,7 @@ class Snapshot:
         self.version = -1
 
     def is_of(self, buffers: Buffers) -> bool:
-        """Return whether it was made for these very tensors."""
+        """Return whether it was made for exactly these tensors."""
         return len(buffers) == len(self._buffers) and all(map(operator.is_, buffers, self._buffers))
 
     @torch.no_grad()

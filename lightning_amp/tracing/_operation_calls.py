@@ -95,6 +95,7 @@ class OperationCall:
     number: int  # its position among the operations of the run
     module: str | None  # name of the module whose own code ran it; `None` outside of all modules
     known_as: str  # the operation that has its arguments: `1 / x` is a "div" with the arguments of "reciprocal"
+
     # Operations whose results it takes; if an argument must not be 0, only the operation that made this argument.
     makers: list[OperationCall] = field(default_factory=list)
     smallest: Tensor | None = None  # smallest magnitude of the argument that must not be 0, on the device

@@ -25,7 +25,7 @@ from lightning_amp.tracing._trace import Trace
 @final
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The result of a replayed step. Immutable.
+    """The result of a replayed step.
 
     Attributes:
         loss: The unscaled loss.

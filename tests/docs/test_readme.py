@@ -51,7 +51,8 @@ def blocks_of(document: Path) -> list[Block]:
     ]
 
 
-EXECUTABLE = [document for document in DOCUMENTS if blocks_of(document)]
+EXECUTABLE = [document for document in DOCUMENTS if blocks_of(document) and document.parent.name != "howto"]
+"""`test_howto.py` runs the scripts of `docs/howto`."""
 
 
 FILE = re.compile(r"# (\w+\.py)\n")

@@ -46,11 +46,11 @@ def _imported(package: Package, file: str) -> set[str]:
 
 def test_there_are_five_stories() -> None:
     assert list(stories()) == [
-        "A step and its flag",
-        "A skip and its report",
-        "A validation batch and its difference",
-        "An arm and its verdict",
-        "A slow project and its finding",
+        "From an optimizer step to its record",
+        "From a skipped step to its report",
+        "From a validation batch to a metric difference",
+        "From a trained arm to a verdict",
+        "From a slow project to a finding of the doctor",
     ]
 
 

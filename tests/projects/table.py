@@ -31,20 +31,22 @@ PACKAGES = (
 INTRODUCTION = """\
 # Projects
 
-Small projects as other people write them, each run in fp32, with `AmpPrecision` and with Lightning's own plugin, all
-from one seed and for a few optimizer steps on the CPU. Made by `make projects`; `tests/projects/` has the code, and
-`tests/projects/judge.py` says what is compared.
+This page lists small projects as other people write them. Each is trained in fp32, with `AmpPrecision` and with
+Lightning's own plugin, from one seed and for a few optimizer steps on the CPU. `make projects` writes this page. The
+code is in `tests/projects/`, and `tests/projects/judge.py` compares the results.
 
-Each number is an error against plain fp32, **ours / Lightning's own**: of the gradients of the first optimizer step
-(`||g - g32|| / ||g32||`) and of the losses (the largest, relative to the largest loss). `=` says that the trained
-weights are the same bits as with Lightning's own plugin. Steps are the applied ones of ours / Lightning's / fp32, from
-the default loss scale of 2^16, where the first ones may be skipped; the errors of a run that skipped are those of a run
-from 2^6.
-"fp32" is `AmpPrecision("fp32")` against no plugin at all, and all precisions are also run with our four callbacks: both
-must be the same bits.
+Each number is an error against plain fp32, **with `AmpPrecision` / with Lightning's own plugin**:
 
-The verdict is *ours* where we fail or are less exact than Lightning's own plugin, *autocast's* where both fail in the
-same way, *stock's* where only Lightning's own fails or is less exact.
+- The error of the gradients is `||g - g32|| / ||g32||` in the first optimizer step.
+- The error of the losses is the largest difference, relative to the largest loss.
+- `=` means that the trained weights are bit-identical to those of Lightning's own plugin.
+- Steps are the applied steps with `AmpPrecision` / with Lightning's plugin / in fp32. The default loss scale of 2^16
+  may skip the first ones. The errors of a run with skipped steps come from a second run that starts at 2^6.
+- "fp32" compares `AmpPrecision("fp32")` with no plugin at all. All precisions are also run with the four callbacks.
+  Both must be bit-identical.
+
+The verdict is *ours* if `AmpPrecision` fails or is less exact than Lightning's own plugin. It is *autocast's* if both
+fail in the same way, and *stock's* if only Lightning's own plugin fails or is less exact.
 """
 
 

@@ -156,10 +156,10 @@ def test_the_warning_says_why_and_what_follows() -> None:
         train(Net(), falling(fallback=["bf16", "fp32"]), {0, 1, 2}, warns=None)
     [text] = [str(w.message) for w in found if "lightning_amp" in str(w.message)]
     assert text == (
-        "lightning_amp: 3 optimizer steps in a row were skipped (the limit is 3), the last at loss scale 16: 0 with a"
-        " non-finite loss, 3 with non-finite gradients under a finite loss. The first parameters with non-finite"
-        " gradients are `net.0.weight`. Training in 'fp16' is stuck, and goes on in 'bf16', without a loss scale. If it"
-        " is stuck there too, 'fp32' is next."
+        "lightning_amp: 3 optimizer steps in a row were skipped (the limit is 3), the last at loss scale 16."
+        " Reasons: 0 with a non-finite loss, 3 with non-finite gradients under a finite loss. The first parameters"
+        " with non-finite gradients are `net.0.weight`. Training in 'fp16' is stuck, and goes on in 'bf16',"
+        " without a loss scale. If it is stuck there too, 'fp32' is next."
     )
 
 

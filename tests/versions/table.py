@@ -8,9 +8,10 @@ from pathlib import Path
 HEAD = """\
 # Versions
 
-The whole suite (`make test-all`), run with other versions. `make test-versions` makes an environment for each row,
-runs the suite in it, and writes this page; a row keeps the date and the commit of its run. The first row has the lower
-bounds of `pyproject.toml`. What an older version cannot do is in [the guide](../guide/versions.md).
+This page shows the whole test suite (`make test-all`) with different versions. `make test-versions` makes an
+environment for each row, runs the suite in it, and writes this page. A row keeps the date and the commit of its run.
+The first row has the lower bounds of `pyproject.toml`. The guide lists the
+[limits of older versions](../guide/versions.md).
 
 """
 

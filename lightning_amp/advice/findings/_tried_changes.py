@@ -44,6 +44,6 @@ def _tried(step: Step, label: Label, code: str, text: str, action: str) -> Findi
     if found is not None and is_worth_it(found):
         return Finding("warning", code, text, action, 1 - 1 / found.ratio)
     if found is None or found.claim in ("undecided", "one run"):
-        return Finding("note", code, text, f"Undecided. Time `{label}` by itself, on a quiet machine.")
+        return Finding("note", code, text, f"The race is undecided. Time `{label}` by itself, on a quiet machine.")
     gains = "little" if found.claim == "faster" else "less than 5 %"
     return Finding("note", code, text, f"Leave it as it is: `{label}` gains {gains} here.")

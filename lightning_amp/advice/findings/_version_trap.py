@@ -51,7 +51,7 @@ _TRAPS: dict[str, tuple[Trap, ...]] = {
             "torch",
             ">=2.13,<2.14",
             "some convolutions in bf16 (large kernels with dilation, groups in channels_last) are 4 to 16 times as slow"
-            " on CPUs as in torch 2.12; if yours are, keep them in `fp32_modules`",
+            " on CPUs as in torch 2.12. If yours are, keep them in `fp32_modules`",
             "https://github.com/pytorch/pytorch/issues/183815",
             "convolutions",
         ),

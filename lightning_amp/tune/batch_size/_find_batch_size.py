@@ -73,9 +73,9 @@ def find_batch_size(
         A precision that fails while another does not has an `.error` and a `batch_size` of 0.
 
     Raises:
-        ValueError: If an argument is wrong; if nothing has a `batch_size`, or batches do not change with it; if there
-            are no batches; if not even one row fits, in any precision.
-        RuntimeError: If no precision could be trained, with the module's own error and its line; if it is called on
+        ValueError: If an argument is wrong, or nothing has a `batch_size`, or batches do not change with it. If there
+            are no batches, or not even one row fits in any precision.
+        RuntimeError: If no precision could be trained, with the module's own error and its line. If it is called on
             several ranks, or by a file that is imported in the process of a run.
 
     Cost: three or four runs for each precision, each some seconds to start and at least nine steps. If memory grows

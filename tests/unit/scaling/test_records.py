@@ -161,7 +161,7 @@ def test_who_asks_is_told_of_a_stuck_run_at_the_end_of_a_batch(known: bool) -> N
         skips(log, 5, known=known)
     number = 3 if known else 8
     assert told == [
-        f"{number} optimizer steps in a row were skipped (the limit is 3), the last at loss scale 1: 0 with a"
+        f"{number} optimizer steps in a row were skipped (the limit is 3), the last at loss scale 1. Reasons: 0 with a"
         f" non-finite loss, {number} with non-finite gradients under a finite loss. Parameter `x` is bad."
     ]
     log.go_on_in("bf16", 4)

@@ -38,7 +38,7 @@ def test_channels_last_is_advised_only_where_it_gains() -> None:
     assert only(slower).severity == "note"
     assert only(slower).action.startswith("Leave it as it is")
     noisy = replace(facts, variants=(*facts.variants, Variant("channels_last", (0.05, 0.2, 0.05, 0.2, 0.05))))
-    assert only(noisy).action.startswith("Undecided. Time `channels_last` by itself")
+    assert only(noisy).action.startswith("The race is undecided. Time `channels_last` by itself")
     assert not said(step(convolution(FORWARD_FLOPS, channels_last=True), variants=tried.variants))
 
 
@@ -46,4 +46,4 @@ def test_a_gain_that_was_not_timed_is_not_advised() -> None:
     plain = (OptimizerFacts("Adam", True, 1000),)
     found = only(step(optimizers=plain, parts={**PARTS, "optimizer": 0.1}))
     assert "`fused=True` was not timed" in found.message
-    assert (found.severity, found.action.startswith("Undecided")) == ("note", True)
+    assert (found.severity, found.action.startswith("The race is undecided")) == ("note", True)
