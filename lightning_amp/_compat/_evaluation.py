@@ -10,7 +10,7 @@ from typing_extensions import final
 
 @final
 class LoggedSum(NamedTuple):
-    """The running sum of a metric of the current loader. Can go with `logged_sums`."""
+    """The running sum of a metric of the current loader. Remove with `logged_sums`."""
 
     value: Tensor
     """The sum over batches on the device; for a maximum or minimum the value itself."""
@@ -22,7 +22,7 @@ class LoggedSum(NamedTuple):
 def logged_sums(trainer: Any, dataloader_idx: int | None) -> dict[str, LoggedSum]:
     """Return the running sums of the plain values that a loader has logged, by their names at the epoch's end.
 
-    Each `self.log` replaces the tensors, so that keeping them needs no copy. Can go when Lightning offers a result
+    Each `self.log` replaces the tensors, so that keeping them needs no copy. Remove when Lightning offers a result
     collection that a callback may read.
     """
     results = trainer._results
@@ -42,6 +42,6 @@ def logged_sums(trainer: Any, dataloader_idx: int | None) -> dict[str, LoggedSum
 
 
 def forget_results(view: Any) -> None:
-    """Clear the results of a view of the trainer, as before the first batch. Can go with `logged_sums`."""
+    """Clear the results of a view of the trainer, as before the first batch. Remove with `logged_sums`."""
     view._results.clear()
     view._logger_connector._callback_metrics.clear()

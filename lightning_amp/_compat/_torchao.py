@@ -21,7 +21,7 @@ def torchao_float8() -> Any:
     """Return the module `torchao.float8`.
 
     Older releases lack the workaround for a bug of Triton: code that torch 2.13 compiles beside fp8 gives NaN in about
-    every fourth run (pytorch/ao#4652). The check can go when no supported torch needs it.
+    every fourth run (pytorch/ao#4652). Remove when no supported torch needs the check.
 
     Raises:
         ModuleNotFoundError: Without torchao.
@@ -50,7 +50,7 @@ def torchao_float8() -> Any:
 def float8_twin(linear: nn.Linear, config: Any) -> nn.Module:
     """Return a layer that computes `linear` in fp8, and shares its dictionary of parameters.
 
-    `convert_to_float8_training` returns such a layer, but with parameters of its own. Can go when torchao has a
+    `convert_to_float8_training` returns such a layer, but with parameters of its own. Remove when torchao has a
     function of an input and a weight.
     """
     has_bias = vars(linear)["_parameters"]["bias"] is not None
@@ -90,7 +90,7 @@ def float8_linear(twin: Any, values: Tensor) -> Tensor:
     """Compute the output of the twin for rows of bf16 values.
 
     Unlike with torchao's own product, the result can be edited in place. Its gradient can be differentiated again, and
-    be taken for many directions at once; such gradients use bf16 products. Can go when torchao supports all three.
+    be taken for many directions at once; such gradients use bf16 products. Remove when torchao supports all three.
     """
     out = _product().apply(values, twin.weight.t(), twin.linear_mm_config, twin.config)
     return out if twin.bias is None else out + twin.bias.to(out.dtype)

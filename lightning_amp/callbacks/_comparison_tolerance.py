@@ -38,7 +38,7 @@ class Tolerance:
         self._names_checked = False
 
     def check_names(self, trainer: Trainer, module: LightningModule, logged: AbstractSet[str]) -> None:
-        """Raise a `ValueError` for names that are not logged up to the first comparison. All ranks must call."""
+        """Raise a `ValueError` for names that are not logged up to the first comparison. All ranks must call this."""
         if not isinstance(self._tolerance, Mapping) or self._names_checked:
             return
         if not trainer.sanity_checking:
@@ -50,7 +50,7 @@ class Tolerance:
             raise ValueError(error)
 
     def judge(self, trainer: Trainer, table: ComparisonTable) -> None:
-        """Warn of metrics above their tolerance, or raise a `RuntimeError`. All ranks must call."""
+        """Warn of metrics above their tolerance, or raise a `RuntimeError`. All ranks must call this."""
         if self._tolerance is None:
             return
         where = table.exceeding()

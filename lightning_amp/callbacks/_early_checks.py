@@ -66,7 +66,7 @@ class EarlyChecks:
         return self._once(self._settings.look(trainer, optimizer, step))
 
     def read_late(self, trainer: Trainer) -> list[str]:
-        """Name hyperparameters on a device that are not finite. Waits for the device if there are any."""
+        """Name hyperparameters on a device that are not finite. This waits for the device if there are any."""
         return self._once(self._settings.read(trainer))
 
     @property

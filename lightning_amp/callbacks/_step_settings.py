@@ -46,7 +46,7 @@ class StepSettings:
         return found + self.read(trainer) if len(self._late) >= _MOST_LATE else found
 
     def read(self, trainer: Trainer) -> list[tuple[object, str]]:
-        """Describe the kept hyperparameters that are not finite. Waits for the device if there are any."""
+        """Describe the kept hyperparameters that are not finite. This waits for the device if there are any."""
         late, self._late = self._late, []
         values = stack_scalars([one.value for one in late]).tolist() if late else []
         return [

@@ -148,7 +148,7 @@ class Observer(Callback):
             self.memory_of = self._memory.memory_of
 
     def losses(self) -> list[tuple[int, float]]:
-        """Return the training losses, a few hundred at most. Waits for the device."""
+        """Return the training losses, a few hundred at most. This waits for the device."""
         return [(step, float(loss)) for step, loss in self._losses]
 
 

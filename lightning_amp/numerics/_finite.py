@@ -59,7 +59,7 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all values of one tensor are finite. Waits for the device."""
+    """Return whether all values of one tensor are finite. This waits for the device."""
     ends = extremes(tensor)
     if not ends:
         return True
@@ -68,7 +68,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def nonfinite_gradients(parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return the names of parameters whose gradients are not all finite. Waits for the device once."""
+    """Return the names of parameters whose gradients are not all finite. This waits for the device once."""
     ends = [(n, end) for n, p in parameters.items() if p.grad is not None for end in extremes(p.grad)]
     if not ends:
         return ()

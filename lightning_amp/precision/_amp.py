@@ -162,17 +162,17 @@ class AmpPrecision(MixedPrecision):
 
     @property
     def last_step(self) -> StepRecord | None:
-        """Return the last attempted optimizer step. Waits for the device."""
+        """Return the last attempted optimizer step. This waits for the device."""
         return self._ledger.so_far(self.scaler)[2]
 
     @property
     def num_steps(self) -> int:
-        """Count the applied optimizer steps in all fits of one Trainer. Waits for the device."""
+        """Count the applied optimizer steps in all fits of one Trainer. This waits for the device."""
         return self._ledger.so_far(self.scaler)[0]
 
     @property
     def num_skipped(self) -> int:
-        """Count the skipped optimizer steps in all fits of one Trainer. Waits for the device."""
+        """Count the skipped optimizer steps in all fits of one Trainer. This waits for the device."""
         return self._ledger.so_far(self.scaler)[1]
 
     @property
@@ -181,7 +181,7 @@ class AmpPrecision(MixedPrecision):
         return self._ledger.log
 
     def flush(self) -> None:
-        """Complete the steps since the last batch, and hand all records to the subscribers. Waits for the device."""
+        """Complete the steps since the last batch, wait for the device, and hand all records to the subscribers."""
         if self._fit is not None:
             self._fit.steps.finish_batch()
         self._ledger.log.flush()

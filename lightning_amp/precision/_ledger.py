@@ -67,7 +67,7 @@ class Ledger:
         self.log.go_on_in(cast(StepPrecision, choice.name), _skip_limit(scaler), on_stuck)
 
     def so_far(self, scaler: torch.amp.GradScaler | None) -> tuple[int, int, StepRecord | None]:
-        """Return the numbers of applied and skipped steps, and the last step. Waits for the device."""
+        """Return the numbers of applied and skipped steps, and the last step. This waits for the device."""
         scaler = enabled(scaler)
         return self.log.so_far(None if scaler is None else _torch.scale_tensor(scaler))
 

@@ -44,7 +44,7 @@ class CommonScale:
         self.note_scale()
 
     def note_scale(self) -> None:
-        """Read the scale again, after somebody else has set it. Waits for the device."""
+        """Read the scale again, after somebody else has set it. This waits for the device."""
         self._first_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
 
     @property

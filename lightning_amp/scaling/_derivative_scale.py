@@ -80,7 +80,7 @@ class DerivativeScale:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state(self) -> list[float] | None:
-        """Return scale and patience; `None` before the first call. Waits for the device."""
+        """Return scale and patience; `None` before the first call. This waits for the device."""
         if self._current is None or self._patience is None:
             return None
         return [float(self._current), float(self._patience)]

@@ -56,7 +56,7 @@ class Skip:
         return cls.NO if math.isfinite(_scalars.host_value(probe)) else cls.YES
 
     def wait(self) -> bool:
-        """Return whether it was skipped. Waits for the device if only the device knows."""
+        """Return whether it was skipped. This waits for the device if only the device knows."""
         return bool(self.value.item()) if isinstance(self.value, Tensor) else self.value
 
     def flag(self, device: torch.device) -> Tensor:
@@ -346,7 +346,7 @@ class RecordLog:
         return any(step.skip.known or step.reported_bad_loss.known for step in self._pending)
 
     def flush(self) -> None:
-        """Read everything back. Waits for the device.
+        """Read everything back. This waits for the device.
 
         Raise `FloatingPointError` if `max_consecutive_skips` steps in a row were skipped and there is no `on_stuck`.
         """

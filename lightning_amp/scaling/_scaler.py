@@ -261,7 +261,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five entries and our own, which a stock `GradScaler` ignores. Waits for the device."""
+        """Return torch's five entries and our own, which a stock `GradScaler` ignores. This waits for the device."""
         state = super().state_dict()
         if state:
             state |= {name: getattr(self, name) for name in _LIMITS}

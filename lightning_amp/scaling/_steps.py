@@ -211,7 +211,7 @@ class OptimizerSteps:
         self.log.close_batch(scale)
 
     def replace_scale(self, replace: Callable[[], None]) -> None:
-        """Let the user set the scale. The steps so far do not move it any more. Waits for the device.
+        """Let the user set the scale. The steps so far do not move it any more. This waits for the device.
 
         Gradients that are still there keep their own scale.
         """

@@ -63,7 +63,7 @@ class FirstBatches:
         """Return the number of rows behind a metric; `None` if it cannot be a share or a count of them.
 
         A plain value that a step logs can only be one if it adds up to whole numbers in each batch. A metric of
-        torchmetrics or of the end of the epoch, or with one batch only, may be one. Waits for the device.
+        torchmetrics or of the end of the epoch, or with one batch only, may be one. This waits for the device.
         """
         loader = metric.partition(LOADER_SUFFIX)[2]
         logged = [side[metric] for sums in self._sums.values() for both in sums for side in both if metric in side]
@@ -73,14 +73,14 @@ class FirstBatches:
         return number or sum(self._num_rows.values())
 
     def standard_error(self, metric: str) -> float:
-        """Return the standard error of a plain value, from its fp32 values by batch. Waits for the device."""
+        """Return the standard error of a plain value, from its fp32 values by batch. This waits for the device."""
         fp32 = [value for _, value in self.values(metric).values() if math.isfinite(value)]
         return statistics.stdev(fp32) / math.sqrt(len(fp32)) if len(fp32) > 1 else 0.0
 
     def values(self, metric: str) -> dict[tuple[int | None, int], tuple[float, float]]:
         """Return a metric in AMP and in fp32, by loader and batch; empty unless it is a plain value.
 
-        Waits for the device.
+        This waits for the device.
         """
         found: dict[tuple[int | None, int], tuple[float, float]] = {}
         for loader_idx, sums in self._sums.items():

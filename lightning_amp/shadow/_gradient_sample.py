@@ -99,10 +99,10 @@ def take_sample(
     scale: float,
     on_failure: Callable[[Failure], None],
 ) -> Sample | None:
-    """Run the batch twice on copies of the module; `None` if no rank has gradients. Waits for the device.
+    """Run the batch twice on copies of the module; `None` if no rank has gradients. This waits for the device.
 
-    All ranks must call, because the figures are about all of them. A rank that cannot run its batch calls `on_failure`
-    and adds nothing.
+    All ranks must call this, because the figures are about all of them. A rank that cannot run its batch calls
+    `on_failure` and adds nothing.
     """
     try:
         groups, mine = _measure(trainer, module, batch, batch_idx, by, scale)

@@ -199,7 +199,7 @@ class OutputTotals:
                 _add(self._totals, call.name, (call.kind, 1, call.num_values, call.sums.sum(0)))
 
     def rows(self, trainer: Trainer) -> list[ModuleRow]:
-        """Return a row for each module, over all ranks. All must call. Waits for the device."""
+        """Return a row for each module, over all ranks. All must call. This waits for the device."""
         sums = torch.stack([total[3] for total in self._totals.values()]).cpu() if self._totals else torch.zeros(0, 6)
         own = [(name, *total[:3], row) for (name, total), row in zip(self._totals.items(), sums, strict=True)]
         totals: dict[str, _Total] = {}

@@ -136,7 +136,7 @@ class PairedEvaluation:
     def finish(self) -> ComparedEvaluation | None:
         """Return the results, after all hooks of the real evaluation; `None` if a rank failed.
 
-        All ranks must call. Waits for the device.
+        All ranks must call this. This waits for the device.
         """
         self.end_batch()
         self._note_sums()

@@ -134,7 +134,7 @@ def _address(gradient: Tensor) -> int:
 
 
 def inaccurate_derivatives(fp32_run: StepWatch, amp_run: StepWatch) -> list[InaccurateDerivative]:
-    """Compare the derivatives of two runs of a step, and return the inaccurate ones. Waits for the device."""
+    """Compare the derivatives of two runs of a step, and return the inaccurate ones. This waits for the device."""
     found: dict[str, InaccurateDerivative] = {}
     for exact, half in zip(fp32_run.derivatives, amp_run.derivatives, strict=False):
         pairs = [

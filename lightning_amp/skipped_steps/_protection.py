@@ -99,7 +99,7 @@ class SkipProtection:
         """Replace non-finite values of an overflow in a checkpoint that is saved within a window.
 
         The run that loads the checkpoint cannot drop the window, since the checkpoint has no gradients. Finite values
-        stay, as in fp32. Entries are replaced, never written into. Waits for the device if a window is open.
+        stay, as in fp32. Entries are replaced, never written into. This waits for the device if a window is open.
         """
         for buffers in self._buffers:
             buffers.mend(state_dict)

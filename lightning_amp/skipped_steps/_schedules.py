@@ -158,7 +158,7 @@ class _HeldSchedule:
             self._noted = (skips, args, kwargs)
 
     def resolve(self) -> None:
-        """Decide the noted step. Waits for the device."""
+        """Decide the noted step. This waits for the device."""
         if self._noted is None:
             return
         (skips, args, kwargs), self._noted = self._noted, None

@@ -47,7 +47,7 @@ class Snapshot:
         return [self._copies[i].clone() if i in self._copies else None for i in range(len(self._buffers))]
 
     def is_finite(self) -> bool:
-        """Return whether all values are finite. Waits for the device."""
+        """Return whether all values are finite. This waits for the device."""
         return bool(all_finite(group.flat for group in self._groups))
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from lightning_amp.tracing._trace import Call, Trace, floating_in, magnitudes
 
 
 def diagnose(trace: Trace, loss: Tensor | None, batch: Any) -> Diagnosis:
-    """Find the module where the first non-finite value appeared. Waits for the device.
+    """Find the module where the first non-finite value appeared. This waits for the device.
 
     Args:
         trace: The trace of one forward, and of the backward of its scaled loss.
@@ -82,7 +82,7 @@ def _in_forward(call: Call, batch: Any) -> Diagnosis:
 
 
 def nonfinite_entries(values: Any) -> tuple[tuple[str, int], ...]:
-    """List path and number of non-finite values in nested containers: `(("['x']", 3),)`. Waits for the device."""
+    """List path and number of non-finite values in nested containers: `(("['x']", 3),)`. This waits for the device."""
     counts = ((path, int(count_nonfinite(tensor))) for path, tensor in floating_in(values))
     return tuple((path, count) for path, count in counts if count)
 

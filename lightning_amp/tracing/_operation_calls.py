@@ -120,7 +120,7 @@ class OperationCall:
 
     @torch.no_grad()
     def measure(self, inputs: list[Tensor], outputs: list[Tensor], args: Any, kwargs: Any) -> None:
-        """Measure its results and inputs. Waits for the device."""
+        """Measure its results and inputs. This waits for the device."""
         values = [dense(t.detach()) for t in outputs]
         self.num_nonfinite = sum(int((~torch.isfinite(v)).sum()) for v in values)
         self.makes_nan = any(bool((torch.isnan(v) | torch.isposinf(v.real)).any()) for v in values)
@@ -165,7 +165,7 @@ class BackwardCall:
 
 
 def facts_of(name: str, args: Any, kwargs: Any) -> Facts:
-    """Return the special values among the arguments of an operation. Waits for the device."""
+    """Return the special values among the arguments of an operation. This waits for the device."""
     tensors = [t for t in args if isinstance(t, Tensor)]
     first, named = tensors[0] if tensors else None, plain(name)
     if first is not None and name in REDUCTIONS and first.numel() == 0:
@@ -254,6 +254,6 @@ def _facts_where(kind: FactKind, flags: Tensor) -> Facts:
 
 
 def largest_of(tensors: list[Tensor]) -> float | None:
-    """Return the largest finite magnitude of some tensors; `None` without values. Waits for the device."""
+    """Return the largest finite magnitude of some tensors; `None` without values. This waits for the device."""
     found = [float(largest_finite(t)) for t in tensors if t.numel()]
     return max(found, default=None)

@@ -67,12 +67,12 @@ class Call:
 
     @property
     def takes_nonfinite(self) -> bool:
-        """Return whether an input was not finite. Waits for the device."""
+        """Return whether an input was not finite. This waits for the device."""
         return not all(map(math.isfinite, _read(self.input_ends)))
 
     @property
     def largest_input(self) -> float | None:
-        """Return the largest finite magnitude of the inputs; `None` without any. Waits for the device."""
+        """Return the largest finite magnitude of the inputs; `None` without any. This waits for the device."""
         return max(_read(self.input_sizes), default=None)
 
 
@@ -244,7 +244,7 @@ class Trace(TorchFunctionMode):
         ]
 
     def first_bad_call(self, *, overflowed: bool = False) -> Call | None:
-        """Find the first forward with a non-finite output. Waits for the device.
+        """Find the first forward with a non-finite output. This waits for the device.
 
         With `overflowed` minus infinity does not count: masks have it on purpose.
         """
@@ -256,8 +256,8 @@ class Trace(TorchFunctionMode):
         """Find the first gradient that is not finite, and the module whose backward computed it.
 
         An output of one module that is the input of the next has one gradient and two arrivals. The backward of the
-        next module computed it, so its arrival is returned; the innermost module's, if several contain it. Waits for
-        the device.
+        next module computed it, so its arrival is returned; the innermost module's, if several contain it. This waits
+        for the device.
         """
         index = _first([arrival.ends for arrival in self.arrivals], math.isfinite)
         if index is None:
@@ -273,7 +273,7 @@ class Trace(TorchFunctionMode):
 
 
 def magnitudes(arrivals: Sequence[Arrival]) -> list[float]:
-    """Return the largest magnitude of each gradient that has values, NaN if one is. Waits for the device once."""
+    """Return the largest magnitude of each gradient that has values, NaN if one is. This waits for the device once."""
     ends = [end for arrival in arrivals for end in arrival.ends]
     return stack_scalars(ends).view(-1, 2).abs().amax(1).tolist() if ends else []
 
@@ -283,7 +283,7 @@ def _read(scalars: Sequence[Tensor]) -> list[float]:
 
 
 def _first(ends: Sequence[Sequence[Tensor]], is_good: Callable[[float], bool]) -> int | None:
-    """Return the index of the first item with a bad end. Waits for the device once."""
+    """Return the index of the first item with a bad end. This waits for the device once."""
     owners = [i for i, own in enumerate(ends) for _ in own]
     values = _read([end for own in ends for end in own])
     return next((i for i, value in zip(owners, values, strict=True) if not is_good(value)), None)

@@ -43,7 +43,8 @@ Gradients = dict[str, Tensor]
 class GradientRemedies:
     """Runs a batch in fp32, and then with one setting after the other until the gradient is close to fp32.
 
-    The trainer is at the start of a batch. All ranks must call, each with its own batch. The module does not change.
+    The trainer is at the start of a batch. All ranks must call this, each with its own batch. The module does not
+    change.
 
     Cost: a step in fp32, one or two as training takes them, and one for each setting.
     """
@@ -196,7 +197,7 @@ class GradientRemedies:
 
 
 def _rounded_away(outputs: OutputComparison) -> list[str]:
-    """Name the modules whose output is far from fp32, without the modules around them. Waits for the device."""
+    """Name the modules whose output is far from fp32, without the modules around them. This waits for the device."""
     sums: dict[str, Tensor] = {}
     for call, _ in outputs.calls:
         if call.name and call.sums is not None:

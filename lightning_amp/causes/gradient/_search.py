@@ -59,7 +59,7 @@ class GradientSearch:
         sample: Sample,
         recommended_scale: float | None,
     ) -> GradientFindings:
-        """Read the sample of a batch, and try remedies against its fault. All ranks must call.
+        """Read the sample of a batch, and try remedies against its fault. All ranks must call this.
 
         The trainer is at the start of the batch. The gradients so far fit into fp16 at `recommended_scale`.
         """

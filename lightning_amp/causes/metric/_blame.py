@@ -51,10 +51,10 @@ class Blame:
 
 
 def blame_module(report: EvaluationReport, outputs: OutputComparison) -> Blame:
-    """Find the first module, innermost first, whose output is wrong although its input is not. Waits for the device.
+    """Find the first module, innermost first, whose output is wrong although its input is not.
 
     The outermost module, which has no name, stands for the step and is left out. If the metric of the batch is not
-    finite, only an output that is not finite is wrong.
+    finite, only an output that is not finite is wrong. This waits for the device.
     """
     nonfinite = not math.isfinite(report.batch_amp)
     wrong: Blame | None = None

@@ -70,7 +70,7 @@ class EvaluationReplay:
         return self._run(one, steps, watch, rules)
 
     def operations(self, steps: Sequence[KeptBatch]) -> tuple[OperationWatch, OperationWatch]:
-        """Run batches in fp32 and in AMP, and return the operations of both runs. Waits for the device."""
+        """Run batches in fp32 and in AMP, and return the operations of both runs. This waits for the device."""
         names = OutputComparison()
         fp32 = OperationWatch(None, EVALUATION_FILE, running=names.running)
         self.in_fp32(steps, _both(names, fp32))

@@ -55,9 +55,9 @@ class MetricSearch:
     def investigate(
         self, trainer: Trainer, module: LightningModule, compared: ComparedEvaluation, table: ComparisonTable
     ) -> str:
-        """Return the text of a warning; empty if no metric stands out, or a warning was given. All ranks must call.
+        """Return the text of a warning; empty if no metric stands out, or a warning was given.
 
-        If no metric stands out, this only reads the table.
+        All ranks must call this. If no metric stands out, this only reads the table.
         """
         if self.reports or self._num_searches >= _MAX_SEARCHES:
             return ""
@@ -84,7 +84,7 @@ def examine_metric(
 ) -> list[EvaluationReport]:
     """Run kept batches again, in AMP and in fp32, and find where the metric goes wrong. Changes nothing, never raises.
 
-    All ranks must call. They run the same number of passes, whatever each of them finds.
+    All ranks must call this. They run the same number of passes, whatever each of them finds.
 
     Returns:
         The reports of all ranks. A rank that found nothing has none if the metric is finite.

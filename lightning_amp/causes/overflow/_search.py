@@ -84,7 +84,7 @@ def _scale_is(scaler: torch.amp.GradScaler | None, record: StepRecord) -> ScaleI
 
 
 def largest_weight(module: LightningModule) -> float:
-    """Return the largest magnitude of the parameters. Waits for the device."""
+    """Return the largest magnitude of the parameters. This waits for the device."""
     found = [largest_finite(p.detach()) for p in module.parameters() if p.numel() and p.is_floating_point()]
     return float(stack_scalars(found).max()) if found else 0.0
 
@@ -98,8 +98,8 @@ def explain(
 ) -> Explained:
     """Run the batches of a window again until one is not finite, and complete a report. Never raises, changes nothing.
 
-    All ranks must call. They run the same number of passes, whatever each of them finds. A cause whose key is `known`
-    needs neither a run in fp32 nor remedies.
+    All ranks must call this. They run the same number of passes, whatever each of them finds. A cause whose key is
+    `known` needs neither a run in fp32 nor remedies.
     """
     ranks, record, device = Lockstep(trainer), report.record, trainer.strategy.root_device
     steps = list(window.kept)
