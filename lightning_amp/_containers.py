@@ -21,7 +21,7 @@ def to_fp32(data: Any, dtypes: tuple[torch.dtype, ...]) -> Any:
 def replace(data: Any, function: Callable[[Any], Any]) -> Any:
     """Replace each value by `function(value)`, and return the result; the caller's object is not changed.
 
-    It looks into lists, tuples (named ones too) and other sequences, mappings, and dataclasses, frozen or not. A
+    It searches lists, tuples (including named tuples) and other sequences, mappings, and dataclasses, frozen or not. A
     container in which nothing is replaced is returned as it is; others are copied.
 
     Args:

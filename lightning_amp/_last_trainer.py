@@ -24,7 +24,7 @@ class LastTrainer:
         same = self.knows(trainer)
         try:
             self._trainer = weakref.ref(trainer)
-        except TypeError:  # something that stands in for a Trainer
+        except TypeError:  # an object that stands in for a Trainer
             self._trainer = None
         return same
 

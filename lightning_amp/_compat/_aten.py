@@ -49,6 +49,6 @@ def viewed_or_written(operation: Any) -> frozenset[int | str]:
 
     Remove when an operation's schema has a public name.
     """
-    schema = getattr(operation, "_schema", None)  # a higher-order operator has none
+    schema = getattr(operation, "_schema", None)  # a higher-order operator has no schema
     arguments = [] if schema is None else enumerate(schema.arguments)
     return frozenset(key for i, one in arguments if one.alias_info is not None for key in (i, one.name))

@@ -22,8 +22,8 @@ class LoggedSum(NamedTuple):
 def logged_sums(trainer: Any, dataloader_idx: int | None) -> dict[str, LoggedSum]:
     """Return the running sums of the plain values that a loader has logged, by their names at the epoch's end.
 
-    Each `self.log` replaces the tensors, so that keeping them needs no copy. Remove when Lightning offers a result
-    collection that a callback may read.
+    Each `self.log` replaces the tensors instead of changing them, so a caller can keep them without a copy. Remove when
+    Lightning offers a result collection that a callback may read.
     """
     results = trainer._results
     if results is None:

@@ -96,12 +96,15 @@ def connector_metrics(view: Any, name: str) -> dict[str, Any]:
 
 
 def start_evaluation_batch(view: Any, batch: Any, dataloader_idx: int | None) -> None:
-    """Tell the view's results which batch is next, as the evaluation loop does. Remove with `own_results`."""
+    """Set the next batch in the view's results, as the evaluation loop does. Remove with `own_results`."""
     view._logger_connector.on_batch_start(batch, dataloader_idx)
 
 
 def finish_evaluation_batch(view: Any) -> None:
-    """Drop the reference to the batch. Step values stay, but nobody reads them. Remove with `own_results`."""
+    """Drop the reference to the batch.
+
+    Values logged per step stay, but no code reads them. Remove with `own_results`.
+    """
     view._results.batch = None
     view._results.batch_size = None
 
@@ -122,7 +125,10 @@ def start_evaluation_epoch_end(view: Any) -> None:
 
 
 def finish_evaluation_epoch_end(view: Any) -> dict[str, Tensor]:
-    """Do what the loop does after `on_*_epoch_end`. Return what was logged there. Remove with `own_results`."""
+    """Do what the loop does after `on_*_epoch_end`.
+
+    Return the values logged in that hook. Remove with `own_results`.
+    """
     connector = view._logger_connector
     connector.on_epoch_end()
     connector.update_eval_epoch_metrics()
@@ -197,7 +203,7 @@ def to_device(trainer: Any, batch: Any, dataloader_idx: int) -> Any:
 
 @contextmanager
 def training_stage(trainer: Any) -> Generator[None]:
-    """Put the trainer into its training stage, for a while during a validation inside the training epoch.
+    """Put the trainer into its training stage temporarily, during a validation inside the training epoch.
 
     `self.log` of a training step then finds the results of training. Lightning does the same when it prepares the
     validation loaders. Remove with `own_results`.
@@ -247,7 +253,10 @@ def uncompiled_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_weight_averaging(callback: Any) -> bool:
-    """Return whether it is a `WeightAveraging`, which Lightning 2.5 lacks. Remove when 2.6 is the oldest supported."""
+    """Return whether a callback is a `WeightAveraging`, which Lightning 2.5 lacks.
+
+    Remove when 2.6 is the oldest supported.
+    """
     from lightning.pytorch import callbacks
 
     base: type | None = getattr(callbacks, "WeightAveraging", None)
@@ -261,16 +270,17 @@ def logging_step(trainer: Any) -> int:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process writes files. Remove when a type checker knows `rank_zero_only.rank`."""
+    """Return whether this process writes files. Remove when type checkers accept `rank_zero_only.rank`."""
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     return rank_zero_only.rank == 0  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def optimizer_attributes(trainer: Any, stand_in: Any) -> dict[str, Any]:
-    """Return attributes for a view of a strategy, whose optimizers are replaced by `stand_in(optimizer)`.
+    """Return attributes for a view of a strategy in which `stand_in(optimizer)` replaces each optimizer.
 
-    `LightningModule.optimizers()` reads private attributes of the strategy. Remove when it asks the Trainer.
+    `LightningModule.optimizers()` reads private attributes of the strategy. Remove when that method reads them from the
+    Trainer.
     """
     wrapped = trainer.strategy._lightning_optimizers
     return {

@@ -1,4 +1,4 @@
-"""Recognise messages of torch, Python and jsonargparse by their text, where there is no other way."""
+"""Recognise messages of torch, Python and jsonargparse by their text, because they have no other mark."""
 
 from __future__ import annotations
 

@@ -49,14 +49,14 @@ def set_own_parameters(module: torch.nn.Module, parameters: dict[str, Any]) -> N
 def is_transformed_or_traced() -> bool:
     """Return whether a `torch.func` transform or `torch.jit.trace` is active.
 
-    Neither accepts a plain `autograd.Function`. Remove when there is a public check for the first. The second has one
-    that is ten times as slow.
+    Neither accepts a plain `autograd.Function`. Remove when there is a public check for the first. The public check for
+    the second is ten times as slow.
     """
     return torch._C._are_functorch_transforms_active() or bool(torch._C._get_tracing_state())
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Return whether this is a batch of gradients in `torch.autograd.grad(..., is_grads_batched=True)`.
+    """Return whether a tensor is a batch of gradients in `torch.autograd.grad(..., is_grads_batched=True)`.
 
     Its `vmap` is older than `torch.func`, whose checks do not see it. Remove when torch has removed it.
     """
@@ -77,8 +77,8 @@ _REPLAYING = (_checkpoint_module._CachingTorchDispatchMode, _checkpoint_module._
 def is_replayed() -> bool:
     """Return whether selective activation checkpointing records operations, or replays them in the backward.
 
-    Both runs must have the same operations, one by one. Its two modes have no public names. Remove when there is a
-    public check for them, or a way to hide operations from them.
+    Both runs must execute the same operations in the same order. Its two modes have no public names. Remove when there
+    is a public check for them, or a way to hide operations from them.
     """
     if not torch._C._len_torch_dispatch_stack():
         return False
@@ -87,8 +87,8 @@ def is_replayed() -> bool:
 
 # Remove when there is one public check for all of them.
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether calls of this module are compiled, by any of torch's and Lightning's ways, or scripted."""
-    dynamo = sys.modules.get("torch._dynamo")  # `None`: not imported, so nothing is compiled
+    """Return whether calls of this module are compiled, by torch or by Lightning, or scripted."""
+    dynamo = sys.modules.get("torch._dynamo")  # `None` if the compiler was never imported, so nothing is compiled
     return (
         (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
         or isinstance(module, torch.jit.ScriptModule)
@@ -103,7 +103,7 @@ class Flag:
     """A flag that copies of an object share.
 
     `torch.compile` calls `set()` once, while it traces, and adds nothing to the graph. That is the effect of
-    `torch.compiler.assume_constant_result`, which imports the whole compiler. Remove when it does not.
+    `torch.compiler.assume_constant_result`, which imports the whole compiler. Remove when that import is cheap.
     """
 
     def __init__(self) -> None:
@@ -179,13 +179,13 @@ class CompiledBackwardWithoutAutocast:
 
     @staticmethod
     def is_possible() -> bool:
-        """Return whether there is such a switch."""
+        """Return whether torch has the switch."""
         from torch._functorch import config
 
         return hasattr(config, "backward_pass_autocast")
 
     def start(self) -> None:
-        """Turn the switch on, if there is one."""
+        """Turn the switch on, if torch has it."""
         if self.is_possible() and not self._on:
             self._patch.__enter__()
             self._on = True
@@ -198,8 +198,8 @@ class CompiledBackwardWithoutAutocast:
 
 
 # --- torch: torch.func ---
-# Inside `vmap` or `grad` a hook gets wrapped tensors. Whatever it computes from them stays inside the transform, and a
-# tensor hook on them cannot run. There is no public way to the tensor behind them.
+# Inside `vmap` or `grad` a hook gets wrapped tensors. All tensors that it computes from them stay inside the transform,
+# and a tensor hook on them cannot run. There is no public way to the tensor behind them.
 
 
 _NOTHING = contextlib.nullcontext()
@@ -252,8 +252,8 @@ def watched_backward(
 ) -> None:
     """Do what `loss.backward(...)` does, so that a `TorchFunctionMode` sees the operations inside.
 
-    A mode handles the public functions as one call, and is off inside it. So it would see neither a user's own Function
-    nor the operations that activation checkpointing runs again. Remove when a mode stays on in a backward.
+    A mode handles each public function as one call, and is off during that call. So it would see neither a user's own
+    Function nor the operations that activation checkpointing runs again. Remove when a mode stays on in a backward.
     """
     if gradient is None and loss.numel() != 1:
         loss.backward(None, retain_graph, create_graph, inputs)  # raises the usual error
@@ -269,13 +269,13 @@ def watched_backward(
 WRAPPED_CHILDREN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Names that `torch.compile`, FSDP1 and activation checkpointing add to the qualified names of wrapped modules.
 
-Remove when torch leaves them out of these names.
+Remove when torch no longer adds them.
 """
 
 
 # Remove with `WRAPPED_CHILDREN`.
 def plain_name(name: str) -> str:
-    """Return a qualified name without the names of wrappers, as before the module was compiled or sharded."""
+    """Return a qualified name without the names of wrappers: the name before the module was compiled or sharded."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED_CHILDREN)
 
 
@@ -285,7 +285,10 @@ def plain_parameters(module: Any) -> dict[str, Any]:
 
 
 def uncompiled_module(module: Any) -> Any:
-    """Return the module inside the result of `torch.compile`, else `None`. Remove when torch has a public way."""
+    """Return the module inside the result of `torch.compile`, else `None`.
+
+    Remove when torch has a public way to get it.
+    """
     from torch._dynamo import OptimizedModule
 
     return module._orig_mod if isinstance(module, OptimizedModule) else None
@@ -300,7 +303,10 @@ SAME_FLOPS = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-"""Attention on the CPU, and the operation of the same FLOPs in `flop_registry`. Remove when it has these itself."""
+"""Attention on the CPU, and the operation of the same FLOPs in `flop_registry`.
+
+Remove when `flop_registry` has these itself.
+"""
 
 RECURRENT = {
     torch.ops.aten._cudnn_rnn: 1,

@@ -42,7 +42,7 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 def sparse_values(grad: Tensor) -> Tensor:
     """Return the values of a sparse gradient without coalescing it first, as `GradScaler` does.
 
-    `values` refuses a tensor that is not coalesced. Remove when it does not.
+    `values` refuses a tensor that is not coalesced. Remove when `values` accepts it.
     """
     return grad._values()
 
@@ -57,16 +57,20 @@ _in_graphs: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 
 
 def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured. Then the host must not wait, and replays repeat its decisions.
+    """Return whether a CUDA graph is being captured.
 
-    Remove when `torch.cuda.is_current_stream_capturing` does not raise in a torch without CUDA.
+    During a capture the host must not wait, and every replay repeats the decisions made during the capture. Remove when
+    `torch.cuda.is_current_stream_capturing` does not raise in a torch without CUDA.
     """
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 # Remove when `GradScaler` has a getter that does not wait.
 def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = None) -> Tensor:
-    """Return the scale [], which no later update changes. An unused scaler makes it on `device`."""
+    """Return the scale [], which no later update changes.
+
+    A scaler that was not used yet creates the scale on `device`.
+    """
     scale = scaler._scale
     if scale is None:
         scaler._lazy_init_scale_growth_tracker(device or torch.device(scaler._device))
@@ -90,7 +94,10 @@ GROWTH_TRACKER = "_growth_tracker"
 
 # Remove when `GradScaler` has a setter.
 def set_scale_tensor(scaler: torch.amp.GradScaler, scale: Tensor, tracker: Tensor | None = None) -> None:
-    """Replace the scale (and the growth tracker). If a graph has captured the scaler, keep their memory."""
+    """Replace the scale (and the growth tracker).
+
+    If a CUDA graph has captured the scaler, keep the memory of both tensors.
+    """
     if scaler in _in_graphs:
         assert scaler._scale is not None
         scaler._scale.copy_(scale)
@@ -112,11 +119,11 @@ def reset_scale(scaler: torch.amp.GradScaler, scale: float, tracker: int = 0) ->
 
 # Remove when `GradScaler` takes the device of the first loss.
 def set_scaler_device(scaler: torch.amp.GradScaler, device_type: str) -> None:
-    """Set the device type. A Trainer knows it only after the user has made the scaler."""
+    """Set the device type. A Trainer chooses the device only after the user has made the scaler."""
     scaler._device = device_type
 
 
-# Remove when `GradScaler` hands its flags to a policy of one's own.
+# Remove when `GradScaler` passes its flags to a custom policy.
 def take_found_infs(scaler: torch.amp.GradScaler) -> list[Tensor]:
     """Take the flags recorded since the last update, as `GradScaler.update` does."""
     states = scaler._per_optimizer_states
@@ -126,7 +133,7 @@ def take_found_infs(scaler: torch.amp.GradScaler) -> list[Tensor]:
 
 # Remove when `GradScaler.update` takes a flag.
 def give_found_inf(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
-    """Give our flag to another scaler, so that its own `update` can be called."""
+    """Pass our flag to a scaler of another class, so that its own `update` can be called."""
     scaler._per_optimizer_states = _no_optimizer_states()
     scaler._per_optimizer_states[0]["found_inf_per_device"] = {found_inf.device: found_inf}
 
@@ -166,17 +173,18 @@ def cast_to(parameter: Tensor, copy: Tensor) -> Tensor:
     return alias
 
 
-# Remove when a hook is told which backward it runs in.
+# Remove when a hook can find out in which backward it runs.
 def backward_number() -> int:
     """Return the number of the backward that runs in this thread; -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 
-# Remove when a hook is told whether `backward` or `torch.autograd.grad` runs it.
+# Remove when a hook can find out whether `backward` or `torch.autograd.grad` runs it.
 def adds_to_gradients(node: Any) -> bool:
     """Return, inside a backward, whether it adds to `.grad` of a leaf below `node`; `torch.autograd.grad` does not.
 
-    Stops at the first leaf that tells. If all leaves are hidden in custom functions, returns `True`.
+    The search stops at the first leaf that decides the answer. If all leaves are hidden in custom functions, the
+    result is `True`.
     """
     seen, below, leaves = {node}, [node], False
     while below:
@@ -272,7 +280,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """Return `torch.cpu.get_capabilities()`. Up to torch 2.10, which does not have it, return the bfloat16 entries.
+    """Return `torch.cpu.get_capabilities()`, or only its bfloat16 entries up to torch 2.10, which lacks that function.
 
     Remove when torch 2.11 is the oldest supported.
     """
@@ -331,5 +339,5 @@ def peak_of_allocations(profile: Any) -> int:
 
 # Remove when there is a public check.
 def is_profiling() -> bool:
-    """Return whether a profiler of torch is on in this thread. Starting a second one would end it."""
+    """Return whether a torch profiler is running in this thread. Starting a second one would end it."""
     return bool(torch.autograd._profiler_enabled())

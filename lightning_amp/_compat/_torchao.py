@@ -18,7 +18,7 @@ _INSTALL = "Run `pip install 'torchao>=0.18'`, or use precision 'bf16', which ne
 
 
 def torchao_float8() -> Any:
-    """Return the module `torchao.float8`.
+    """Return the module `torchao.float8`, or raise an `ImportError`.
 
     Older releases lack the workaround for a bug of Triton: code that torch 2.13 compiles beside fp8 gives NaN in about
     every fourth run (pytorch/ao#4652). Remove when no supported torch needs the check.
@@ -51,7 +51,7 @@ def float8_twin(linear: nn.Linear, config: Any) -> nn.Module:
     """Return a layer that computes `linear` in fp8, and shares its dictionary of parameters.
 
     `convert_to_float8_training` returns such a layer, but with parameters of its own. Remove when torchao has a
-    function of an input and a weight.
+    function that takes an input and a weight.
     """
     has_bias = vars(linear)["_parameters"]["bias"] is not None
     plain = nn.Linear(linear.in_features, linear.out_features, bias=has_bias, device="meta")
@@ -70,7 +70,7 @@ def _product() -> Any:
         @override
         def forward(ctx: Any, *args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             output = matmul_with_hp_or_float8_args.forward(ctx, *args)
-            base = output._base  # if it is a view of its base, autograd would refuse an edit in place
+            base = output._base  # a view would make autograd refuse an edit in place
             return output if base is None or base.shape != output.shape else base
 
         @staticmethod
@@ -90,7 +90,8 @@ def float8_linear(twin: Any, values: Tensor) -> Tensor:
     """Compute the output of the twin for rows of bf16 values.
 
     Unlike with torchao's own product, the result can be edited in place. Its gradient can be differentiated again, and
-    be taken for many directions at once; such gradients use bf16 products. Remove when torchao supports all three.
+    can be computed for many directions at once; such gradients use bf16 products. Remove when torchao supports all
+    three.
     """
     out = _product().apply(values, twin.weight.t(), twin.linear_mm_config, twin.config)
     return out if twin.bias is None else out + twin.bias.to(out.dtype)
