@@ -39,7 +39,7 @@ _AXES = {"step", "epoch"}
 
 @final
 class MetricComparison(Callback):
-    """Measures the cost of mixed precision in the metrics that you log in validation and test.
+    """Measures how mixed precision changes the metrics that you log in validation and test.
 
     .. code-block:: python
 
@@ -80,10 +80,10 @@ class MetricComparison(Callback):
     to half precision in your code (`x.bfloat16()`) leave float32.
 
     Cost: a compared validation takes the fp32 pass and one copy of parameters, buffers, metric states and other
-    attributes; in memory these, one batch, and the activations of one fp32 step. It does not stop the GPU between
-    batches; at the end it reads each metric once, as Lightning does. Compiled modules run eagerly in the shadow. You do
-    not want it in every epoch when validation takes a large part of the training time: use `every_n_epochs` or
-    `limit_batches`.
+    attributes; it takes the memory of this copy, one batch, and the activations of one fp32 step. It does not stop the
+    GPU between batches; at the end it reads each metric once, as Lightning does. Compiled modules run eagerly in the
+    shadow. If validation takes a large part of the training time, do not compare in every epoch: use `every_n_epochs`
+    or `limit_batches`.
 
     Limits: hooks before the first batch (`on_validation_epoch_start`) run once, outside of autocast; the shadow takes
     over the state after them. Metrics that callbacks log exist on one side only and are named in a warning. Another
@@ -91,9 +91,9 @@ class MetricComparison(Callback):
     Random numbers that a step draws in half precision (`torch.randn_like` of an activation) are other numbers in
     float32, at least on the CPU. Modules that take a `dataloader_iter` are not compared.
 
-    The callback stands aside, with a line, if the module has no `validation_step` or no validation runs. It works on
-    one device and in DDP. On sharded strategies it says that it does not run. In DDP, each rank has its own values if
-    they are not reduced (`sync_dist=False`), and rank 0 logs its own.
+    If the module has no `validation_step` or no validation runs, the callback does nothing and logs a line. It works on
+    one device and in DDP. On sharded strategies it does not run, and warns of that. In DDP, each rank has its own
+    values if they are not reduced (`sync_dist=False`), and rank 0 logs its own.
 
     Args:
         every_n_epochs: Compare in the first validation of a fit and in every n-th run of the validation loop. With
@@ -106,7 +106,7 @@ class MetricComparison(Callback):
         tolerance: Largest absolute difference to accept, in the unit of the metric. It is one number for all, or a
             mapping with one number for each metric of validation and test. NaN on one side only always exceeds it.
             `None` accepts all. A name that the module does not log is an error in the sanity check. If the module's
-            code has that name or asks for `sanity_checking`, it is an error only in the first comparison.
+            code contains that name or reads `sanity_checking`, it is an error only in the first comparison.
         on_exceed: `"warn"`, or `"raise"` a `RuntimeError` at the end of the validation, on all ranks.
         by_module: Also compare the outputs of each module, over all compared batches: :attr:`module_table`. It costs a
             copy of all activations of one fp32 step, and some passes over them. Compiled modules are left out.
@@ -158,7 +158,7 @@ class MetricComparison(Callback):
 
     @property
     def report(self) -> EvaluationReport | None:
-        """Return why a metric went wrong; its text is the warning. `None` as long as no metric did."""
+        """Return why a metric went wrong; its text is the warning. `None` if no metric went wrong so far."""
         return self._search.reports[0] if self._search.reports else None
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
@@ -222,7 +222,7 @@ class MetricComparison(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resumed:  # other callbacks find the last values before this run has compared
+        if self._resumed:  # callbacks that read a value before this run's first comparison find the previous values
             _lightning.add_callback_metrics(trainer, _as_metrics(trainer, self._table.last))
 
     @override
@@ -248,7 +248,7 @@ class MetricComparison(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self._current is not None and self._current.running:
-            self._current.run_batch(batch, batch_idx)  # before the real run may edit it
+            self._current.run_batch(batch, batch_idx)  # copied before the real run can edit the batch
 
     on_test_batch_start = on_validation_batch_start
 
@@ -271,7 +271,7 @@ class MetricComparison(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The AMP values of the epoch-end hook exist only now.
+        # The AMP values that the epoch-end hook logs exist only now.
         if trainer.sanity_checking and self._runs:
             self._tolerated.check_names(trainer, pl_module, _lightning.evaluation_names(trainer) - _AXES)
         current, self._current = self._current, None

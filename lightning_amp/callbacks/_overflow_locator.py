@@ -69,9 +69,9 @@ class OverflowLocator(Callback):
           line: losses.py:75 "log_z = torch.log(torch.exp(sim).sum(-1))"
           try: 'bf16', whose range is that of fp32 (tried: works); or ...
 
-    "tried: works" means that loss and gradients were finite in a replay with this remedy. A cause is printed once, and
-    from then on only counted. A step that is skipped while a dynamic scale settles is no fault. If a replay at a lower
-    scale is finite, the step is only counted. One line at the end of fit has both counts.
+    The words "tried: works" mean that loss and gradients were finite in a replay with this remedy. A cause is printed
+    once, and from then on only counted. A step that is skipped while a dynamic scale settles is no fault. If a replay
+    at a lower scale is finite, the step is only counted. One line at the end of fit has both counts.
 
     If the loss is not finite although its gradients are, the step is taken. The locator reports this once, in the same
     way.
@@ -94,8 +94,9 @@ class OverflowLocator(Callback):
     its own). Another optimizer may have changed weights in the same manual step. A batch may have been edited in
     place; after the first such batch, each one is copied before its step. Callbacks that draw random numbers or edit
     the batch in `on_train_batch_start` should stand before this one in the list. Modules compiled by `torch.compile`
-    run eagerly in the replay. Modules compiled by TorchScript cannot be looked into, which the report says. The locator
-    sees only skips of :class:`~lightning_amp.AmpPrecision`; with another plugin it says so and does nothing.
+    run eagerly in the replay. The replay cannot see inside modules compiled by TorchScript, and the report mentions
+    that. The locator sees only skips of :class:`~lightning_amp.AmpPrecision`; with another plugin it logs a line and
+    does nothing.
 
     Args:
         max_reports: Stop searching after this many different causes, or 20 times as many skipped steps, in this
@@ -111,11 +112,11 @@ class OverflowLocator(Callback):
         ValueError: If an argument is out of its range, or fsspec does not know the protocol of `dirpath`.
         ImportError: If the driver for `dirpath` is not installed.
 
-    Cost: the locator reads the flag of each step, because it must know of a skip at once. So the host waits for the
-    device once per batch; after the last report, once per log point. Keeping random states and a reference to the batch
-    takes 0.1 to 0.2 ms of host time. A report costs one or more steps and, during these, the memory of one more set of
-    parameters, gradients and activations. If there is not enough memory, the report says so and training goes on. You
-    do not want it in a run that must not wait, once the model is known to be sound.
+    Cost: the locator reads the skip flag of each step at once, because the replay needs the batch. So the host waits for
+    the device once per batch; after the last report, it waits once per log point. Keeping random states and a reference to
+    the batch takes 0.1 to 0.2 ms of host time. A report costs one or more steps and, during these, the memory of one
+    more set of parameters, gradients and activations. If there is not enough memory, the report says so and training
+    goes on. Leave it out of a run that must not wait, once the model trains without skips.
     """
 
     def __init__(
@@ -145,7 +146,8 @@ class OverflowLocator(Callback):
         self._counting: Subscription | None = None
         self._looking: Subscription | None = None
         self._window = BatchWindow()
-        self._steps: list[StepRecord] = []  # skipped, or with a loss that is not finite; not run again yet
+        # steps that were skipped, or had a loss that is not finite, and were not run again yet
+        self._steps: list[StepRecord] = []
         self._num_attempted = 0
         self._steps_seen = 0
         self._largest_weight: float | None = None
@@ -222,10 +224,10 @@ class OverflowLocator(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._plugin is not None:
-            if not isinstance(exception, FloatingPointError):  # reading has raised this one
+            if not isinstance(exception, FloatingPointError):  # this exception came from reading the records
                 with contextlib.suppress(Exception):
                     self._plugin.records.flush()
-            elif self._is_looking:  # the plugin raised at the last skip, before the batch was over
+            elif self._is_looking:  # the plugin raised after the last skip, before the end of the batch
                 self._explain(trainer, pl_module)
         self._detach()  # Lightning calls no `teardown` after an exception
 

@@ -13,7 +13,7 @@ from typing_extensions import final
 
 from lightning_amp.numerics import stack_scalars
 
-_MOST_LATE = 1000  # values on a device that wait to be read
+_MOST_LATE = 1000  # number of values on a device to keep until they are read
 _NUMBERS = ("lr", "weight_decay", "momentum", "dampening", "betas", "alpha", "eps", "rho")
 
 
