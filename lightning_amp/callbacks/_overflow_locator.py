@@ -109,14 +109,14 @@ class OverflowLocator(Callback):
             `lightning_amp.tracing.replay`. The file is as large as the model. Needs `dirpath`.
 
     Raises:
-        ValueError: If an argument is out of its range, or fsspec does not know the protocol of `dirpath`.
+        ValueError: If an argument is out of its range, or fsspec does not support the protocol of `dirpath`.
         ImportError: If the driver for `dirpath` is not installed.
 
-    Cost: the locator reads the skip flag of each step at once, because the replay needs the batch. So the host waits for
-    the device once per batch; after the last report, it waits once per log point. Keeping random states and a reference to
-    the batch takes 0.1 to 0.2 ms of host time. A report costs one or more steps and, during these, the memory of one
-    more set of parameters, gradients and activations. If there is not enough memory, the report says so and training
-    goes on. Leave it out of a run that must not wait, once the model trains without skips.
+    Cost: the locator reads the skip flag of each step at once, because the replay needs the batch. So the host waits
+    once per batch; after the last report, it waits once per log point. Keeping random states and a reference to the
+    batch takes 0.1 to 0.2 ms of host time. A report costs one or more steps and, during these, the memory of one more
+    set of parameters, gradients and activations. If there is not enough memory, the report says so and training goes
+    on. Leave it out of a run that must not wait, once the model trains without skips.
     """
 
     def __init__(

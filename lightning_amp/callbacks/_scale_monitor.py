@@ -73,7 +73,7 @@ class ScaleMonitor(Callback):
             monitor warns once and training goes on.
 
     Raises:
-        ValueError: If an argument is out of its range, or fsspec does not know the protocol of `dirpath`.
+        ValueError: If an argument is out of its range, or fsspec does not support the protocol of `dirpath`.
         ImportError: If the driver for `dirpath` is not installed.
 
     Cost: no wait for the device between two log points; a log point is one transfer. A million steps with a

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 class Attempt(Generic[What, Result]):
     """A remedy to try."""
 
-    what: What  # a setting as it stands in code, or a `Remedy`
+    what: What  # a setting written as code, or a `Remedy`
     run: Callable[[], Result]  # runs the user's step with the remedy
 
 

@@ -78,7 +78,7 @@ def _site(cast: Operation, cast_before: set[int]) -> tuple[Kind, str]:
 
 
 def many_casts(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the finding if casts beyond autocast's own take 1 % of the operations' time, or if there are six or more."""
+    """Yield the finding if casts beyond autocast's own take 1 % of the operations' time, or there are six or more."""
     beyond = [site for site in cast_sites(evidence.step) if site.kind in ("explicit", "weight again")]
     count = sum(site.count for site in beyond)
     if not count:

@@ -93,7 +93,7 @@ class EvaluationReplay:
             held = _state(one.module) if len(steps) > 1 else {}
             try:
                 metrics = one.finish(steps[-1].random_state if steps else None, follow=False)
-            except Exception:  # some epoch-end hooks need more than one batch
+            except Exception:  # some epoch-end hooks fail with a single batch
                 metrics = one.metrics
             value = metrics.get(self._metric)
             return Replayed(None if value is None else float(value), held)

@@ -49,13 +49,13 @@ class Explained(NamedTuple):
 
     report: OverflowReport
     key: str  # the same for one cause, whichever batch shows it
-    step: KeptBatch | None = None  # the batch that the report is about
+    step: KeptBatch | None = None  # the batch that the report describes
 
 
 def blank_report(
     trainer: Trainer, module: LightningModule, window: BatchWindow, record: StepRecord, weight_at_start: float | None
 ) -> OverflowReport:
-    """Return the report of a step with the facts that need no replay."""
+    """Return the report of a step with those fields that need no replay."""
     first, last = window.span
     return OverflowReport(
         record=record,
@@ -96,10 +96,10 @@ def explain(
     report: OverflowReport,
     known: Collection[str] = (),
 ) -> Explained:
-    """Run the batches of a window again until one is not finite, and complete a report. Never raises, changes nothing.
+    """Run the batches of a window again until one is not finite, and complete a report.
 
-    All ranks must call this. They run the same number of passes, whatever each of them finds. A cause whose key is
-    `known` needs neither a run in fp32 nor remedies.
+    This never raises and changes nothing. All ranks must call it. All of them run the same number of passes, whatever
+    each of them finds. If the key of the cause is in `known`, neither a run in fp32 nor remedies follow.
     """
     ranks, record, device = Lockstep(trainer), report.record, trainer.strategy.root_device
     steps = list(window.kept)
@@ -216,7 +216,7 @@ def _edited(step: KeptBatch) -> str:
 
 
 def _unseen(names: Sequence[str]) -> str:
-    """Name the modules in which no operation can be seen."""
+    """Name the modules inside which operations cannot be watched."""
     return f"{named(names)} is compiled by TorchScript, which cannot be looked into" if names else ""
 
 
@@ -300,14 +300,15 @@ def _run_in_fp32(
 class _Rerun:
     """Runs a failed step again, with a remedy.
 
-    `fp32_watch` is given if the fault does not show in loss and gradients: no new NaN or infinity may then occur.
+    `fp32_watch` is given if loss and gradients are finite despite the fault. A remedy then fails if a new NaN or
+    infinity occurs.
     """
 
     plugin: Precision
     device_type: str
     replay: TrainingPass
     step: KeptBatch
-    scale: float  # if the scale is no remedy, one at which the step overflows least
+    scale: float  # if a lower scale is not a remedy, the scale at which the step overflows least
     fp32_watch: OperationWatch | None = None
 
     def is_finite(
