@@ -89,7 +89,10 @@ def _is_something_wrong(report: PrecisionReport) -> bool:
 
 
 def _margins(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split off the options `--margins.METRIC VALUE`; the module logs `METRIC`."""
+    """Separate the options `--margins.METRIC VALUE` from the other arguments.
+
+    `METRIC` is a name that the module logs.
+    """
     margins: dict[str, Any] = {}
     rest: list[str] = []
     left = iter(arguments)

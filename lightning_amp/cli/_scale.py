@@ -109,7 +109,7 @@ def _read(path: str) -> ScaleHistory:
     except UsageError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) or is_url(path):  # each store has its own exceptions
+        if isinstance(error, OSError) or is_url(path):  # each fsspec driver raises its own exceptions
             raise UsageError(f"`{path}` cannot be read: {type(error).__name__}: {error}") from error
         raise
 

@@ -82,7 +82,7 @@ def parse_user_classes(configs: Sequence[Mapping[str, Any]], arguments: Sequence
         _import(key, what, _class_paths(key, configs, arguments))
     try:
         parser = LightningArgumentParser(exit_on_error=False, allow_abbrev=False)
-    except ModuleNotFoundError as error:  # Lightning says how to install the extra of jsonargparse
+    except ModuleNotFoundError as error:  # Lightning's message explains how to install the extra of jsonargparse
         raise UsageError(f"Lightning's own command line lacks a library: {error}") from error
     parser.add_argument("--config", action=ActionConfigFile)
     parser.add_lightning_class_args(Trainer, "trainer")
@@ -118,7 +118,7 @@ def _class_paths(key: str, configs: Sequence[Mapping[str, Any]], arguments: Sequ
 
 
 def _import(key: str, what: str, class_paths: Sequence[str]) -> None:
-    """Import the module of a class. Its errors are the user's own, which jsonargparse would not say."""
+    """Import the module of a class. Errors of that import are the user's own, and jsonargparse would hide them."""
     if not class_paths:
         advice = f"name a {what}: `--{key} package.module.Class`, or a `{key}` in the YAML of --config"
         raise UsageError(f"--{key} is missing; {advice}")

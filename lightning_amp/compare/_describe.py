@@ -1,4 +1,4 @@
-"""Write settings as text: for people, and as an identity by which a later call recognises its own runs."""
+"""Write settings as text: for people, and as an identity, by which a later call finds the runs of the same settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNNAMED = re.compile(r"<[^<>]*?(\w+)(?: object)? at 0x\w+>|<class '(?:[^<>']*\.
 
 
 def shown(value: Any) -> str:
-    """Write a value for people: its `repr`, with names in the place of addresses and dotted paths."""
+    """Write a value for people: its `repr`, with names instead of addresses and dotted paths."""
     text = " ".join(_UNNAMED.sub(lambda found: found[1] or found[2], repr(value)).split())
     return text if len(text) <= 120 else f"{text[:117]}..."
 
@@ -81,7 +81,7 @@ class _Writer:
             return f"{kind}{self.write(attributes, above)}"
         elif not _UNNAMED.search(repr(value)) and not getattr(
             value, "shape", ()
-        ):  # the `repr` of an array leaves out parts
+        ):  # the `repr` of a large array is shortened
             return f"{kind}({value!r})"
         self.without_identity.append(type(value).__qualname__)
         return kind

@@ -92,7 +92,8 @@ class Observer(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if step % self._stride or not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return
-        self._losses.append((step, loss.detach().clone()))  # on the device, so that this step does not wait for it
+        # kept on the device, so that this step does not wait for the value
+        self._losses.append((step, loss.detach().clone()))
         if len(self._losses) == _MOST_LOSSES:
             self._losses = self._losses[1::2]
             self._stride *= 2
@@ -177,7 +178,7 @@ def _progress(trainer: Trainer, num_laps: int) -> tuple[float | None, str]:
 
 
 def _end_process_group() -> None:
-    """End this process and its children: the process that would read their results is gone."""
+    """End this process and its children: the process that would read their results has ended."""
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     raise SystemExit("the process that asked for this arm is gone")

@@ -73,7 +73,7 @@ class PrecisionReport:
 
     @property
     def recommendation(self) -> str:
-        """Return a sentence or two: which arm to use, why, and what would change that."""
+        """Return one or two sentences: the arm to use, the reason, and the conditions that would change both."""
         return self._judgement.recommendation.sentence
 
     def verdict(self, label: str, metric: str) -> Verdict:
@@ -150,7 +150,7 @@ class PrecisionReport:
             raise ValueError(f"`{path}` is not what `PrecisionReport.to_json` writes: {error}") from error
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as one page that loads nothing from elsewhere, to a path or a URL.
+        """Write the report as one self-contained page, to a path or a URL.
 
         Verdicts come first; then the figures, the curves over steps and over time, the differences with their
         intervals and margins, the loss scale, and where the runs ran. The page is light or dark as the reader's system

@@ -1,4 +1,4 @@
-"""Write a report as Markdown, which a terminal and a pull request show alike."""
+"""Write a report as Markdown, for a terminal or a pull request."""
 
 from __future__ import annotations
 
