@@ -53,7 +53,10 @@ def extremes(tensor: Tensor) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether all values of all tensors are finite: bool [] on their device. Integers and no values are."""
+    """Return whether all values of all tensors are finite: bool [] on their device.
+
+    Integers count as finite, and so does an empty list.
+    """
     ends = [end for tensor in tensors for end in extremes(tensor)]
     return torch.isfinite(stack_scalars(ends)).all() if ends else torch.ones((), dtype=torch.bool)
 

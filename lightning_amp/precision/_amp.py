@@ -8,7 +8,7 @@ documentation shows and a test compares):
 
 This file translates the hooks of Lightning. `_settings.py` chooses precision and scaler. `_fit.py` runs backward, step
 and batch end. `_forward.py` makes the contexts of steps. `_fallback.py` chooses another precision for a stuck run.
-`_ledger.py` keeps records and scales from fit to fit. Without a run there is autocast only.
+`_ledger.py` keeps records and scales from fit to fit. Without a running Trainer, the plugin only provides autocast.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class AmpPrecision(MixedPrecision):
         ValueError: For an unknown precision, a scaler with `"bf16"` or `"fp8"`, or a `fallback` that cannot help. When
             the Trainer attaches, for a precision that the device cannot run, a rule that matches nothing, or if no
             layer qualifies for fp8.
-        ImportError: When the Trainer attaches, if fp8 lacks a torchao of 0.18 or later.
+        ImportError: When the Trainer attaches, if fp8 is requested without torchao 0.18 or later.
         FloatingPointError: During training, if the run is stuck.
 
     Cost: a fused optimizer does not wait for the device. Any other optimizer reads the flag once per step: in fp16 as
@@ -151,13 +151,13 @@ class AmpPrecision(MixedPrecision):
         return self._settled().dtype
 
     def _settled(self) -> Choice:
-        # Before a Trainer attaches, "auto" goes by the instructions of the device that Lightning chooses by default. It
-        # measures later, in the process that trains, because the threads of a measurement do not survive a fork.
+        # Before a Trainer attaches, "auto" goes by the instructions of the device that Lightning chooses by default.
+        # The measurement comes later, in the process that trains, because its threads would not survive a fork.
         return self._choice or Choice.by_instructions(torch.device(self.device))[0]
 
     @property
     def fp8_layers(self) -> Mapping[str, str | None]:
-        """Return for each `nn.Linear`, by its qualified name, `None` if it ran in fp8 in the last fit, else why not."""
+        """Map the name of each `nn.Linear` to `None` if it ran in fp8 in the last fit, else to the reason."""
         return dict(self._fp8_layers)
 
     @property
@@ -207,7 +207,7 @@ class AmpPrecision(MixedPrecision):
         if fitting:
             if not goes_on:
                 self._settings.reset(self.scaler)
-            if self.upcast_parameters:  # before `fp32_modules`, which refuse half-precision parameters
+            if self.upcast_parameters:  # before `fp32_modules`, because these refuse half-precision parameters
                 _upcast_parameters.upcast(module)
         own = [name for name in REPLACEABLE if not _clipping.is_default(self, name, AmpPrecision)]
         self._run = run = Run(self, module, choice, self._settings.evaluation(choice, device), self.fp32_modules, own)
@@ -379,7 +379,7 @@ class AmpPrecision(MixedPrecision):
     def _fall_back_if_stuck(self) -> None:
         """Go on in the next precision if the batch that ended was one skip too many; all ranks together."""
         if self._fallback.why_stuck:
-            self._ledger.log.flush()  # these steps were taken in the old precision
+            self._ledger.log.flush()  # the steps so far were taken in the old precision
             self._fallback.go_on(self._settled(), self._go_on_in)
 
     @override
@@ -421,7 +421,7 @@ class AmpPrecision(MixedPrecision):
         if self._fit is not None:
             self._fit.steps.gradients.note_scale()
         if type(self).__qualname__ not in checkpoint and (key := find_entry(checkpoint)) is not None:
-            self._load(checkpoint[key], key)  # else Lightning itself calls `load_state_dict`
+            self._load(checkpoint[key], key)  # otherwise Lightning itself calls `load_state_dict`
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings and the scaler for a pickle or a deep copy, without the run."""
