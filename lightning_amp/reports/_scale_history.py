@@ -181,7 +181,7 @@ class ScaleHistory(Table[StepRecord]):
         """Read a file that :meth:`to_csv` wrote, from a path or a URL.
 
         Raises:
-            ValueError: If it is no such file. The message names file and line.
+            ValueError: If it is not such a file. The message names file and line.
         """
         history = cls()
         with open_to_read(path, "text") as file:
@@ -263,16 +263,16 @@ class ScaleHistory(Table[StepRecord]):
 
         Each step of the replay uses the rule of :class:`~lightning_amp.DynamicLossScaler` itself. The policy that
         recorded the run gives the recorded scales again, unless something else set the scale. A resumed run with other
-        settings does so; so does a float16 loss, which lowers `max_scale` (pass `max_scale=2**15`).
+        settings sets it; a float16 loss also does, because it lowers `max_scale` (pass `max_scale=2**15`).
 
         If the run fell back to another precision (`AmpPrecision(fallback=...)`), only the part before it is replayed.
 
         Args:
-            policy: Arguments of :class:`~lightning_amp.DynamicLossScaler`, such as `growth_interval=500`. The others
-                have their defaults there, except for `init_scale`, which is the first recorded scale.
+            policy: Arguments of :class:`~lightning_amp.DynamicLossScaler`, such as `growth_interval=500`. Other
+                arguments have the defaults of that class, except `init_scale`, which is the first recorded scale.
 
         Raises:
-            ValueError: If an argument is no part of a policy or out of its range; if no step, or none with a loss
+            ValueError: If an argument is not part of a policy, or is out of its range; if no step, or none with a loss
                 scale, was recorded; if several optimizers did not step once each in every batch. The replay needs this
                 because the scale moves once per batch. A single optimizer that steps several times in a batch is not
                 noticed: each of its steps counts as a batch.
@@ -339,7 +339,7 @@ def _dtype(column: str) -> torch.dtype:
 @final
 @dataclass(frozen=True, eq=False)
 class PolicyReplay:
-    """The result of :meth:`ScaleHistory.replay`: two runs, between which the truth may lie.
+    """The result of :meth:`ScaleHistory.replay`: an optimistic and a pessimistic run. The truth may lie between them.
 
     .. code-block:: python
 
@@ -354,14 +354,15 @@ class PolicyReplay:
     all steps, the two runs are equal.
 
     Attributes:
-        recorded: The replayed history. If the run fell back to another precision, only the part before.
+        recorded: The replayed history. If the run fell back to another precision, only the part before the fallback is
+            replayed.
         policy: All settings of the policy, by name.
         optimistic: The run in which no undecided step overflows.
         pessimistic: The run in which every undecided step overflows.
         decided_fraction: Share of the steps that the record decides, from 0 to 1, in the optimistic and in the
             pessimistic run.
-        stopped_at: Index of the step at which `max_consecutive_skips` ends the optimistic and the pessimistic run;
-            `None` if it does not end there.
+        stopped_at: Indices of the steps at which `max_consecutive_skips` ends the optimistic and the pessimistic run;
+            `None` for a run that it does not end.
 
     """
 
@@ -371,7 +372,7 @@ class PolicyReplay:
         " and that all of them do. Nor can a replay know what would have followed: after another skip the"
         " weights are others, and so are all later gradients. Above the scales of the record nothing was tried."
     )
-    """The limits of a replay, as the command prints them."""
+    """The limitations of a replay, as the command prints them."""
 
     recorded: ScaleHistory
     policy: Mapping[str, float]
@@ -382,7 +383,7 @@ class PolicyReplay:
 
     @property
     def num_skipped(self) -> tuple[int, int]:
-        """Return how many steps the optimistic and the pessimistic run skip.
+        """Return the numbers of steps that the optimistic and the pessimistic run skip.
 
         The pessimistic run skips at least as many steps as the optimistic one, unless it ends earlier.
         """
@@ -391,7 +392,7 @@ class PolicyReplay:
     @property
     def equals_record(self) -> bool:
         """Return whether the policy gives the recorded run, step by step, as the recording policy does."""
-        return list(self.optimistic) == list(self.recorded)  # the record then decides each step: both runs are equal
+        return list(self.optimistic) == list(self.recorded)  # the record then decides each step, so both runs are equal
 
     def summary(self) -> str:
         """Write one line: `12 to 40 of 4,000 steps skipped, 15 in the record, which decides 96 % of the steps`."""
