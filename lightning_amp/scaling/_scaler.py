@@ -1,4 +1,4 @@
-"""The rule by which the loss scale moves, and when the optimizer steps of a batch apply it."""
+"""The rule that changes the loss scale, and the time at which the optimizer steps of a batch apply it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ HALF_LOSS_CEILING = 2.0**15
 _POLICY = ("growth_factor", "backoff_factor", "growth_interval")
 _LIMITS = ("hysteresis", "min_scale", "max_scale", "max_consecutive_skips")
 POLICY_SETTINGS = ("init_scale", *_POLICY, *_LIMITS)
-"""The arguments of :class:`DynamicLossScaler` that decide about the scale: all but `device` and `enabled`."""
+"""The arguments of :class:`DynamicLossScaler` that affect the scale: all except `device` and `enabled`."""
 
 
 def _remembers_its_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Note in `_explicit` which arguments the caller gave. They win over a checkpoint on a resume; defaults do not."""
+    """Note in `_explicit` which arguments the caller gave.
+
+    On a resume, they override the checkpoint; defaults do not.
+    """
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -63,17 +66,17 @@ class DynamicLossScaler(torch.amp.GradScaler):
     * An end: `max_consecutive_skips` skipped steps in a row raise an error that says why.
 
     It works wherever a `GradScaler` does, in a plain torch loop too. In a Trainer, pass it to
-    :class:`~lightning_amp.AmpPrecision`, which decides about steps, while this class decides about the scale.
+    :class:`~lightning_amp.AmpPrecision`, which decides whether to skip steps, while this class decides the scale.
 
     Args:
-        init_scale: The first scale. The default is torch's.
+        init_scale: The first scale. The default is the default of torch.
         growth_factor: Factor by which the scale grows after `growth_interval` clean steps in a row; above 1.
         backoff_factor: Factor by which the scale falls after an overflow; between 0 and 1.
         growth_interval: Number of clean steps in a row before the scale grows.
         hysteresis: Number of overflows before the scale falls. Only growth resets the count (Megatron-LM,
             `megatron/core/optimizer/grad_scaler.py`). 1 is torch's behaviour, 2 is Megatron's default.
         min_scale: The scale never falls below it. At the default, `2**-14`, a scaled gradient is *smaller* than
-            the true one by the range of normal float16 numbers. A run that gets there has another problem.
+            the true one by the range of normal float16 numbers. A run whose scale falls that far has another problem.
         max_scale: The scale never grows above it. The default is Apex's `2**24`.
         max_consecutive_skips: Raise :class:`FloatingPointError` after this many consecutive skips.
         device: Device type (`"cuda"`, `"cpu"`, ...). `None` takes the device of the first loss. In a Trainer the
@@ -83,8 +86,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
     Raises:
         ValueError: If an argument is out of its range.
 
-    Cost: only `get_scale`, `state_dict` and pickling wait for the device, and one of `max_consecutive_skips` calls of
-    `update`.
+    Cost: only `get_scale`, `state_dict`, pickling, and one in `max_consecutive_skips` calls of `update` wait for the
+    device.
 
     """
 
@@ -272,8 +275,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of a stock `GradScaler`.
 
-        The scale continues from the state. Other arguments that the user passed to the constructor win over the state;
-        :meth:`overridden` returns where they differ.
+        The scale continues from the state. All other arguments that the user passed to the constructor override the
+        state; :meth:`overridden` returns these differences.
 
         Raises:
             RuntimeError: If the state comes from a disabled scaler, as in torch.
@@ -296,7 +299,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         self._log = self._new_log()
 
     def overridden(self, state_dict: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return where the user's arguments differ from `state_dict`: name -> (the user's value, the state's value)."""
+        """Return the arguments that differ from `state_dict`: name -> (the user's value, the state's value)."""
         return {
             name: (value, state_dict[name])
             for name, value in self._settings().items()
@@ -326,9 +329,9 @@ class BatchSteps:
     """The steps of one batch. They move the scale once at the end of the batch, and may lower it earlier.
 
     A batch may take many steps, such as several epochs over a rollout in one `training_step`. If the scale could not
-    fall in between, one overflow would repeat in every step, and the run would end as stuck. So the scale may fall when
-    a round of steps is over: when all optimizers have stepped, or one of them has stepped again. Rounds count steps,
-    not overflows, so the result does not depend on whether the host or only the device knows of an overflow.
+    fall in between, one overflow would repeat in every step, and the run would end with an error. So the scale may fall
+    when a round of steps is over: when all optimizers have stepped, or one of them has stepped again. Rounds count
+    steps, not overflows, so the result does not depend on whether the host or only the device knows of an overflow.
     """
 
     def __init__(self) -> None:
@@ -360,13 +363,13 @@ class BatchSteps:
             self._handled += [s for s in overflowed if s.had_gradients and s.overflow.known is None]
 
     def end(self, scaler: torch.amp.GradScaler) -> bool:
-        """Move the scale once, for all steps that have not moved it. Return whether there were any."""
+        """Move the scale once, for all steps that have not moved it yet. Return whether there were such steps."""
         counted, handled = self._counted, self._handled
         self.clear()
         moving = [s for s in counted if s.had_gradients]
         if moving or not handled or _has_an_update_of_its_own(scaler):
             move_scale(scaler, moving)
-        else:  # a clean batch, unless all handled steps overflowed
+        else:  # count a clean batch, unless all handled steps overflowed
             device = _torch.scale_tensor(scaler).device
             _advance(scaler, constant(0.0, device), torch.stack([s.overflow.flag(device) for s in handled]).amin())
         return bool(counted)
@@ -405,8 +408,8 @@ def move_scale(scaler: torch.amp.GradScaler, steps: Sequence[StepResult]) -> Non
 def lower_scale(scaler: torch.amp.GradScaler, steps: Iterable[StepResult]) -> bool:
     """Lower the scale in the middle of a batch, if gradients of one of these steps overflowed.
 
-    Return `False` if the steps must be counted at the end of the batch instead. That is so for a scaler with an
-    `update` of its own where the flag is on a device, since calling that `update` would wait.
+    Return `False` if the steps must be counted at the end of the batch instead. This is the case if the scaler has an
+    `update` of its own and the flag is on a device, because calling that `update` would wait.
     """
     found_inf = _any_overflow(steps, _torch.scale_tensor(scaler).device)
     if not _has_an_update_of_its_own(scaler):

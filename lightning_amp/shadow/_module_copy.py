@@ -33,7 +33,7 @@ from lightning_amp.shadow._rebinding import MAPPINGS, rebind_closures
 
 _LOCKS: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()))
 
-# Objects that a step at most reads, and that are large or useless as copies.
+# Classes of objects that a step only reads, and whose copies would be large or useless.
 _SHARED: tuple[type, ...] = (
     *_LOCKS,
     Callback,
@@ -58,9 +58,10 @@ def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool =
     """Copy a module.
 
     Parameters (without gradients and hooks), buffers, metric states, lists and other attributes are copied deeply.
-    Compiled parts of the copy are not compiled. Bound methods and closures that refer to the module (a forward hook
-    that appends to `self.features`) refer to the copy. Data sets, loaders, optimizers and callbacks that the module
-    holds are shared. Objects that cannot be copied are shared with the hooks of the copy only.
+    Parts that are compiled in the module are not compiled in the copy. Bound methods and closures that refer to the
+    module (a forward hook that appends to `self.features`) refer to the copy. Data sets, loaders, optimizers and
+    callbacks that the module holds are shared. Objects that cannot be copied are shared with the hooks of the copy
+    only.
 
     Args:
         module: The module; unchanged.
@@ -68,8 +69,8 @@ def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool =
         upcast: Turn half-precision parameters and buffers into float32, for a run in fp32.
     """
     copier = _Copier(memo, upcast)
-    # Outside of inference mode, so that buffers of the copy are ordinary tensors: a step may turn inference mode off to
-    # take gradients.
+    # The copy is made outside of inference mode, so that its buffers are ordinary tensors. A step may turn inference
+    # mode off to take gradients.
     with torch.inference_mode(False), torch.no_grad():
         copier.share(module)
         result = copier.module(module, type(module).__name__)
@@ -81,12 +82,12 @@ def copy_module(module: LightningModule, memo: dict[int, Any], *, upcast: bool =
 
 
 def copy_batch(batch: Any, *, upcast: bool = False) -> Any:
-    """Copy a batch, so that edits of the copy do not reach it. Costs the memory of one batch.
+    """Copy a batch, so that edits of the copy do not reach it. This takes the memory of one batch.
 
     Args:
         batch: The batch; unchanged.
-        upcast: Turn half-precision tensors into float32, for a step in fp32. Outside of autocast a float32 weight and a
-            bfloat16 input do not fit together.
+        upcast: Turn half-precision tensors into float32, for a step in fp32. Outside of autocast, an operation of a
+            float32 weight and a bfloat16 input raises an error.
     """
     result = _Copier({}).batch(batch)
     return _upcast(result, {}) if upcast else result
@@ -97,7 +98,7 @@ def _upcast(value: Any, memo: dict[int, tuple[Any, Any]]) -> Any:
     if id(value) in memo:
         return memo[id(value)][1]
     result = value
-    memo[id(value)] = (value, value)  # the first keeps the id from being used again
+    memo[id(value)] = (value, value)  # the first entry keeps the id from being reused
     if isinstance(value, Tensor):
         if value.dtype in HALF_DTYPES:
             result = value.detach().float().requires_grad_(value.requires_grad)
@@ -108,7 +109,7 @@ def _upcast(value: Any, memo: dict[int, tuple[Any, Any]]) -> Any:
     elif isinstance(value, list):
         value[:] = [_upcast(item, memo) for item in value]
     elif isinstance(value, dict):
-        for key, item in list(value.items()):  # not `update`, which classes of Hugging Face refuse
+        for key, item in list(value.items()):  # not by `update`, because Hugging Face classes refuse it
             value[key] = _upcast(item, memo)
     elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, NotCopied)):
         vars(value).update({name: _upcast(item, memo) for name, item in vars(value).items()})
@@ -135,7 +136,7 @@ class _Copier:
                 upcast = self.upcast and parameter.dtype in HALF_DTYPES
                 values = parameter.detach().float() if upcast else parameter.detach().clone()
                 self.memo[id(parameter)] = own = nn.Parameter(values, parameter.requires_grad)
-                vars(own).update(vars(parameter))  # marks such as `no_weight_decay`
+                vars(own).update(vars(parameter))  # attributes such as `no_weight_decay`
         for buffer in module.buffers() if self.upcast else ():
             if buffer.dtype in HALF_DTYPES:
                 self.memo[id(buffer)] = buffer.detach().float()
@@ -179,9 +180,10 @@ class _Copier:
                 self.module(child, f"{path}.{name}")
             result = copy.deepcopy(module, self.memo)
         else:
-            result = self.memo[id(module)] = cls.__new__(cls)  # before the children, which may point back
+            # before the children, because these may refer to the module
+            result = self.memo[id(module)] = cls.__new__(cls)
             for reference in weakref.getweakrefs(module):
-                if type(reference) in weakref.ProxyTypes:  # `deepcopy` would copy its target again
+                if type(reference) in weakref.ProxyTypes:  # `deepcopy` would copy the target of the reference again
                     self.memo[id(reference)] = weakref.proxy(result)
             for name, child in module.named_children():
                 self.module(child, f"{path}.{name}")
@@ -217,7 +219,7 @@ class _Copier:
             return self.memo[id(value)]
         if cls in weakref.ProxyTypes:
             result = value
-        elif isinstance(value, Tensor):  # with a graph behind it
+        elif isinstance(value, Tensor):  # a tensor with an autograd graph
             result = value.detach().clone()
         elif isinstance(value, nn.Module):
             return self.module(value, path)
@@ -251,7 +253,7 @@ class _Copier:
         return result
 
     def batch(self, value: Any) -> Any:
-        """Copy containers and tensors; of a view copy the tensor only, not its whole storage."""
+        """Copy containers and tensors; for a view, copy only its own values, not its whole storage."""
         if id(value) in self.memo:
             return self.memo[id(value)]
         if isinstance(value, Tensor):

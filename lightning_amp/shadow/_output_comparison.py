@@ -40,8 +40,8 @@ class OutputCall:
 class OutputComparison:
     """Watches the modules inside a module, first in fp32, then in mixed precision.
 
-    Parts that `torch.compile` or TorchScript compiled are left alone, because watching would change them. In a shadow
-    only TorchScript is left compiled.
+    Compiled parts (`torch.compile`, TorchScript) are not watched, because watching would change them. In a shadow, only
+    TorchScript parts are still compiled.
 
     Args:
         inputs: Also compare the inputs of the modules, and keep all copies.
@@ -60,15 +60,15 @@ class OutputComparison:
         self._num_compared: Counter[str] = Counter()
 
     def recording(self, root: nn.Module) -> AbstractContextManager[None]:
-        """Keep the outputs, in fp32."""
+        """Keep the outputs of the run in fp32."""
         return self._watching(root, "record")
 
     def comparing(self, root: nn.Module) -> AbstractContextManager[None]:
-        """Compare the outputs with the kept ones."""
+        """Compare the outputs with the kept outputs."""
         return self._watching(root, "compare")
 
     def naming(self, root: nn.Module) -> AbstractContextManager[None]:
-        """Only keep `running` up to date."""
+        """Only update `running`, without comparing."""
         return self._watching(root, "name")
 
     def again(self) -> None:
