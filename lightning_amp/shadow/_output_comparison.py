@@ -51,8 +51,9 @@ class OutputComparison:
     """
 
     def __init__(self, *, inputs: bool = False) -> None:
-        self.calls: list[tuple[OutputCall, OutputCall]] = []  # in mixed precision and fp32, as they ended
-        self.reference: list[OutputCall] = []  # in fp32, as they ended
+        # in mixed precision and fp32, in the order in which they ended
+        self.calls: list[tuple[OutputCall, OutputCall]] = []
+        self.reference: list[OutputCall] = []  # in fp32, in the order in which they ended
         self.unseen: list[str] = []  # names of compiled modules
         self.running: list[str] = []  # names of the modules that are running now, outermost first
         self._inputs = inputs

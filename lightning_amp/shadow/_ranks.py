@@ -87,7 +87,7 @@ class Lockstep:
     def until_all_are_done(self, idle: Callable[[], object]) -> Generator[None]:
         """Let each rank run as many passes inside this context as it needs, each after a call of :meth:`go_on`.
 
-        Then it runs `idle` instead. An exception inside ends the passes on all ranks.
+        A rank that has finished runs `idle` until all ranks have. An exception inside ends the passes on all ranks.
 
         Raises:
             OtherRankFailedError: If another rank has failed.

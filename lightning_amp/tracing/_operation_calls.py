@@ -83,7 +83,7 @@ class Beside:
 
 
 FUNCTION = "a Function"
-"""`known_as` of an autograd Function of the user's own: the meaning of its arguments is unknown."""
+"""The value of `known_as` for an autograd Function of the user. The meaning of its arguments is unknown."""
 
 
 @final
@@ -111,7 +111,7 @@ class OperationCall:
 
     @property
     def name(self) -> str:
-        """Return its plain name: `"div"`."""
+        """Return the operation's plain name: `"div"`."""
         return self.key.name
 
     def gives(self, dtype: torch.dtype) -> None:
@@ -120,7 +120,7 @@ class OperationCall:
 
     @torch.no_grad()
     def measure(self, inputs: list[Tensor], outputs: list[Tensor], args: Any, kwargs: Any) -> None:
-        """Measure its results and inputs. This waits for the device."""
+        """Measure the results and inputs of the operation. This waits for the device."""
         values = [dense(t.detach()) for t in outputs]
         self.num_nonfinite = sum(int((~torch.isfinite(v)).sum()) for v in values)
         self.makes_nan = any(bool((torch.isnan(v) | torch.isposinf(v.real)).any()) for v in values)
@@ -158,14 +158,14 @@ class BackwardCall:
     """The backward of an operation, where the first non-finite gradient appeared."""
 
     call: OperationCall
-    is_sum: bool  # the gradient that arrived was not finite already: finite gradients added up to it
+    is_sum: bool  # the arriving gradient was already not finite, because finite gradients added up to it
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     largest: float | None  # largest finite magnitude of the gradients that arrived
 
 
 def facts_of(name: str, args: Any, kwargs: Any) -> Facts:
-    """Return the special values among the arguments of an operation. This waits for the device."""
+    """Return the first kind of special values found among the arguments of an operation. This waits for the device."""
     tensors = [t for t in args if isinstance(t, Tensor)]
     first, named = tensors[0] if tensors else None, plain(name)
     if first is not None and name in REDUCTIONS and first.numel() == 0:
@@ -248,7 +248,7 @@ def _num_reduced(value: Tensor, args: Any, kwargs: Any) -> int:
 
 
 def _facts_where(kind: FactKind, flags: Tensor) -> Facts:
-    """Return index and number of the values that are flagged; nothing special if none is."""
+    """Return index and number of the flagged values; a result without special values if none is flagged."""
     count = int(flags.sum())
     return Facts(kind, tuple(flags.nonzero()[0].tolist()), count) if count else Facts()
 

@@ -20,14 +20,16 @@ from lightning_amp.tune.fp32_modules._search import Found, as_rules, search
 from lightning_amp.tune.fp32_modules._short_fit import in_a_short_fit
 
 _STEPS: tuple[int, ...] = (0, 10)
-"""Indices of the measured batches of training. At the start, weights of 1 or 0 in a norm or an output layer may let no
-gradient pass; after some steps they have other values."""
+"""Indices of the measured batches of training.
+
+At the start, weights of 1 or 0 in a norm or an output layer may block gradients; after some steps they have other values.
+"""
 
 _FURTHER = 3
 """Number of batches after which the result is checked."""
 
 _ROUNDS = 3
-"""Largest number of searches; each adds the batch on which the rules of the search before were not enough."""
+"""Largest number of searches; each search adds the batch on which the previous rules were not enough."""
 
 
 def find_fp32_modules(
