@@ -113,7 +113,7 @@ def _is_known(protocol: str) -> bool:
 def _require_driver(protocol: str, name: str, url: str) -> None:
     similar = difflib.get_close_matches(protocol.lower(), known_implementations, n=1, cutoff=0.5)
     advice = f"Did you mean `{similar[0]}://`?" if similar else "`fsspec.available_protocols()` lists them."
-    require(_is_known(protocol), name, "a path, or a URL whose protocol fsspec knows", url, advice)
+    require(_is_known(protocol), name, "a path, or a URL whose protocol fsspec supports", url, advice)
     try:
         get_filesystem_class(protocol)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Operations of torch below autograd, by which a recorded step is analysed. Their names have an underscore."""
+"""Torch operations below autograd. They are used to analyse a recorded step. Their names have an underscore."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scaled_product(
 
 @functools.cache
 def viewed_or_written(operation: Any) -> frozenset[int | str]:
-    """Return the arguments, by place and by name, whose memory an operation returns or writes into.
+    """Return the arguments, by position and by name, whose memory an operation returns or writes to.
 
     Remove when an operation's schema has a public name.
     """

@@ -69,7 +69,7 @@ def own_results(view: Any, trainer: Any, memo: dict[int, Any]) -> None:
     if real is not None:
         results.dataloader_idx = real.dataloader_idx
         for key, item in real.items():
-            if item.has_reset:  # left over from an earlier evaluation
+            if item.has_reset:  # attributes from an earlier evaluation
                 continue
             if item.meta.sync.group is not None:
                 memo[id(item.meta.sync.group)] = item.meta.sync.group

@@ -109,7 +109,8 @@ class Flag:
     def __init__(self) -> None:
         self.is_set = False
 
-        def set_flag() -> None:  # not a method, since torch 2.8 calls a marked function with constants only
+        # a function and not a method, because torch 2.8 calls a marked function with constants only
+        def set_flag() -> None:
             self.is_set = True
 
         set_flag._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -199,7 +200,7 @@ class CompiledBackwardWithoutAutocast:
 
 # --- torch: torch.func ---
 # Inside `vmap` or `grad` a hook gets wrapped tensors. All tensors that it computes from them stay inside the transform,
-# and a tensor hook on them cannot run. There is no public way to the tensor behind them.
+# and a tensor hook on them cannot run. There is no public way to get the tensor behind a wrapped one.
 
 
 _NOTHING = contextlib.nullcontext()
@@ -256,7 +257,7 @@ def watched_backward(
     Function nor the operations that activation checkpointing runs again. Remove when a mode stays on in a backward.
     """
     if gradient is None and loss.numel() != 1:
-        loss.backward(None, retain_graph, create_graph, inputs)  # raises the usual error
+        loss.backward(None, retain_graph, create_graph, inputs)  # this call raises the usual error
         return
     gradient = torch.ones_like(loss) if gradient is None else gradient
     keep = create_graph if retain_graph is None else retain_graph

@@ -19,8 +19,8 @@ from typing_extensions import final
 # (`GradScaler.unscale_`, `clip_grad_norm_`) cannot express complex gradients, two steps in a batch, or a check alone.
 
 # (grads, found_inf, factor): multiplies by `factor` [] in place, and sets `found_inf` [] to 1.0 if a value was not
-# finite before. All are on one device. An alias, since a function around it would cost time in every step. Remove when
-# torch makes it public.
+# finite before. All are on one device. This is an alias, because a function around it would cost time in every step.
+# Remove when torch makes it public.
 amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
@@ -84,7 +84,7 @@ def scale_tensor(scaler: torch.amp.GradScaler, device: torch.device | None = Non
 def growth_tracker(scaler: torch.amp.GradScaler) -> Tensor:
     """Return the clean steps in a row, int32, shape []. Remove when `GradScaler` has a getter that does not wait."""
     tracker = scaler._growth_tracker
-    assert tracker is not None  # made together with the scale
+    assert tracker is not None  # the tracker is made together with the scale
     return tracker
 
 

@@ -20,8 +20,8 @@ _INSTALL = "Run `pip install 'torchao>=0.18'`, or use precision 'bf16', which ne
 def torchao_float8() -> Any:
     """Return the module `torchao.float8`, or raise an `ImportError`.
 
-    Older releases lack the workaround for a bug of Triton: code that torch 2.13 compiles beside fp8 gives NaN in about
-    every fourth run (pytorch/ao#4652). Remove when no supported torch needs the check.
+    Older releases lack the workaround for a bug of Triton: code that torch 2.13 compiles together with fp8 gives NaN in
+    about every fourth run (pytorch/ao#4652). Remove when no supported torch needs the check.
 
     Raises:
         ModuleNotFoundError: Without torchao.
@@ -36,7 +36,8 @@ def torchao_float8() -> Any:
         raise ImportError(f"precision 'fp8' needs torchao 0.18 or later; torchao {version} is installed. {_INSTALL}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchao's own deprecations, which our users cannot change
+            # hides torchao's own deprecation warnings, because our users cannot act on them
+            warnings.simplefilter("ignore")
             import torchao.float8  # pyright: ignore[reportMissingImports]
     except Exception as error:
         raise ImportError(

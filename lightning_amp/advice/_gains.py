@@ -64,7 +64,7 @@ def most_gain(step: Step, label: Label) -> float:
     """Return the highest possible gain of a change (Amdahl): all other parts of the step keep their time."""
     if label not in _PARTS or not step.parts:
         return math.inf
-    whole = sum(seconds for part, seconds in step.parts.items() if part != DATA)  # races are run without loading
+    whole = sum(seconds for part, seconds in step.parts.items() if part != DATA)  # races time no loading
     share = sum(step.parts.get(part, 0.0) for part in _PARTS[label]) / max(whole, 1e-12)
     return 1 / (1 - share) if share < 1 else math.inf
 

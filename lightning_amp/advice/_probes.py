@@ -177,7 +177,8 @@ def convolutions(
     format counts. `notes` gets a note for each measurement that failed.
     """
     for stride in (1, 2):
-        last: dict[str, Any] = dict.fromkeys(names, (0.0, 1))  # seconds of the slower part, and work, at the last size
+        # seconds and amount of work of the slower part, at the last size
+        last: dict[str, Any] = dict.fromkeys(names, (0.0, 1))
         found: dict[tuple[str, Part], Convolution] = {}
         for rows, channels, side in sizes:
             work = rows * channels**2 * side**2

@@ -223,6 +223,6 @@ def _one_run_of_each(contestants: Sequence[Contestant], track: Track, known_s: f
 
 
 def _is_open(contestant: Contestant, reference: Contestant) -> bool:
-    """Return whether more rounds could decide how fast a contestant is."""
+    """Return whether more rounds could decide if a contestant is faster or slower."""
     found = compare(contestant.step_s, reference.step_s) if contestant is not reference else None
     return found is not None and found.claim == "undecided"

@@ -43,7 +43,7 @@ class Operation:
         module: The innermost module whose forward was running; empty for the root module and outside of all modules.
         asked: The torch function that the caller used: `"torch.nn.functional.linear"`; empty in a backward.
         autocast: Whether autocast was on where that function was called.
-        place: The user's line that asked for a cast, or for a product that ran in fp32.
+        place: The user's line that caused a cast, or a product in fp32.
         dtype: The dtype that a matrix product multiplies; empty for other operations.
         sizes: Rows, depth and columns of a product of two matrices.
         is_convolution: Whether it is the forward of a convolution over two or three dimensions.
@@ -96,7 +96,7 @@ class Allocation:
 
 @final
 class Loss(NamedTuple):
-    """A softmax over classes, with which the loss of a classifier or a language model begins."""
+    """A softmax over classes: the first operation of the loss of a classifier or a language model."""
 
     rows: int
     classes: int
@@ -240,7 +240,7 @@ class Loading:
     Attributes:
         wait_s: Seconds that a step waits for its batch.
         restart_s: The part of `wait_s` in which the loader began an epoch.
-        tried: Numbers of workers with which the loader was tried alone, and the seconds per batch. For a stream, only
+        tried: Numbers of workers that were tried with the loader alone, and the seconds per batch. For a stream, only
             numbers of workers at which each row is served once.
         is_stream: Whether the loader reads an `IterableDataset`, of which each worker may serve every row.
 

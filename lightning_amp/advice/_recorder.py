@@ -1,4 +1,4 @@
-"""Record each operation of a training step: its time, FLOPs and casts, the module, and the line that asked for it."""
+"""Record each operation of a training step: its time, FLOPs and casts, its module, and the user's line."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         for full_name, module in self._module.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            if not isinstance(module, torch.jit.ScriptModule):  # TorchScript accepts no hooks
                 before = module.register_forward_pre_hook(partial(self._enter, _modules.plain_name(full_name)))
                 after = module.register_forward_hook(self._leave, always_call=True)
                 self._open.callback(before.remove)

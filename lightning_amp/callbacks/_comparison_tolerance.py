@@ -111,7 +111,7 @@ def _words_of_code(code: CodeType) -> Iterator[str]:
         constant = waiting.pop()
         if isinstance(constant, str):
             yield constant
-        elif isinstance(constant, (tuple, frozenset)):  # the keys of a dictionary
+        elif isinstance(constant, (tuple, frozenset)):  # a constant tuple, such as the keys of a dictionary
             waiting.extend(constant)
         elif isinstance(constant, CodeType):
             yield from _words_of_code(constant)

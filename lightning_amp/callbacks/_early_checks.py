@@ -108,7 +108,7 @@ class EarlyChecks:
 
 
 def _nonfinite_values(module: nn.Module) -> list[tuple[object, str]]:
-    """Find parameters with NaN or infinity, and buffers with such values that are not those of a mask or marker."""
+    """Find parameters and buffers with NaN or infinity. Buffers may have infinities that are masks or markers."""
     kinds, names, flags = list[str](), list[str](), list[Tensor]()
     for prefix, owner in module.named_modules():
         if is_metric(owner):

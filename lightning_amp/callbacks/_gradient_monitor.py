@@ -172,7 +172,7 @@ class GradientMonitor(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_lightning_trainer(self, trainer)
-        if stage == "fit" and not self._last_trainer.goes_on(trainer):  # before a checkpoint is restored
+        if stage == "fit" and not self._last_trainer.goes_on(trainer):  # this hook runs before a checkpoint is restored
             self._forget()
 
     @override
@@ -195,7 +195,7 @@ class GradientMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # The fit ends before a batch follows the first applied step, or no step was applied: sample this batch.
+        # No batch follows the first applied step in this fit, or no step was applied, so sample this batch.
         if self._runs and self._next_step == 0 and not self._first.can_wait(trainer):
             self._sample(trainer, pl_module, batch, batch_idx)
 
@@ -228,7 +228,7 @@ class GradientMonitor(Callback):
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def _sample(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # The next multiple, so that a resumed run samples the same steps.
+        # Use the next multiple, so that a resumed run samples the same steps.
         self._next_step = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else 1.0

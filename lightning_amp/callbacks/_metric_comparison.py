@@ -88,7 +88,7 @@ class MetricComparison(Callback):
     Limits: hooks before the first batch (`on_validation_epoch_start`) run once, outside of autocast; the shadow takes
     over the state after them. Metrics that callbacks log exist on one side only and are named in a warning. Another
     callback that draws random numbers or edits the batch in `on_validation_batch_start` should stand before this one.
-    Random numbers that a step draws in half precision (`torch.randn_like` of an activation) are other numbers in
+    A step that draws random numbers in half precision (`torch.randn_like` of an activation) draws different numbers in
     float32, at least on the CPU. Modules that take a `dataloader_iter` are not compared.
 
     If the module has no `validation_step` or no validation runs, the callback does nothing and logs a line. It works on
@@ -179,7 +179,7 @@ class MetricComparison(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` follows if the checkpoint knows this callback
+        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ class MetricComparison(Callback):
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._current is not None and self._current.running:
-            self._current.remember_random_state()  # for the hook of this name in the shadow
+            self._current.remember_random_state()  # the shadow calls its hook of this name
 
     on_test_epoch_end = on_validation_epoch_end
 

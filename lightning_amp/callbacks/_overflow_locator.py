@@ -58,7 +58,7 @@ class OverflowLocator(Callback):
     ================ =====================================================================
 
     After a skipped step it runs the batch again on a copy of the module, with the same weights, random numbers and loss
-    scale. It then runs the batch in fp32, and with remedies. The report says whether the batch, a weight, the forward
+    scale. It then runs the batch in fp32, and with remedies. The report states whether the batch, a weight, the forward
     of a module, the loss, or only the backward was not finite. It names the operation and the line, and a remedy that
     works:
 
@@ -115,8 +115,8 @@ class OverflowLocator(Callback):
     Cost: the locator reads the skip flag of each step at once, because the replay needs the batch. So the host waits
     once per batch; after the last report, it waits once per log point. Keeping random states and a reference to the
     batch takes 0.1 to 0.2 ms of host time. A report costs one or more steps and, during these, the memory of one more
-    set of parameters, gradients and activations. If there is not enough memory, the report says so and training goes
-    on. Leave it out of a run that must not wait, once the model trains without skips.
+    set of parameters, gradients and activations. If there is not enough memory, the report mentions it and training
+    continues. Leave it out of a run that must not wait, once the model trains without skips.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class OverflowLocator(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_lightning_trainer(self, trainer)
-        if stage == "fit":  # before a checkpoint is restored
+        if stage == "fit":  # this hook runs before a checkpoint is restored
             self._begin_fit()
             if not self._last_trainer.goes_on(trainer):
                 self._forget()
@@ -192,7 +192,7 @@ class OverflowLocator(Callback):
         elif not self._causes.is_complete:
             self._looking = plugin.records.subscribe(self._receive, at_once=True, on_bad_loss=self._on_bad_loss)
             self._num_attempted = plugin.records.num_attempted
-            if self._largest_weight is None:  # a resumed run has the value of its first start
+            if self._largest_weight is None:  # a resumed run keeps the value from its first start
                 self._largest_weight = largest_weight(pl_module)
 
     @override
@@ -250,7 +250,7 @@ class OverflowLocator(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` follows if the checkpoint knows this callback
+        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -282,7 +282,7 @@ class OverflowLocator(Callback):
     def _on_bad_loss(self, record: StepRecord) -> None:
         self._steps.append(record)
         if self._looking is not None:
-            self._looking.end_losses()  # one report is enough
+            self._looking.end_losses()  # one report of a bad loss is enough
 
     def _before_update(self, trainer: Trainer, step: int | None, optimizer: Optimizer) -> None:
         self._warn(self._early_checks.before_update(trainer, step, optimizer))

@@ -125,7 +125,7 @@ class ScaleMonitor(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         require_lightning_trainer(self, trainer)
-        if stage == "fit":  # before a checkpoint is restored
+        if stage == "fit":  # this hook runs before a checkpoint is restored
             self._detach()
             if not self._last_trainer.goes_on(trainer):
                 self._forget()
@@ -171,7 +171,7 @@ class ScaleMonitor(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # An error in this hook must not hide the exception, and must not prevent the Trainer's teardown.
         with contextlib.suppress(Exception):
-            if not isinstance(exception, FloatingPointError):  # reading has raised this one
+            if not isinstance(exception, FloatingPointError):  # this exception came from reading the records
                 self._read()
         self._save()
         self._detach()  # Lightning calls no `teardown` after an exception
@@ -199,7 +199,7 @@ class ScaleMonitor(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._forget()  # `load_state_dict` follows if the checkpoint knows this callback
+        self._forget()  # `load_state_dict` is called next if the checkpoint has an entry for this callback
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ def choose_fp8_layers(
             return "`nn.MultiheadAttention` uses its weight and never calls it"
         if weight is None:
             return "its weight is computed from something else (a parametrization, pruning)"
-        # the second is a copy that was made while the layer multiplied in fp8
+        # the second class is that of a copy made while the layer multiplied in fp8
         if getattr(layer.forward, "__func__", None) not in (nn.Linear.forward, calling(nn.Linear.forward)):
             return "its `forward` is not that of `nn.Linear`"
         if layer is ends[0]:
@@ -140,12 +140,12 @@ class _Float8Forward(MethodOverride):
         self.lost_weight = _modules.Flag()
 
     @override
-    def __call__(self, input: Tensor) -> Tensor:  # the name that `nn.Linear.forward` has
+    def __call__(self, input: Tensor) -> Tensor:  # `nn.Linear.forward` has this argument name
         if not self._in_fp8(input):
             return self.inner(input)
         self.note_call()
-        # Rows, because torchao cannot flatten a transposed tensor that it has cast. The cast is here because torchao's
-        # own cast checks CUDA's autocast only.
+        # The input is flattened to rows here, because torchao cannot flatten a transposed tensor after its cast. The
+        # cast is here because torchao's own cast checks CUDA's autocast only.
         rows = input.reshape(-1, input.shape[-1]).to(torch.bfloat16)
         if torch.compiler.is_compiling():
             output = self.twin(rows)

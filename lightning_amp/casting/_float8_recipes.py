@@ -1,4 +1,4 @@
-"""Check the recipes of fp8, which say how values are scaled before they are rounded to 8 bits."""
+"""Check the recipes of fp8. A recipe defines how values are scaled before they are rounded to 8 bits."""
 
 from __future__ import annotations
 

@@ -56,7 +56,10 @@ def _kind(name: str, method: MethodOverride) -> tuple[str, type]:
 
 @functools.cache
 def calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that :meth:`MethodOverride.as_method` binds in the place of `function`, always the same."""
+    """Return the function that :meth:`MethodOverride.as_method` binds instead of `function`.
+
+    It is always the same object.
+    """
 
     def call(self: MethodOverride, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)
@@ -132,7 +135,7 @@ class MethodOverride(InPlace):
                 del vars(self.owner)[self.name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        # `deepcopy` enters a new object in the memo before it copies the attributes, of which this is one
+        # this object is an attribute, and `deepcopy` enters the owner's copy in the memo before it copies attributes
         owner = copy.deepcopy(self.owner, memo)
         inner = copy.deepcopy(self.inner, memo) if self.was_attribute else getattr(owner, self.name)
         if not self.in_copies:

@@ -174,7 +174,7 @@ class _Reused(MethodOverride):
         self.compiled = compiled
         self._copies = copies
         self._places: list[tuple[nn.Module, tuple[str, ...]]] = [(owner, _WEIGHTS[type(owner).forward])]
-        if isinstance(owner, nn.MultiheadAttention):  # its forward takes the projection's weight, without a call
+        if isinstance(owner, nn.MultiheadAttention):  # its forward reads the projection's weight without a call
             self._places.append((owner.out_proj, ("weight",)))
 
     @override
@@ -252,19 +252,20 @@ class _Copies:
             and parameter.dtype is torch.float32
             and parameter.device.type == self.device_type
             and not parameter.is_inference()
-            and 0 not in parameter.stride()  # expanded: there is less memory than elements
+            and 0 not in parameter.stride()  # an expanded tensor has less memory than elements
         )
 
 
 @final
 class _Copy:
-    """One parameter in half precision, with marks by which a later edit of the parameter is noticed."""
+    """One parameter in half precision, with marks that show a later edit of the parameter."""
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        self._parameter = parameter  # also keeps its `id` from being used again
+        self._parameter = parameter  # this reference also keeps the `id` from being reused
         self._edits = _modules.version(parameter)
         self._address = parameter.data_ptr()
-        with torch.inference_mode(False), torch.no_grad():  # a copy made in inference mode could not be trained with
+        # a copy made in inference mode could not be used in training
+        with torch.inference_mode(False), torch.no_grad():
             plain = parameter.detach()
             self.value = plain.to(dtype)
             self._now: Tensor | None = None

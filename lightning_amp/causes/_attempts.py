@@ -20,7 +20,7 @@ class Attempt(Generic[What, Result]):
     """A remedy to try."""
 
     what: What  # a setting written as code, or a `Remedy`
-    run: Callable[[], Result]  # runs the user's step with the remedy
+    run: Callable[[], Result]  # a function that runs the user's step with the remedy
 
 
 def first_that_works(

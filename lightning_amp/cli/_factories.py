@@ -67,7 +67,7 @@ def make_trainer_argument(name: str, value: Any, import_from: Sequence[str] = ()
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_lightning_class_args(Trainer, "trainer")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # from jsonargparse, about Lightning
+        warnings.simplefilter("ignore", DeprecationWarning)  # warnings of jsonargparse about Lightning
         made = parser.instantiate_classes(parser.parse_object({"trainer": {name: value}}))
     found = made["trainer"][name]
     return found[0] if isinstance(value, list) else found

@@ -92,7 +92,7 @@ def parse_user_classes(configs: Sequence[Mapping[str, Any]], arguments: Sequence
     parser.add_lr_scheduler_args()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # from jsonargparse, about Lightning
+            warnings.simplefilter("ignore", DeprecationWarning)  # warnings of jsonargparse about Lightning
             texts = [f"--config={json.dumps(config, default=str)}" for config in configs]
             parsed = parser.parse_args([*texts, *arguments], defaults=False).as_dict()
     except Exception as error:
@@ -128,7 +128,7 @@ def _import(key: str, what: str, class_paths: Sequence[str]) -> None:
             importlib.import_module(module)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-            return  # no such module: jsonargparse says so
+            return  # the module does not exist: jsonargparse reports that itself
         text = f"--{key} {class_paths[-1]}: importing `{module}` raised {type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             text += "; only code below `if __name__ == '__main__':` may exit"

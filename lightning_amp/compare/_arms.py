@@ -77,7 +77,7 @@ def parse_arms(precisions: object, strategy: Any = "auto") -> dict[str, ArmSpec]
 def _label(value: object) -> str:
     simple = isinstance(value, (str, int, torch.dtype)) and not isinstance(value, bool)
     advice = "Give a plugin or arguments a label: `precisions={'fp32': 'fp32', 'mine': plugin}`."
-    require(simple, "precisions", "a sequence holds names", value, advice)
+    require(simple, "precisions", "names if it is a sequence", value, advice)
     return str(value)
 
 

@@ -45,7 +45,7 @@ def check_trainer_kwargs(trainer_kwargs: object) -> dict[str, Any]:
     """Return the arguments of the Trainer.
 
     Raises:
-        ValueError: If the Trainer does not know one of them, or if an arm cannot run with it.
+        ValueError: If one of them is not an argument of the Trainer, or if an arm cannot run with it.
 
     """
     advice = "Write an arm for each plugin: `precisions={'fp32': 'fp32', 'mine': plugin}`."
@@ -80,7 +80,7 @@ def check_trainer_names(trainer_kwargs: object, instead: str, advice: str) -> di
         advice: Words that explain how to write them.
 
     Raises:
-        ValueError: If the Trainer does not know one of them, or if one sets the precision.
+        ValueError: If one of them is not an argument of the Trainer, or if one sets the precision.
 
     """
     if trainer_kwargs is None:

@@ -78,8 +78,8 @@ def compare_precisions(
     either arm may be the faster one, it is printed as "speed undecided".
 
     Args:
-        make_module: Returns a new LightningModule: its class, or a function without arguments. Another process has to
-            import it, so it is at the top level of a file. The file may be the script, if that has a `__main__` guard.
+        make_module: Returns a new LightningModule: its class, or a function without arguments. Another process imports
+            it, so define it at the top level of a file. The file may be the script, if that has a `__main__` guard.
         make_data: Returns a new LightningDataModule, in the same way.
         precisions: Names, or a mapping from labels to names, plugins, or arguments of :class:`AmpPrecision`:
             `{"fp32": "fp32", "fp16, head in fp32": dict(precision="fp16", fp32_modules=["head"])}`. The first is the

@@ -31,8 +31,8 @@ def move_last_bits(module: nn.Module, seed: int) -> int:
     Such a run shows the run-to-run noise: the least difference between two runs of the reference. In a short, stable
     training the noise is far smaller than the rounding of another precision. The loss of the digits differs by 1e-8
     after four epochs, and by 2e-5 in bf16. The noise grows if training amplifies small changes. A precision that
-    differs no more than the control cannot be told from the reference. The control does the same work as the reference,
-    so its speed should be the same.
+    differs no more than the control cannot be distinguished from the reference. The control does the same work as the
+    reference, so its speed should be the same.
 
     The random numbers come from a generator of its own, so that the run draws the same numbers as the reference. A
     value of 0 becomes the smallest number of the format. Parameters in float16 stay, because `torch.nextafter` does not

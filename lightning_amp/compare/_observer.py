@@ -103,7 +103,7 @@ class Observer(Callback):
         self._pause()
         self._close_memory()
         if self._batch is not None:
-            with contextlib.suppress(Exception):  # the report then has no FLOPs
+            with contextlib.suppress(Exception):  # without it, the report has no FLOPs
                 self.matmul_flops = matmul_flops(trainer, pl_module, *self._batch)
         self._batch, self._over = None, True
 
@@ -181,4 +181,4 @@ def _end_process_group() -> None:
     """End this process and its children: the process that would read their results has ended."""
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
-    raise SystemExit("the process that asked for this arm is gone")
+    raise SystemExit("the process that started this arm has ended")

@@ -21,7 +21,10 @@ _SMALLER = 0.95
 
 @final
 class Recommendation(NamedTuple):
-    """The label of an arm, or `None`, and the sentences that give the reason; the first one says what to do."""
+    """The label of an arm, or `None`, and the sentences that give the reason.
+
+    The first sentence is the recommendation.
+    """
 
     label: str | None
     sentences: tuple[str, ...]

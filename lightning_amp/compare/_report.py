@@ -146,7 +146,7 @@ class PrecisionReport:
             if not isinstance(data.get("runs"), list):
                 raise ValueError("its `runs` are not a list")
             return cls(Plan.from_data(data.get("plan")), map(ArmRun.from_data, data["runs"]))
-        except (ValueError, RecursionError) as error:  # `json.JSONDecodeError` is a `ValueError`
+        except (ValueError, RecursionError) as error:  # this also catches `json.JSONDecodeError`, a `ValueError`
             raise ValueError(f"`{path}` is not what `PrecisionReport.to_json` writes: {error}") from error
 
     def to_html(self, path: str | os.PathLike[str]) -> None:

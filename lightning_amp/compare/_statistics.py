@@ -28,7 +28,7 @@ LEAST_PAIRS = 3
 """With fewer pairs there is no decision, because two values give no useful estimate of the spread."""
 
 _POWER = 0.8
-_SAME = 1e-6  # relative: metrics are float32, so that 0.91 - 0.90 is not exactly the margin of 0.01
+_SAME = 1e-6  # relative tolerance, because metrics are float32, in which 0.91 - 0.90 is not exactly the margin of 0.01
 
 # -- paired differences ------------------------------------------------------------------------------------------------
 

@@ -30,8 +30,8 @@ class Store:
     Args:
         dirpath: The folder, which is made.
         identity: The settings that distinguish this comparison from others, each as a text.
-        without_text: Types of settings whose objects all have the same text. If there are any, nothing is loaded,
-            and a warning says so.
+        without_text: Types of settings whose objects all have the same text. If there are such types, no earlier run is
+            loaded, and a warning names the types.
 
     Raises:
         ValueError: If the folder has runs of another comparison. The message names the folder and the settings that
@@ -57,7 +57,7 @@ class Store:
             )
 
     def load(self, label: str, seed: int) -> ArmRun | None:
-        """Return a run that has finished in this store; `None` if there is none, or if its file is torn."""
+        """Return a run that has finished in this store; `None` if there is none, or if its file is half written."""
         name = f"{file_name(label, seed)}.json"
         data = self._read(name) if self._reuses else None
         if data is None:

@@ -47,7 +47,7 @@ CANNOT_IMPORT = "cannot import"
 @final
 @dataclass(frozen=True)
 class Task:
-    """One training, as it is pickled for its process."""
+    """One training, in the form in which it is pickled for its process."""
 
     label: str
     seed: int
@@ -134,7 +134,7 @@ def _compare_in_fp32(trainer: Trainer, module: LightningModule, data: LightningD
     trainer.callbacks.append(MetricComparison())  # type: ignore[attr-defined]
     try:
         trainer.validate(module, datamodule=data, verbose=False)
-    except Exception:  # the report then has no comparison with fp32
+    except Exception:  # without it, the report has no comparison with fp32
         with contextlib.suppress(OSError):
             traceback.print_exc()
 
@@ -192,7 +192,7 @@ def _callback(trainer: Trainer | None, kind: Any) -> Any:
 
 
 def _precision(plugin: Any, history: ScaleHistory) -> str:
-    """Return our name of the precision, or Lightning's for a plugin that is not ours, and when the run fell back."""
+    """Return our name for the precision, or Lightning's name under other plugins, with the step of a fallback."""
     if plugin is None:
         return ""
     if history.fallbacks and history.first is not None:

@@ -77,10 +77,10 @@ class Diagnosis:
             scaled gradient overflowed. `"none"`: everything was finite.
         module: Qualified name of the module, the empty string for the outermost; `None` if no module is named.
         module_class: Class of the module.
-        where: In a forward: `"output"`; or `"input"`, if the module received a non-finite value although every module
-            before it was finite: an operation outside of any module overflowed. In a backward: `"parameter"`, the
-            gradient of a parameter; `"input"`, the gradient that the module computed for its input; `"output"`, the
-            gradient that arrived from the loss or from operations outside of any module.
+        where: In a forward: `"output"`; or `"input"`, if the module's input was not finite although every module before
+            it was finite: an operation outside of any module overflowed. In a backward: `"parameter"`, the gradient of
+            a parameter; `"input"`, the gradient that the module computed for its input; `"output"`, the gradient that
+            arrived from the loss or from operations outside of any module.
         parameter: In a backward the qualified name of the parameter; with cause `"weights"` the parameter or buffer
             that is not finite.
         dtype: Dtype of the first non-finite output or gradient, such as `"float16"`.

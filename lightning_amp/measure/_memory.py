@@ -135,7 +135,7 @@ class TensorPeak(PeakMemory):
         self._started = True
         if _torch.is_profiling():
             return
-        gc.collect()  # garbage that an earlier profile saw allocated would be subtracted when it is freed in this one
+        gc.collect()  # otherwise memory from an earlier profile that is freed in this profile would be subtracted
         with contextlib.suppress(Exception):
             profile: Any = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
             profile.__enter__()

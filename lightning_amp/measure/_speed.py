@@ -158,7 +158,7 @@ def times_as_fast(ratio: float, low: float | None = None, high: float | None = N
 
 
 def _written(factors: list[float]) -> list[str]:
-    """Write factors above 1 with enough decimals to tell them from 1 and from each other."""
+    """Write factors above 1 with enough decimals to distinguish them from 1 and from each other."""
     least, spread = min(factors), max(factors) - min(factors)
     one_is_enough = round(least, 1) > 1 and (len(factors) == 1 or spread >= 0.1)
     digits = 1 if one_is_enough else 2 if least >= 1.005 else 3

@@ -73,16 +73,16 @@ class AmpPrecision(MixedPrecision):
             globs on qualified names (`"queue*"`, `"head.centre"`). Use it for buffers that a step writes itself, such
             as queues of keys, centres and codebooks. They may have any dtype, and be edited or replaced.
         upcast_parameters: Make trainable parameters that are fp16 or bf16 when a fit begins (a model loaded in
-            bfloat16) float32, permanently, before optimizers exist; in `"fp32"` too. Half-precision buffers beside them
-            become float32 as well, frozen parameters stay. `False`: such parameters are an error, except in `"fp32"`.
+            bfloat16) float32, permanently, before optimizers exist; in `"fp32"` too. Half-precision buffers of their
+            modules too; frozen parameters stay. `False`: such parameters are an error, except in `"fp32"`.
         fp8_recipe: For `"fp8"` only: how values are scaled before they are rounded to 8 bits. `None` is
             `"rowwise_with_gw_hp"`, the most accurate; `"rowwise"`, `"tensorwise"` (the fastest), or a
             `torchao.float8.Float8LinearConfig`, with `emulate=True` for a device without fp8.
-        fallback: Precisions to go on in, in order, when the run is stuck: `["bf16", "fp32"]`. It is stuck when the
-            limit of skips in a row is reached, and at least half of them are because of gradients. The next batch then
-            runs in the next precision, which a warning says, without a loss scale, and the count of skips starts at 0.
-            A checkpoint resumes in its own precision, and another Trainer starts in `precision`. With `"auto"`, the
-            list begins behind the precision that was picked.
+        fallback: Precisions in which a stuck run continues, in order: `["bf16", "fp32"]`. A run is stuck if the limit
+            of skips in a row is reached and gradients caused at least half of them. The next batch then runs in the
+            next precision without a loss scale, after a warning, and the count of skips starts at 0. A checkpoint
+            resumes in its own precision, and another Trainer starts in `precision`. With `"auto"`, the list begins
+            after the picked one.
 
     Raises:
         ValueError: For an unknown precision, a scaler with `"bf16"` or `"fp8"`, or a `fallback` that cannot help. When
@@ -240,7 +240,7 @@ class AmpPrecision(MixedPrecision):
         return self.autocast_context_manager()
 
     def forward_context_of(self, precision: str) -> AbstractContextManager[Any]:
-        """Return the forward context of a training step in this precision, to run it again; empty: the present one."""
+        """Return the forward context of a training step, to run it again in this precision, or in the present one."""
         return self.forward_context() if self._run is None else self._run.forward_context_of(precision)
 
     @override
@@ -352,7 +352,7 @@ class AmpPrecision(MixedPrecision):
             self.unscale_(optimizer)
             self.clip_grad_by_value(optimizer, clip_val)
             return
-        if self._fit is not None:  # no check here: a norm that is not finite makes gradients NaN, which the step finds
+        if self._fit is not None:  # no check here: the step finds the NaN gradients that a non-finite norm causes
             gradients = self._fit.steps.gradients
             gradients.unscale(gradients.state(optimizer))
         if clip_val > 0:
@@ -412,7 +412,7 @@ class AmpPrecision(MixedPrecision):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # state that the checkpoint lacks starts afresh, even if an earlier fit has left some
+        # state that the checkpoint lacks is reset, even if an earlier fit has left some
         start = self._fallback.restart()
         if start is not None and start != self._choice and self._run is not None:
             self._go_on_in(start)

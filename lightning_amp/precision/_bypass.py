@@ -142,10 +142,10 @@ def _as_lists(outputs: Any) -> Any:
 class BypassedSteps:
     """Raises an error before an optimizer step that bypasses the plugin while its gradients are scaled.
 
-    Without it such a step would silently move the weights by the gradients times the scale. Torch calls it for each
-    step of every optimizer, through its public registry of step hooks, until :meth:`detach`. Steps of the plugin pass,
-    and so do steps on gradients that are not scaled. The plugin records the scale of its own optimizers' gradients; for
-    other optimizers, the hooks on their backwards record it.
+    Without the error, such a step would silently move the weights by the gradients times the scale. Torch calls it for
+    each step of every optimizer, through its public registry of step hooks, until :meth:`detach`. Steps of the plugin
+    pass, and so do steps on gradients that are not scaled. The plugin records the scale of its own optimizers'
+    gradients; for other optimizers, the hooks on their backwards record it.
 
     Cost: two calls per optimizer step. Without loss scaling, it is not installed.
     """

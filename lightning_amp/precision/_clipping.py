@@ -48,8 +48,8 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 def _add_up(groups: list[list[nn.Parameter]]) -> None:
     """Add up gradients that sequence parallelism leaves as one summand per rank.
 
-    Clipping by value needs the sum, because the elements of one summand are not the elements of the gradient. The norm
-    could be, but up to torch 2.11 multiplying such a `DTensor` in place changes nothing.
+    Clipping by value needs the sum, because the elements of one summand are not the elements of the gradient. Clipping
+    by norm could do without the sum, but up to torch 2.11, multiplying such a `DTensor` in place has no effect.
     """
     for parameter in (p for group in groups for p in group):
         grad: Any = parameter.grad

@@ -15,7 +15,7 @@ from lightning_amp.casting import Choice, Precision, parse_precision
 from lightning_amp.findings import StepPrecision
 from lightning_amp.scaling import Saved
 
-_PRECISION, _BEGAN_IN = "precision", "began_in"  # in a checkpoint
+_PRECISION, _BEGAN_IN = "precision", "began_in"  # the key in a checkpoint
 
 
 @final
@@ -23,8 +23,8 @@ class Fallback:
     """The checked argument `fallback`, and the position of a run in this list.
 
     If `"auto"` picks a precision of the list, the list begins behind it, so that one configuration serves all machines.
-    A checkpoint also says in which precision a run began, because with `"auto"` another machine, or another
-    measurement, may pick another one.
+    A checkpoint also stores the precision in which a run began, because another machine or measurement may pick another
+    precision for `"auto"`.
 
     Attributes:
         reached: The precision that the run fell back to; `None` before it fell back.
@@ -125,7 +125,7 @@ class Fallback:
         `None` if it does not change.
         """
         if _PRECISION not in saved or self._began_in is None:
-            return None  # the checkpoint is from another plugin, or of a scaler alone
+            return None  # the checkpoint is from another plugin, or holds a scaler only
         names = [str(saved.any(key)) for key in (_PRECISION, _BEGAN_IN)]
         for key, name in zip((_PRECISION, _BEGAN_IN), names, strict=True):
             if name not in get_args(StepPrecision) or not name:

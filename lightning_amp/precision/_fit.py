@@ -132,14 +132,17 @@ class Run:
         return self.forward.evaluation_step(self.module if module is None else module, step)
 
     def forward_context_of(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        """Return the forward context of a training step in this precision; empty: the present one."""
+        """Return the forward context of a training step in this precision; an empty name is the present precision."""
         if precision in ("", self.forward.training.name):
             return self._plugin.forward_context()
         with self.forward.pretending(Choice.of(precision)):
             return self._plugin.forward_context()
 
     def fp8_on(self, module: nn.Module, precision: str) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a copy's fp8 layers in a training step of this precision; empty: the present one."""
+        """Return the context of a copy's fp8 layers in a training step of this precision.
+
+        An empty name stands for the present precision.
+        """
         if self.fp8 is None or (precision or self.forward.training.name) != "fp8":
             return contextlib.nullcontext()
         return self.fp8.on(module)
@@ -200,7 +203,8 @@ class Fit:
         self.protection = SkipProtection(module, run.named_buffers, on=self.steps.skips)
         self.fold_plan = FoldPlan(module, own_norm)
         self._anomaly: AnomalyCheck | None = None
-        self._may_turn_half = run.forward.training.mixed  # the first step shows whether parameters do
+        # the first step shows whether parameters become half precision
+        self._may_turn_half = run.forward.training.mixed
         self._compiling = _modules.CompiledBackwardWithoutAutocast()
         self._compiling.start()
         self._guard(watch)
@@ -313,7 +317,7 @@ class Fit:
         return StepPlan(fold, max_norm, protection.host_must_know(optimizer), protection.asks_for_loss)
 
     def _compute(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
-        if self._automatic:  # Lightning's closure enters the context around `training_step` itself
+        if self._automatic:  # Lightning's closure itself enters the context of `training_step`
             output = closure()
         else:
             with self._plugin.forward_context():

@@ -78,7 +78,7 @@ class ForwardContexts:
         self._idle_rules: IdleRules | None = None
         self._prepare()
         self._fp32_metrics = Fp32Metrics(module, device_type)
-        # of shadows of the module that a callback validates beside it
+        # contexts of shadows, the copies of the module that a callback validates
         self._shadows: WeakKeyDictionary[nn.Module, Fp32Metrics] = WeakKeyDictionary()
         self._step: str | None = None  # the kind of the step that ran last
         self._epoch_ends: dict[str, EpochEnd] = {}
@@ -99,7 +99,7 @@ class ForwardContexts:
     def change(self, training: Choice, evaluation: Choice) -> None:
         """Continue in other precisions, between two steps.
 
-        If all of it is fp32 from here on, the overrides of fp32 modules stay: they change nothing.
+        If everything is fp32 from now on, the overrides of fp32 modules stay, because they have no effect.
         """
         was_mixed = self._mixed
         self.training, self.evaluation = training, evaluation
@@ -126,7 +126,7 @@ class ForwardContexts:
 
     @property
     def in_fp8(self) -> bool:
-        """Return whether the fp8 layers shall multiply in fp8 now."""
+        """Return whether the fp8 layers should multiply in fp8 now."""
         return not self.evaluating and self.training.name == "fp8"
 
     def finish(self) -> None:
@@ -219,7 +219,7 @@ class ForwardContexts:
         before, self.evaluating = self.evaluating, True
         try:
             around = self._around_evaluation(module, step) if self.evaluation.mixed else _NOTHING
-            # not in a hook: users export models there, which needs the module's own `forward`
+            # not in a hook, because users export models there, and an export needs the module's own `forward`
             shares = step is not None and module is self._module
             with around, SharedCopies(self.reused_weights, step) if shares else _NOTHING, self.autocast():
                 yield

@@ -28,7 +28,7 @@ Our scaler is saved there too, so that a run can continue in stock Lightning.
 STOCK_FSDP_KEY = "FSDPPrecision"
 """The same for `FSDPStrategy`."""
 
-_DERIVATIVES = "derivative_scale"  # only in runs that have used it
+_DERIVATIVES = "derivative_scale"  # saved only if the run has used it
 
 _KEYS = ("AmpPrecision", "FSDPAmpPrecision", STOCK_KEY, STOCK_FSDP_KEY, "native_amp_scaling_state")
 
@@ -106,7 +106,7 @@ class Ledger:
             if not set(map(str, streak)) <= {"loss", "gradient"}:
                 raise saved.wrong("consecutive_skips", 'a list of "loss" and "gradient"')
             counters = (saved.count("num_steps"), saved.count("num_skipped"), streak, saved.record("last_step"))
-            if _DERIVATIVES in saved:  # first, because it may be refused
+            if _DERIVATIVES in saved:  # loaded first, because it may be refused
                 self.derivatives.load(saved, _DERIVATIVES)
             self.log.restore(*counters)
         if scaler is not None and scaler_state:  # fp16 from a bf16 checkpoint starts with a new scale

@@ -203,7 +203,8 @@ def _in_fabric(plugin: Any) -> str:
     text = "in Fabric, where you write the step yourself, use"
     if plugin.precision != "16-mixed":
         return f"{text} `L.Fabric(precision={plugin.precision!r})`"
-    scaler = f"plugins=[MixedPrecision('16-mixed', {plugin.device!r}, DynamicLossScaler())]"  # the CPU takes no string
+    # on the CPU, Fabric does not accept a precision string
+    scaler = f"plugins=[MixedPrecision('16-mixed', {plugin.device!r}, DynamicLossScaler())]"
     return (
         f"{text} `L.Fabric({scaler})` with `lightning.fabric.plugins.MixedPrecision` and"
         " `lightning_amp.DynamicLossScaler`"

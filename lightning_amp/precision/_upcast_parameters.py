@@ -1,4 +1,4 @@
-"""Train a module that was loaded in half precision in float32, as `upcast_parameters` asks.
+"""Convert a module that was loaded in half precision to float32 for training, for the argument `upcast_parameters`.
 
 The strategy passes the module to the plugin late. Callbacks have copied it in `setup`, and on one device and in DDP a
 checkpoint has been loaded into it, rounded. So averages are upcast too, and the weights of the checkpoint are loaded
@@ -130,9 +130,10 @@ def upcast_parameters(module: nn.Module, *, keep: bool = False) -> Upcast:
     """Make trainable fp16 and bf16 parameters float32, one after the other; leave frozen ones alone.
 
     The parameters stay the same objects, so that ties, parameter groups and hooks hold. Their gradients become float32
-    with them, and so do half-precision buffers of the same parts of the module: BatchNorm takes no bfloat16 statistics
-    beside float32 weights. A buffer belongs to the innermost module around it that has parameters. The buffer stays
-    unchanged if none of these parameters is upcast. With `keep` the result holds the old values, and their memory.
+    with them, and so do half-precision buffers of the same parts of the module: BatchNorm does not accept bfloat16
+    statistics together with float32 weights. A buffer belongs to the innermost module around it that has parameters.
+    The buffer stays unchanged if none of these parameters is upcast. With `keep` the result holds the old values, and
+    their memory.
     """
     half = {p: None for p in module.parameters() if p.requires_grad and p.dtype in HALF_DTYPES}
     before = {parameter: parameter.data for parameter in half} if keep else {}

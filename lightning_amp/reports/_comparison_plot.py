@@ -1,4 +1,4 @@
-"""Draw each metric in AMP and in fp32, and beside it the difference between the two."""
+"""Draw each metric in AMP and in fp32, and next to it the difference between the two."""
 
 from __future__ import annotations
 

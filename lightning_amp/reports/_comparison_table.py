@@ -54,7 +54,7 @@ class ComparisonTable(SampledTable[ComparisonRow]):
         return self._tolerance.get(metric) if isinstance(self._tolerance, Mapping) else self._tolerance
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, max_rows: int | None = MAX_ROWS) -> Figure:
-        """Plot each metric over epochs: its values in AMP and in fp32, and beside them the difference.
+        """Plot each metric over epochs: its values in AMP and in fp32, and next to them the difference.
 
         Several loaders are drawn as lines in one panel; a tolerance is a band. Needs matplotlib.
 

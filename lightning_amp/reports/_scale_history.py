@@ -209,7 +209,8 @@ class ScaleHistory(Table[StepRecord]):
                         _PRECISIONS[_PRECISIONS.index(precision)],  # type: ignore[arg-type]
                     )
                     if record.index <= (-1 if history.last is None else history.last.index) or not (
-                        0 <= record.scale < math.inf and 0 <= record.next_scale < math.inf  # torch's falls to 0
+                        # the scale of torch's own scaler can fall to 0
+                        0 <= record.scale < math.inf and 0 <= record.next_scale < math.inf
                     ):
                         raise ValueError("steps come in their order, with scales that are finite and not negative")
                 except ValueError as error:
@@ -367,10 +368,10 @@ class PolicyReplay:
     """
 
     LIMITS: ClassVar[str] = (
-        "A step that overflowed would have done so at every larger scale, and one that did not would not at any smaller"
-        " one. The record does not decide the scales between: the ends of a range assume that no such step overflows,"
-        " and that all of them do. Nor can a replay know what would have followed: after another skip the"
-        " weights are others, and so are all later gradients. Above the scales of the record nothing was tried."
+        "A step that overflowed would have overflowed at every larger scale too, and a step that did not overflow would"
+        " not have at any smaller scale. The record does not decide the scales between: the ends of a range assume that"
+        " no such step overflows, and that all of them do. A replay also cannot predict later steps: after a different"
+        " skip, the weights and all later gradients differ. The record has no information about scales above its own."
     )
     """The limitations of a replay, as the command prints them."""
 

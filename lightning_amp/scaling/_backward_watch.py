@@ -33,11 +33,13 @@ class BackwardWatch:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], others: Iterable[Any]) -> None:
-        self._plugins_scale: Tensor | None = None  # while the plugin's backward runs
-        self._by_hand: tuple[int, Tensor] | None = None  # the latest backward that the user scaled: number, scale
-        self._spokesmen: dict[int, Any] = {}  # by id of a known optimizer: its watched parameter
-        self._scales: dict[int, Tensor | None] = {}  # by id of the parameter: the scale of its latest backward
-        self._left: dict[int, weakref.ref[Tensor] | None] = {}  # by id: the gradient that this backward left
+        self._plugins_scale: Tensor | None = None  # the scale while the plugin's backward runs
+        self._by_hand: tuple[int, Tensor] | None = None  # number and scale of the latest backward that the user scaled
+        self._spokesmen: dict[int, Any] = {}  # the watched parameter of each known optimizer, by the optimizer's id
+        # the scale of each parameter's latest backward, by the parameter's id
+        self._scales: dict[int, Tensor | None] = {}
+        # the gradient that this backward left, by the parameter's id
+        self._left: dict[int, weakref.ref[Tensor] | None] = {}
         self._plain: set[int] = set()  # ids of parameters whose latest derivative was not scaled
         self._handles: dict[int, tuple[Any, Any]] = {}
         known: set[int] = set()

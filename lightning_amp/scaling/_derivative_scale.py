@@ -19,7 +19,7 @@ FIRST_SCALE = 2.0**10
 """Derivatives of up to 64 fit into float16 at this scale, and derivatives of 6e-8 keep all their digits."""
 
 _TOO_SMALL = 2.0**-4  # the scale may grow if the largest scaled derivative is below
-_PATIENCE = 2000.0  # calls after an overflow in which it does not grow; as many as a loss scale waits
+_PATIENCE = 2000.0  # calls after an overflow in which it does not grow; as many calls as a loss scale waits steps
 
 
 @final
@@ -38,7 +38,7 @@ class DerivativeScale:
     """
 
     def __init__(self) -> None:
-        self._current: Tensor | None = None  # both of shape [], never changed in place
+        self._current: Tensor | None = None  # scale and patience, of shape [], never changed in place
         self._patience: Tensor | None = None  # calls until it may grow again
 
     def grad(

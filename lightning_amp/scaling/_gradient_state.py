@@ -126,7 +126,7 @@ class GradientState:
         if probe is not None and (self._had_gradients or not may_have_none) and not has_gradients(self.optimizer):
             probe = None  # gradients were dropped, so earlier losses do not matter any more
         self.loss_probe, self.bad_loss = merge_losses(probe, loss), None
-        if not self._kept.is_empty:  # dropped or zeroed gradients do not enter the next step
+        if not self._kept.is_empty:  # dropped or zeroed gradients do not affect the next step
             self._kept.begin_backward(Gradients(self.optimizer).largest())
         if isinstance(self.form, Unscaled):
             self.form = UNCHECKED
@@ -264,7 +264,7 @@ class GradientState:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def wait(self, *, asks_for_loss: bool) -> bool:
-        """Wait for the device, once, for whether to skip the step and, if asked, whether the loss was finite."""
+        """Wait for the device once, and read whether to skip the step and, on request, whether the loss was finite."""
         found_inf, probe = self.found_inf, self.loss_probe
         assert found_inf is not None
         if not asks_for_loss or probe is None or _scalars.in_host_memory(probe):
@@ -306,7 +306,7 @@ class GradientState:
         self._had_gradients |= self.has_gradients
 
     def _new_flag(self, device: torch.device) -> Tensor:
-        """Return a flag [] of 0.0, which a check may write into."""
+        """Return a flag [] of 0.0 to which a check may write."""
         flag, self._spare_flag = self._spare_flag, None
         if flag is not None and flag.device == device:
             return flag

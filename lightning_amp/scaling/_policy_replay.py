@@ -49,7 +49,7 @@ def scaler_of_policy(policy: Mapping[str, Any], first_scale: float) -> DynamicLo
         raise ValueError(f"A policy has the settings {legal} (see `DynamicLossScaler`); got {unknown[0]!r}.")
     default = DynamicLossScaler()
     least, most = policy.get("min_scale", default.min_scale), policy.get("max_scale", default.max_scale)
-    if is_number(least) and is_number(most):  # the scaler refuses other values, and says why
+    if is_number(least) and is_number(most):  # the scaler refuses wrong values with an error
         first_scale = min(max(first_scale, least), most)
     return DynamicLossScaler(**{"init_scale": first_scale, **policy})
 
@@ -58,9 +58,9 @@ def replay_policy(records: Sequence[StepRecord], scaler: DynamicLossScaler, *, a
     """Run the scaler's own rule over the overflows of a run.
 
     If the gradients of a step overflowed at one scale, they would have overflowed at every larger scale. If they did
-    not, they would not have at any smaller scale. A step with a non-finite loss is skipped at every scale. These rules
-    decide most steps. The other steps need an assumption. Replay once with `assume_overflow` and once without: the
-    truth may lie between the two runs.
+    not overflow, they would not have overflowed at any smaller scale either. A step with a non-finite loss is skipped
+    at every scale. These rules decide most steps. The other steps need an assumption. Replay once with
+    `assume_overflow` and once without: the truth may lie between the two runs.
 
     Args:
         records: As :class:`~lightning_amp.reports.ScaleHistory` stores them: the steps between two records were applied
@@ -70,7 +70,7 @@ def replay_policy(records: Sequence[StepRecord], scaler: DynamicLossScaler, *, a
 
     Raises:
         ValueError: If several optimizers did not step once each in every batch. The scale moves once per batch, and
-            such records do not say where a batch ends.
+            such records do not show where a batch ends.
 
     Cost: some 50 microseconds for each batch that overflows or in which the scale grows. All other batches cost
     nothing.

@@ -145,7 +145,7 @@ def merge_losses(probe: Tensor | None, loss: Tensor) -> Tensor:
 
 
 def is_from_loss(probe: Tensor, found_inf: Tensor) -> Tensor:
-    """Return whether an overflow, `found_inf` [], comes from a non-finite loss: bool [], beside `found_inf`."""
+    """Return whether an overflow, `found_inf` [], is due to a non-finite loss: bool [], on the same device."""
     return nonfinite(probe).to(found_inf.device).logical_and(found_inf)
 
 
@@ -160,7 +160,7 @@ class Subscription:
         on_bad_loss: Gets the record of each step that was applied although its loss was not finite.
         before_update: Called with the index of a step and its optimizer, right before the update reads hyperparameters.
         cause: Explains, for the error of a stuck run, the skips since a given step index. It returns an empty text if
-            it has no explanation; `None` if the listener does not look for causes.
+            it has no explanation; `None` if the listener does not search for causes.
 
     """
 
@@ -199,8 +199,8 @@ class RecordLog:
     """Keeps references to scalars on the device and turns them into `StepRecord`s one block at a time.
 
     Appending a result launches no kernel and does not wait, because scale tensors are never changed in place. Reading a
-    block waits for the device once. It transfers the flags, the scales (only the last ones if nobody listens) and, if
-    steps were skipped, their losses.
+    block waits for the device once. It transfers the flags, the scales (only the last scales if there is no listener)
+    and, if steps were skipped, their losses.
 
     Args:
         max_consecutive_skips: Raise `FloatingPointError` when the records of this many skips in a row are read. `None`
@@ -237,9 +237,9 @@ class RecordLog:
         self._offers_fallback = offers_fallback
         self._precision: StepPrecision = ""
         self._on_stuck: Callable[[str], None] | None = None
-        self._pending: list[StepResult] = []  # complete, but not read yet
-        self._open: list[StepResult] = []  # the next scale is not known yet
-        self._in_batch = False  # there are records since the last batch was closed
+        self._pending: list[StepResult] = []  # complete records that were not read yet
+        self._open: list[StepResult] = []  # records whose next scale is not known yet
+        self._in_batch = False  # whether there are records since the last batch ended
         self._known_streak = 0  # number of skips in a row, as far as the host has it without reading
         self._num_blocks = 0
         self._is_stuck = False
@@ -322,7 +322,8 @@ class RecordLog:
         if not self._in_batch:
             return
         at_once = any(s.at_once for s in self.subscriptions)
-        if _torch.is_capturing() and not at_once:  # a later batch reads; with `at_once` CUDA raises its own error
+        # a later batch reads the records; with `at_once`, CUDA raises its own error
+        if _torch.is_capturing() and not at_once:
             return
         self._in_batch = False
         limit = self._max_consecutive_skips
@@ -388,9 +389,10 @@ class RecordLog:
             self._raise_stuck(self.last)
 
     def so_far(self, next_scale: Tensor | None) -> tuple[int, int, StepRecord | None]:
-        """Return applied steps, skipped steps and the last record, with the current batch. Waits, as :meth:`flush`.
+        """Return applied steps, skipped steps and the last record, with the current batch.
 
-        `next_scale` [] is the present scale; the current batch has not changed it yet.
+        This waits for the device, like :meth:`flush`. `next_scale` [] is the present scale; the current batch has not
+        changed it yet.
         """
         self.flush()
         if not self._open:

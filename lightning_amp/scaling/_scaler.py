@@ -63,7 +63,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
     * Limits. Torch's scale can fall to 0, and the next healthy batch is then multiplied by an infinite inverse.
     * A non-finite *loss* leaves the scale alone. Scaling acts on gradients, so lowering the scale cannot help.
     * Hysteresis after Megatron-LM: the scale falls only after several overflows.
-    * An end: `max_consecutive_skips` skipped steps in a row raise an error that says why.
+    * An end: `max_consecutive_skips` skipped steps in a row raise an error with the reasons.
 
     It works wherever a `GradScaler` does, in a plain torch loop too. In a Trainer, pass it to
     :class:`~lightning_amp.AmpPrecision`, which decides whether to skip steps, while this class decides the scale.
@@ -212,7 +212,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
             return
         found_infs = _torch.take_found_infs(self)
         if not found_infs:
-            raise AssertionError("No inf checks were recorded prior to update.")  # torch's own words and type
+            raise AssertionError("No inf checks were recorded prior to update.")  # torch's own message and type
         used = self.scale_tensor
         found_inf = found_infs[0].to(used.device)
         for other in found_infs[1:]:
@@ -244,7 +244,8 @@ class DynamicLossScaler(torch.amp.GradScaler):
             new_allowance = torch.where(grew, self.hysteresis, new_allowance)
             if held is not None:
                 new_allowance = torch.where(held.bool(), allowance, new_allowance)
-            self._allowance = allowance.copy_(new_allowance)  # in place, for a graph that has captured this
+            # written in place, because a CUDA graph may have captured this tensor
+            self._allowance = allowance.copy_(new_allowance)
         new_scale.clamp_(self.min_scale, self.max_scale)
         if held is not None:
             stays = held if held.dtype == torch.bool else held > 0
@@ -331,13 +332,13 @@ class BatchSteps:
     A batch may take many steps, such as several epochs over a rollout in one `training_step`. If the scale could not
     fall in between, one overflow would repeat in every step, and the run would end with an error. So the scale may fall
     when a round of steps is over: when all optimizers have stepped, or one of them has stepped again. Rounds count
-    steps, not overflows, so the result does not depend on whether the host or only the device knows of an overflow.
+    steps, not overflows, so the result does not depend on whether the host has read the overflow flag.
     """
 
     def __init__(self) -> None:
-        self._counted: list[StepResult] = []  # move the scale at the end of the batch
-        self._handled: list[StepResult] = []  # have lowered the scale, unless the device found them clean
-        self._round: list[StepResult] = []  # in the current round
+        self._counted: list[StepResult] = []  # steps that move the scale at the end of the batch
+        self._handled: list[StepResult] = []  # steps that have lowered the scale, unless the device found them clean
+        self._round: list[StepResult] = []  # steps in the current round
         self._stepped: set[int] = set()  # optimizers that stepped in this batch
         self._again: set[int] = set()  # optimizers that stepped more than once
 
@@ -443,7 +444,7 @@ def _advance(scaler: torch.amp.GradScaler, found_inf: Tensor, held: Tensor) -> N
 
 
 def _update_foreign(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
-    # `update` writes in place, and records hold the old tensor
+    # `update` writes in place, but records still refer to the old tensor
     _torch.set_scale_tensor(scaler, _torch.scale_tensor(scaler).clone())
     _torch.give_found_inf(scaler, found_inf)
     scaler.update()

@@ -81,7 +81,8 @@ class OptimizerSteps:
 
     def _use(self, scaler: torch.amp.GradScaler | None, skip_nonfinite: bool, watch: BackwardWatch | None) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._multiply = None if self.scaler is None else self.scaler.scale  # before the plugin overrides it
+        # taken before the plugin overrides the method
+        self._multiply = None if self.scaler is None else self.scaler.scale
         self.skips = self.scaler is not None or skip_nonfinite
         self._batch = BatchSteps()
         self.gradients.use(self.scaler, watch)
@@ -217,13 +218,15 @@ class OptimizerSteps:
         """
         assert self.scaler is not None
         self._batch.clear()
-        _torch.set_scale_tensor(self.scaler, _torch.scale_tensor(self.scaler).clone())  # torch's is written in place
+        # torch writes its scale in place, so keep a copy
+        _torch.set_scale_tensor(self.scaler, _torch.scale_tensor(self.scaler).clone())
         replace()
         self.log.close_batch(_torch.scale_tensor(self.scaler))
         self.gradients.note_scale()
 
 
-class _SkipStep(BaseException):  # not an Exception: user code around the closure may catch those
+# derives from BaseException, because user code around the closure may catch every Exception
+class _SkipStep(BaseException):
     def __init__(self, step: _Step) -> None:
         super().__init__()
         self.step = step

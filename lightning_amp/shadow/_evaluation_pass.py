@@ -26,7 +26,7 @@ Stage = Literal["validation", "test"]
 """The stage in the names of hooks, `on_test_batch_start`, and steps, `test_step`."""
 
 EVALUATION_FILE = __file__
-"""File that calls the step: an `OperationWatch` looks for the user's line inside of it."""
+"""File that calls the step: an `OperationWatch` searches for the user's line in the frames inside of it."""
 
 Context = Callable[[LightningModule], AbstractContextManager[Any]]
 
@@ -46,7 +46,7 @@ class EvaluationPass:
         step_context: Returns the context of the step.
         epoch_end_context: Returns the context of the epoch-end hook, inside `hook_context`.
         metrics: Metrics of the loaders that the module has finished.
-        upcast: Half-precision weights, buffers and batches become float32. For a pass in fp32.
+        upcast: Convert half-precision weights, buffers and batches to float32, for a pass in fp32.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ def follow_ddp_buffers(trainer: Trainer, module: LightningModule) -> None:
     per dtype.
     """
     ddp = trainer.strategy.model
-    # DDP does not copy them after a forward without synchronised gradients: in manual optimization, for example.
+    # DDP does not copy buffers after a forward without synchronised gradients, as in manual optimization.
     if not isinstance(ddp, DistributedDataParallel) or not ddp.will_sync_module_buffers():
         return
     by_dtype: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -155,7 +155,7 @@ class _Copier:
                 for item in value.values() if cls in MAPPINGS else value:
                     self._share(item, depth + 1)
         elif isinstance(value, nn.Module):
-            # In a plain list: this is how users keep a large frozen teacher out of `parameters()`.
+            # Modules in a plain list: users keep a large frozen teacher out of `parameters()` in this way.
             self.share(value)
         elif isinstance(value, torch.jit.ScriptFunction):
             self.memo[id(value)] = _script_copy(value)
@@ -198,7 +198,7 @@ class _Copier:
         if cls in _ATOMS:
             return value
         if cls in (dict, OrderedDict) and not value and id(value) not in self.memo:
-            # A module has ten empty ones, for hooks, and `copy.deepcopy` takes three times as long.
+            # A module has ten empty dictionaries for hooks, and `copy.deepcopy` of them takes three times as long.
             self.memo[id(value)] = result = cls()
             return result
         known = len(self.memo)
@@ -207,7 +207,7 @@ class _Copier:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-        # A failed copy leaves half-filled objects in the memo, where a second reference would find them.
+        # A failed copy leaves half-filled objects in the memo. A second reference would then reuse them.
         for key in list(self.memo)[known:]:
             del self.memo[key]
         return self.piecewise(value, path)
@@ -246,7 +246,7 @@ class _Copier:
             for name, item in _state_of(value).items():
                 vars(result)[name] = self.value(item, f"{path}.{name}")
         else:
-            # Not into the memo, so that closures of hooks keep the original.
+            # The replacement does not enter the memo, so that closures of hooks keep the original.
             self.refused = True
             return NotCopied(path, value, self.permission)
         self.memo[id(value)] = result
@@ -282,7 +282,7 @@ def _script_copy(script: Any) -> Any:
 
 
 def _state_of(value: object) -> dict[str, Any]:
-    # `object.__getstate__` exists from Python 3.11 on, and returns other things than a dictionary.
+    # `object.__getstate__` exists from Python 3.11 on, and does not always return a dictionary.
     get_state: Callable[[], Any] | None = getattr(value, "__getstate__", None)
     state = get_state() if get_state is not None else None
     return dict(cast(Mapping[str, Any], state)) if isinstance(state, dict) else dict(vars(value))

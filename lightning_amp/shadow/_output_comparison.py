@@ -31,8 +31,8 @@ class OutputCall:
     kind: str  # class of the module
     inputs: list[Tensor]  # copies, if the comparison keeps them
     outputs: list[Tensor]  # copies, until they are compared
-    sums: Tensor | None = None  # each output against fp32, see `numerics.output_sums`: [number, 6]
-    input_sums: Tensor | None = None  # each input against fp32: [number, 6]
+    sums: Tensor | None = None  # each output compared with fp32, see `numerics.output_sums`: [number, 6]
+    input_sums: Tensor | None = None  # each input compared with fp32: [number, 6]
     num_values: int = 0  # in the outputs
 
 

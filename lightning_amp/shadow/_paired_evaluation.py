@@ -32,7 +32,7 @@ class ComparedEvaluation:
     fp32: dict[str, float]
     module_rows: list[ModuleRow]  # the compared outputs of modules, over all ranks
     unseen: list[str]  # names of modules that could not be watched because they are compiled
-    batches: FirstBatches  # for a search of the cause
+    batches: FirstBatches  # data for a search of the cause
     weights: list[Tensor] | None  # the parameters during the evaluation, if they are different at its end
 
 
@@ -65,8 +65,8 @@ class PairedEvaluation:
         *,
         by_module: bool = False,
     ) -> None:
-        self.running = True  # on all ranks
-        self.failed_for_good = False  # on any rank, in a way that the next comparison would fail, too
+        self.running = True  # whether the comparison runs, on all ranks
+        self.failed_for_good = False  # whether it failed on any rank in a way that the next comparison would fail, too
         self._trainer, self._module, self._on_failure = trainer, module, on_failure
         self._stage: Stage = stage
         self._limit_batches = limit_batches
@@ -82,7 +82,7 @@ class PairedEvaluation:
         self._totals = OutputTotals() if by_module else None
         self._outputs = OutputComparison()
         self._unseen: list[str] = []
-        self._watching = ExitStack()  # open during a batch of the real module
+        self._watching = ExitStack()  # the watch, entered during a batch of the real module
         self._is_noted = True
 
     def run_batch(self, batch: Any, batch_idx: int) -> None:

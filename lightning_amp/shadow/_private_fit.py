@@ -62,7 +62,7 @@ _FOLDER = "lightning-amp-private-"
 _MANY_EPOCHS, _MANY_STEPS = 1000, 1_000_000
 """The maximum length of a fit that a callback ends earlier.
 
-Schedules may ask for the number of steps, even with endless data.
+It is finite because schedules may read the number of steps, even with endless data.
 """
 
 
@@ -239,7 +239,7 @@ class _LeaveOut(Callback):
 
 @final
 class _KeepsNothing(ModelCheckpoint):
-    """Writes no checkpoints; for modules that ask `trainer.checkpoint_callback` for its folder."""
+    """Writes no checkpoints; for modules that read the folder of `trainer.checkpoint_callback`."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(dirpath=folder, save_top_k=0)

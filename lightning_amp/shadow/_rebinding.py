@@ -19,7 +19,7 @@ _EMPTY = object()
 def rebind_closures(modules: Iterable[nn.Module], memo: dict[int, Any]) -> None:
     """Make the functions that copied modules keep close over the copies.
 
-    `copy.deepcopy` returns functions as they are, so a hook `lambda *_: self.seen.append(1)` would write to the
+    `copy.deepcopy` does not copy functions, so a hook `lambda *_: self.seen.append(1)` would write to the
     original.
 
     Args:

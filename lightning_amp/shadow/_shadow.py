@@ -31,7 +31,7 @@ class Shadow:
         module: The real module. Neither is changed.
         trainer_attributes: Further attributes of the trainer's view.
         strategy_attributes: The same for `trainer.strategy`.
-        upcast: Half-precision parameters and buffers become float32. For a run in fp32.
+        upcast: Convert half-precision parameters and buffers to float32, for a run in fp32.
 
     Cost: building it copies parameters, buffers, metric states and other attributes: some 0.1 ms of host time per
     submodule. Building it does not wait for the device.

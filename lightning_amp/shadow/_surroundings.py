@@ -50,7 +50,7 @@ def unnoticed(device: torch.device) -> Generator[None]:
 
 
 def _restore_switch(switch: Any, precision: str) -> None:
-    if switch.fp32_precision != precision:  # writing the value would end an inheritance
+    if switch.fp32_precision != precision:  # writing a value would end the inheritance of a switch
         switch.fp32_precision = precision
 
 

@@ -26,7 +26,7 @@ from lightning_amp.shadow._views import View, replaying
 from lightning_amp.tracing import Fp32Draws, OperationWatch, RandomState, Trace, fp32_throughout, paired_random
 
 BOUNDARY = __file__
-"""File that calls the step: an `OperationWatch` looks for the user's line inside of it."""
+"""File that calls the step: an `OperationWatch` searches for the user's line in the frames inside of it."""
 
 
 @final
@@ -40,7 +40,7 @@ class TrainingPass:
     Args:
         trainer: The trainer, inside a training epoch.
         module: The real module. Neither is changed.
-        upcast: Half-precision parameters and buffers become float32. For a run in fp32.
+        upcast: Convert half-precision parameters and buffers to float32, for a run in fp32.
         precision: Our name of the step's precision, because a plugin that fell back goes on in another. Empty: the
             present precision.
 
@@ -120,7 +120,7 @@ class TrainingPass:
             scale: The loss scale.
             trace: Entered for the run.
             watch: Entered for the run.
-            step_watch: Entered for the run. It also unscales gradients where the step asks the plugin to.
+            step_watch: Entered for the run. It also unscales gradients where the step calls the plugin to do so.
             fp32_draws: Whether to draw random numbers like a pass in fp32, for a comparison with such a pass.
 
         Returns:
@@ -274,7 +274,7 @@ def _parameters(stand_in: Any) -> list[nn.Parameter]:
 
 
 def _zero_grad(stand_in: Any, set_to_none: bool = True) -> None:
-    for parameter in _parameters(stand_in):  # never in place: `gradients` may have kept them
+    for parameter in _parameters(stand_in):  # never in place, because `gradients` may have returned these tensors
         parameter.grad = None
 
 

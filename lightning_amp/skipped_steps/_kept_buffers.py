@@ -54,8 +54,9 @@ class KeptBuffers:
     def __init__(self, places: Sequence[BufferPlace], *, counted: bool) -> None:
         self._places, self._counted = places, counted
         self._window: _Closed | _Open = _Closed()
-        self._had_backward = False  # in this training step
-        self._last_attempt: tuple[Snapshot, int] | None = None  # its values, and the version after it
+        self._had_backward = False  # whether this training step had a backward
+        # the values of the last attempt, and the version after it
+        self._last_attempt: tuple[Snapshot, int] | None = None
         self._spare: Snapshot | None = None  # is not needed any more; its memory is reused
 
     def __bool__(self) -> bool:
@@ -102,7 +103,7 @@ class KeptBuffers:
         """Restore buffers if the step was skipped. `inside_step`: more forwards may follow in this training step."""
         skip = result.skip
         if not skip.known:
-            self.settle()  # without a new backward, the flag says nothing about the forward
+            self.settle()  # without a new backward, the flag is not about the last forward
         basis = self._basis()
         if basis is None:
             return

@@ -24,7 +24,7 @@ class HeldSchedules:
     optimizer did not step in between, the scheduler steps, as in fp32. In automatic optimization, schedules with
     interval "epoch" and plateau schedules are left alone.
 
-    If only the device knows whether a step was skipped, `scheduler.step()` is noted. The noted step is decided just
+    If only the device has the skip flag, `scheduler.step()` is noted. The noted step is decided just
     before the optimizer's next step, or when code reads the rate through the scheduler. If callbacks or the module read
     the rate between two steps, the step is decided at once.
     """
@@ -46,7 +46,7 @@ class HeldSchedules:
         return bool(self._tallies)
 
     def host_must_know(self, optimizer: Optimizer) -> bool:
-        """Return whether the host must know of a skip right after the step of this optimizer."""
+        """Return whether the host needs the skip flag right after the step of this optimizer."""
         return self._rate_read_between_steps and any(t.optimizer is optimizer for t in self._tallies.values())
 
     def attach(self) -> None:
@@ -142,13 +142,13 @@ class _HeldSchedule:
 
             return method
 
-        # A checkpoint reads the optimizer's state, with its learning rate, before the scheduler's.
+        # A checkpoint reads the optimizer's state, with its learning rate, before the scheduler's state.
         self._hook = self.optimizer.register_state_dict_pre_hook(lambda _: held.resolve())
         members = {name: resolved(name) for name in ("state_dict", "load_state_dict", "get_last_lr")}
         self._class = _modules.swap_class(scheduler, {**members, "step": step}, before_pickle=self.resolve)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step unless all steps of the optimizer were skipped. If only the device knows, note the step."""
+        """Step unless all steps of the optimizer were skipped. If only the device has the flag, note the step."""
         self.resolve()
         skips = self._tally.take()
         known = [skip.known for skip in skips]

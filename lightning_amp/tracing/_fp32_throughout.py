@@ -19,7 +19,7 @@ from lightning_amp.tracing._conditions import full_precision
 
 @contextmanager
 def fp32_throughout(device_type: str) -> Generator[None]:
-    """Compute in :func:`full_precision`, and in float32 where the code asks for half precision.
+    """Compute in :func:`full_precision`, and in float32 where the code requests half precision.
 
     A cast to half precision (`x.half()`, `x.to(weight.dtype)`, the user's own autocast region) leaves the values as
     they are. New half-precision tensors are made in float32. A half-precision tensor from elsewhere enters each

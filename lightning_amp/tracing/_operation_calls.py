@@ -74,7 +74,8 @@ class Beside:
     written: str  # torch's own name of the operation: `"__truediv__"`
     # The result is a single number (a loss, a count), or a decision (an index) which the smallest error may change.
     is_blameless: bool
-    takes_exact: bool  # an input with several values comes from no operation: the batch, not a parameter
+    # an input with several values was not made by an operation: it is from the batch, not a parameter
+    takes_exact: bool
     is_bad: bool  # a value of the result is NaN or plus infinity
     takes_bad: bool  # a value of an input is
     output: Tensor | None = None  # a copy of the result, in the reference run
@@ -101,7 +102,7 @@ class OperationCall:
     beside: Beside | None = None
     dtype: torch.dtype | None = None
     sources: list[OperationCall] = field(default_factory=list)  # operations whose non-finite results it takes
-    takes_nonfinite: bool = False  # an input is not finite, whatever made it
+    takes_nonfinite: bool = False  # whether an input is not finite, whether an operation made it or not
     num_nonfinite: int = 0  # number of non-finite values in the result
     makes_nan: bool = False  # the result has NaN or plus infinity; masks have minus infinity on purpose
     shape: tuple[int, ...] = ()

@@ -78,7 +78,7 @@ class OperationWatch(TorchFunctionMode):
         module = module or nn.Identity()
         self.calls: list[OperationCall] = []  # all operations of a comparison, in order
         self.bad: list[OperationCall] = []  # operations of the forward with non-finite results, in order
-        self.bad_in_backward: list[OperationCall] = []  # the same in a backward, in the user's own Functions
+        self.bad_in_backward: list[OperationCall] = []  # the same in the backward of the user's own Functions
         self.measured: dict[Key, OperationCall] = {}  # wanted operations, finite or not; all in a comparison
         self.first_backward: BackwardCall | None = None  # the first with a non-finite gradient, of a finite loss
         self.made_loss: OperationCall | None = None  # the operation that made the first non-finite loss
@@ -93,7 +93,7 @@ class OperationWatch(TorchFunctionMode):
         self._number = 0
         self._num_bytes = 0
         self._made = WeakTensorKeyDictionary()  # the operation that made a tensor
-        self._made_bad = WeakTensorKeyDictionary()  # the same for tensors that are not finite
+        self._made_bad = WeakTensorKeyDictionary()  # the same, only for tensors that are not finite
         self._of_gradients = WeakTensorKeyDictionary()  # non-finite tensors that the step's code computed from `.grad`
         self._by_storage: dict[int, OperationCall] = {}
         self._nodes: dict[Any, OperationCall] = {}

@@ -52,7 +52,7 @@ def running_code(names: Mapping[int, str], boundary: str) -> tuple[Place | None,
     """Return the innermost line of the user's code, and the innermost module with a running method.
 
     Args:
-        names: Qualified names of modules, by their `id`; if empty, no module is looked for.
+        names: Qualified names of modules, by their `id`; if empty, no module is searched for.
         boundary: File where the search ends; callers of that file are not searched.
 
     Returns:

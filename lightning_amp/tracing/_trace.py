@@ -59,7 +59,7 @@ class Call:
 
     name: str
     module: nn.Module
-    number: int  # of forwards that began before it
+    number: int  # number of forwards that began before this one
     outputs: list[tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=list)  # dtype and shape
     input_ends: list[Tensor] = field(default_factory=list)  # smallest and largest value of each input
     output_ends: list[Tensor] = field(default_factory=list)  # smallest and largest value of each output
@@ -92,7 +92,7 @@ class Arrival:
     """A gradient that a backward computed."""
 
     place: GradientPlace
-    call: Call | None  # the forward whose output or input it belongs to; `None` for a parameter
+    call: Call | None  # the forward that has the tensor as output or input; `None` for a parameter
     ends: tuple[Tensor, ...]  # its smallest and largest value
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -128,7 +128,7 @@ class Trace(TorchFunctionMode):
         self.module = module
         self.calls: list[Call] = []  # in the order in which they ended
         self.arrivals: list[Arrival] = []  # in the order in which they were computed
-        self.owners: dict[str, tuple[str, nn.Module]] = {}  # for each parameter its module, with name
+        self.owners: dict[str, tuple[str, nn.Module]] = {}  # the module of each parameter, with its name
         # Outermost modules that TorchScript compiled: only gradients of their parameters are watched.
         self.unseen: list[str] = []
         self._values = values

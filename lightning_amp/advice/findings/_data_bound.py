@@ -12,8 +12,10 @@ from lightning_amp.advice.findings._words import in_ms
 from lightning_amp.measure import DATA
 
 FASTER_LOADING = 0.7
-"""A loader that takes less than this share of the wait counts as faster. Noise of 20 % per batch makes a loader look
-that much faster in less than 1 % of trials of eight batches."""
+"""A loader that takes less than this share of the wait counts as faster.
+
+With noise of 20 % per batch, an equal loader seems that much faster in less than 1 % of trials of eight batches.
+"""
 
 
 def data_bound(evidence: Evidence) -> Iterator[Finding]:

@@ -96,7 +96,7 @@ def _savings(step: Step, machine: Machine) -> Iterator[str]:
     adam = [optimizer for optimizer in step.optimizers if optimizer.name.startswith(_ADAM)]
     if adam and states:
         number = sum(optimizer.num_parameters for optimizer in adam)
-        if states > 6 * number:  # they are in fp32
+        if states > 6 * number:  # the states are in fp32
             yield (
                 f"States in 8 bits (`torchao.optim.AdamW8bit`) save {memory(max(0, states - 2 * number))}, in bf16"
                 f" {memory(states // 2)}."

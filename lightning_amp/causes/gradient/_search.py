@@ -36,9 +36,10 @@ class GradientFindings(NamedTuple):
     """The result of a sample."""
 
     fault: GradientFault | None
-    tried: list[TriedRemedy]  # against the fault, now or in an earlier sample
-    derivative: InaccurateDerivative | None  # the first of the run, inside of the loss, that fp16 does not hold
-    scaled_grad_helps: bool  # with this derivative
+    tried: list[TriedRemedy]  # tried against the fault, now or in an earlier sample
+    # the first derivative of the run inside of the loss that does not fit into fp16
+    derivative: InaccurateDerivative | None
+    scaled_grad_helps: bool  # tried with this derivative
 
 
 @final

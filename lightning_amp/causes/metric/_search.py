@@ -36,7 +36,7 @@ from lightning_amp.shadow import (
 _MAX_SEARCHES = 3
 """The number of searches without a result after which a run stops searching."""
 _MAX_BATCHES = 8
-"""The number of batches that are run again if no value tells which one is bad."""
+"""The number of batches that are run again if no logged value shows which batch is bad."""
 _MAX_TOGETHER = 64
 """The number of batches that are run one after the other to find errors that add up."""
 _MAX_TRIES = 5
@@ -109,7 +109,7 @@ def _quiet_passes() -> Generator[None]:
     mha = torch.backends.mha
     fast = mha.get_fastpath_enabled()
     try:
-        mha.set_fastpath_enabled(False)  # with it, torch's transformer layers do not call their inner modules
+        mha.set_fastpath_enabled(False)  # the fast path of torch's transformer layers does not call their inner modules
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real step already raised each of these warnings
             yield
@@ -262,7 +262,7 @@ def _blame(ranks: Lockstep, replay: EvaluationReplay, seen: _Sight, report: Eval
 _Outcome = TriedRemedy | str
 """The result of an attempt.
 
-A text gives the reason why the attempt could not run; it is empty if there is nothing to say.
+A text gives the reason why the attempt could not run; it is empty if there is no reason to report.
 """
 
 

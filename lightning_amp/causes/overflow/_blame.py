@@ -32,7 +32,7 @@ class Blame(NamedTuple):
 
 
 def key_without_fp32(found: Diagnosis, watch: OperationWatch) -> str:
-    """Return a key that is the same for one cause, whichever batch shows it, before the run in fp32."""
+    """Return a key for the cause, before the run in fp32. It is the same for all batches that show this cause."""
     call: OperationCall | None = None
     if found.cause == "backward":
         call = None if watch.first_backward is None else watch.first_backward.call
@@ -118,7 +118,7 @@ def _backward_in_fp32(
     module: nn.Module, found: Diagnosis, found_in_fp32: Diagnosis, fp32_watch: OperationWatch
 ) -> Blame:
     inside = next((call for call in fp32_watch.bad_in_backward if not call.takes_nonfinite), None)
-    if found.cause != "backward":  # report the fault of fp32: it also remains in every other precision
+    if found.cause != "backward":  # report the fault in fp32, because it also remains in every other precision
         found = replace(found_in_fp32, in_fp32="not finite")
     culprit = fp32_watch.first_backward
     if culprit is None:

@@ -1,6 +1,6 @@
 """The remedies for a step that is not finite, and the order in which they are tried.
 
-Each remedy has a section: how it edits operations, and with which strengths it is tried. A new one also needs a kind in
+Each remedy has a section: how it edits operations, and the strengths that are tried. A new one also needs a kind in
 `findings/_remedy.py` and its sentence in `reports/_overflow_words.py`.
 """
 
@@ -52,7 +52,7 @@ class Case:
     takers: Sequence[str]  # modules that its result went through, in order
     precision: str
     choices: Sequence[str]  # precisions that the device runs
-    scale: float  # at which the step failed
+    scale: float  # loss scale at which the step failed
     fitting: float  # scale at which the largest true gradient fits
     is_finite: Callable[..., bool]  # runs the step with a remedy
 

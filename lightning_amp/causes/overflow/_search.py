@@ -48,7 +48,7 @@ class Explained(NamedTuple):
     """The result of one rank's search."""
 
     report: OverflowReport
-    key: str  # the same for one cause, whichever batch shows it
+    key: str  # the same for all batches that show this cause
     step: KeptBatch | None = None  # the batch that the report describes
 
 
@@ -229,9 +229,9 @@ class _StepAsItWas(NamedTuple):
 
     found: Diagnosis
     watch: OperationWatch
-    half_places: set[GradientPlace]  # where it computed gradients in half precision
-    parameters: tuple[str, ...]  # with gradients that are not finite
-    unseen: list[str]  # modules in which no operation can be seen
+    half_places: set[GradientPlace]  # places where the step computed gradients in half precision
+    parameters: tuple[str, ...]  # parameters with gradients that are not finite
+    unseen: list[str]  # modules inside which operations cannot be watched
 
 
 def _run_as_it_was(replay: TrainingPass, step: KeptBatch, scale: float) -> _StepAsItWas:
@@ -257,7 +257,7 @@ def _run_as_it_was(replay: TrainingPass, step: KeptBatch, scale: float) -> _Step
 class _StepInFp32(NamedTuple):
     """A step that was run in fp32."""
 
-    found: Diagnosis  # an intended mask is no cause
+    found: Diagnosis  # an intended mask is not a cause
     watch: OperationWatch
     largest: float | None  # the largest true gradient that fp16 would have to hold
 

@@ -42,7 +42,7 @@ _READING_OF_CONTROL = (
 )
 
 _LONGEST_REASON = 150
-"""Characters of an error that are shown beside a verdict; the table shows all of them."""
+"""Number of characters of an error that are shown next to a verdict; the table shows the whole error."""
 
 _NUMBER, _WHOLE = re.compile(r"[-+]?\d[\d.]*e[-+]\d+"), r'<span class="whole">\g<0></span>'
 

@@ -128,7 +128,7 @@ def swatch(style: str) -> str:
 class Interval(NamedTuple):
     """A row of a forest plot: one arm's mean difference, its interval, and the difference of each seed.
 
-    `number` is the mean as text, which stands beside the label. `text` is for a screen reader.
+    `number` is the mean as text, which is printed next to the label. `text` is for a screen reader.
     """
 
     label: str

@@ -43,8 +43,8 @@ def find_batch_size(
     module's own batch size and another one; a line through their two memory peaks predicts the size for the third run.
     If that size exceeds the limit, or the line was not straight, the search goes on. It ends when at most one percent
     can be gained, or after ten runs in a precision. The returned size was run, and its run was within the limit. A size
-    of 64 or more is rounded down to a multiple of 8, with which tensor cores are fast; this costs an eighth at most. It
-    never exceeds the number of rows.
+    of 64 or more is rounded down to a multiple of 8, because tensor cores are fast with such sizes; this costs an
+    eighth at most. It never exceeds the number of rows.
 
     As Lightning's own finder does, it sets the attribute `batch_size`, or `hparams.batch_size`, of the data module and
     of the module, wherever it exists. It is set before `setup` and before the loaders are made, which
@@ -56,8 +56,8 @@ def find_batch_size(
     room.
 
     Args:
-        make_module: Returns a new LightningModule: its class, or a function without arguments. Another process has to
-            import it: a function at the top level of a file, a script's own too if it has a `__main__` guard.
+        make_module: Returns a new LightningModule: its class, or a function without arguments. Another process imports
+            it, so define it at the top level of a file. The file may be the script, if that has a `__main__` guard.
         make_data: Returns a new LightningDataModule, likewise; `LightningDataModule` itself if the module has the
             loaders.
         precisions: Names, or a mapping from labels to names, plugins, or arguments of :class:`AmpPrecision`, as
@@ -73,7 +73,7 @@ def find_batch_size(
         If a precision fails while another one works, it has an `.error` and a `batch_size` of 0.
 
     Raises:
-        ValueError: If an argument is wrong; if nothing has a `batch_size`, or batches do not change with it; if there
+        ValueError: If an argument is wrong; if no object has a `batch_size`, or batches do not change with it; if there
             are no batches; if not even one row fits, in any precision.
         RuntimeError: If no precision could be trained, with the module's own error and its line; if it is called on
             several ranks, or by a file that is imported in the process of a run.

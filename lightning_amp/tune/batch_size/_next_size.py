@@ -20,7 +20,7 @@ _APART = 1.25
 _MARGIN = 0.01
 """After each size that did not fit, the next guess is lowered by one more such share, as peaks vary between runs."""
 _STEP = 4
-"""Largest step, as a multiple of the largest size so far, until the line is known to be straight."""
+"""Largest step, as a multiple of the largest size so far, until measurements show that the line is straight."""
 _FIRST_STEP = 32
 _NOISE = 0.05
 

@@ -1,4 +1,4 @@
-"""End a short training as soon as it is measured, and note how large its batches were."""
+"""End a short training as soon as its measurements are complete, and record the sizes of its batches."""
 
 from __future__ import annotations
 

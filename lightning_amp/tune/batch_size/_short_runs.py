@@ -38,7 +38,7 @@ _LEFT_OUT = (
 _MANY_EPOCHS, _MANY_STEPS = 1000, 10_000
 """Limits on steps and epochs, too large for any run to reach.
 
-They exist because schedules may ask for the number of steps.
+They exist because schedules may read the number of steps.
 """
 
 

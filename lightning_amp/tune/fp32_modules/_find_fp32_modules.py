@@ -22,7 +22,7 @@ from lightning_amp.tune.fp32_modules._short_fit import in_a_short_fit
 _STEPS: tuple[int, ...] = (0, 10)
 """Indices of the measured batches of training.
 
-At the start, weights of 1 or 0 in a norm or an output layer may block gradients; after some steps they have other values.
+At the start, weights of 1 or 0 in a norm or an output layer may stop gradients; after some steps their values differ.
 """
 
 _FURTHER = 3
@@ -50,8 +50,8 @@ def find_fp32_modules(
 
     A copy of the module is trained in fp32 for some steps. At the first and the eleventh step, it computes the
     gradient in fp32 and in `precision`, from the same weights and random numbers. Then it validates some batches in
-    both. The search begins with all modules in fp32 and leaves out as many as it can while every error stays within
-    `tolerance`. It then replaces the modules that are left by parts of them. At the end it passes the rules to
+    both. The search begins with all modules in fp32 and leaves out as many modules as possible while every error stays
+    within `tolerance`. It then replaces the modules that are left by parts of them. At the end it passes the rules to
     `AmpPrecision` in a second such fit and checks them on a later batch. If they are not enough there, the search goes
     on with that batch. For fp16 it chooses a loss scale at which gradients fit, if there is one.
 

@@ -42,9 +42,9 @@ def search(
     The search begins with all modules at the top. It leaves out halves of them, the least suspicious modules first,
     while the rest passes (delta debugging, Zeller and Hildebrandt 2002). It then replaces each module by the modules
     inside it if they pass, and so on down the tree. This is hierarchical delta debugging (Misherghi and Su 2006).
-    Modules whose names differ only in numbers, such as the blocks of a transformer, are replaced together and told
-    apart at the end. If k of n modules are needed, this takes about 2k log2(n) evaluations. At the end it tries to
-    leave out each module once more: it may have been needed only because of a module that was left out later.
+    Modules whose names differ only in numbers, such as the blocks of a transformer, are replaced together and separated
+    at the end. If k of n modules are needed, this takes about 2k log2(n) evaluations. At the end it tries to leave out
+    each module once more: it may have been needed only because of a module that was left out later.
 
     Args:
         tree: The modules.

@@ -119,7 +119,7 @@ def in_a_short_fit(
         request: The arguments of `find_fp32_modules`.
         steps: Indices of the batches of training to measure, in order.
         work: Measures, and returns the result.
-        rules: Rules in the place of the user's own.
+        rules: Rules that replace the user's own.
         later: Number of earlier fits. Each of them validated with other batches.
 
     """
